@@ -1,0 +1,30 @@
+"""dsx: train one DeepSpeed or Megatron run across sites joined by slow links.
+
+Public API: `initialize` (as `deepspeed.initialize`), `attach` (for an engine that exists),
+`init_distributed`, `add_config_arguments`, `load_config`, `preset`. Importing dsx imports neither
+deepspeed nor megatron.
+"""
+
+from __future__ import annotations
+
+from dsx.attach import add_config_arguments, attach, init_distributed, initialize
+from dsx.comm.base import PeerLost
+from dsx.comm.world import World
+from dsx.config import ConfigError, load_config, preset
+from dsx.handle import Handle
+from dsx.method import Method
+
+__all__ = [
+    "ConfigError",
+    "Handle",
+    "Method",
+    "PeerLost",
+    "World",
+    "add_config_arguments",
+    "attach",
+    "init_distributed",
+    "initialize",
+    "load_config",
+    "preset",
+]
+__version__ = "0.1.0"

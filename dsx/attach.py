@@ -1,0 +1,134 @@
+"""The way in: `initialize` as `deepspeed.initialize`, `attach` for an engine that exists.
+
+The "dsx" block is read from the same JSON that DeepSpeed gets. `init_distributed` makes one
+torch.distributed world per cluster and must run before anything else touches torch.distributed;
+`initialize` calls it where that has not happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsx.backends.torch import TorchBackend
+from dsx.comm.world import Meeting, World, current_world, join
+from dsx.config import DsxConfig, load_config, with_launch_arguments
+from dsx.handle import Handle
+
+Config = str | Path | Mapping[str, Any]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's arguments and the two of dsx that differ from launcher to launcher."""
+    import deepspeed
+
+    deepspeed.add_config_arguments(parser)
+    group = parser.add_argument_group(
+        "dsx", "one launcher per cluster: which one, and where to meet"
+    )
+    group.add_argument("--dsx-cluster-id", type=int, default=None, metavar="M")
+    group.add_argument("--dsx-rendezvous", default=None, metavar="tcp://HOST:PORT")
+    return parser
+
+
+def init_distributed(config: Config, args: argparse.Namespace | None = None) -> World:
+    """Create this cluster's world and meet the other clusters; return where this process is.
+
+    `config` is the DeepSpeed JSON with a "dsx" block; `args` may carry `dsx_cluster_id` and
+    `dsx_rendezvous`. Raises ConfigError, RuntimeError (launcher environment missing, or
+    torch.distributed already initialised) or PeerLost (a cluster that does not come).
+    """
+    clusters = _configured(config, args).clusters
+    return join(Meeting(**clusters.model_dump()))
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Mirror `deepspeed.initialize`; the engine returned has a `Handle` as `engine.dsx`.
+
+    `training_data` is cut to this cluster's part, so that clusters never train on the same
+    samples; a dataloader of your own is yours to split (`dsx.data.ClusterShard`).
+    """
+    from dsx.backends.deepspeed import start_engine
+    from dsx.data import ClusterShard
+
+    source = config if config is not None else getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ValueError(
+            "no DeepSpeed configuration: pass config=... or run with --deepspeed_config FILE"
+        )
+    world = current_world() or init_distributed(source, args)
+    if training_data is not None:
+        training_data = ClusterShard(training_data, world.cluster_id, world.num_clusters)
+    engine, wrapped, loader, scheduler = start_engine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        config=str(config) if isinstance(config, Path) else config,
+    )
+    attach(engine, config=source)
+    return engine, wrapped, loader, scheduler
+
+
+def attach(
+    engine: Any, optimizer: torch.optim.Optimizer | None = None, *, config: Config
+) -> Handle:
+    """Add outer training to an engine that exists; `engine.dsx` is the handle returned.
+
+    `engine` is a DeepSpeedEngine, or an ordinary module together with its `optimizer`. The
+    world must be `init_distributed`'s. Collective over all ranks of all clusters: it compares
+    the layouts and takes cluster 0's weights everywhere.
+    """
+    world = current_world()
+    if world is None:
+        raise RuntimeError("call dsx.init_distributed(config) before creating the engine")
+    settings = _configured(config, None)
+    if optimizer is None:
+        return _attach_deepspeed(engine, world, settings)
+    backend = TorchBackend(engine, optimizer, settings.method.fragments)
+    handle = Handle(backend, world, settings)
+    backend.on_inner_step(handle.after_inner_step)
+    return handle
+
+
+def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
+    from dsx.backends.deepspeed import DeepSpeedBackend
+    from dsx.backends.deepspeed_checkpoint import carry_outer_state
+
+    if not hasattr(engine, "basic_optimizer"):
+        raise ValueError(
+            f"{type(engine).__name__} is not a DeepSpeedEngine; for an ordinary module pass its "
+            "optimizer, too: dsx.attach(model, optimizer, config=...)"
+        )
+    if hasattr(engine, "dsx"):
+        raise ValueError("this engine has a dsx handle already: attach it once")
+    backend = DeepSpeedBackend(engine, settings.method.fragments)
+    handle = Handle(backend, world, settings)
+    backend.on_inner_step(handle.after_inner_step)
+    carry_outer_state(engine, backend, handle, world)
+    engine.dsx = handle
+    return handle
+
+
+def _configured(config: Config, args: argparse.Namespace | None) -> DsxConfig:
+    return with_launch_arguments(
+        load_config(config),
+        getattr(args, "dsx_cluster_id", None),
+        getattr(args, "dsx_rendezvous", None),
+    )

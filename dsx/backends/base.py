@@ -1,0 +1,85 @@
+"""What the outer loop asks of an inner engine: its fp32 masters, as fragments, and a clock.
+
+An adapter owns the knowledge of where an engine keeps its fp32 master parameters on this rank,
+when in a step they are fresh, and how a change reaches the model's own (bit16) weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsx.fragment import lay_out
+from dsx.types import Fragment
+
+
+class Backend(Protocol):
+    """One rank's view of the inner engine."""
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """This rank's layout; the ids are the same on every rank."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the masters live."""
+        ...
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy the masters of a fragment into `out` `[numel]`, in place."""
+        ...
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
+        ...
+
+    def publish(self) -> None:
+        """Bring written masters into the model's weights outside an optimizer step.
+
+        Collective inside the cluster: every rank calls it, also one that wrote nothing.
+        """
+        ...
+
+    def inner_lr(self) -> float:
+        """Return the learning rate of the inner step just taken (first parameter group)."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter whose fp32 master this rank owns: a live view and its place.
+
+    `shape` is the parameter's own where the piece is all of it, else `(numel,)`; `start` is the
+    first element in the flattened parameter.
+    """
+
+    master: Tensor
+    shape: tuple[int, ...]
+    start: int = 0
+
+
+class Masters:
+    """Reads and writes a rank's masters by fragment, through live views."""
+
+    def __init__(self, assignment: Sequence[Sequence[str]], pieces: Mapping[str, Piece]) -> None:
+        places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
+        self.fragments = lay_out(assignment, places)
+        self._views = [
+            [(slot.offset, slot.numel, pieces[slot.name].master) for slot in fragment.layout]
+            for fragment in self.fragments
+        ]
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy the masters of a fragment into `out` `[numel]`, in place."""
+        for offset, numel, master in self._views[fragment]:
+            out[offset : offset + numel].copy_(master.detach().reshape(-1))
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
+        for offset, numel, master in self._views[fragment]:
+            master.detach().view(-1).copy_(source[offset : offset + numel])

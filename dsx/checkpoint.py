@@ -1,0 +1,168 @@
+"""Outer state on disk: one safetensors file per rank, transfers in flight included.
+
+A transfer in flight is waited for and its mean stored with the step it was launched at; on load
+it is applied at its own due step, so a resumed run equals one that was never stopped. Never is a
+transfer issued again on one side only. The layout travels with the buffers: a file that belongs
+to another model, shard or fragmentation is refused by name.
+
+A tag is complete once rank 0 has written `dsx.json`, after every rank's files: clusters resume
+from the newest tag that all of them hold complete.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from dsx.outer_loop import Arrived, OuterLoop, Totals, Transfer
+from dsx.types import Fragment, History
+
+FORMAT = 1
+COMPLETE_MARK = "dsx.json"
+logger = logging.getLogger(__name__)
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Return the path of one rank's outer state inside a tag's directory."""
+    return directory / f"dsx_rank_{rank:05d}.safetensors"
+
+
+def save_state(
+    loop: OuterLoop, path: Path, axes: Mapping[str, Any], tracked: Mapping[str, Any]
+) -> None:
+    """Write one rank's outer state; waits for what is in flight. Atomic per file."""
+    tensors: dict[str, torch.Tensor] = {}
+    for fragment in loop.backend.fragments:
+        if fragment.numel:
+            tensors[f"anchor/{fragment.id}"] = loop.state.anchor[fragment.id]
+            for name, slot in loop.state.slots[fragment.id].items():
+                tensors[f"{name}/{fragment.id}"] = slot
+    in_flight: list[dict[str, Any]] = []
+    for index, transfer in enumerate(loop.in_flight):
+        mean = transfer.pending.wait()
+        if mean.numel():
+            tensors[f"in_flight/{index}"] = mean
+        in_flight.append({"fragment": transfer.fragment, "launched": transfer.launched})
+        tensors[f"in_flight_norm/{index}"] = transfer.pseudo_gradient_norm
+    meta = {
+        "format": FORMAT,
+        "history": loop.history.state_dict(),
+        "in_flight": in_flight,
+        "layout": layout(loop.backend.fragments),
+        "axes": axes,
+        "tracked": tracked,
+        "totals": asdict(loop.totals),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_suffix(".tmp")
+    copies = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+    save_file(copies, str(unfinished), metadata={"dsx": json.dumps(meta)})
+    unfinished.replace(path)
+
+
+def load_state(loop: OuterLoop, path: Path, axes: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Restore one rank's outer state into `loop` and return the tracked states.
+
+    FileNotFoundError if the file is missing, ValueError if it belongs to another run's layout.
+    """
+    if not path.exists():
+        raise FileNotFoundError(
+            f"no outer state at {path}: the checkpoint was written without dsx or by fewer ranks"
+        )
+    with safe_open(str(path), framework="pt") as file:
+        meta = json.loads((file.metadata() or {}).get("dsx", "{}"))
+        _require_same_layout(path, meta, loop)
+        _warn_of_changes(path, meta["axes"], axes)
+        for fragment in loop.backend.fragments:
+            if fragment.numel:
+                loop.state.anchor[fragment.id].copy_(file.get_tensor(f"anchor/{fragment.id}"))
+                for name, slot in loop.state.slots[fragment.id].items():
+                    slot.copy_(file.get_tensor(f"{name}/{fragment.id}"))
+        in_flight: list[Transfer] = []
+        for index, saved in enumerate(meta["in_flight"]):
+            wire = loop.state.wire(saved["fragment"])
+            if wire.numel():
+                wire.copy_(file.get_tensor(f"in_flight/{index}"))
+            norm = file.get_tensor(f"in_flight_norm/{index}").to(loop.state.device)
+            in_flight.append(Transfer(saved["fragment"], saved["launched"], Arrived(wire), norm))
+    loop.restore(History.from_state_dict(meta["history"]), in_flight)
+    loop.totals = Totals(**meta["totals"])
+    return meta["tracked"]
+
+
+def layout(fragments: Sequence[Fragment]) -> list[Any]:
+    """Return this rank's fragments as plain lists: what must match between runs and clusters."""
+    return [
+        [fragment.id, [[s.name, list(s.shape), s.start] for s in fragment.layout]]
+        for fragment in fragments
+    ]
+
+
+def mark_complete(directory: Path, step: int, world_size: int) -> None:
+    """Declare a tag's directory complete; call on rank 0 after every rank has written."""
+    unfinished = directory / f"{COMPLETE_MARK}.tmp"
+    unfinished.write_text(json.dumps({"format": FORMAT, "step": step, "world_size": world_size}))
+    unfinished.replace(directory / COMPLETE_MARK)
+
+
+def complete_tags(directory: Path) -> dict[str, int]:
+    """Return `{tag: inner step}` of the complete checkpoints below a cluster's directory."""
+    marks = directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ()
+    return {mark.parent.name: json.loads(mark.read_text())["step"] for mark in marks}
+
+
+def newest_common_tag(tags: Sequence[Mapping[str, int]], directory: Path) -> str:
+    """Choose the tag with the most steps that every cluster holds complete."""
+    common = set(tags[0]).intersection(*tags[1:])
+    if not common:
+        held = "; ".join(f"cluster {m}: {sorted(t) or 'none'}" for m, t in enumerate(tags))
+        raise FileNotFoundError(
+            f"no complete checkpoint that all clusters hold under {directory} ({held})"
+        )
+    return max(common, key=lambda tag: tags[0][tag])
+
+
+def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Return `(path, our value, their value)` where two plain structures first differ."""
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        for key in [*ours, *(k for k in theirs if k not in ours)]:
+            found = first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))
+            if found:
+                return found
+        return None
+    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+            found = first_difference(a, b, f"{path}[{index}]")
+            if found:
+                return found
+        return None
+    return None if ours == theirs else (path, ours, theirs)
+
+
+def _require_same_layout(path: Path, meta: Mapping[str, Any], loop: OuterLoop) -> None:
+    if meta.get("format") != FORMAT:
+        raise ValueError(
+            f"{path} is not an outer state of format {FORMAT}: found {meta.get('format')!r}"
+        )
+    difference = first_difference(layout(loop.backend.fragments), meta["layout"], "fragments")
+    if difference:
+        where, ours, theirs = difference
+        raise ValueError(
+            f"{path} belongs to another layout: {where} is {theirs} there and {ours} here; resume "
+            "with the same model, fragments, ZeRO stage and number of ranks"
+        )
+
+
+def _warn_of_changes(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:
+    difference = first_difference(json.loads(json.dumps(current)), saved)
+    if difference:
+        where, ours, theirs = difference
+        logger.warning("%s was saved with %s=%s; going on with %s", path, where, theirs, ours)

@@ -1,0 +1,64 @@
+"""The `dsx` command: what surrounds a run. Training itself is started by the engine's launcher."""
+
+from __future__ import annotations
+
+import signal
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsx.data.command import app as data_app
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Train one run across sites joined by slow links.",
+)
+app.add_typer(data_app, name="data")
+
+
+@app.callback()
+def main() -> None:
+    """Train one run across sites joined by slow links."""
+
+
+@app.command()
+def rendezvous(
+    port: Annotated[int, typer.Option(help="TCP port to listen on; 0 picks a free one.")] = 29400,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
+) -> None:
+    """Hold the meeting point of the clusters, so that none of them owns it. Ends on Ctrl-C.
+
+    Use it with "clusters": {"rendezvous": "tcp://HOST:PORT", "store": "standalone"}.
+    """
+    import torch.distributed as dist
+
+    ends = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store's threads inherit the mask
+    try:
+        store = dist.TCPStore(
+            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
+    except RuntimeError as error:
+        typer.echo(f"cannot listen on {host}:{port}: {str(error).splitlines()[0]}", err=True)
+        raise typer.Exit(2) from error
+    typer.echo(f"rendezvous store listening on {host}:{store.port}; Ctrl-C ends it")
+    received = signal.sigwait(ends)
+    typer.echo(f"{signal.Signals(received).name}: closed")
+
+
+@app.command()
+def report(
+    run_dir: Annotated[Path, typer.Argument(help="The directory that metrics.dir names.")],
+) -> None:
+    """Summarise a run's records in a table and plot them to RUN_DIR/plot.png."""
+    from dsx.report import report as write_report
+
+    try:
+        write_report(run_dir)
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"dsx report: {error}", err=True)
+        raise typer.Exit(2) from error

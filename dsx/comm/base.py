@@ -1,0 +1,66 @@
+"""The two verbs of a transport, and how a lost peer is reported.
+
+A transport averages over clusters for one shard coordinate: the ranks with the same place in each
+cluster. Submissions for one fragment are served in order (one FIFO per fragment); every rank of
+such a group must submit the same fragments in the same order.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from dsx.compress.base import Exchange
+
+
+class PeerLost(RuntimeError):
+    """Another cluster closed its connection or missed a deadline; the message names both."""
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes this rank has handed to the network for other clusters so far."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the exchange to its end; 0 until it has ended."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Block until the mean is there and return it; may be called again. Raises `PeerLost`."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between the clusters for one shard coordinate."""
+
+    @property
+    def cluster_id(self) -> int:
+        """This cluster, 0..num_clusters-1."""
+        ...
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        ...
+
+    def submit(self, fragment: int, label: str, exchange: Exchange) -> Pending:
+        """Start averaging and return at once.
+
+        Tensors that the exchange yields must not be touched until `wait` has returned. `label`
+        says in an error what was under way ("fragment 2 launched at step 40").
+        """
+        ...
+
+    def broadcast(self, fragment: int, tensor: Tensor) -> None:
+        """Overwrite `tensor` in place with cluster 0's. Blocks; raises `PeerLost`."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and connections; nothing may be submitted afterwards."""
+        ...

@@ -1,0 +1,222 @@
+"""The transport over TCP: one gloo group per fragment, outside every torch.distributed world.
+
+Groups are built by hand (`ProcessGroupGloo` over the rendezvous store) and never registered with
+torch, so no collective of the inner engine can cross a cluster. Each fragment has its own group
+and its own thread: gloo matches operations on one group silently by their order, and so a
+fragment's transfers stay one FIFO while different fragments overlap.
+
+The mean is the direct exchange of mean.py over point-to-point sends and receives. Every wait has
+the transport's deadline; a peer that closes its connection or misses it becomes `PeerLost`.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.comm.base import PeerLost
+from dsx.comm.mean import mean_in_order, slice_bounds
+from dsx.compress.base import Exchange
+from dsx.types import Fragment
+
+
+class GlooPending:
+    """An exchange running on its fragment's thread."""
+
+    def __init__(self) -> None:
+        self.bytes_sent = 0
+        self.seconds = 0.0
+        self.future: Future[Tensor] = Future()
+
+    def wait(self) -> Tensor:
+        """Return the mean; the thread behind it keeps the deadline."""
+        return self.future.result()
+
+
+class Fifo:
+    """One thread that runs submissions in order.
+
+    A daemon: a process that fails must not stay alive until the deadline of what is in flight.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._queue: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = (
+            queue.SimpleQueue()
+        )
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, future: Future[Tensor], task: Callable[[], Tensor]) -> None:
+        """Run `task` after those before it; its result or error goes to `future`."""
+        self._queue.put((future, task))
+
+    def close(self) -> None:
+        """Let the submitted tasks end, then end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            future, task = item
+            try:
+                future.set_result(task())
+            except Exception as error:  # noqa: BLE001 - handed to whoever waits, whatever it is
+                future.set_exception(error)
+
+
+class FragmentGroup:
+    """One fragment's connections to its peers, one per other cluster."""
+
+    def __init__(self, group: Any, cluster_id: int, num_clusters: int, deadline: float) -> None:
+        self._group = group
+        self._cluster_id = cluster_id
+        self._peers = [m for m in range(num_clusters) if m != cluster_id]
+        self._deadline_seconds = deadline
+        self._receive: list[Tensor] = []
+
+    def mean_(self, x: Tensor, label: str) -> int:
+        """Overwrite `x` in place with the mean over clusters; return the payload bytes sent."""
+        num_clusters = len(self._peers) + 1
+        until = time.monotonic() + self._deadline_seconds
+        bounds = slice_bounds(x.numel(), num_clusters)
+        slices = [x[start:stop] for start, stop in bounds]
+        own = slices[self._cluster_id]
+        copies = self._receive_buffers(own, num_clusters)
+        copies[self._cluster_id] = own
+        sent = self._exchange({p: slices[p] for p in self._peers}, copies, label, until)
+        own.copy_(mean_in_order(copies))
+        return sent + self._exchange({p: own for p in self._peers}, slices, label, until)
+
+    def broadcast_(self, x: Tensor, label: str) -> None:
+        """Overwrite `x` in place with cluster 0's."""
+        until = time.monotonic() + self._deadline_seconds
+        if self._cluster_id == 0:
+            self._wait([(p, self._group.send([x], p, 0)) for p in self._peers], label, until)
+        else:
+            self._wait([(0, self._group.recv([x], 0, 0))], label, until)
+
+    def _exchange(
+        self, outgoing: dict[int, Tensor], incoming: Sequence[Tensor], label: str, until: float
+    ) -> int:
+        """Send each peer its tensor while receiving `incoming[peer]`, in place."""
+        works: list[tuple[int, Any]] = []
+        for peer in self._peers:
+            if incoming[peer].numel():
+                works.append((peer, self._group.recv([incoming[peer]], peer, 0)))
+        sent = 0
+        for peer, tensor in outgoing.items():
+            if tensor.numel():
+                works.append((peer, self._group.send([tensor], peer, 0)))
+                sent += tensor.numel() * tensor.element_size()
+        self._wait(works, label, until)
+        return sent
+
+    def _wait(self, works: Sequence[tuple[int, Any]], label: str, until: float) -> None:
+        for peer, work in works:
+            left = max(until - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise PeerLost(self._explain(peer, label, until, error)) from error
+
+    def _explain(self, peer: int, label: str, until: float, error: RuntimeError) -> str:
+        if time.monotonic() >= until:
+            what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
+        else:
+            what = "closed its connection"
+        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
+        return f"{label}: cluster {peer} {what} (gloo: {reason or error})"
+
+    def _receive_buffers(self, own: Tensor, num_clusters: int) -> list[Tensor]:
+        """Return C buffers like `own`, reused from call to call while they fit."""
+        if not self._receive or self._receive[0].numel() < own.numel():
+            self._receive = [torch.empty_like(own) for _ in range(num_clusters)]
+        return [buffer[: own.numel()] for buffer in self._receive]
+
+
+class GlooTransport:
+    """Connects this rank to its peers of the same shard coordinate in the other clusters."""
+
+    def __init__(
+        self,
+        fragments: Sequence[Fragment],
+        connect: Callable[[int], Any],
+        cluster_id: int,
+        num_clusters: int,
+        deadline_seconds: float,
+    ) -> None:
+        self.cluster_id = cluster_id
+        self.num_clusters = num_clusters
+        self._groups: dict[int, FragmentGroup] = {}
+        self._fifos: dict[int, Fifo] = {}
+        for fragment in fragments:
+            if fragment.numel:
+                group = connect(fragment.id) if num_clusters > 1 else None
+                self._groups[fragment.id] = FragmentGroup(
+                    group, cluster_id, num_clusters, deadline_seconds
+                )
+                self._fifos[fragment.id] = Fifo(f"dsx-fragment-{fragment.id}")
+
+    def submit(self, fragment: int, label: str, exchange: Exchange) -> GlooPending:
+        """Run the exchange on the fragment's thread and return at once."""
+        group = self._groups[fragment]
+        pending = GlooPending()
+        self._fifos[fragment].submit(
+            pending.future, lambda: _drive(group, label, exchange, pending)
+        )
+        return pending
+
+    def broadcast(self, fragment: int, tensor: Tensor) -> None:
+        """Overwrite `tensor` in place with cluster 0's."""
+        if self.num_clusters > 1:
+            label = f"first anchor of fragment {fragment}"
+            self._groups[fragment].broadcast_(tensor, label)
+
+    def close(self) -> None:
+        """Let running exchanges end and drop the connections."""
+        for fifo in self._fifos.values():
+            fifo.close()
+        self._groups.clear()
+
+
+def connect_gloo(
+    store: dist.Store,
+    cluster_id: int,
+    num_clusters: int,
+    deadline: timedelta,
+    interface: str | None,
+) -> Any:
+    """Build an unregistered gloo group over `store`: one member per cluster, fully connected.
+
+    Raises RuntimeError from gloo if a peer does not come within `deadline`.
+    """
+    options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
+    options._timeout = deadline
+    if interface is None:
+        device = dist.ProcessGroupGloo.create_default_device()
+    else:
+        device = dist.ProcessGroupGloo.create_device(interface=interface)
+    options._devices = [device]
+    return dist.ProcessGroupGloo(store, cluster_id, num_clusters, options)
+
+
+def _drive(group: FragmentGroup, label: str, exchange: Exchange, pending: GlooPending) -> Tensor:
+    """Run one exchange to its end, averaging each tensor it yields."""
+    started = time.perf_counter()
+    x = next(exchange)
+    try:
+        while True:
+            pending.bytes_sent += group.mean_(x, label)
+            x = exchange.send(x)
+    except StopIteration as stop:
+        pending.seconds = time.perf_counter() - started
+        return stop.value

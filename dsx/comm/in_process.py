@@ -1,0 +1,129 @@
+"""C clusters in one process: the same exchanges, without a network and without threads.
+
+An exchange runs when the last cluster has submitted it. Sums are taken in cluster order, exactly
+as the network transports do, so a simulated run equals a real one bit for bit. Drive the loops in
+two passes, as `step_together` does: all launch, then all apply.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from dsx.comm.base import PeerLost
+from dsx.comm.mean import exchange_bytes, mean_in_order
+from dsx.compress.base import Exchange
+
+
+class InProcessHub:
+    """The meeting point of `num_clusters` simulated clusters."""
+
+    def __init__(self, num_clusters: int) -> None:
+        if num_clusters < 1:
+            raise ValueError(f"num_clusters={num_clusters} must be at least 1")
+        self.num_clusters = num_clusters
+        self._queues: dict[int, list[deque[InProcessPending]]] = {}
+        self._broadcasts: dict[int, Tensor] = {}
+
+    def transports(self) -> list[InProcessTransport]:
+        """Return one transport per cluster, in cluster order."""
+        return [InProcessTransport(self, cluster_id) for cluster_id in range(self.num_clusters)]
+
+    def submit(self, fragment: int, pending: InProcessPending) -> None:
+        """Queue one cluster's exchange; run it if it was the last one missing."""
+        queues = self._queues.setdefault(fragment, [deque() for _ in range(self.num_clusters)])
+        queues[pending.cluster_id].append(pending)
+        while all(queues):
+            _run([queue.popleft() for queue in queues])
+
+    def broadcast(self, cluster_id: int, fragment: int, tensor: Tensor) -> None:
+        """Store cluster 0's tensor, copy it into the others'; cluster 0 has to come first."""
+        if cluster_id == 0:
+            self._broadcasts[fragment] = tensor.clone()
+        elif fragment not in self._broadcasts:
+            raise PeerLost(f"cluster 0 has not broadcast fragment {fragment}: start it first")
+        else:
+            tensor.copy_(self._broadcasts[fragment])
+
+
+class InProcessPending:
+    """One cluster's side of an exchange."""
+
+    def __init__(self, cluster_id: int, label: str, exchange: Exchange) -> None:
+        self.cluster_id = cluster_id
+        self.label = label
+        self.exchange = exchange
+        self.bytes_sent = 0
+        self.seconds = 0.0
+        self.result: Tensor | None = None
+
+    def wait(self) -> Tensor:
+        """Return the mean; PeerLost at once if some cluster has not submitted its part."""
+        if self.result is None:
+            raise PeerLost(f"{self.label}: not every simulated cluster has launched it")
+        return self.result
+
+
+class InProcessTransport:
+    """One simulated cluster's transport."""
+
+    def __init__(self, hub: InProcessHub, cluster_id: int) -> None:
+        self._hub = hub
+        self.cluster_id = cluster_id
+        self.num_clusters = hub.num_clusters
+
+    def submit(self, fragment: int, label: str, exchange: Exchange) -> InProcessPending:
+        """Queue the exchange and return at once."""
+        pending = InProcessPending(self.cluster_id, label, exchange)
+        self._hub.submit(fragment, pending)
+        return pending
+
+    def broadcast(self, fragment: int, tensor: Tensor) -> None:
+        """Overwrite `tensor` in place with cluster 0's."""
+        self._hub.broadcast(self.cluster_id, fragment, tensor)
+
+    def close(self) -> None:
+        """Nothing to release."""
+
+
+class TwoPass(Protocol):
+    """The loop's two verbs at a step boundary."""
+
+    def launch_due(self) -> None:
+        """Advance the clock and launch."""
+        ...
+
+    def apply_ripe(self) -> bool:
+        """Apply what is ripe."""
+        ...
+
+
+def step_together(loops: Sequence[TwoPass]) -> None:
+    """Pass one step boundary of all clusters: every launch before any apply."""
+    for loop in loops:
+        loop.launch_due()
+    for loop in loops:
+        loop.apply_ripe()
+
+
+def _run(group: list[InProcessPending]) -> None:
+    """Drive the exchanges of all clusters in lockstep to their ends."""
+    num_clusters = len(group)
+    yielded = [next(p.exchange) for p in group]
+    while True:
+        for pending, x in zip(group, yielded, strict=True):
+            pending.bytes_sent += exchange_bytes(x, pending.cluster_id, num_clusters)
+        mean = mean_in_order(yielded)
+        finished = 0
+        for index, (pending, x) in enumerate(zip(group, yielded, strict=True)):
+            try:
+                yielded[index] = pending.exchange.send(x.copy_(mean))
+            except StopIteration as stop:
+                pending.result = stop.value
+                finished += 1
+        if finished:
+            assert finished == num_clusters, "clusters disagree about the rounds of one exchange"
+            return

@@ -1,0 +1,77 @@
+"""End a rank whose launcher is gone, so that no orphan keeps a device or another cluster waiting.
+
+`deepspeed` starts `deepspeed.launcher.launch`, which starts the ranks; killing either of the two
+outright leaves the ranks training on as orphans, and the other clusters believe all is well. A
+daemon thread watches the parent, and the runner above it where there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+def launcher_processes() -> list[tuple[int, str]]:
+    """Return `(pid, start time)` of this rank's launcher processes; empty where /proc is absent."""
+    parent = os.getppid()
+    found: list[tuple[int, str]] = []
+    if _command(parent) and "deepspeed" in _command(parent):
+        found.append((parent, _start_time(parent)))
+        above = _parent_of(parent)
+        if above > 1 and "deepspeed" in _command(above):
+            found.append((above, _start_time(above)))
+    elif "torchrun" in _command(parent) or "torch.distributed.run" in _command(parent):
+        found.append((parent, _start_time(parent)))
+    return found
+
+
+def end_with_launcher() -> None:
+    """Start the watch; SIGTERM to this process, then a hard exit, once a launcher is gone."""
+    watched = launcher_processes()
+    if watched:
+        threading.Thread(
+            target=_watch, args=(watched,), name="dsx-launcher-watch", daemon=True
+        ).start()
+
+
+def _watch(watched: list[tuple[int, str]]) -> None:
+    while all(_start_time(pid) == started for pid, started in watched):
+        time.sleep(_POLL_SECONDS)
+    logger.error("the launcher of this rank is gone: ending it too")
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)
+    os._exit(1)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
+def _stat_fields(pid: int) -> list[str]:
+    """Return the fields of /proc/pid/stat after the command name; empty if there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _parent_of(pid: int) -> int:
+    fields = _stat_fields(pid)
+    return int(fields[1]) if fields else 0
+
+
+def _start_time(pid: int) -> str:
+    fields = _stat_fields(pid)
+    is_zombie = bool(fields) and fields[0] == "Z"
+    return "" if is_zombie or not fields else fields[19]

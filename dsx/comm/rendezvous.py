@@ -1,0 +1,196 @@
+"""How clusters meet: a shared key-value store, a handshake, and small values agreed over it.
+
+The store is torch's TCPStore. It is hosted by cluster 0's first rank, or by a small process of
+its own (`dsx rendezvous`), so that no cluster owns it. A store may outlive many runs: the
+handshake therefore gives every run a fresh key space ("session") that contains a nonce of every
+cluster alive now, and a stale key of an earlier run can never be mistaken for a peer.
+
+Every wait has a deadline and says which clusters were missing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlsplit
+
+import torch.distributed as dist
+
+from dsx.comm.base import PeerLost
+from dsx.comm.topology import Place
+
+_POLL_SECONDS = 0.05
+
+
+def parse_address(rendezvous: str) -> tuple[str, int]:
+    """Split `tcp://host:port`; ValueError says what is allowed."""
+    parts = urlsplit(rendezvous)
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme != "tcp" or not parts.hostname or not port:
+        raise ValueError(
+            f"clusters.rendezvous={rendezvous!r} must be 'env://' (one launcher over all clusters) "
+            "or 'tcp://host:port' (one launcher per cluster), for example tcp://10.0.0.1:29400"
+        )
+    return parts.hostname, port
+
+
+def open_store(host: str, port: int, *, is_host: bool, deadline_seconds: float) -> dist.TCPStore:
+    """Connect to the store, or host it; PeerLost if nobody answers within the deadline."""
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=is_host,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=deadline_seconds),
+        )
+    except RuntimeError as error:
+        if is_host:
+            raise RuntimeError(
+                f"cannot listen on {host}:{port} for the rendezvous store: "
+                f"{str(error).splitlines()[0]}; choose a free port"
+            ) from error
+        raise PeerLost(
+            f"no rendezvous store answered at {host}:{port} within {deadline_seconds:g} s "
+            "(clusters.join_deadline_seconds): start cluster 0, or `dsx rendezvous`, and check "
+            "that this host can reach that port"
+        ) from error
+
+
+class Rendezvous:
+    """Small values agreed between clusters after they have met; one per process."""
+
+    def __init__(self, store: dist.Store, place: Place, session: str, deadline_seconds: float):
+        self._store = dist.PrefixStore(f"dsx/{session}", store)
+        self._place = place
+        self._deadline_seconds = deadline_seconds
+        self._exchanges = 0
+
+    def group_store(self, name: str) -> dist.Store:
+        """Return a key space for one group's own connection setup."""
+        return dist.PrefixStore(name, self._store)
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return one JSON value per cluster, in cluster order, on every rank of every cluster.
+
+        Rank 0 of a cluster speaks for it. Every rank calls it, in the same order. Nobody returns
+        before all have read, so that the store's host may exit afterwards.
+        """
+        self._exchanges += 1
+        prefix = f"gather/{self._exchanges}"
+        if self._place.rank == 0:
+            self._store.set(f"{prefix}/{self._place.cluster_id}", json.dumps(value))
+        readers = self._place.num_clusters * self._place.world_size
+        return [json.loads(v) for v in self._read(prefix, name, readers)]
+
+    def compare(self, name: str, value: Any) -> list[Any]:
+        """Return the values of the ranks with this rank's number, one per cluster, in order.
+
+        Every rank calls it, in the same order as its peers.
+        """
+        self._exchanges += 1
+        prefix = f"compare/{self._exchanges}/{self._place.rank}"
+        packed = zlib.compress(json.dumps(value).encode())
+        self._store.set(f"{prefix}/{self._place.cluster_id}", packed.hex())
+        packets = self._read(prefix, name, self._place.num_clusters)
+        return [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
+
+    def _read(self, prefix: str, name: str, readers: int) -> list[bytes]:
+        """Read one value per cluster, then wait until all `readers` have done so."""
+        until = time.monotonic() + self._deadline_seconds
+        values: list[bytes] = []
+        cluster = 0
+        try:
+            for cluster in range(self._place.num_clusters):
+                left = max(until - time.monotonic(), 0.001)
+                key = f"{prefix}/{cluster}"
+                self._store.wait([key], timedelta(seconds=left))
+                values.append(self._store.get(key))
+            self._store.add(f"{prefix}/read", 1)
+            while self._store.add(f"{prefix}/read", 0) < readers and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError as error:
+            raise PeerLost(self._explain(name, cluster, until)) from error
+        return values
+
+    def _explain(self, name: str, cluster: int, until: float) -> str:
+        if time.monotonic() < until:
+            return f"{name}: the rendezvous store closed while waiting for cluster {cluster}"
+        return (
+            f"{name}: cluster {cluster} did not answer within {self._deadline_seconds:g} s "
+            "(clusters.deadline_seconds)"
+        )
+
+
+def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
+    """Wait until every cluster is alive here, and return a session name all of them share.
+
+    Called by rank 0 of each cluster. A cluster posts a fresh nonce and answers the nonces it sees
+    from the others; only a live cluster answers a fresh one. PeerLost names who never came;
+    ValueError says if clusters disagree about their number or size.
+    """
+    nonce = uuid.uuid4().hex
+    card = {"nonce": nonce, "num_clusters": place.num_clusters, "world_size": place.world_size}
+    store = dist.PrefixStore("dsx/join", store)
+    store.set(f"here/{place.cluster_id}", json.dumps(card))
+    peers = [m for m in range(place.num_clusters) if m != place.cluster_id]
+    answered: dict[int, str] = {}
+    met = {place.cluster_id: card}
+    until = time.monotonic() + deadline_seconds
+    while len(met) < place.num_clusters:
+        for peer in peers:
+            _answer(store, place, card, peer, answered)
+            answer = f"answer/{nonce}/{peer}"
+            if peer not in met and store.check([answer]):
+                met[peer] = json.loads(store.get(answer))
+                _require_same_shape(place, peer, card, met[peer])
+        missing = [m for m in peers if m not in met]
+        if missing and time.monotonic() > until:
+            raise PeerLost(
+                f"{_name(missing)} of {place.num_clusters} did not come within "
+                f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher of "
+                "each missing cluster with the same rendezvous address"
+            )
+        time.sleep(_POLL_SECONDS)
+    for peer in peers:  # a peer may have posted after our last look at it
+        _answer(store, place, card, peer, answered)
+    return "-".join(str(met[m]["nonce"])[:8] for m in range(place.num_clusters))
+
+
+def _answer(
+    store: dist.Store, place: Place, card: dict[str, Any], peer: int, answered: dict[int, str]
+) -> None:
+    """Reply to the newest nonce of `peer`, once."""
+    if not store.check([f"here/{peer}"]):
+        return
+    nonce = json.loads(store.get(f"here/{peer}"))["nonce"]
+    if answered.get(peer) != nonce:
+        store.set(f"answer/{nonce}/{place.cluster_id}", json.dumps(card))
+        answered[peer] = nonce
+
+
+def _require_same_shape(
+    place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]
+) -> None:
+    """Refuse clusters of different number or size; linger so that the peer reads why, too."""
+    for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
+        if own[key] != theirs[key]:
+            time.sleep(20 * _POLL_SECONDS)
+            raise ValueError(
+                f"cluster {place.cluster_id} has {what} {own[key]}, cluster {peer} has "
+                f"{theirs[key]}: shards line up only if all clusters have the same; start them "
+                "with the same configuration and the same number of ranks"
+            )
+
+
+def _name(clusters: Sequence[int]) -> str:
+    numbers = ", ".join(map(str, clusters))
+    return f"cluster {numbers}" if len(clusters) == 1 else f"clusters {numbers}"

@@ -1,0 +1,191 @@
+"""Set up one torch.distributed world per cluster, and the store that joins the clusters.
+
+Runs before anything else touches torch.distributed. With one launcher over everything the ranks
+are split and `RANK` / `WORLD_SIZE` rewritten, so that DeepSpeed, which adopts an existing world,
+sees only its own cluster (`LOCAL_RANK` stays: it is the device's number on this host). With one
+launcher per cluster the world is the launcher's own, and the clusters meet at a store elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from dsx.comm.base import PeerLost
+from dsx.comm.gloo import GlooTransport, connect_gloo
+from dsx.comm.launcher_watch import end_with_launcher
+from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
+from dsx.comm.topology import LauncherEnvironment, Place, split_world
+from dsx.types import Fragment
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How clusters find each other: the "clusters" part of the configuration."""
+
+    num_clusters: int
+    cluster_id: int | None
+    rendezvous: str
+    store: str
+    join_deadline_seconds: float
+    deadline_seconds: float
+    interface: str | None
+
+
+class World:
+    """This process's place, its cluster's world, and the way to the other clusters."""
+
+    def __init__(self, place: Place, rendezvous: Rendezvous, meeting: Meeting) -> None:
+        self.place = place
+        self.rendezvous = rendezvous
+        self._meeting = meeting
+        self._transports = 0
+
+    @property
+    def cluster_id(self) -> int:
+        """This cluster, 0..num_clusters-1."""
+        return self.place.cluster_id
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        return self.place.num_clusters
+
+    @property
+    def rank(self) -> int:
+        """Rank inside the cluster."""
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the cluster."""
+        return self.place.world_size
+
+    def connect(self, fragments: list[Fragment]) -> GlooTransport:
+        """Connect this rank to its peers, the ranks with the same number in the other clusters."""
+        meeting = self._meeting
+        self._transports += 1
+        prefix = f"transport_{self._transports}/rank_{self.rank}"
+
+        def connect(fragment: int) -> object:
+            deadline = timedelta(seconds=meeting.join_deadline_seconds)
+            store = self.rendezvous.group_store(f"{prefix}/fragment_{fragment}")
+            try:
+                return connect_gloo(
+                    store, self.cluster_id, self.num_clusters, deadline, meeting.interface
+                )
+            except RuntimeError as error:
+                raise PeerLost(
+                    f"cannot connect fragment {fragment} of rank {self.rank} to the other "
+                    f"{self.num_clusters - 1} cluster(s) within "
+                    f"{meeting.join_deadline_seconds:g} s (clusters.join_deadline_seconds): "
+                    f"{str(error).splitlines()[0]}"
+                ) from error
+
+        return GlooTransport(
+            fragments, connect, self.cluster_id, self.num_clusters, meeting.deadline_seconds
+        )
+
+
+_world: World | None = None
+
+
+def current_world() -> World | None:
+    """Return the world that `join` has set up in this process, if any."""
+    return _world
+
+
+def join(meeting: Meeting) -> World:
+    """Create this cluster's torch.distributed world and meet the other clusters.
+
+    Raises RuntimeError if torch.distributed is already initialised or the launcher's environment
+    is missing, ValueError for a split that does not work, PeerLost if a cluster does not come.
+    """
+    global _world  # one process is in one world, like torch.distributed itself
+    if dist.is_initialized():
+        raise RuntimeError(
+            "torch.distributed is already initialised with one world over all clusters: call "
+            "dsx.init_distributed(config) first, before deepspeed.init_distributed, "
+            "deepspeed.initialize or torch.distributed.init_process_group"
+        )
+    launcher = LauncherEnvironment.read()
+    if meeting.rendezvous == "env://":
+        place, launcher_store, shared_store = _join_one_launcher(launcher, meeting)
+    else:
+        place, launcher_store, shared_store = _join_own_launcher(launcher, meeting)
+    end_with_launcher()
+    cluster_store = dist.PrefixStore(f"dsx/cluster_{place.cluster_id}", launcher_store)
+    _init_cluster_world(place, cluster_store)
+    session = _agree_session(place, cluster_store, shared_store, meeting)
+    rendezvous = Rendezvous(shared_store, place, session, meeting.deadline_seconds)
+    _world = World(place, rendezvous, meeting)
+    return _world
+
+
+def _join_one_launcher(
+    launcher: LauncherEnvironment, meeting: Meeting
+) -> tuple[Place, dist.Store, dist.Store]:
+    if meeting.cluster_id is not None:
+        raise ValueError(
+            f"clusters.cluster_id={meeting.cluster_id} says one launcher per cluster, but no "
+            "rendezvous is given: set clusters.rendezvous (or --dsx-rendezvous) to tcp://host:port"
+        )
+    place = split_world(launcher.rank, launcher.world_size, meeting.num_clusters)
+    store = _launcher_store(launcher, meeting)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place.rank), str(place.world_size)
+    return place, store, store
+
+
+def _join_own_launcher(
+    launcher: LauncherEnvironment, meeting: Meeting
+) -> tuple[Place, dist.Store, dist.Store]:
+    host, port = parse_address(meeting.rendezvous)
+    if meeting.cluster_id is None:
+        raise ValueError(
+            f"clusters.rendezvous={meeting.rendezvous!r} says one launcher per cluster: say which "
+            f"one this is with --dsx-cluster-id or clusters.cluster_id, 0.."
+            f"{meeting.num_clusters - 1}"
+        )
+    place = Place(meeting.cluster_id, meeting.num_clusters, launcher.rank, launcher.world_size)
+    is_host = meeting.store == "cluster_0" and place.cluster_id == 0 and place.rank == 0
+    shared = open_store(host, port, is_host=is_host, deadline_seconds=meeting.join_deadline_seconds)
+    return place, _launcher_store(launcher, meeting), shared
+
+
+def _launcher_store(launcher: LauncherEnvironment, meeting: Meeting) -> dist.Store:
+    return open_store(
+        launcher.master_addr,
+        launcher.master_port,
+        is_host=launcher.rank == 0 and not launcher.store_is_hosted,
+        deadline_seconds=meeting.join_deadline_seconds,
+    )
+
+
+def _init_cluster_world(place: Place, store: dist.Store) -> None:
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+
+
+def _agree_session(
+    place: Place, cluster_store: dist.Store, shared_store: dist.Store, meeting: Meeting
+) -> str:
+    """Let rank 0 meet the other clusters and pass the session's name, or its error, on."""
+    key = "dsx/session"
+    if place.rank != 0:
+        wait = timedelta(seconds=meeting.join_deadline_seconds + 30)
+        cluster_store.wait([key], wait)
+        session = cluster_store.get(key).decode()
+        if session.startswith("error:"):
+            raise PeerLost(session.removeprefix("error:"))
+        return session
+    try:
+        session = meet(shared_store, place, meeting.join_deadline_seconds)
+    except (PeerLost, ValueError) as error:
+        cluster_store.set(key, f"error:{error}")
+        raise
+    cluster_store.set(key, session)
+    return session

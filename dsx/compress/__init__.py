@@ -1,0 +1,1 @@
+"""What is sent for a pseudo-gradient: compressors are generators and know no network."""

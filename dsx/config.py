@@ -1,0 +1,226 @@
+"""The "dsx" block of a DeepSpeed JSON, strictly read into a `Method` and the cluster settings.
+
+A preset fills every axis; any key below it overrides one. The resolved block (preset and
+overrides merged) is validated as a whole against the dataclasses of the axes themselves, so JSON
+keys equal field names and there is one schema. An unknown key, or one the chosen type would
+ignore, is an error that names the nearest valid one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from dsx.delay.base import Replace
+from dsx.delay.streaming import Blend
+from dsx.fragment import ByLayer, BySize, WholeModel
+from dsx.method import Method
+from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov
+from dsx.presets import PRESETS
+from dsx.schedule.periodic import Periodic, Streaming
+
+# Each axis: the key that selects a choice, and the choices. A new one is one line here.
+AXES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fragments": ("by", {"model": WholeModel, "layer": ByLayer, "size": BySize}),
+    "schedule": ("type", {"periodic": Periodic, "streaming": Streaming}),
+    "delay": ("type", {"replace": Replace, "blend": Blend}),
+    "outer_optimizer": (
+        "type",
+        {"sgd": SGD, "momentum": Momentum, "nesterov": Nesterov, "adam": Adam},
+    ),
+}
+
+
+class ConfigError(ValueError):
+    """A "dsx" block that cannot be used; the message gives value, what is allowed, and the fix."""
+
+
+class ClustersConfig(BaseModel):
+    """Who takes part and how they meet."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    num_clusters: int = Field(ge=1)
+    cluster_id: int | None = Field(default=None, ge=0)
+    rendezvous: str = "env://"
+    store: Literal["cluster_0", "standalone"] = "cluster_0"
+    join_deadline_seconds: float = Field(default=300.0, gt=0)
+    deadline_seconds: float = Field(default=600.0, gt=0)
+    interface: str | None = None
+
+
+class MetricsConfig(BaseModel):
+    """Where the records of a run go; without a directory none are written."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    dir: str | None = None
+    tensorboard: bool = False
+
+
+@dataclass(frozen=True)
+class DsxConfig:
+    """The "dsx" block, resolved: `method` is what runs, `axes` the same as plain JSON values."""
+
+    preset: str
+    clusters: ClustersConfig
+    metrics: MetricsConfig
+    method: Method
+    axes: dict[str, Any]
+
+
+def preset(name: str, **overrides: Mapping[str, Any]) -> Method:
+    """Return a named method with axes overridden: `preset("diloco", schedule={"interval": 50})`."""
+    return resolve_method(name, overrides)[0]
+
+
+def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
+    """Read the "dsx" block of a DeepSpeed config (a path, or the parsed JSON).
+
+    Raises ConfigError for anything that is missing, unknown, ignored or impossible.
+    """
+    document = _read_json(source)
+    if "dsx" not in document:
+        raise ConfigError('the DeepSpeed config has no "dsx" block; add {"dsx": {"preset": ...}}')
+    block = document["dsx"]
+    if not isinstance(block, Mapping):
+        raise ConfigError(f'"dsx" must be an object, not {block!r}')
+    block = cast(Mapping[str, Any], block)
+    _require_known("dsx", block, ["preset", "clusters", "metrics", *AXES])
+    if "preset" not in block:
+        raise ConfigError(f"dsx.preset is missing; choose one of {', '.join(PRESETS)}")
+    if "clusters" not in block:
+        raise ConfigError('dsx.clusters is missing; add {"clusters": {"num_clusters": 2}}')
+    overrides = {axis: block[axis] for axis in AXES if axis in block}
+    method, axes = resolve_method(block["preset"], overrides)
+    clusters = _section("clusters", ClustersConfig, block["clusters"])
+    _check_cluster_id(clusters)
+    return DsxConfig(
+        preset=block["preset"],
+        clusters=clusters,
+        metrics=_section("metrics", MetricsConfig, block.get("metrics", {})),
+        method=method,
+        axes=axes,
+    )
+
+
+def resolve_method(name: Any, overrides: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
+    """Return a preset with overrides applied, as a validated method and as plain values."""
+    if name not in PRESETS:
+        raise ConfigError(f"dsx.preset={name!r} is not known{_hint(str(name), PRESETS)}")
+    _require_known("dsx", overrides, AXES)
+    base = PRESETS[name]()
+    axes: dict[str, Any] = {}
+    chosen: dict[str, Any] = {}
+    for axis in AXES:
+        axes[axis], chosen[axis] = _resolve_axis(axis, getattr(base, axis), overrides.get(axis, {}))
+    method = dataclasses.replace(base, **chosen)
+    try:
+        method.validate()
+    except ValueError as error:
+        raise ConfigError(f"dsx.{error}") from error
+    return method, axes
+
+
+def with_launch_arguments(
+    config: DsxConfig, cluster_id: int | None, rendezvous: str | None
+) -> DsxConfig:
+    """Return the config with the values that differ per launcher, where they are given."""
+    given = {"cluster_id": cluster_id, "rendezvous": rendezvous}
+    update = {key: value for key, value in given.items() if value is not None}
+    clusters = config.clusters.model_copy(update=update)
+    _check_cluster_id(clusters)
+    return dataclasses.replace(config, clusters=clusters)
+
+
+def _resolve_axis(axis: str, default: Any, override: Any) -> tuple[dict[str, Any], Any]:
+    """Merge an override into a preset's choice; another type starts from its own defaults."""
+    selector, choices = AXES[axis]
+    path = f"dsx.{axis}"
+    if not isinstance(override, Mapping):
+        raise ConfigError(f"{path} must be an object, not {override!r}")
+    given = dict(cast(Mapping[str, Any], override))
+    default_name = next(name for name, kind in choices.items() if type(default) is kind)
+    name = given.pop(selector, default_name)
+    if name not in choices:
+        raise ConfigError(f"{path}.{selector}={name!r} is not known{_hint(str(name), choices)}")
+    kind = choices[name]
+    fields = [selector, *(f.name for f in dataclasses.fields(kind))]
+    _require_known(path, given, fields, context=f" for {selector}={name!r}")
+    values = {**dataclasses.asdict(default), **given} if name == default_name else given
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind)
+        if f.name not in values and f.default is dataclasses.MISSING
+    ]
+    if missing:
+        raise ConfigError(f"{path} with {selector}={name!r} needs {', '.join(missing)}")
+    try:
+        choice = TypeAdapter(kind).validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        raise ConfigError(_explain(path, error)) from error
+    return {selector: name, **dataclasses.asdict(choice)}, choice
+
+
+def _section(name: str, model: type[BaseModel], values: Any) -> Any:
+    path = f"dsx.{name}"
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{path} must be an object, not {values!r}")
+    _require_known(path, cast(Mapping[str, Any], values), model.model_fields)
+    try:
+        return model.model_validate_json(json.dumps(dict(cast(Mapping[str, Any], values))))
+    except ValidationError as error:
+        raise ConfigError(_explain(path, error)) from error
+
+
+def _check_cluster_id(clusters: ClustersConfig) -> None:
+    if clusters.cluster_id is not None and clusters.cluster_id >= clusters.num_clusters:
+        raise ConfigError(
+            f"dsx.clusters.cluster_id={clusters.cluster_id} must be below num_clusters="
+            f"{clusters.num_clusters}"
+        )
+
+
+def _read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(source, Mapping):
+        return source
+    try:
+        document = json.loads(Path(source).read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"no config file at {source}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}") from error
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{source} must hold a JSON object")
+    return cast(Mapping[str, Any], document)
+
+
+def _require_known(
+    path: str, given: Mapping[str, Any], known: Iterable[str], context: str = ""
+) -> None:
+    allowed = list(known)
+    for key in given:
+        if key not in allowed:
+            raise ConfigError(f"{path}.{key} is not a known key{context}{_hint(key, allowed)}")
+
+
+def _hint(word: str, known: Iterable[str]) -> str:
+    names = list(known)
+    near = difflib.get_close_matches(word, names, n=1, cutoff=0.5)
+    nearest = f"; did you mean {near[0]!r}?" if near else ";"
+    return f"{nearest} Allowed: {', '.join(names)}"
+
+
+def _explain(path: str, error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join([path, *(str(part) for part in first["loc"])])
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where}={first['input']!r}: {first['msg'][0].lower()}{first['msg'][1:]}"

@@ -1,0 +1,91 @@
+"""`dsx data`: build a dataset from the command line.
+
+    dsx data build --from stdlib --out data/stdlib
+    dsx data build --from docs notes.txt --out data/mine
+
+A mistake of the user ends with one line on stderr and exit code 2; `--json` prints the summary as
+one JSON object on stdout and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from dsx.data.build import BuildSummary
+from dsx.data.build import build as build_dataset
+
+app = typer.Typer(no_args_is_help=True, help="Build token datasets in Megatron's indexed format.")
+
+
+@app.callback()
+def data() -> None:
+    """Build token datasets in Megatron's indexed format."""
+
+
+@app.command()
+def build(
+    sources: Annotated[
+        list[str],
+        typer.Option(
+            "--from",
+            metavar="stdlib|PATH",
+            help="What to read: 'stdlib' (Python's own library), a file or a directory of text.",
+        ),
+    ],
+    out: Annotated[str, typer.Option("--out", metavar="DIR", help="The directory to create.")],
+    more_sources: Annotated[
+        list[str] | None, typer.Argument(metavar="PATH", help="More sources after --from.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Rebuild what is up to date.")] = False,
+    validation_fraction: Annotated[
+        float, typer.Option("--validation-fraction", help="Share of the files to hold out.")
+    ] = 0.05,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+) -> None:
+    """Write DIR/train and DIR/validation (.bin, .idx) and DIR/dataset.json from text files."""
+    try:
+        summary = build_dataset(
+            [*sources, *(more_sources or [])],
+            out,
+            validation_fraction=validation_fraction,
+            force=force,
+        )
+    except (ValueError, OSError, ModuleNotFoundError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2) from error
+    if as_json:
+        typer.echo(json.dumps(asdict(summary)))
+    else:
+        _print_table(summary)
+
+
+def _print_table(summary: BuildSummary) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table()
+    table.add_column("split")
+    table.add_column("documents", justify="right")
+    table.add_column("tokens", justify="right")
+    for name, split in (("train", summary.train), ("validation", summary.validation)):
+        table.add_row(name, f"{split.num_documents:,}", f"{split.num_tokens:,}")
+    console = Console(highlight=False)
+    for line in (f"{summary.path}: {summary.status}", table, *_facts(summary)):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def _facts(summary: BuildSummary) -> list[str]:
+    lines = [
+        f"from {', '.join(summary.sources)}; tokenizer {summary.tokenizer}, "
+        f"vocabulary {summary.vocab_size}, {summary.dtype}",
+        f"unigram entropy {summary.unigram_entropy:.4f} nats per token",
+    ]
+    counts = asdict(summary.skipped).items()
+    counted = ", ".join(
+        f"{count} {name.removeprefix('num_').replace('_', ' ')}" for name, count in counts if count
+    )
+    return [*lines, f"skipped files: {counted}"] if counted else lines

@@ -1,0 +1,1 @@
+"""How late a mean is applied, and how it is merged with the local progress made meanwhile."""

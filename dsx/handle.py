@@ -1,0 +1,210 @@
+"""What a training script holds: the outer loop of one rank, with its records and its end.
+
+`engine.dsx` is one of these. It is called at every inner step boundary, keeps the counters,
+writes the metrics, and offers the few verbs a script needs: `log_step`, `track`, `finish`,
+`averaged`, `gather`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsx.backends.base import Backend
+from dsx.checkpoint import first_difference, layout, load_state, rank_file, save_state
+from dsx.comm.base import PeerLost
+from dsx.comm.world import World
+from dsx.config import DsxConfig
+from dsx.method import Method
+from dsx.metrics import Metrics
+from dsx.outer_loop import Event, OuterLoop, Totals
+
+logger = logging.getLogger(__name__)
+
+
+class Resumable(Protocol):
+    """Anything whose position travels with a checkpoint, as JSON values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to a position."""
+        ...
+
+
+class Handle:
+    """One rank's outer training: created by `dsx.initialize` and `dsx.attach`."""
+
+    def __init__(self, backend: Backend, world: World, config: DsxConfig) -> None:
+        self._world = world
+        self._config = config
+        self._tracked: dict[str, Resumable] = {}
+        self._last_checkpoint: Path | None = None
+        directory = config.metrics.dir if world.rank == 0 else None
+        self._metrics = Metrics(
+            Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
+        )
+        config.method.validate()
+        self._compare_layouts(backend)  # before connecting: shards of other sizes would not meet
+        transport = world.connect(list(backend.fragments))
+        self.loop = OuterLoop(config.method, backend, transport, self._on_sync)
+        self.loop.start()
+        self._begin_clock()
+
+    @property
+    def cluster_id(self) -> int:
+        """This cluster, 0..num_clusters-1."""
+        return self._world.cluster_id
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        return self._world.num_clusters
+
+    @property
+    def method(self) -> Method:
+        """What runs."""
+        return self.loop.method
+
+    @property
+    def step(self) -> int:
+        """Inner steps taken, skipped ones included; goes on after a resume."""
+        return self.loop.history.step
+
+    @property
+    def totals(self) -> Totals:
+        """This rank's running sums: bytes sent, seconds waited and blocked, syncs."""
+        return self.loop.totals
+
+    def after_inner_step(self) -> bool:
+        """Pass one step boundary; the backends call it. Returns whether masters were written."""
+        with self._naming_last_checkpoint():
+            was_written = self.loop.after_inner_step()
+        self._metrics.step(self._boundary_record())
+        return was_written
+
+    def skip_inner_step(self) -> None:
+        """Count a step that a `GradScaler` skipped; plain PyTorch only, DeepSpeed's are seen."""
+        self.after_inner_step()
+
+    def log_step(self, **fields: Any) -> None:
+        """Complete the record of the step just taken, e.g. `log_step(loss=2.1, tokens=8192)`."""
+        self._metrics.complete_step(fields)
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Write a record of any other kind, e.g. `log("validation", loss=2.2)`."""
+        self._metrics.event(kind, {"step": self.step, **fields})
+
+    def track(self, **objects: Resumable) -> None:
+        """Let the position of these objects travel with every checkpoint, under their names."""
+        self._tracked.update(objects)
+
+    def finish(self) -> None:
+        """Drain what is in flight, at the end of training. Every cluster calls it."""
+        with self._naming_last_checkpoint():
+            if self.loop.drain():
+                self.loop.backend.publish()
+        self._metrics.flush()
+
+    @contextmanager
+    def averaged(self) -> Generator[None, None, None]:
+        """Hold the finished model in the engine: the anchor or the clusters' mean, by method.
+
+        Collective over all ranks of all clusters; the cluster's own weights return on exit.
+        """
+        with self._naming_last_checkpoint():
+            context = self.loop.exported()
+            context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return one small JSON value per cluster, in cluster order, on every rank."""
+        return self._world.rendezvous.gather("gather", value)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's outer state into a checkpoint's directory."""
+        states = {name: thing.state_dict() for name, thing in self._tracked.items()}
+        with self._naming_last_checkpoint():
+            save_state(self.loop, rank_file(directory, self._world.rank), self._config.axes, states)
+
+    def load(self, directory: Path) -> None:
+        """Restore this rank's outer state; ValueError if a tracked object has no position there."""
+        file = rank_file(directory, self._world.rank)
+        states = load_state(self.loop, file, self._config.axes)
+        if set(states) != set(self._tracked):
+            raise ValueError(
+                f"{file} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
+                "track() with the same names before load_checkpoint()"
+            )
+        for name, thing in self._tracked.items():
+            thing.load_state_dict(states[name])
+        self._begin_clock()
+
+    def saved(self, directory: Path) -> None:
+        """Remember the last complete checkpoint, for messages."""
+        self._last_checkpoint = directory
+
+    def close(self) -> None:
+        """Write the last records and release connections."""
+        self._metrics.close()
+        self.loop.transport.close()
+
+    def _begin_clock(self) -> None:
+        self._metrics.begin(self.step)
+        self._passed = time.perf_counter()
+        self._blocked = self.totals.blocked_seconds
+
+    def _boundary_record(self) -> dict[str, Any]:
+        now, blocked = time.perf_counter(), self.totals.blocked_seconds
+        seconds, blocked_seconds = now - self._passed, blocked - self._blocked
+        self._passed, self._blocked = now, blocked
+        return {
+            "step": self.step,
+            "seconds": seconds,
+            "blocked_seconds": blocked_seconds,
+            "utilization": 1 - blocked_seconds / seconds,
+            "bytes_sent": self.totals.bytes_sent,
+        }
+
+    def _on_sync(self, event: Event) -> None:
+        self._metrics.sync(event)
+        if event["round"] == 1 and self.num_clusters > 1:
+            own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
+            if own == mean != 0:
+                logger.warning(
+                    "the mean pseudo-gradient of fragment %d equals this cluster's own: do all "
+                    "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
+                    event["fragment"],
+                )
+
+    def _compare_layouts(self, backend: Backend) -> None:
+        """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
+        ours = {"dsx": dict(self._config.axes), "fragments": layout(backend.fragments)}
+        everyone = self._world.rendezvous.compare("layout", ours)
+        for cluster in range(1, len(everyone)):
+            difference = first_difference(everyone[0], everyone[cluster])
+            if difference:
+                where, first, other = difference
+                raise ValueError(
+                    f"clusters do not match at {where}: cluster 0 has {first}, cluster {cluster} "
+                    f"has {other}; give all clusters the same model and the same configuration"
+                )
+
+    @contextmanager
+    def _naming_last_checkpoint(self) -> Generator[None, None, None]:
+        """Add to a lost peer's message what can be resumed from."""
+        try:
+            yield
+        except PeerLost as error:
+            self._metrics.flush()
+            kept = f"resume from {self._last_checkpoint}" if self._last_checkpoint else "none saved"
+            raise PeerLost(f"{error}; last checkpoint: {kept}") from error

@@ -1,0 +1,140 @@
+"""Records of a run: one JSON line per inner step and per sync, TensorBoard optionally.
+
+Rank 0 of a cluster writes `metrics.jsonl` (cluster 0) or `metrics.cluster_<m>.jsonl`. A step's
+record is held back until the script has added its loss (`log_step`) or the next boundary comes.
+Tensors are turned into numbers when a record is written, a step after they were computed, so
+writing does not stall an accelerator. A resumed run drops the records of steps it takes again.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+
+class Metrics:
+    """Writes one cluster's records; every method is a no-op without a directory."""
+
+    def __init__(self, directory: Path | None, cluster_id: int, tensorboard: bool = False) -> None:
+        self._cluster_id = cluster_id
+        self._path = metrics_path(directory, cluster_id) if directory else None
+        self._file: TextIO | None = None
+        self._held: dict[str, Any] | None = None
+        self._behind: list[dict[str, Any]] = []
+        self._board = _open_board(directory, cluster_id) if directory and tensorboard else None
+
+    def begin(self, step: int) -> None:
+        """Open the file for a run that stands at `step`; drop records beyond it."""
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _lines_up_to(self._path, step) if step else []
+        rewritten = self._path.with_suffix(".tmp")
+        rewritten.write_text("".join(kept))
+        rewritten.replace(self._path)
+        self._file = self._path.open("a")
+
+    def step(self, record: Mapping[str, Any]) -> None:
+        """Hold the record of a boundary just passed, after writing the one before it."""
+        self.flush()
+        self._held = {"kind": "step", **record}
+
+    def complete_step(self, fields: Mapping[str, Any]) -> None:
+        """Add the script's own numbers to the held record."""
+        if self._held is not None:
+            self._held.update(fields)
+
+    def sync(self, record: Mapping[str, Any]) -> None:
+        """Queue the record of a sync; it is written with the step it belongs to."""
+        self._behind.append({"kind": "sync", **record})
+
+    def event(self, kind: str, record: Mapping[str, Any]) -> None:
+        """Write any other record at once."""
+        self.flush()
+        self._write({"kind": kind, **record})
+
+    def flush(self) -> None:
+        """Write what is held back."""
+        if self._held is not None:
+            self._write(self._held)
+        for record in self._behind:
+            self._write(record)
+        self._held = None
+        self._behind = []
+
+    def close(self) -> None:
+        """Write what is held back and close the files."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        if self._board is not None:
+            self._board.close()
+
+    def _write(self, record: Mapping[str, Any]) -> None:
+        if self._file is None:
+            return
+        plain = {key: _plain(value) for key, value in record.items()}
+        line = {
+            "kind": plain.pop("kind"),
+            "cluster": self._cluster_id,
+            "time": time.time(),
+            **plain,
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            self._to_board(line)
+
+    def _to_board(self, line: Mapping[str, Any]) -> None:
+        step = line.get("step", line.get("applied_step"))
+        prefix = line["kind"]
+        if prefix == "sync":
+            prefix = f"sync/fragment_{line['fragment']}"
+        for key, value in line.items():
+            if isinstance(value, float) and key != "time":
+                self._board.add_scalar(f"{prefix}/{key}", value, step)  # type: ignore[union-attr]
+
+
+def metrics_path(directory: Path, cluster_id: int) -> Path:
+    """Return the file of one cluster's records."""
+    name = "metrics.jsonl" if cluster_id == 0 else f"metrics.cluster_{cluster_id}.jsonl"
+    return directory / name
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    kept: list[str] = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            logger.warning("dropping an incomplete record from %s", path)
+            continue
+        if record.get("step", record.get("applied_step", 0)) <= step:
+            kept.append(line)
+    return kept
+
+
+def _open_board(directory: Path, cluster_id: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise ImportError(
+            "metrics.tensorboard is true but tensorboard is not installed: pip install "
+            '"dsx[tensorboard]"'
+        ) from error
+    return SummaryWriter(str(directory / "tensorboard" / f"cluster_{cluster_id}"))

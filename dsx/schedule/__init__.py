@@ -1,0 +1,1 @@
+"""When to send what: schedules map the shared history to the fragments that are due."""

@@ -1,0 +1,174 @@
+"""A small Llama-style GPT in plain torch: what the example scripts train.
+
+Root-mean-square norms (arXiv:1910.07467), rotary positions (arXiv:2104.09864), a SwiGLU feed-forward
+(arXiv:2002.05202), pre-norm residual blocks, no biases, input and output embeddings not tied.
+
+Invariants: a token's logits depend only on itself and the tokens before it; the same config and seed
+give the same weights on every machine rank; norms, rotary angles and the loss are computed in fp32
+whatever the dtype of the weights.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model."""
+
+    num_layers: int = 4
+    hidden_size: int = 256
+    num_heads: int = 4
+    sequence_length: int = 256
+    vocab_size: int = 257
+    rotary_base: float = 10000.0
+    norm_epsilon: float = 1e-5
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        if self.hidden_size % (2 * self.num_heads):
+            step = 2 * self.num_heads
+            raise ValueError(
+                f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads={step} "
+                f"(rotary positions turn pairs); try {-(-self.hidden_size // step) * step}"
+            )
+
+    @property
+    def head_size(self) -> int:
+        """Return the width of one attention head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def feed_forward_size(self) -> int:
+        """Return 8/3 of the hidden size, rounded up to a multiple of 32."""
+        return -(-8 * self.hidden_size // (3 * 32)) * 32
+
+
+class RMSNorm(nn.Module):
+    """Scale by the reciprocal root mean square, in fp32."""
+
+    def __init__(self, size: int, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.epsilon = epsilon
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize the last axis; return the dtype of `x`."""
+        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.epsilon).to(x.dtype)
+
+
+def rotary_angles(config: GPTConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return cosine and sine, fp32 `[length, head_size / 2]`, of each position's angles."""
+    exponents = torch.arange(0, config.head_size, 2, device=device, dtype=torch.float32)
+    frequencies = config.rotary_base ** (-exponents / config.head_size)
+    positions = torch.arange(length, device=device, dtype=torch.float32)
+    angles = torch.outer(positions, frequencies)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn the two halves of each head of `x` `[batch, heads, length, head_size]` by the angles."""
+    first, second = x.float().chunk(2, dim=-1)
+    turned = (first * cosine - second * sine, second * cosine + first * sine)
+    return torch.cat(turned, dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal multi-head self-attention with rotary positions."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        size = config.hidden_size
+        self.num_heads = config.num_heads
+        self.query = nn.Linear(size, size, bias=False)
+        self.key = nn.Linear(size, size, bias=False)
+        self.value = nn.Linear(size, size, bias=False)
+        self.output = nn.Linear(size, size, bias=False)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Attend from each position of `x` `[batch, length, hidden]` to itself and the past."""
+        heads = (self.num_heads, -1)
+        query = rotate(self.query(x).unflatten(-1, heads).transpose(1, 2), cosine, sine)
+        key = rotate(self.key(x).unflatten(-1, heads).transpose(1, 2), cosine, sine)
+        value = self.value(x).unflatten(-1, heads).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """The SwiGLU feed-forward: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(config.hidden_size, config.feed_forward_size, bias=False)
+        self.up = nn.Linear(config.hidden_size, config.feed_forward_size, bias=False)
+        self.down = nn.Linear(config.feed_forward_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map `[..., hidden]` to `[..., hidden]`."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    """One pre-norm residual block: attention, then feed-forward."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.attention = Attention(config)
+        self.feed_forward_norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+        """Map `[batch, length, hidden]` to the same shape."""
+        x = x + self.attention(self.attention_norm(x), cosine, sine)
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class GPT(nn.Module):
+    """A decoder-only language model over `config.vocab_size` tokens."""
+
+    def __init__(self, config: GPTConfig, seed: int = 0) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_layers))
+        self.norm = RMSNorm(config.hidden_size, config.norm_epsilon)
+        self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.initialize_weights_(seed)
+
+    @torch.no_grad()
+    def initialize_weights_(self, seed: int) -> None:
+        """Draw every matrix from N(0, 0.02), the residual outputs smaller, as a function of `seed`."""
+        generator = torch.Generator().manual_seed(seed)
+        residual_scale = (2 * self.config.num_layers) ** -0.5
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                is_residual = name.endswith(("output.weight", "down.weight"))
+                deviation = 0.02 * (residual_scale if is_residual else 1.0)
+                parameter.normal_(0.0, deviation, generator=generator)
+
+    def num_parameters(self) -> int:
+        """Return the number of weights."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Return logits `[batch, length, vocab]`, or with targets their mean cross entropy in nats.
+
+        `tokens` and `targets` are int64 `[batch, length]`; a position's target is the token after it.
+        """
+        cosine, sine = rotary_angles(self.config, tokens.shape[1], tokens.device)
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x, cosine, sine)
+        logits = self.head(self.norm(x))
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,164 @@
+"""The loop in process: equal to the reference, and the identities between methods."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dsx.config import preset
+from tests.reference import train_reference
+from tests.simulated import Simulated
+from tests.tiny import CASES, TinyNet, mean_loss
+
+NUM_STEPS = 15  # more than three outer rounds of H = 4
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_equals_the_reference(name: str, num_clusters: int) -> None:
+    overrides, recipe = CASES[name]
+    for make_optimizer in (sgd, adamw):
+        run = Simulated(TinyNet(), make_optimizer, preset(name, **overrides), num_clusters)
+        for _ in range(NUM_STEPS):
+            run.step(mean_loss)
+        expected, anchor = train_reference(
+            TinyNet(), make_optimizer, mean_loss, recipe, num_clusters, NUM_STEPS
+        )
+        for ours, theirs in zip(run.parameters(), expected, strict=True):
+            for key, value in theirs.items():
+                torch.testing.assert_close(ours[key], value, rtol=0, atol=1e-6)
+        assert min(run.loops[0].history.rounds) >= 3
+        for fragment, names in enumerate(recipe.fragments):
+            flat = torch.cat([anchor[n].reshape(-1) for n in names])
+            torch.testing.assert_close(run.loops[0].state.anchor[fragment], flat, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("num_clusters", [2, 3, 5])
+@pytest.mark.parametrize("name", CASES)
+def test_anchors_are_bit_identical_at_every_step(name: str, num_clusters: int) -> None:
+    run = Simulated(TinyNet(), adamw, preset(name, **CASES[name][0]), num_clusters)
+    for _ in range(NUM_STEPS):
+        run.step(mean_loss)
+        for loop in run.loops[1:]:
+            for first, other in zip(run.loops[0].state.anchor, loop.state.anchor, strict=True):
+                assert torch.equal(first, other)
+
+
+def trajectories(name: str, **overrides: dict[str, object]) -> list[list[torch.Tensor]]:
+    run = Simulated(TinyNet(), adamw, preset(name, **overrides), 3)
+    seen = []
+    for _ in range(NUM_STEPS):
+        run.step(mean_loss)
+        seen.append([p for cluster in run.parameters() for p in cluster.values()])
+    return seen
+
+
+def assert_same_bits(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -> None:
+    for left, right in zip(a, b, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(left, right, strict=True))
+
+
+def test_blend_one_without_delay_is_diloco() -> None:
+    blend = {"type": "blend", "steps": 0, "alpha": 1.0}
+    assert_same_bits(
+        trajectories("diloco", schedule={"interval": 4}),
+        trajectories("diloco", schedule={"interval": 4}, delay=blend),
+    )
+
+
+def test_local_sgd_is_diloco_with_sgd_one() -> None:
+    sgd_one = {"type": "sgd", "lr": 1.0}
+    assert_same_bits(
+        trajectories("local_sgd", schedule={"interval": 4}),
+        trajectories("diloco", schedule={"interval": 4}, outer_optimizer=sgd_one),
+    )
+
+
+def test_local_sgd_averages_the_parameters() -> None:
+    run = Simulated(TinyNet(), adamw, preset("local_sgd", schedule={"interval": 1}), 3)
+    before: list[dict[str, torch.Tensor]] = []
+
+    def keep_and_step() -> None:
+        for cluster, (model, optimizer) in enumerate(zip(run.models, run.optimizers, strict=True)):
+            optimizer.zero_grad()
+            mean_loss(model, cluster, 1).backward()
+            optimizer.step()
+        before.extend(run.parameters())
+
+    keep_and_step()
+    for loop in run.loops:
+        loop.launch_due()
+    for loop in run.loops:
+        loop.apply_ripe()
+    for name, value in run.parameters()[0].items():
+        mean = sum(b[name] for b in before) / 3
+        torch.testing.assert_close(value, mean, rtol=0, atol=1e-6)
+
+
+def test_one_cluster_with_sgd_one_leaves_training_alone() -> None:
+    run = Simulated(TinyNet(), adamw, preset("local_sgd", schedule={"interval": 4}), 1)
+    alone = TinyNet()
+    optimizer = adamw(alone)
+    for step in range(1, NUM_STEPS + 1):
+        run.step(mean_loss)
+        optimizer.zero_grad()
+        mean_loss(alone, 0, step).backward()
+        optimizer.step()
+    for name, value in alone.named_parameters():
+        torch.testing.assert_close(run.parameters()[0][name], value.detach(), rtol=0, atol=1e-6)
+
+
+def test_start_takes_cluster_zeros_weights_everywhere() -> None:
+    from dsx.backends.torch import TorchBackend
+    from dsx.comm.in_process import InProcessHub
+    from dsx.outer_loop import OuterLoop
+
+    method = preset("diloco")
+    nets = [TinyNet(seed) for seed in (3, 4)]
+    for net, transport in zip(nets, InProcessHub(2).transports(), strict=True):
+        OuterLoop(method, TorchBackend(net, sgd(net), method.fragments), transport).start()
+    for first, second in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(first, second)
+    assert torch.equal(next(nets[0].parameters()), next(TinyNet(3).parameters()))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drain_and_export(name: str) -> None:
+    method = preset(name, **CASES[name][0])
+    run = Simulated(TinyNet(), adamw, method, 3)
+    for _ in range(NUM_STEPS):
+        run.step(mean_loss)
+    for loop in run.loops:
+        loop.drain()
+        assert not loop.in_flight
+    trained = run.parameters()
+    if method.delay.export == "anchor":
+        expected = [loop.state.anchor[0] for loop in run.loops][0]
+        with run.loops[1].exported():
+            flat = torch.cat([p.detach().reshape(-1) for p in run.models[1].parameters()])
+            assert torch.equal(flat, expected)
+    else:
+        exports = [loop.exported() for loop in run.loops]
+        with pytest.raises(RuntimeError, match="not every simulated cluster"):
+            exports[0].__enter__()
+        return
+    for before, after in zip(trained, run.parameters(), strict=True):
+        assert all(torch.equal(before[n], after[n]) for n in before)
+
+
+def test_bytes_are_those_of_the_direct_exchange() -> None:
+    run = Simulated(TinyNet(), sgd, preset("diloco", schedule={"interval": 4}), 3)
+    for _ in range(4):
+        run.step(mean_loss)
+    numel = sum(p.numel() for p in run.models[0].parameters())
+    sent = [loop.totals.bytes_sent for loop in run.loops]
+    assert sum(sent) == 2 * (3 - 1) * numel * 4  # both legs, over all clusters
+    assert max(sent) - min(sent) <= 4 * 3

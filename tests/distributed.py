@@ -1,0 +1,91 @@
+"""Run a function on several ranks, as a launcher would start them, with a deadline."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60.0
+) -> list[Any]:
+    """Return `function(*args)` of every rank, in rank order; AssertionError with the traceback."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    port = free_port()
+    extensions = tempfile.mkdtemp(prefix="dsx-extensions-")
+    ranks = [
+        context.Process(
+            target=_rank_main,
+            args=(function, args, rank, world_size, port, extensions, results),
+            daemon=True,
+        )
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        return _collect(results, ranks, time.monotonic() + timeout_seconds)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _collect(results: Any, ranks: list[Any], until: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    while len(values) < len(ranks):
+        try:
+            rank, value, error = results.get(timeout=0.2)
+        except queue.Empty:
+            missing = [r for r in range(len(ranks)) if r not in values]
+            assert time.monotonic() < until, f"ranks {missing} did not finish in time"
+            dead = [r for r in missing if ranks[r].exitcode not in (None, 0)]
+            assert not dead, f"ranks {dead} died"
+            continue
+        assert error is None, f"rank {rank}:\n{error}"
+        values[rank] = value
+    return [values[rank] for rank in range(len(ranks))]
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    world_size: int,
+    port: int,
+    extensions: str,
+    results: Any,
+) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(world_size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        TORCH_EXTENSIONS_DIR=extensions,
+    )
+    try:
+        results.put((rank, function(*args), None))
+    except BaseException:
+        results.put((rank, None, traceback.format_exc()))
+    results.close()
+    results.join_thread()
+    os._exit(0)
