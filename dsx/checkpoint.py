@@ -50,7 +50,14 @@ def save_state(
         mean = transfer.pending.wait()
         if mean.numel():
             tensors[f"in_flight/{index}"] = mean
-        in_flight.append({"fragment": transfer.fragment, "launched": transfer.launched})
+        in_flight.append(
+            {
+                "fragment": transfer.fragment,
+                "launched": transfer.launched,
+                "bytes_sent": transfer.pending.bytes_sent,
+                "seconds": transfer.pending.seconds,
+            }
+        )
         tensors[f"in_flight_norm/{index}"] = transfer.pseudo_gradient_norm
     meta = {
         "format": FORMAT,
@@ -92,7 +99,8 @@ def load_state(loop: OuterLoop, path: Path, axes: Mapping[str, Any]) -> Mapping[
             if wire.numel():
                 wire.copy_(file.get_tensor(f"in_flight/{index}"))
             norm = file.get_tensor(f"in_flight_norm/{index}").to(loop.state.device)
-            in_flight.append(Transfer(saved["fragment"], saved["launched"], Arrived(wire), norm))
+            arrived = Arrived(wire, saved["bytes_sent"], saved["seconds"])
+            in_flight.append(Transfer(saved["fragment"], saved["launched"], arrived, norm))
     loop.restore(History.from_state_dict(meta["history"]), in_flight)
     loop.totals = Totals(**meta["totals"])
     return meta["tracked"]

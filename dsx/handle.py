@@ -207,4 +207,4 @@ class Handle:
         except PeerLost as error:
             self._metrics.flush()
             kept = f"resume from {self._last_checkpoint}" if self._last_checkpoint else "none saved"
-            raise PeerLost(f"{error}; last checkpoint: {kept}") from error
+            raise PeerLost(f"{error}; last checkpoint: {kept}") from None

@@ -62,11 +62,10 @@ class Totals:
 class Arrived:
     """A transfer that has ended: restored from a checkpoint, or empty on this rank."""
 
-    bytes_sent = 0
-    seconds = 0.0
-
-    def __init__(self, mean: Tensor) -> None:
+    def __init__(self, mean: Tensor, bytes_sent: int = 0, seconds: float = 0.0) -> None:
         self._mean = mean
+        self.bytes_sent = bytes_sent
+        self.seconds = seconds
 
     def wait(self) -> Tensor:
         """Return the mean at once."""

@@ -1,10 +1,10 @@
 """A small Llama-style GPT in plain torch: what the example scripts train.
 
-Root-mean-square norms (arXiv:1910.07467), rotary positions (arXiv:2104.09864), a SwiGLU feed-forward
-(arXiv:2002.05202), pre-norm residual blocks, no biases, input and output embeddings not tied.
+Root-mean-square norms (arXiv:1910.07467), rotary positions (arXiv:2104.09864), SwiGLU
+(arXiv:2002.05202), pre-norm residual blocks, no biases, embedding and head not tied.
 
-Invariants: a token's logits depend only on itself and the tokens before it; the same config and seed
-give the same weights on every machine rank; norms, rotary angles and the loss are computed in fp32
+Invariants: a token's logits depend only on itself and the tokens before it; the same config and
+seed give the same weights on every rank; norms, rotary angles and the loss are computed in fp32,
 whatever the dtype of the weights.
 """
 
@@ -146,7 +146,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def initialize_weights_(self, seed: int) -> None:
-        """Draw every matrix from N(0, 0.02), the residual outputs smaller, as a function of `seed`."""
+        """Draw every matrix from N(0, 0.02^2), residual outputs smaller, in place."""
         generator = torch.Generator().manual_seed(seed)
         residual_scale = (2 * self.config.num_layers) ** -0.5
         for name, parameter in self.named_parameters():
@@ -160,9 +160,9 @@ class GPT(nn.Module):
         return sum(parameter.numel() for parameter in self.parameters())
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Return logits `[batch, length, vocab]`, or with targets their mean cross entropy in nats.
+        """Return logits `[batch, length, vocab]`, or given targets the mean cross entropy in nats.
 
-        `tokens` and `targets` are int64 `[batch, length]`; a position's target is the token after it.
+        `tokens` and `targets` are int64 `[batch, length]`; a target is the token one further on.
         """
         cosine, sine = rotary_angles(self.config, tokens.shape[1], tokens.device)
         x = self.embedding(tokens)

@@ -99,48 +99,74 @@ class FragmentGroup:
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with cluster 0's."""
         until = time.monotonic() + self._deadline_seconds
+        works = _Works(self._group, label, until, self._deadline_seconds)
         if self._cluster_id == 0:
-            self._wait([(p, self._group.send([x], p, 0)) for p in self._peers], label, until)
+            for peer in self._peers:
+                works.send(x, peer)
         else:
-            self._wait([(0, self._group.recv([x], 0, 0))], label, until)
+            works.receive(x, 0)
+        works.wait()
 
     def _exchange(
         self, outgoing: dict[int, Tensor], incoming: Sequence[Tensor], label: str, until: float
     ) -> int:
         """Send each peer its tensor while receiving `incoming[peer]`, in place."""
-        works: list[tuple[int, Any]] = []
+        works = _Works(self._group, label, until, self._deadline_seconds)
         for peer in self._peers:
-            if incoming[peer].numel():
-                works.append((peer, self._group.recv([incoming[peer]], peer, 0)))
-        sent = 0
+            works.receive(incoming[peer], peer)
         for peer, tensor in outgoing.items():
-            if tensor.numel():
-                works.append((peer, self._group.send([tensor], peer, 0)))
-                sent += tensor.numel() * tensor.element_size()
-        self._wait(works, label, until)
-        return sent
-
-    def _wait(self, works: Sequence[tuple[int, Any]], label: str, until: float) -> None:
-        for peer, work in works:
-            left = max(until - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                raise PeerLost(self._explain(peer, label, until, error)) from error
-
-    def _explain(self, peer: int, label: str, until: float, error: RuntimeError) -> str:
-        if time.monotonic() >= until:
-            what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
-        else:
-            what = "closed its connection"
-        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
-        return f"{label}: cluster {peer} {what} (gloo: {reason or error})"
+            works.send(tensor, peer)
+        works.wait()
+        return sum(t.numel() * t.element_size() for t in outgoing.values())
 
     def _receive_buffers(self, own: Tensor, num_clusters: int) -> list[Tensor]:
         """Return C buffers like `own`, reused from call to call while they fit."""
         if not self._receive or self._receive[0].numel() < own.numel():
             self._receive = [torch.empty_like(own) for _ in range(num_clusters)]
         return [buffer[: own.numel()] for buffer in self._receive]
+
+
+class _Works:
+    """Sends and receives of one phase; any failure of theirs becomes a `PeerLost`."""
+
+    def __init__(self, group: Any, label: str, until: float, deadline_seconds: float) -> None:
+        self._group = group
+        self._label = label
+        self._until = until
+        self._deadline_seconds = deadline_seconds
+        self._posted: list[tuple[int, Any]] = []
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Post a send; nothing for an empty tensor."""
+        self._post(self._group.send, tensor, peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """Post a receive into `tensor`, in place; nothing for an empty one."""
+        self._post(self._group.recv, tensor, peer)
+
+    def wait(self) -> None:
+        """Wait for all that was posted, until the phase's deadline."""
+        for peer, work in self._posted:
+            left = max(self._until - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise self._lost(peer, error) from None
+
+    def _post(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
+        if not tensor.numel():
+            return
+        try:
+            self._posted.append((peer, operation([tensor], peer, 0)))
+        except RuntimeError as error:  # gloo says at once that the connection is gone
+            raise self._lost(peer, error) from None
+
+    def _lost(self, peer: int, error: RuntimeError) -> PeerLost:
+        what = "closed its connection"
+        if time.monotonic() >= self._until:
+            what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
+        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
+        return PeerLost(f"{self._label}: cluster {peer} {what} (gloo: {reason or error})")
 
 
 class GlooTransport:

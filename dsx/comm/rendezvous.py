@@ -11,6 +11,7 @@ Every wait has a deadline and says which clusters were missing.
 from __future__ import annotations
 
 import json
+import logging
 import time
 import uuid
 import zlib
@@ -25,6 +26,7 @@ from dsx.comm.base import PeerLost
 from dsx.comm.topology import Place
 
 _POLL_SECONDS = 0.05
+logger = logging.getLogger(__name__)
 
 
 def parse_address(rendezvous: str) -> tuple[str, int]:
@@ -115,11 +117,18 @@ class Rendezvous:
                 self._store.wait([key], timedelta(seconds=left))
                 values.append(self._store.get(key))
             self._store.add(f"{prefix}/read", 1)
-            while self._store.add(f"{prefix}/read", 0) < readers and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
         except RuntimeError as error:
             raise PeerLost(self._explain(name, cluster, until)) from error
+        self._linger(f"{prefix}/read", readers, until)
         return values
+
+    def _linger(self, counter: str, readers: int, until: float) -> None:
+        """Stay until all have read, for this process may host the store."""
+        try:
+            while self._store.add(counter, 0) < readers and time.monotonic() < until:
+                time.sleep(_POLL_SECONDS)
+        except RuntimeError:
+            logger.debug("the store's host has left, which it does once all have read")
 
     def _explain(self, name: str, cluster: int, until: float) -> str:
         if time.monotonic() < until:

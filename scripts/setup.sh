@@ -1,0 +1,56 @@
+#!/usr/bin/env bash
+# Make .venv ready: created once, then reused until pyproject.toml or the constraints change.
+#
+#   bash scripts/setup.sh                     # picks a Python >= 3.10
+#   PYTHON=/path/to/python bash scripts/setup.sh
+#
+# If that Python has torch >= 2.6 already (a CUDA build, say), .venv uses it; otherwise the version
+# in scripts/constraints.txt is installed.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+fail() { echo "setup: $*" >&2; exit 1; }
+
+find_python() {
+    local candidate
+    for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10 python; do
+        [ -n "$candidate" ] || continue
+        if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+            echo "$candidate"
+            return
+        fi
+    done
+    fail "no Python >= 3.10 found; install one or name it: PYTHON=/path/to/python bash $0"
+}
+
+python=$(find_python)
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+stamp=$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | cksum)
+if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
+    exit 0
+fi
+
+own_torch=$("$python" - <<'PY' 2>/dev/null || true
+import torch
+if tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 6):
+    print(torch.__version__)
+PY
+)
+echo "setup: creating .venv with Python $version (once; a few minutes)"
+rm -rf .venv
+if [ -n "$own_torch" ]; then
+    echo "setup: using the torch $own_torch that this Python already has"
+    "$python" -m venv --system-site-packages .venv || fail "cannot create .venv (Debian: apt install python3-venv)"
+else
+    "$python" -m venv .venv || fail "cannot create .venv (Debian: apt install python3-venv)"
+    echo "setup: installing torch"
+    .venv/bin/pip install --quiet --constraint scripts/constraints.txt torch \
+        || fail "could not install torch; to use your own, install it for $python and run this again"
+    constraint=(--constraint scripts/constraints.txt)
+fi
+echo "setup: installing dsx with its extras deepspeed, megatron, dev"
+.venv/bin/pip install --quiet "${constraint[@]:-}" --editable ".[deepspeed,megatron,dev]" \
+    || fail "could not install the dependencies named in pyproject.toml"
+echo "$stamp" > .venv/ready
+echo "setup: .venv is ready"

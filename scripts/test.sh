@@ -1,0 +1,9 @@
+#!/usr/bin/env bash
+# Lint, then run the tests. Further arguments go to pytest, e.g. `bash scripts/test.sh tests/core`.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+ruff check .
+ruff format --check --quiet .
+exec python -m pytest "$@"

@@ -1,0 +1,195 @@
+"""Both ways to launch, through the real `deepspeed` command, and how launches fail."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.distributed import free_port
+from tests.tiny import CASES
+
+pytest.importorskip("deepspeed")
+
+SCRIPT = Path(__file__).with_name("train_tiny.py")
+BIN = Path(sys.executable).parent
+
+
+def write_config(path: Path, **clusters: Any) -> Path:
+    config = {
+        "train_micro_batch_size_per_gpu": 3,
+        "gradient_clipping": 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": 1},
+        "dsx": {
+            "preset": "streaming_diloco",
+            "clusters": {"num_clusters": 2, "deadline_seconds": 20, **clusters},
+            **CASES["streaming_diloco"][0],
+        },
+    }
+    path.write_text(json.dumps(config))
+    return path
+
+
+class Launcher:
+    """One `deepspeed` command in a process group of its own, its output in a file."""
+
+    def __init__(self, directory: Path, name: str, num_ranks: int, *args: Any) -> None:
+        self.log = directory / f"{name}.log"
+        command = [BIN / "deepspeed", "--num_gpus", num_ranks, "--master_port", free_port()]
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
+            "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
+        }
+        self.process = subprocess.Popen(
+            [str(part) for part in [*command, SCRIPT, *args]],
+            stdout=self.log.open("w"),
+            stderr=subprocess.STDOUT,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def wait(self, timeout_seconds: float = 90) -> int:
+        return self.process.wait(timeout_seconds)
+
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def wait_for(self, text: str, timeout_seconds: float = 60) -> None:
+        until = time.monotonic() + timeout_seconds
+        while text not in self.output():
+            assert self.process.poll() is None, self.output()
+            assert time.monotonic() < until, self.output()
+            time.sleep(0.1)
+
+    def end(self) -> None:
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            return
+        self.process.wait(10)
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> Any:
+    started: list[Launcher] = []
+
+    def start(name: str, num_ranks: int, *args: Any) -> Launcher:
+        started.append(Launcher(tmp_path, name, num_ranks, *args))
+        return started[-1]
+
+    yield start
+    for launcher in started:
+        launcher.end()
+
+
+def results(out: Path) -> list[list[dict[str, Any]]]:
+    return [json.loads(Path(f"{out}.{m}").read_text()) for m in range(2)]
+
+
+def test_both_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) -> None:
+    """One launcher over both clusters; then one per cluster, meeting at a store of its own."""
+    port = free_port()
+    config = write_config(tmp_path / "ds.json", store="standalone")
+    one = launch("one", 4, "--deepspeed_config", config, "--out", tmp_path / "one")
+    assert one.wait() == 0, one.output()
+    command = [BIN / "dsx", "rendezvous", "--port", str(port), "--host", "127.0.0.1"]
+    store = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, text=True)
+    try:
+        assert "listening" in store.stdout.readline()  # type: ignore[union-attr]
+        common = ["--deepspeed_config", config, "--out", tmp_path / "two"]
+        common += ["--dsx-rendezvous", f"tcp://127.0.0.1:{port}", "--dsx-cluster-id"]
+        clusters = [launch(f"two{m}", 2, *common, m) for m in range(2)]
+        for cluster in clusters:
+            assert cluster.wait() == 0, cluster.output()
+        assert results(tmp_path / "two") == results(tmp_path / "one")
+    finally:
+        store.send_signal(signal.SIGTERM)
+        assert store.wait(10) == 0
+    first, second = results(tmp_path / "one")
+    assert first == second and len(first) == 2
+    assert first[0]["checksum"] == first[1]["checksum"]
+
+
+def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
+    launch: Any, tmp_path: Path
+) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    config = write_config(tmp_path / "ds.json", rendezvous=rendezvous)
+    common = ["--deepspeed_config", config, "--save-dir", tmp_path / "saved", "--steps"]
+    slow = [*common, 1000, "--step-seconds", 0.1, "--dsx-cluster-id"]
+    clusters = [launch(f"killed{m}", 1, *slow, m) for m in range(2)]
+    for cluster in clusters:
+        cluster.wait_for("saved 10")
+    # only the `deepspeed` process: its ranks must notice by themselves that they are orphans
+    clusters[1].process.kill()
+    killed = time.monotonic()
+    assert clusters[0].wait(30) != 0
+    assert time.monotonic() - killed < 20
+    output = clusters[0].output()
+    assert "PeerLost: fragment " in output
+    assert "cluster 1 closed its connection" in output
+    assert f"resume from {tmp_path / 'saved' / 'cluster_0'}" in output
+
+    clusters[1].end()
+    out = tmp_path / "resumed"
+    resume = [*common, 30, "--resume", "--out", out, "--dsx-cluster-id"]
+    clusters = [launch(f"resumed{m}", 1, *resume, m) for m in range(2)]
+    for cluster in clusters:
+        assert cluster.wait() == 0, cluster.output()
+    started = {r["started_at"] for r in results(out)[0]}
+    assert len(started) == 1 and started.pop() >= 10
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "clusters", "args", "said"),
+    [
+        (
+            1,
+            {"rendezvous": "tcp://127.0.0.1:{port}", "join_deadline_seconds": 3},
+            ["--dsx-cluster-id", 0],
+            "cluster 1 of 2 did not come within 3 s (clusters.join_deadline_seconds)",
+        ),
+        (
+            1,
+            {"rendezvous": "tcp://127.0.0.1:{port}", "join_deadline_seconds": 3},
+            ["--dsx-cluster-id", 1],
+            "no rendezvous store answered at 127.0.0.1:",
+        ),
+        (1, {}, ["--dsx-cluster-id", 0], "no rendezvous is given"),
+        (
+            1,
+            {"rendezvous": "tcp://127.0.0.1:{port}"},
+            [],
+            "say which one this is with --dsx-cluster-id",
+        ),
+        (3, {}, [], "clusters.num_clusters=2 does not divide the launcher's 3 ranks"),
+        (1, {"num_cluster": 2}, [], "dsx.clusters.num_cluster is not a known key"),
+    ],
+    ids=["never comes", "no store", "no rendezvous", "which cluster", "uneven", "unknown key"],
+)
+def test_a_launch_that_cannot_work_says_why(
+    num_ranks: int,
+    clusters: dict[str, Any],
+    args: list[Any],
+    said: str,
+    launch: Any,
+    tmp_path: Path,
+) -> None:
+    if "rendezvous" in clusters:
+        clusters = {**clusters, "rendezvous": clusters["rendezvous"].format(port=free_port())}
+    config = write_config(tmp_path / "ds.json", **clusters)
+    launcher = launch("bad", num_ranks, "--deepspeed_config", config, *args)
+    assert launcher.wait(45) != 0
+    assert said in launcher.output(), launcher.output()

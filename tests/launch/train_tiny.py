@@ -1,0 +1,54 @@
+"""A training script as a user writes one, on the tiny model; the launch tests start it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+
+import dsx
+from tests.tiny import TinyNet, batch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--local_rank", type=int, default=-1)
+parser.add_argument("--steps", type=int, default=12)
+parser.add_argument("--step-seconds", type=float, default=0.0)
+parser.add_argument("--save-dir")
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--out")
+dsx.add_config_arguments(parser)
+args = parser.parse_args()
+logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+
+world = dsx.init_distributed(args.deepspeed_config, args)
+model = TinyNet(world.cluster_id)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+engine, *_ = dsx.initialize(args=args, model=model, optimizer=optimizer)
+if args.resume:
+    engine.load_checkpoint(args.save_dir)
+started_at = engine.dsx.step
+while engine.dsx.step < args.steps:
+    loss = engine(*batch(world.cluster_id, engine.dsx.step + 1, world.rank))
+    engine.backward(loss)
+    engine.step()
+    engine.dsx.log_step(loss=loss.item())
+    if args.save_dir and engine.dsx.step % 5 == 0:
+        engine.save_checkpoint(args.save_dir, tag=f"step{engine.dsx.step}")
+        if world.rank == 0:
+            print(f"saved {engine.dsx.step}", flush=True)
+    time.sleep(args.step_seconds)
+engine.dsx.finish()
+with engine.dsx.averaged():
+    checksum = sum(p.double().abs().sum().item() for p in engine.module.parameters())
+result = {"cluster": world.cluster_id, "started_at": started_at, "checksum": checksum}
+results = engine.dsx.gather(result)
+if args.out and world.rank == 0:
+    Path(f"{args.out}.{world.cluster_id}").write_text(json.dumps(results))
+engine.dsx.close()
