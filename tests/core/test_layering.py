@@ -1,0 +1,100 @@
+"""House rules that a machine can check: who may import whom, and how long a file may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "dsx"
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+# Each module belongs to a layer and may import from lower ones and its own.
+LAYERS = [
+    ["types"],
+    ["outer_optimizer", "compress", "delay", "schedule", "control", "fragment", "state"],
+    ["method", "comm.base"],
+    ["backends.base", "presets"],
+    ["outer_loop", "comm.topology"],
+    [
+        "comm",
+        "backends",
+        "backends.torch",
+        "backends.deepspeed",
+        "checkpoint",
+        "metrics",
+        "report",
+        "data",
+    ],
+    ["config"],
+    ["handle", "backends.deepspeed_checkpoint"],
+    ["attach"],
+    ["", "cli"],
+]
+MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(p for p in parts if p != "__init__")
+
+
+def layer_of(module: str) -> int:
+    matches = [
+        (len(name), index)
+        for index, names in enumerate(LAYERS)
+        for name in names
+        if module == name or (name and module.startswith(f"{name}."))
+    ]
+    assert matches, f"{module} is in no layer: add it to LAYERS"
+    return max(matches)[1]
+
+
+def imports(path: Path, top_level_only: bool = False) -> set[str]:
+    tree = ast.parse(path.read_text())
+    nodes = tree.body if top_level_only else ast.walk(tree)
+    found: set[str] = set()
+    for node in nodes:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_imports_point_downwards(path: Path) -> None:
+    own = layer_of(module_name(path))
+    for name in imports(path):
+        if name.startswith("dsx."):
+            assert layer_of(name.removeprefix("dsx.")) <= own, f"{path.name} imports {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_only_adapters_know_engines_and_process_groups(path: Path) -> None:
+    module = module_name(path)
+    if module.startswith(MAY_IMPORT_ENGINES):
+        return
+    engines = {n for n in imports(path) if n.split(".")[0] in ("deepspeed", "megatron")}
+    if module.startswith("data"):  # the builder writes through megatron-core
+        engines = {n for n in engines if not n.startswith("megatron.core.datasets")}
+    assert not engines
+    assert not any(n.startswith("torch.distributed") for n in imports(path))
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_files_stay_within_350_lines_and_functions_within_60(path: Path) -> None:
+    source = path.read_text()
+    assert len(source.splitlines()) <= 350
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            assert (node.end_lineno or 0) - node.lineno < 60, node.name
+
+
+def test_importing_dsx_imports_no_engine() -> None:
+    code = "import sys, dsx; print([m for m in ('deepspeed', 'megatron') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
