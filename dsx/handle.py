@@ -22,8 +22,10 @@ from dsx.config import DsxConfig
 from dsx.method import Method
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop, Totals
+from dsx.sync_records import SyncRecords
 
 logger = logging.getLogger(__name__)
+_COUNTERS = "dsx.counters"  # travels beside what a script tracks
 
 
 class Resumable(Protocol):
@@ -50,7 +52,13 @@ class Handle:
         self._metrics = Metrics(
             Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
         )
-        config.method.validate()
+        self._syncs = SyncRecords(
+            world.attachment_store(),
+            (world.rank, world.world_size),
+            backend.fragment_numel,
+            lambda record: self._metrics.event("sync", record),
+            world.deadline_seconds,
+        )
         self._compare_layouts(backend)  # before connecting: shards of other sizes would not meet
         transport = world.connect(list(backend.fragments))
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync)
@@ -86,6 +94,7 @@ class Handle:
         """Pass one step boundary; the backends call it. Returns whether masters were written."""
         with self._naming_last_checkpoint():
             was_written = self.loop.after_inner_step()
+        self._syncs.pass_boundary()
         self._metrics.step(self._boundary_record())
         return was_written
 
@@ -99,6 +108,7 @@ class Handle:
 
     def log(self, kind: str, **fields: Any) -> None:
         """Write a record of any other kind, e.g. `log("validation", loss=2.2)`."""
+        self._metrics.flush()
         self._metrics.event(kind, {"step": self.step, **fields})
 
     def track(self, **objects: Resumable) -> None:
@@ -110,6 +120,7 @@ class Handle:
         with self._naming_last_checkpoint():
             if self.loop.drain():
                 self.loop.backend.publish()
+        self._syncs.flush()
         self._metrics.flush()
 
     @contextmanager
@@ -132,14 +143,17 @@ class Handle:
 
     def save(self, directory: Path) -> None:
         """Write this rank's outer state into a checkpoint's directory."""
+        self._syncs.flush()
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
+        states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
         with self._naming_last_checkpoint():
             save_state(self.loop, rank_file(directory, self._world.rank), self._config.axes, states)
 
     def load(self, directory: Path) -> None:
         """Restore this rank's outer state; ValueError if a tracked object has no position there."""
         file = rank_file(directory, self._world.rank)
-        states = load_state(self.loop, file, self._config.axes)
+        states = dict(load_state(self.loop, file, self._config.axes))
+        self._syncs.bytes_sent = states.pop(_COUNTERS)["bytes_sent"]
         if set(states) != set(self._tracked):
             raise ValueError(
                 f"{file} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
@@ -172,11 +186,11 @@ class Handle:
             "seconds": seconds,
             "blocked_seconds": blocked_seconds,
             "utilization": 1 - blocked_seconds / seconds,
-            "bytes_sent": self.totals.bytes_sent,
+            "bytes_sent": self._syncs.bytes_sent,
         }
 
     def _on_sync(self, event: Event) -> None:
-        self._metrics.sync(event)
+        self._syncs.add(event)
         if event["round"] == 1 and self.num_clusters > 1:
             own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
             if own == mean != 0:

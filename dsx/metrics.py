@@ -2,8 +2,7 @@
 
 Rank 0 of a cluster writes `metrics.jsonl` (cluster 0) or `metrics.cluster_<m>.jsonl`. A step's
 record is held back until the script has added its loss (`log_step`) or the next boundary comes.
-Tensors are turned into numbers when a record is written, a step after they were computed, so
-writing does not stall an accelerator. A resumed run drops the records of steps it takes again.
+A resumed run drops the records of steps it takes again.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
-
-from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +25,6 @@ class Metrics:
         self._path = metrics_path(directory, cluster_id) if directory else None
         self._file: TextIO | None = None
         self._held: dict[str, Any] | None = None
-        self._behind: list[dict[str, Any]] = []
         self._board = _open_board(directory, cluster_id) if directory and tensorboard else None
 
     def begin(self, step: int) -> None:
@@ -52,23 +48,15 @@ class Metrics:
         if self._held is not None:
             self._held.update(fields)
 
-    def sync(self, record: Mapping[str, Any]) -> None:
-        """Queue the record of a sync; it is written with the step it belongs to."""
-        self._behind.append({"kind": "sync", **record})
-
     def event(self, kind: str, record: Mapping[str, Any]) -> None:
-        """Write any other record at once."""
-        self.flush()
+        """Write a record of another kind at once."""
         self._write({"kind": kind, **record})
 
     def flush(self) -> None:
         """Write what is held back."""
         if self._held is not None:
             self._write(self._held)
-        for record in self._behind:
-            self._write(record)
-        self._held = None
-        self._behind = []
+            self._held = None
 
     def close(self) -> None:
         """Write what is held back and close the files."""
@@ -82,13 +70,7 @@ class Metrics:
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._file is None:
             return
-        plain = {key: _plain(value) for key, value in record.items()}
-        line = {
-            "kind": plain.pop("kind"),
-            "cluster": self._cluster_id,
-            "time": time.time(),
-            **plain,
-        }
+        line = {"cluster": self._cluster_id, "time": time.time(), **record}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
         if self._board is not None:
@@ -108,10 +90,6 @@ def metrics_path(directory: Path, cluster_id: int) -> Path:
     """Return the file of one cluster's records."""
     name = "metrics.jsonl" if cluster_id == 0 else f"metrics.cluster_{cluster_id}.jsonl"
     return directory / name
-
-
-def _plain(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

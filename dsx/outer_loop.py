@@ -223,6 +223,7 @@ class OuterLoop:
         self._on_sync(
             {
                 "fragment": transfer.fragment,
+                "numel": self.backend.fragments[transfer.fragment].numel,
                 "round": self.history.rounds[transfer.fragment],
                 "launched_step": transfer.launched,
                 "applied_step": self.history.step,

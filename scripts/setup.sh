@@ -32,25 +32,26 @@ if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/
 fi
 
 own_torch=$("$python" - <<'PY' 2>/dev/null || true
-import torch
+import pathlib, torch
 if tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 6):
-    print(torch.__version__)
+    print(torch.__version__, pathlib.Path(torch.__file__).parents[1])
 PY
 )
 echo "setup: creating .venv with Python $version (once; a few minutes)"
 rm -rf .venv
+"$python" -m venv .venv || fail "cannot create .venv (Debian, Ubuntu: apt install python3-venv)"
+options=(--quiet)
 if [ -n "$own_torch" ]; then
-    echo "setup: using the torch $own_torch that this Python already has"
-    "$python" -m venv --system-site-packages .venv || fail "cannot create .venv (Debian: apt install python3-venv)"
+    echo "setup: using torch ${own_torch/ / from }"
+    echo "${own_torch#* }" > ".venv/lib/python$version/site-packages/own_torch.pth"
 else
-    "$python" -m venv .venv || fail "cannot create .venv (Debian: apt install python3-venv)"
+    options+=(--constraint scripts/constraints.txt)
     echo "setup: installing torch"
-    .venv/bin/pip install --quiet --constraint scripts/constraints.txt torch \
+    .venv/bin/pip install "${options[@]}" torch \
         || fail "could not install torch; to use your own, install it for $python and run this again"
-    constraint=(--constraint scripts/constraints.txt)
 fi
 echo "setup: installing dsx with its extras deepspeed, megatron, dev"
-.venv/bin/pip install --quiet "${constraint[@]:-}" --editable ".[deepspeed,megatron,dev]" \
+.venv/bin/pip install "${options[@]}" --editable ".[deepspeed,megatron,dev]" \
     || fail "could not install the dependencies named in pyproject.toml"
 echo "$stamp" > .venv/ready
 echo "setup: .venv is ready"

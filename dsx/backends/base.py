@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dsx.fragment import lay_out
-from dsx.types import Fragment
+from dsx.types import Fragment, ParameterShape
 
 
 class Backend(Protocol):
@@ -23,6 +23,11 @@ class Backend(Protocol):
     @property
     def fragments(self) -> Sequence[Fragment]:
         """This rank's layout; the ids are the same on every rank."""
+        ...
+
+    @property
+    def fragment_numel(self) -> Sequence[int]:
+        """Elements of each whole fragment, wherever in the cluster they lie."""
         ...
 
     @property
@@ -66,7 +71,14 @@ class Piece:
 class Masters:
     """Reads and writes a rank's masters by fragment, through live views."""
 
-    def __init__(self, assignment: Sequence[Sequence[str]], pieces: Mapping[str, Piece]) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[ParameterShape],
+        assignment: Sequence[Sequence[str]],
+        pieces: Mapping[str, Piece],
+    ) -> None:
+        numel = {p.name: p.numel for p in parameters}
+        self.fragment_numel = [sum(numel[name] for name in names) for names in assignment]
         places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
         self.fragments = lay_out(assignment, places)
         self._views = [

@@ -34,8 +34,8 @@ class DeepSpeedBackend:
         refuse_unsupported(engine)
         self._engine = engine
         parameters = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
-        shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
-        self._assignment = fragmenter.assign(shapes)
+        self._shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
+        self._assignment = fragmenter.assign(self._shapes)
         self.refresh_views()
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()
@@ -44,8 +44,9 @@ class DeepSpeedBackend:
     def refresh_views(self) -> None:
         """Find the masters again, after the engine may have replaced its tensors."""
         pieces = find_masters(self._engine)
-        self._masters = Masters(self._assignment, pieces)
+        self._masters = Masters(self._shapes, self._assignment, pieces)
         self.fragments = self._masters.fragments
+        self.fragment_numel = self._masters.fragment_numel
         self.device = next(iter(pieces.values())).master.device if pieces else torch.device("cpu")
 
     def read(self, fragment: int, out: Tensor) -> None:

@@ -41,9 +41,10 @@ class TorchBackend:
                 raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")
         shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
         pieces = {n: Piece(p.data, tuple(p.shape)) for n, p in parameters.items()}
-        self._masters = Masters(fragmenter.assign(shapes), pieces)
+        self._masters = Masters(shapes, fragmenter.assign(shapes), pieces)
         self._optimizer = optimizer
         self.fragments = self._masters.fragments
+        self.fragment_numel = self._masters.fragment_numel
         self.device = next(iter(parameters.values())).device
 
     def read(self, fragment: int, out: Tensor) -> None:

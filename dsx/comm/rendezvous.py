@@ -156,9 +156,10 @@ def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
     until = time.monotonic() + deadline_seconds
     while len(met) < place.num_clusters:
         for peer in peers:
-            _answer(store, place, card, peer, answered)
             answer = f"answer/{nonce}/{peer}"
-            if peer not in met and store.check([answer]):
+            has_answered = peer not in met and store.check([answer])
+            _answer(store, place, card, peer, answered)  # whoever has answered can be answered
+            if has_answered:
                 met[peer] = json.loads(store.get(answer))
                 _require_same_shape(place, peer, card, met[peer])
         missing = [m for m in peers if m not in met]
@@ -169,8 +170,6 @@ def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
                 "each missing cluster with the same rendezvous address"
             )
         time.sleep(_POLL_SECONDS)
-    for peer in peers:  # a peer may have posted after our last look at it
-        _answer(store, place, card, peer, answered)
     return "-".join(str(met[m]["nonce"])[:8] for m in range(place.num_clusters))
 
 

@@ -39,11 +39,15 @@ class Meeting:
 class World:
     """This process's place, its cluster's world, and the way to the other clusters."""
 
-    def __init__(self, place: Place, rendezvous: Rendezvous, meeting: Meeting) -> None:
+    def __init__(
+        self, place: Place, rendezvous: Rendezvous, cluster_store: dist.Store, meeting: Meeting
+    ) -> None:
         self.place = place
+        self._cluster_store = cluster_store
         self.rendezvous = rendezvous
         self._meeting = meeting
         self._transports = 0
+        self._attachments = 0
 
     @property
     def cluster_id(self) -> int:
@@ -64,6 +68,16 @@ class World:
     def world_size(self) -> int:
         """Ranks of the cluster."""
         return self.place.world_size
+
+    @property
+    def deadline_seconds(self) -> float:
+        """How long to wait for another process before giving up."""
+        return self._meeting.deadline_seconds
+
+    def attachment_store(self) -> dist.Store:
+        """Return a fresh key space of this cluster; its ranks attach in the same order."""
+        self._attachments += 1
+        return dist.PrefixStore(f"attachment_{self._attachments}", self._cluster_store)
 
     def connect(self, fragments: list[Fragment]) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters."""
@@ -122,7 +136,7 @@ def join(meeting: Meeting) -> World:
     _init_cluster_world(place, cluster_store)
     session = _agree_session(place, cluster_store, shared_store, meeting)
     rendezvous = Rendezvous(shared_store, place, session, meeting.deadline_seconds)
-    _world = World(place, rendezvous, meeting)
+    _world = World(place, rendezvous, cluster_store, meeting)
     return _world
 
 
@@ -166,7 +180,10 @@ def _launcher_store(launcher: LauncherEnvironment, meeting: Meeting) -> dist.Sto
 
 
 def _init_cluster_world(place: Place, store: dist.Store) -> None:
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    backend = "gloo"
+    if torch.cuda.is_available():
+        backend = "nccl"
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 
 

@@ -28,6 +28,7 @@ LAYERS = [
         "metrics",
         "report",
         "data",
+        "sync_records",
     ],
     ["config"],
     ["handle", "backends.deepspeed_checkpoint"],

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from dsx.metrics import Metrics, metrics_path
 
@@ -19,7 +18,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def write_steps(metrics: Metrics, first: int, last: int) -> None:
     metrics.begin(first - 1)
     for step in range(first, last + 1):
-        metrics.sync({"applied_step": step, "fragment": 0, "mean_norm": torch.tensor(2.5)})
+        metrics.event("sync", {"applied_step": step, "fragment": 0, "mean_norm": 2.5})
         metrics.step({"step": step, "seconds": 0.5})
         metrics.complete_step({"loss": step * 1.0})
     metrics.close()

@@ -1,0 +1,63 @@
+"""A cluster's sync records: what its ranks posted, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dsx.sync_records import SyncRecords
+
+
+def event(numel: int, norm: float, sent: int, seconds: float, round: int = 1) -> dict[str, Any]:
+    return {
+        "fragment": 0,
+        "numel": numel,
+        "round": round,
+        "launched_step": 4,
+        "applied_step": 6,
+        "bytes_sent": sent,
+        "wait_seconds": seconds,
+        "transfer_seconds": 2 * seconds,
+        "pseudo_gradient_norm": torch.tensor(norm),
+        "mean_norm": torch.tensor(norm / 2),
+    }
+
+
+@pytest.mark.parametrize(
+    ("shards", "norm"),
+    [
+        ([(6, 3.0), (4, 4.0), (0, 0.0)], 5.0),  # sharded, one rank without any of it
+        ([(10, 5.0), (10, 5.0), (10, 5.0)], 5.0),  # replicated
+    ],
+)
+def test_ranks_are_put_together(shards: list[tuple[int, float]], norm: float) -> None:
+    store, written = dist.HashStore(), list[Mapping[str, Any]]()
+    ranks = [SyncRecords(store, (r, 3), [10], written.append, 1.0) for r in range(3)]
+    for round in (1, 2):
+        for rank, (records, (numel, own)) in enumerate(zip(ranks, shards, strict=True)):
+            records.add(event(numel, own, numel * 4, 0.1 * rank, round))
+        for records in ranks:
+            records.pass_boundary()
+        assert len(written) == round - 1  # a sync is written one boundary after it was posted
+    for records in reversed(ranks):
+        records.flush()
+    assert [r["round"] for r in written] == [1, 2]
+    for record in written:
+        assert record["numel"] == 10
+        assert record["bytes_sent"] == sum(4 * numel for numel, _ in shards)
+        assert record["wait_seconds"] == pytest.approx(0.2)
+        assert record["transfer_seconds"] == pytest.approx(0.4)
+        assert record["pseudo_gradient_norm"] == pytest.approx(norm)
+        assert record["mean_norm"] == pytest.approx(norm / 2)
+    assert ranks[0].bytes_sent == 2 * written[0]["bytes_sent"]
+
+
+def test_a_rank_that_does_not_post_ends_in_the_deadline() -> None:
+    records = SyncRecords(dist.HashStore(), (0, 2), [10], lambda record: None, 0.05)
+    records.add(event(10, 1.0, 4, 0.1))
+    with pytest.raises(RuntimeError):
+        records.flush()
