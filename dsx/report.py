@@ -5,9 +5,10 @@ one. Records of unknown kind are ignored and any field may be missing or null, s
 of a run under way, of a killed run or of one site alone can be read, too. Where a step occurs
 twice, the later record counts.
 
-Bytes are payload handed to the network for other clusters. "Synchronous" is what data parallel
-training across the clusters would have sent over the same steps: the figure of summary.json, or
-without it one exchange of the whole model as this run sends it, at every step.
+Bytes are payload that one cluster hands to the network for the others; all clusters send the same,
+but for rounding. "Synchronous" is what data parallel training across the clusters would have sent
+over the same steps: the figure of summary.json, or without it one exchange of the whole model as
+this run sends it, at every step.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class ClusterReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run: its clusters in order, the synchronous baseline, and summary.json as it is."""
+    """A run: its clusters in order, bytes by one cluster, and summary.json as it is."""
 
     run_dir: str
     clusters: list[ClusterReport]
@@ -68,7 +69,7 @@ def summarize(run_dir: str | Path) -> RunReport:
     return RunReport(
         run_dir=str(run_dir),
         clusters=reports,
-        bytes_sent=sum(report.bytes_sent for report in reports),
+        bytes_sent=max(report.bytes_sent for report in reports),
         bytes_sent_synchronous=_synchronous_bytes(clusters, summary),
         summary=summary,
     )
@@ -100,7 +101,7 @@ def plot(run_dir: str | Path, out_png: str | Path) -> None:
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     _draw_loss(above, clusters, summary)
-    _draw_bytes(below, clusters, _synchronous_bytes(clusters, summary))
+    _draw_bytes(below, clusters[0], _synchronous_bytes(clusters, summary))
     for axes in (above, below):
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -114,8 +115,7 @@ def format_bytes(count: float) -> str:
     while abs(count) >= 999.5 and len(units) > 1:
         count /= 1000
         units.pop(0)
-    digits = 0 if units[0] == "B" or abs(count) >= 99.95 else 1
-    return f"{count:.{digits}f} {units[0]}"
+    return f"{count:.3g} {units[0]}"
 
 
 def _read_clusters(directory: Path) -> list[_ClusterRecords]:
@@ -215,18 +215,15 @@ def _summarize_cluster(records: _ClusterRecords) -> ClusterReport:
 
 
 def _synchronous_bytes(clusters: list[_ClusterRecords], summary: Record) -> int | None:
-    """Return what the clusters at hand would have sent if every step had been a full exchange."""
+    """Return what one cluster would have sent if every step had been a full exchange."""
     known = summary.get("bytes_sent_synchronous")
     if known is not None:
-        of_all = len(summary.get("val_loss_clusters") or clusters)
-        return int(known) * min(len(clusters), of_all) // of_all
-    total = 0.0
-    for cluster in map(_summarize_cluster, clusters):
-        if not cluster.syncs or not cluster.bytes_sent:
-            return None
-        total += cluster.bytes_sent / cluster.syncs * cluster.steps
-    fragments = {s.get("fragment") for cluster in clusters for s in cluster.syncs}
-    return int(total * len(fragments))
+        return int(known)
+    totals = _summarize_cluster(clusters[0])
+    if not totals.syncs:
+        return None
+    num_fragments = len({s.get("fragment") for s in clusters[0].syncs})
+    return totals.bytes_sent * num_fragments * totals.steps // totals.syncs
 
 
 def _draw_loss(axes: Any, clusters: list[_ClusterRecords], summary: Record) -> None:
@@ -239,11 +236,11 @@ def _draw_loss(axes: Any, clusters: list[_ClusterRecords], summary: Record) -> N
         axes.plot(*_columns(_smooth(series)), color=color, linewidth=1.6, label=label)
         if records.cluster < len(validation) and validation[records.cluster] is not None:
             loss = validation[records.cluster]
-            label = f"cluster {records.cluster}, held out: {loss:.3f}"
+            label = f"cluster {records.cluster}, validation: {loss:.3f}"
             axes.axhline(loss, color=color, linestyle=":", linewidth=1.4, label=label)
     average, entropy = summary.get("val_loss_average"), summary.get("unigram_entropy")
     if average is not None:
-        label = f"average of clusters, held out: {average:.3f}"
+        label = f"average of clusters, validation: {average:.3f}"
         axes.axhline(average, color="black", linestyle="--", linewidth=1.2, label=label)
     if entropy is not None:
         label = f"unigram entropy: {entropy:.3f}"
@@ -253,20 +250,20 @@ def _draw_loss(axes: Any, clusters: list[_ClusterRecords], summary: Record) -> N
         axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_bytes(axes: Any, clusters: list[_ClusterRecords], synchronous: int | None) -> None:
+def _draw_bytes(axes: Any, records: _ClusterRecords, synchronous: int | None) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    sent = _total_bytes(clusters)
+    sent = _series(records.steps, "bytes_sent")
     axes.step(*_columns(sent), where="post", color="#1f77b4", label="this run")
     if synchronous:
-        last = max(records.steps[-1]["step"] for records in clusters)
+        last = records.steps[-1]["step"]
         line = [1, last], [synchronous / last, synchronous]
         axes.plot(*line, color="#d62728", linestyle="--", label="synchronous data parallel")
     if any(count for _, count in sent):
         axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(_tick_label))
     axes.set_xlabel("inner step")
-    axes.set_ylabel("sent to other clusters")
+    axes.set_ylabel("sent by each cluster")
     axes.legend(frameon=False, fontsize=9, loc="lower right")
 
 
@@ -274,29 +271,14 @@ def _tick_label(count: float, position: int) -> str:
     return format_bytes(count)
 
 
-def _total_bytes(clusters: list[_ClusterRecords]) -> Series:
-    """Add up what all clusters have sent by each step at which any of them has a record."""
-    latest: dict[int, float] = {}
-    total: dict[float, float] = {}
-    points = [
-        (step, records.cluster, count)
-        for records in clusters
-        for step, count in _series(records.steps, "bytes_sent")
-    ]
-    for step, cluster, count in sorted(points):
-        latest[cluster] = max(count, latest.get(cluster, 0))
-        total[step] = sum(latest.values())
-    return list(total.items())
-
-
 def _smooth(series: Series) -> Series:
-    """Average each value with those before it, over a twentieth of the series."""
-    width = max(1, len(series) // 20)
-    values = [value for _, value in series]
-    return [
-        (step, sum(values[max(0, i + 1 - width) : i + 1]) / min(i + 1, width))
-        for i, (step, _) in enumerate(series)
-    ]
+    """Average each value with its neighbours, over a twentieth of the series."""
+    reach = len(series) // 40
+    smooth: Series = []
+    for index, (step, _) in enumerate(series):
+        near = series[max(0, index - reach) : index + reach + 1]
+        smooth.append((step, sum(value for _, value in near) / len(near)))
+    return smooth
 
 
 def _columns(series: Series) -> tuple[list[float], list[float]]:
@@ -332,7 +314,7 @@ def _table(totals: RunReport) -> Any:
         _number(summary.get("val_loss_average"), ".4f"),
         _number(summary.get("tokens_per_second"), ",.0f"),
         _number(summary.get("utilization"), ".1%"),
-        format_bytes(totals.bytes_sent),
+        "",
     )
     return table
 
@@ -349,6 +331,6 @@ def _closing_lines(totals: RunReport, figure: Path) -> list[str]:
     if totals.bytes_sent_synchronous and totals.bytes_sent:
         ratio = totals.bytes_sent_synchronous / totals.bytes_sent
         sent = format_bytes(totals.bytes_sent_synchronous)
-        lines.append(f"synchronous data parallel would have sent {sent}, {ratio:.1f} times as much")
+        lines.append(f"synchronous data parallel would have sent {sent}: {ratio:.1f} times as much")
     lines.append(f"figure: {figure}")
     return lines

@@ -5,14 +5,12 @@
         --deepspeed_config configs/quickstart.json
 
 What dsx adds to a DeepSpeed script: `dsx.init_distributed`, `dsx.initialize`, and the verbs of
-`engine.dsx` (track, log_step, finish, averaged, gather). The run directory receives metrics.jsonl
-(one more file per further cluster), plot.png, summary.json, checkpoints/, and the average of all
-clusters as model.safetensors with model.json.
+`engine.dsx`. The run directory receives metrics.jsonl (one more file per further cluster),
+plot.png, summary.json, checkpoints/, and the average of the clusters as model.safetensors.
 
-Terms: utilization = 1 - blocked / elapsed. Blocked is the time that training threads spent inside
-dsx (copies, outer steps, waiting for other clusters; of a cluster's ranks the longest counts), and
-elapsed the wall time from the first step to the end of the last transfer. Losses are in nats per
-token. Bytes are payload handed to the network for other clusters.
+Losses are in nats per token; bytes are payload that one cluster sent to the others. Utilization is
+1 - blocked / elapsed: blocked is the time that training threads spent inside dsx (copying, outer
+steps, waiting for other clusters; each step counts its slowest rank), elapsed the wall time.
 """
 
 from __future__ import annotations
@@ -70,6 +68,15 @@ class Counters:
         """Return the share of the time in which dsx did not hold up training."""
         return 1 - self.blocked_seconds / self.seconds if self.seconds else 1.0
 
+    def record(self) -> dict[str, float]:
+        """Return what belongs into the record of a step."""
+        names = ("loss", "tokens", "tokens_per_second", "blocked_seconds", "utilization")
+        return {name: getattr(self, name) for name in names}
+
+    def __str__(self) -> str:
+        speed = f"{self.tokens_per_second:,.0f} tokens/s  util {self.utilization:.1%}"
+        return f"loss {self.loss:.3f}  {speed}"
+
 
 @dataclass
 class Run:
@@ -81,6 +88,7 @@ class Run:
     world: dsx.World
     engine: Any
     batches: ClusterBatches
+    checkpoints: str
     console: Console | None  # only a process that reports has one
 
 
@@ -89,71 +97,27 @@ class Meter:
 
     def __init__(self, run: Run) -> None:
         self._handle = run.engine.dsx
-        self._shape = (run.world.world_size, 3)
-        self._device = run.engine.device
-        self._time = time.perf_counter()
-        self._blocked = self._handle.totals.blocked_seconds
-        self._bytes = 0  # the first step of a resumed run brings what was sent before
+        self._ranks = torch.zeros(run.world.world_size, 3, device=run.engine.device).double()
+        # bytes count from 0: the first step of a resumed run brings what was sent before
+        self._last = (time.perf_counter(), self._handle.totals.blocked_seconds, 0)
 
     def count(self, steps: int = 0, loss: float = 0.0, tokens: int = 0) -> Counters:
         """Return what happened since the last call: `loss` and `tokens` are this rank's."""
-        totals, now = self._handle.totals, time.perf_counter()
-        own = [loss, totals.blocked_seconds - self._blocked, totals.bytes_sent - self._bytes]
-        ranks = torch.zeros(self._shape, dtype=torch.float64, device=self._device)
-        ranks[dist.get_rank()] = ranks.new_tensor(own)
-        dist.all_reduce(ranks)
-        losses, blocked, sent = ranks.T.tolist()
-        counted = Counters(
+        totals = self._handle.totals
+        now = (time.perf_counter(), totals.blocked_seconds, totals.bytes_sent)
+        seconds, blocked, sent = (b - a for a, b in zip(self._last, now, strict=True))
+        self._last = now
+        self._ranks.zero_()[dist.get_rank()] = self._ranks.new_tensor([loss, blocked, sent])
+        dist.all_reduce(self._ranks)
+        losses, blocked, sent = self._ranks.T.tolist()
+        return Counters(
             steps=steps,
             loss_sum=steps * sum(losses) / len(losses),
             tokens=tokens * len(losses),
-            seconds=now - self._time,
+            seconds=seconds,
             blocked_seconds=max(blocked),
             bytes_sent=int(sum(sent)),
         )
-        self._time = now
-        self._blocked, self._bytes = totals.blocked_seconds, totals.bytes_sent
-        return counted
-
-
-class Display:
-    """Progress on the console: a live bar on a terminal, a line per interval in a pipe."""
-
-    def __init__(self, console: Console | None, num_steps: int) -> None:
-        self._console = console
-        self._num_steps = num_steps
-        self._bar: Progress | None = None
-        if console is not None and console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
-            self._bar = Progress(*columns, TextColumn("{task.description}"), console=console)
-            self._task = self._bar.add_task("", total=num_steps)
-
-    def __enter__(self) -> Display:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-    def advance(self, step: int) -> None:
-        """Move the bar."""
-        if self._bar is not None:
-            self._bar.update(self._task, completed=step)
-
-    def report(self, step: int, window: Counters, bytes_sent: int) -> None:
-        """Show the averages since the last report."""
-        text = (
-            f"loss {window.loss:.3f}  {window.tokens_per_second:,.0f} tokens/s  "
-            f"utilization {window.utilization:.1%}  sent {format_bytes(bytes_sent)}"
-        )
-        if self._bar is not None:
-            self._bar.update(self._task, description=text)
-        elif self._console is not None:
-            self._console.print(
-                f"step {step:>{len(str(self._num_steps))}}/{self._num_steps}  {text}"
-            )
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -165,30 +129,36 @@ def parse_arguments() -> argparse.Namespace:
     add("--local_rank", type=int, default=-1, help="set by the launcher")
     add("--data", type=Path, default=Path("data/stdlib"), help="built by `dsx data build`")
     add("--run-dir", type=Path, default=Path("runs/quickstart"), help="where results go")
-    add("--steps", type=int, default=160, help="inner steps; the length of the LR schedule, too")
-    add("--layers", type=int, default=4, help="transformer layers")
-    add("--hidden", type=int, default=256, help="width of the model")
-    add("--heads", type=int, default=4, help="attention heads")
-    add("--sequence-length", type=int, default=128, help="tokens per sample")
+    add("--steps", type=positive, default=160, help="inner steps, also of the LR schedule")
+    add("--layers", type=positive, default=4, help="transformer layers")
+    add("--hidden", type=positive, default=256, help="width of the model")
+    add("--heads", type=positive, default=4, help="attention heads")
+    add("--sequence-length", type=positive, default=128, help="tokens per sample")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
-    add("--save-interval", type=int, default=0, help="steps between checkpoints; 0: at the end")
+    add("--save-interval", type=positive, help="steps between checkpoints; none: at the end only")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
-    add("--validation-batches", type=int, default=16, help="micro batches per rank")
-    add("--log-interval", type=int, default=10, help="steps between progress reports")
+    add("--validation-batches", type=positive, default=16, help="micro batches per rank")
+    add("--log-interval", type=positive, default=10, help="steps between progress reports")
     dsx.add_config_arguments(parser)
     arguments = parser.parse_args()
-    smallest = {"steps": 1, "save_interval": 0, "validation_batches": 1, "log_interval": 1}
-    for name, minimum in smallest.items():
-        value, option = getattr(arguments, name), f"--{name.replace('_', '-')}"
-        if value < minimum:
-            parser.error(f"{option} {value} must be at least {minimum}")
     if not arguments.deepspeed_config:
         parser.error("--deepspeed_config FILE is required; try configs/quickstart.json")
     return arguments
 
 
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    return int(text)
+
+
 def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the DeepSpeed JSON with what the command line decides written into it."""
+    if "RANK" not in os.environ:
+        raise ValueError("start this script with its launcher: deepspeed --num_gpus 4 SCRIPT ...")
+    if not (arguments.data / "dataset.json").is_file():
+        build = f"dsx data build --from stdlib --out {arguments.data}"
+        raise ValueError(f"--data {arguments.data} is not a dataset; build one with: {build}")
     dsx.load_config(arguments.deepspeed_config)  # its errors name the key and the fix
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     config["dsx"].setdefault("metrics", {})["dir"] = str(arguments.run_dir)
@@ -198,19 +168,8 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     return config
 
 
-def build_model(arguments: argparse.Namespace, vocab_size: int) -> GPT:
-    shape = GPTConfig(
-        num_layers=arguments.layers,
-        hidden_size=arguments.hidden,
-        num_heads=arguments.heads,
-        sequence_length=arguments.sequence_length,
-        vocab_size=vocab_size,
-    )
-    return GPT(shape, arguments.seed)
-
-
 def set_up(arguments: argparse.Namespace) -> Run:
-    """Check the inputs, join the cluster's world, build the engine, load a checkpoint if asked.
+    """Check the inputs, join the cluster's world, build the engine, resume if asked to.
 
     ValueError and FileNotFoundError say what is wrong with the inputs.
     """
@@ -218,16 +177,15 @@ def set_up(arguments: argparse.Namespace) -> Run:
     dataset = read_summary(arguments.data)
     train = TokenWindows(arguments.data / "train", arguments.sequence_length)
     validation = TokenWindows(arguments.data / "validation", arguments.sequence_length)
-    model = build_model(arguments, dataset.vocab_size)
-
+    size = (arguments.layers, arguments.hidden, arguments.heads, arguments.sequence_length)
+    model = GPT(GPTConfig(*size, vocab_size=dataset.vocab_size), arguments.seed)
     world = dsx.init_distributed(config, args=arguments)
     checkpoints = arguments.run_dir / "checkpoints"
     if world.rank == 0:
         (arguments.run_dir / "summary.json").unlink(missing_ok=True)
         if not arguments.resume:
             set_aside(checkpoints / f"cluster_{world.cluster_id}")
-    parameters = model.parameters()
-    engine, *_ = dsx.initialize(model=model, model_parameters=parameters, config=config)
+    engine, *_ = dsx.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches = ClusterBatches(
         train,
         engine.train_micro_batch_size_per_gpu(),
@@ -238,20 +196,19 @@ def set_up(arguments: argparse.Namespace) -> Run:
         seed=arguments.seed,
     )
     engine.dsx.track(data=batches)
-    if arguments.resume:
-        engine.load_checkpoint(str(checkpoints))
     rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")
     reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
     console = Console(highlight=False, soft_wrap=True) if reports else None
-    return Run(arguments, dataset, validation, world, engine, batches, console)
+    if arguments.resume:
+        engine.load_checkpoint(str(checkpoints))
+    return Run(arguments, dataset, validation, world, engine, batches, str(checkpoints), console)
 
 
 def set_aside(directory: Path) -> None:
-    """Rename the checkpoints of an earlier run, so that --resume cannot mix two runs."""
+    """Rename an earlier run's checkpoints: --resume must not take them for this run's."""
     if directory.exists():
-        kept = directory.with_name(f"{directory.name}.old")
-        shutil.rmtree(kept, ignore_errors=True)
-        directory.rename(kept)
+        shutil.rmtree(f"{directory}.old", ignore_errors=True)
+        directory.rename(f"{directory}.old")
 
 
 def train(run: Run) -> Counters:
@@ -259,31 +216,33 @@ def train(run: Run) -> Counters:
     arguments, handle = run.arguments, run.engine.dsx
     meter = Meter(run)
     total = window = Counters()
-    with Display(run.console, arguments.steps) as display:
+    with open_bar(run.console) as bar:
+        task = bar.add_task("", total=arguments.steps)
         while handle.step < arguments.steps:
-            loss, tokens = train_step(run)
-            step = meter.count(1, loss, tokens)
+            step = meter.count(1, *train_step(run))
             total, window = total + step, window + step
-            handle.log_step(
-                loss=step.loss,
-                tokens=step.tokens,
-                tokens_per_second=step.tokens_per_second,
-                blocked_seconds=step.blocked_seconds,
-                utilization=step.utilization,
-                bytes_sent=total.bytes_sent,
-                lr=run.engine.get_lr()[0],
-            )
-            display.advance(handle.step)
-            if handle.step % arguments.log_interval == 0 or handle.step == arguments.steps:
-                display.report(handle.step, window, total.bytes_sent)
+            handle.log_step(**step.record(), bytes_sent=total.bytes_sent)
+            bar.update(task, completed=handle.step)
+            is_last = handle.step == arguments.steps
+            if is_last or handle.step % arguments.log_interval == 0:
+                text = f"{window}  sent {format_bytes(total.bytes_sent)}"
+                bar.update(task, description=text)
+                if run.console and not run.console.is_terminal:
+                    run.console.print(f"step {handle.step:>4}/{arguments.steps}  {text}")
                 window = Counters()
-            if arguments.save_interval and handle.step % arguments.save_interval == 0:
-                save(run)
-    save(run)
+            if is_last or handle.step % (arguments.save_interval or arguments.steps) == 0:
+                run.engine.save_checkpoint(run.checkpoints, tag=f"step_{handle.step:06d}")
     handle.finish()
     total += meter.count()
     handle.log("finish", bytes_sent=total.bytes_sent)
     return total
+
+
+def open_bar(console: Console | None) -> Progress:
+    """Return a live bar, disabled where the output is not a terminal."""
+    columns = (MofNCompleteColumn(), BarColumn(bar_width=8), TimeRemainingColumn())
+    text = TextColumn("{task.description}")
+    return Progress(*columns, text, console=console, disable=not (console and console.is_terminal))
 
 
 def train_step(run: Run) -> tuple[float, int]:
@@ -298,12 +257,6 @@ def train_step(run: Run) -> tuple[float, int]:
         loss_sum += loss.item()
         tokens += windows[:, 1:].numel()
     return loss_sum / engine.gradient_accumulation_steps(), tokens
-
-
-def save(run: Run) -> None:
-    step = run.engine.dsx.step
-    directory = str(run.arguments.run_dir / "checkpoints")
-    run.engine.save_checkpoint(directory, tag=f"step_{step:06d}")
 
 
 @torch.no_grad()
@@ -329,49 +282,48 @@ def evaluate(run: Run) -> float:
 def conclude(run: Run, total: Counters, started: float) -> None:
     """Validate every cluster and their average, export the average, write and show the results."""
     handle, run_dir = run.engine.dsx, run.arguments.run_dir
-    mine = {
-        "val_loss": evaluate(run),
-        "tokens_per_second": total.tokens_per_second,
-        "utilization": total.utilization,
-        "bytes_sent": total.bytes_sent,
-    }
-    clusters = handle.gather(mine)
+    mine = (evaluate(run), total.tokens_per_second, total.utilization, total.bytes_sent)
+    val_losses, speeds, utilizations, sent = zip(*handle.gather(mine), strict=True)
     with handle.averaged():
         average = evaluate(run)
         if run.world.cluster_id == 0 and run.world.rank == 0:
             export_model(run.engine.module, run_dir)
     if run.console is None:
         return
-    sizes = [parameter.nbytes for parameter in run.engine.module.parameters()]
-    exchanges = 2 * (run.world.num_clusters - 1)  # of all clusters, in a ring all-reduce
+    num_clusters = run.world.num_clusters
+    model_bytes = sum(parameter.nbytes for parameter in run.engine.module.parameters())
+    ring_bytes = 2 * (num_clusters - 1) * model_bytes // num_clusters  # of an all-reduce
     summary = {
         "steps": handle.step,
-        "tokens_per_second": sum(c["tokens_per_second"] for c in clusters),
-        "utilization": sum(c["utilization"] for c in clusters) / len(clusters),
-        "bytes_sent": sum(c["bytes_sent"] for c in clusters),
-        "bytes_sent_synchronous": handle.step * exchanges * sum(sizes),
-        "val_loss_clusters": [c["val_loss"] for c in clusters],
+        "tokens_per_second": sum(speeds),
+        "utilization": sum(utilizations) / num_clusters,
+        "bytes_sent": max(sent),
+        "bytes_sent_synchronous": handle.step * ring_bytes,
+        "val_loss_clusters": val_losses,
         "val_loss_average": average,
         "unigram_entropy": run.dataset.unigram_entropy,
         "wall_seconds": time.perf_counter() - started,
     }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    partial = run_dir / f"summary.{run.world.cluster_id}.tmp"  # other reporters may read along
+    partial.write_text(json.dumps(summary, indent=2) + "\n")
+    partial.replace(run_dir / "summary.json")
     report(run_dir)
 
 
 def export_model(model: GPT, run_dir: Path) -> None:
     """Write the weights and the shape that `GPTConfig(**shape)` takes."""
-    weights = {
-        name: weight.detach().to("cpu", copy=True) for name, weight in model.state_dict().items()
-    }
+    weights = {name: w.detach().to("cpu", copy=True) for name, w in model.state_dict().items()}
     save_file(weights, run_dir / "model.safetensors")
     (run_dir / "model.json").write_text(json.dumps(asdict(model.config), indent=2) + "\n")
 
 
 def prepare_process() -> None:
-    """Keep DeepSpeed's log to warnings, one rank's, and give each rank its share of the cores."""
+    """Keep DeepSpeed's log to one rank's warnings; give each rank its share of the cores."""
     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.ERROR
-    logging.getLogger("DeepSpeed").addFilter(lambda record: record.levelno >= level)
+    expected = ("Setting accelerator to CPU", "Attempting to get learning rate")
+    logging.getLogger("DeepSpeed").addFilter(
+        lambda record: record.levelno >= level and not record.getMessage().startswith(expected)
+    )
     warnings.filterwarnings("ignore", category=FutureWarning, message=".*all_gather_into_tensor")
     if "OMP_NUM_THREADS" not in os.environ:
         ranks_here = int(os.environ.get("LOCAL_SIZE", 1))
@@ -385,13 +337,11 @@ def main() -> int:
     try:
         run = set_up(arguments)
     except (ValueError, FileNotFoundError) as error:
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            print(f"error: {error}", file=sys.stderr)
-        else:
-            time.sleep(5)  # the launcher ends all ranks when one exits: let that one speak
+        if arguments.local_rank > 0:
+            time.sleep(5)  # the launcher ends all ranks when one exits: let the first one speak
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    total = train(run)
-    conclude(run, total, started)
+    conclude(run, train(run), started)
     run.engine.dsx.close()
     return 0
 
