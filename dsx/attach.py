@@ -23,26 +23,31 @@ Config = str | Path | Mapping[str, Any]
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add DeepSpeed's arguments and the two of dsx that differ from launcher to launcher."""
+    """Add DeepSpeed's arguments, and those of dsx that differ from launcher to launcher.
+
+    Each overrides the key of the same name in the "clusters" part of the configuration.
+    """
     import deepspeed
 
     deepspeed.add_config_arguments(parser)
-    group = parser.add_argument_group(
-        "dsx", "one launcher per cluster: which one, and where to meet"
-    )
-    group.add_argument("--dsx-cluster-id", type=int, default=None, metavar="M")
-    group.add_argument("--dsx-rendezvous", default=None, metavar="tcp://HOST:PORT")
+    add = parser.add_argument_group("dsx", "one launcher per cluster: which one, where to meet")
+    add.add_argument("--dsx-cluster-id", type=int, metavar="M", help="0..num_clusters-1")
+    add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
+    add.add_argument("--dsx-store", help="cluster_0, or standalone for `dsx rendezvous`")
+    add.add_argument("--dsx-interface", help="network interface towards the other clusters")
     return parser
 
 
 def init_distributed(config: Config, args: argparse.Namespace | None = None) -> World:
     """Create this cluster's world and meet the other clusters; return where this process is.
 
-    `config` is the DeepSpeed JSON with a "dsx" block; `args` may carry `dsx_cluster_id` and
-    `dsx_rendezvous`. Raises ConfigError, RuntimeError (launcher environment missing, or
-    torch.distributed already initialised) or PeerLost (a cluster that does not come).
+    `config` is the DeepSpeed JSON with a "dsx" block; `args` may carry what
+    `add_config_arguments` has parsed. Raises ConfigError, RuntimeError (launcher environment
+    missing, or torch.distributed already initialised) or PeerLost (a cluster that does not come).
     """
-    clusters = _configured(config, args).clusters
+    keys = ("cluster_id", "rendezvous", "store", "interface")
+    given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
+    clusters = with_launch_arguments(load_config(config), given).clusters
     return join(Meeting(**clusters.model_dump()))
 
 
@@ -53,17 +58,25 @@ def initialize(
     model_parameters: Any = None,
     training_data: Any = None,
     lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
     collate_fn: Callable[..., Any] | None = None,
     config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
 ) -> tuple[Any, Any, Any, Any]:
     """Mirror `deepspeed.initialize`; the engine returned has a `Handle` as `engine.dsx`.
 
     `training_data` is cut to this cluster's part, so that clusters never train on the same
-    samples; a dataloader of your own is yours to split (`dsx.data.ClusterShard`).
+    samples; a dataloader of your own is yours to split (`dsx.data.ClusterShard`). Arguments that
+    shape the distributed world are refused: that world is the cluster's, made by dsx.
     """
     from dsx.backends.deepspeed import start_engine
     from dsx.data import ClusterShard
 
+    _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
+    config = config if config is not None else config_params
     source = config if config is not None else getattr(args, "deepspeed_config", None)
     if source is None:
         raise ValueError(
@@ -98,7 +111,7 @@ def attach(
     world = current_world()
     if world is None:
         raise RuntimeError("call dsx.init_distributed(config) before creating the engine")
-    settings = _configured(config, None)
+    settings = load_config(config)
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings)
     backend = TorchBackend(engine, optimizer, settings.method.fragments)
@@ -119,16 +132,26 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
     backend = DeepSpeedBackend(engine, settings.method.fragments)
-    handle = Handle(backend, world, settings)
+    facts = {"train_batch_size": engine.train_batch_size()}  # the mean is not weighted
+    handle = Handle(backend, world, settings, facts)
     backend.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, backend, handle, world)
     engine.dsx = handle
     return handle
 
 
-def _configured(config: Config, args: argparse.Namespace | None) -> DsxConfig:
-    return with_launch_arguments(
-        load_config(config),
-        getattr(args, "dsx_cluster_id", None),
-        getattr(args, "dsx_rendezvous", None),
-    )
+def _refuse_world_arguments(
+    distributed_port: int | None, mpu: Any, dist_init_required: bool | None, mesh_param: Any
+) -> None:
+    given = {
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "mesh_param": mesh_param,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"dsx.initialize({name}={value!r}) is not served: dsx makes one world per cluster "
+                "itself; leave it out"
+            )

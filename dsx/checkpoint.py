@@ -84,6 +84,8 @@ def load_state(loop: OuterLoop, path: Path, axes: Mapping[str, Any]) -> Mapping[
         raise FileNotFoundError(
             f"no outer state at {path}: the checkpoint was written without dsx or by fewer ranks"
         )
+    for transfer in loop.in_flight:
+        transfer.pending.wait()  # its thread still writes to the buffers that are restored
     with safe_open(str(path), framework="pt") as file:
         meta = json.loads((file.metadata() or {}).get("dsx", "{}"))
         _require_same_layout(path, meta, loop)
@@ -109,33 +111,51 @@ def load_state(loop: OuterLoop, path: Path, axes: Mapping[str, Any]) -> Mapping[
 def layout(fragments: Sequence[Fragment]) -> list[Any]:
     """Return this rank's fragments as plain lists: what must match between runs and clusters."""
     return [
-        [fragment.id, [[s.name, list(s.shape), s.start] for s in fragment.layout]]
+        {
+            "id": fragment.id,
+            "slots": [
+                {"name": s.name, "shape": list(s.shape), "start": s.start} for s in fragment.layout
+            ],
+        }
         for fragment in fragments
     ]
 
 
-def mark_complete(directory: Path, step: int, world_size: int) -> None:
-    """Declare a tag's directory complete; call on rank 0 after every rank has written."""
+def mark_complete(directory: Path, step: int, session: str) -> None:
+    """Declare a tag's directory complete; call on rank 0 after every rank has written.
+
+    `session` is the name of this run that all clusters share: it tells two runs apart that used
+    the same tag.
+    """
     unfinished = directory / f"{COMPLETE_MARK}.tmp"
-    unfinished.write_text(json.dumps({"format": FORMAT, "step": step, "world_size": world_size}))
+    unfinished.write_text(json.dumps({"format": FORMAT, "step": step, "session": session}))
     unfinished.replace(directory / COMPLETE_MARK)
 
 
-def complete_tags(directory: Path) -> dict[str, int]:
-    """Return `{tag: inner step}` of the complete checkpoints below a cluster's directory."""
+def complete_tags(directory: Path) -> dict[str, list[Any]]:
+    """Return `{tag: [inner step, session]}` of what is complete below a cluster's directory."""
     marks = directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ()
-    return {mark.parent.name: json.loads(mark.read_text())["step"] for mark in marks}
+    contents = {mark.parent.name: json.loads(mark.read_text()) for mark in marks}
+    return {tag: [content["step"], content["session"]] for tag, content in contents.items()}
 
 
-def newest_common_tag(tags: Sequence[Mapping[str, int]], directory: Path) -> str:
-    """Choose the tag with the most steps that every cluster holds complete."""
-    common = set(tags[0]).intersection(*tags[1:])
+def common_tag(tags: Sequence[Mapping[str, list[Any]]], directory: Path, wanted: str | None) -> str:
+    """Choose the tag `wanted`, or else the one with the most steps, that every cluster holds.
+
+    All of them must have written it in the same run; FileNotFoundError lists what each holds.
+    """
+    common = [
+        tag
+        for tag, content in tags[0].items()
+        if wanted in (None, tag) and all(other.get(tag) == content for other in tags[1:])
+    ]
     if not common:
         held = "; ".join(f"cluster {m}: {sorted(t) or 'none'}" for m, t in enumerate(tags))
+        what = f"checkpoint {wanted!r}" if wanted else "checkpoint"
         raise FileNotFoundError(
-            f"no complete checkpoint that all clusters hold under {directory} ({held})"
+            f"no complete {what} that all clusters hold under {directory} from one run ({held})"
         )
-    return max(common, key=lambda tag: tags[0][tag])
+    return max(common, key=lambda tag: tags[0][tag][0])
 
 
 def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any] | None:
@@ -146,12 +166,13 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, 
             if found:
                 return found
         return None
-    if isinstance(ours, list) and isinstance(theirs, list) and len(ours) == len(theirs):
-        for index, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+    if isinstance(ours, list) and isinstance(theirs, list):
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
             found = first_difference(a, b, f"{path}[{index}]")
             if found:
                 return found
-        return None
+        same = len(ours) == len(theirs)
+        return None if same else (f"the length of {path}", len(ours), len(theirs))
     return None if ours == theirs else (path, ours, theirs)
 
 

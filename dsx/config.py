@@ -101,11 +101,13 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     overrides = {axis: block[axis] for axis in AXES if axis in block}
     method, axes = resolve_method(block["preset"], overrides)
     clusters = _section("clusters", ClustersConfig, block["clusters"])
-    _check_cluster_id(clusters)
+    metrics = _section("metrics", MetricsConfig, block.get("metrics", {}))
+    if metrics.tensorboard and metrics.dir is None:
+        raise ConfigError("dsx.metrics.tensorboard needs dsx.metrics.dir, a directory to write to")
     return DsxConfig(
         preset=block["preset"],
         clusters=clusters,
-        metrics=_section("metrics", MetricsConfig, block.get("metrics", {})),
+        metrics=metrics,
         method=method,
         axes=axes,
     )
@@ -129,14 +131,11 @@ def resolve_method(name: Any, overrides: Mapping[str, Any]) -> tuple[Method, dic
     return method, axes
 
 
-def with_launch_arguments(
-    config: DsxConfig, cluster_id: int | None, rendezvous: str | None
-) -> DsxConfig:
-    """Return the config with the values that differ per launcher, where they are given."""
-    given = {"cluster_id": cluster_id, "rendezvous": rendezvous}
-    update = {key: value for key, value in given.items() if value is not None}
-    clusters = config.clusters.model_copy(update=update)
-    _check_cluster_id(clusters)
+def with_launch_arguments(config: DsxConfig, given: Mapping[str, Any]) -> DsxConfig:
+    """Return the config with the keys of `clusters` that differ per launcher, where not None."""
+    values = config.clusters.model_dump() | {k: v for k, v in given.items() if v is not None}
+    clusters = _section("clusters", ClustersConfig, values)
+    _check_clusters(clusters)
     return dataclasses.replace(config, clusters=clusters)
 
 
@@ -180,7 +179,12 @@ def _section(name: str, model: type[BaseModel], values: Any) -> Any:
         raise ConfigError(_explain(path, error)) from error
 
 
-def _check_cluster_id(clusters: ClustersConfig) -> None:
+def _check_clusters(clusters: ClustersConfig) -> None:
+    if clusters.rendezvous == "env://" and clusters.store == "standalone":
+        raise ConfigError(
+            "dsx.clusters.store='standalone' needs an address: set rendezvous (or "
+            "--dsx-rendezvous) to the tcp://host:port where `dsx rendezvous` listens"
+        )
     if clusters.cluster_id is not None and clusters.cluster_id >= clusters.num_clusters:
         raise ConfigError(
             f"dsx.clusters.cluster_id={clusters.cluster_id} must be below num_clusters="

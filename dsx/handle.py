@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
@@ -43,7 +43,18 @@ class Resumable(Protocol):
 class Handle:
     """One rank's outer training: created by `dsx.initialize` and `dsx.attach`."""
 
-    def __init__(self, backend: Backend, world: World, config: DsxConfig) -> None:
+    def __init__(
+        self,
+        backend: Backend,
+        world: World,
+        config: DsxConfig,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        if config.clusters.num_clusters != world.num_clusters:
+            raise ValueError(
+                f"clusters.num_clusters={config.clusters.num_clusters}, but this process is one of "
+                f"{world.num_clusters} clusters: init_distributed was given another configuration"
+            )
         self._world = world
         self._config = config
         self._tracked: dict[str, Resumable] = {}
@@ -58,8 +69,11 @@ class Handle:
             backend.fragment_numel,
             lambda record: self._metrics.event("sync", record),
             world.deadline_seconds,
+            is_enabled=config.metrics.dir is not None,
         )
-        self._compare_layouts(backend)  # before connecting: shards of other sizes would not meet
+        self._compare_layouts(
+            backend, facts or {}
+        )  # before connecting: shards of other sizes would not meet
         transport = world.connect(list(backend.fragments))
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync)
         self.loop.start()
@@ -116,12 +130,23 @@ class Handle:
         self._tracked.update(objects)
 
     def finish(self) -> None:
-        """Drain what is in flight, at the end of training. Every cluster calls it."""
+        """Drain what is in flight, at the end of training. Every cluster calls it.
+
+        Returns once all clusters have finished; ValueError if they took different numbers of
+        steps.
+        """
         with self._naming_last_checkpoint():
             if self.loop.drain():
                 self.loop.backend.publish()
-        self._syncs.flush()
-        self._metrics.flush()
+            self._syncs.flush()
+            steps = self._world.rendezvous.gather("end of training", self.step)
+        self.log("finish", bytes_sent=self._syncs.bytes_sent)
+        if len(set(steps)) > 1:
+            taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
+            raise ValueError(
+                f"the clusters took different numbers of inner steps ({taken}); give every "
+                "cluster the same number of batches"
+            )
 
     @contextmanager
     def averaged(self) -> Generator[None, None, None]:
@@ -142,7 +167,7 @@ class Handle:
         return self._world.rendezvous.gather("gather", value)
 
     def save(self, directory: Path) -> None:
-        """Write this rank's outer state into a checkpoint's directory."""
+        """Write this rank's outer state into a checkpoint's directory. Every rank calls it."""
         self._syncs.flush()
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
         states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
@@ -200,9 +225,10 @@ class Handle:
                     event["fragment"],
                 )
 
-    def _compare_layouts(self, backend: Backend) -> None:
+    def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:
         """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
-        ours = {"dsx": dict(self._config.axes), "fragments": layout(backend.fragments)}
+        fragments = layout(backend.fragments)
+        ours = {"dsx": dict(self._config.axes), **facts, "fragments": fragments}
         everyone = self._world.rendezvous.compare("layout", ours)
         for cluster in range(1, len(everyone)):
             difference = first_difference(everyone[0], everyone[cluster])

@@ -24,19 +24,17 @@ class Metrics:
         self._cluster_id = cluster_id
         self._path = metrics_path(directory, cluster_id) if directory else None
         self._file: TextIO | None = None
+        self._begins_at = 0
         self._held: dict[str, Any] | None = None
         self._board = _open_board(directory, cluster_id) if directory and tensorboard else None
 
     def begin(self, step: int) -> None:
-        """Open the file for a run that stands at `step`; drop records beyond it."""
-        if self._path is None:
-            return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = _lines_up_to(self._path, step) if step else []
-        rewritten = self._path.with_suffix(".tmp")
-        rewritten.write_text("".join(kept))
-        rewritten.replace(self._path)
-        self._file = self._path.open("a")
+        """Go on from `step`: the first record written drops those of an earlier run beyond it."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+        self._begins_at = step
 
     def step(self, record: Mapping[str, Any]) -> None:
         """Hold the record of a boundary just passed, after writing the one before it."""
@@ -68,8 +66,10 @@ class Metrics:
             self._board.close()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        if self._file is None:
+        if self._path is None:
             return
+        if self._file is None:
+            self._file = _reopen(self._path, self._begins_at)
         line = {"cluster": self._cluster_id, "time": time.time(), **record}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -82,7 +82,7 @@ class Metrics:
         if prefix == "sync":
             prefix = f"sync/fragment_{line['fragment']}"
         for key, value in line.items():
-            if isinstance(value, float) and key != "time":
+            if isinstance(value, (int, float)) and key not in ("time", "step", "cluster"):
                 self._board.add_scalar(f"{prefix}/{key}", value, step)  # type: ignore[union-attr]
 
 
@@ -90,6 +90,15 @@ def metrics_path(directory: Path, cluster_id: int) -> Path:
     """Return the file of one cluster's records."""
     name = "metrics.jsonl" if cluster_id == 0 else f"metrics.cluster_{cluster_id}.jsonl"
     return directory / name
+
+
+def _reopen(path: Path, step: int) -> TextIO:
+    """Open for appending after the records up to `step`; the others are dropped, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rewritten = path.with_suffix(".tmp")
+    rewritten.write_text("".join(_lines_up_to(path, step) if step else []))
+    rewritten.replace(path)
+    return path.open("a")
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:

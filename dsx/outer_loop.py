@@ -25,8 +25,7 @@ import torch
 from torch import Tensor
 
 from dsx.backends.base import Backend
-from dsx.comm.base import Pending, Transport
-from dsx.compress.base import Exchange
+from dsx.comm.base import Pending, Submission, Transport
 from dsx.method import Method
 from dsx.outer_optimizer import OuterContext
 from dsx.state import StateStore
@@ -135,9 +134,11 @@ class OuterLoop:
 
         Every cluster calls it at the same step; masters then need publishing.
         """
+        started = time.perf_counter()
         pending = list(self.in_flight)
         for transfer in pending:
             self._apply(transfer)
+        self.totals.blocked_seconds += time.perf_counter() - started
         return bool(pending)
 
     @contextmanager
@@ -172,15 +173,14 @@ class OuterLoop:
         contribution = torch.sub(self.state.anchor[fragment], local, out=local)
         norm = torch.linalg.vector_norm(contribution)
         wire = self.state.wire(fragment).copy_(contribution)
-        label = f"fragment {fragment} launched at step {step}"
-        pending = self._submit(fragment, label, self.method.compressor.exchange(wire))
+        pending = self._submit(Submission(fragment, step), wire)
         self.history.launched[fragment] = step
         self.in_flight.append(Transfer(fragment, step, pending, norm))
 
-    def _submit(self, fragment: int, label: str, exchange: Exchange) -> Pending:
-        if self.backend.fragments[fragment].numel == 0:
-            return Arrived(self.state.wire(fragment))
-        return self.transport.submit(fragment, label, exchange)
+    def _submit(self, what: Submission, wire: Tensor) -> Pending:
+        if not wire.numel():
+            return Arrived(wire)
+        return self.transport.submit(what, self.method.compressor.exchange(wire))
 
     def _is_ripe(self, transfer: Transfer) -> bool:
         newer = sum(
@@ -243,9 +243,8 @@ class OuterLoop:
     def _export(self, fragment: int, local: Tensor) -> Tensor:
         if self.method.delay.export == "anchor":
             return self.state.anchor[fragment]
-        label = f"fragment {fragment} averaged for export at step {self.history.step}"
         wire = local.to("cpu", copy=True)
-        pending = self._submit(fragment, label, self.method.compressor.exchange(wire))
-        mean = pending.wait() if local.numel() else wire
+        pending = self._submit(Submission(fragment, self.history.step, is_export=True), wire)
+        mean = pending.wait()
         self.totals.bytes_sent += pending.bytes_sent
         return mean.to(local.device)

@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
+from dsx.comm.base import PeerLost
+
 _SUMMED = ("bytes_sent",)
 _LONGEST = ("wait_seconds", "transfer_seconds")
 _NORMS = ("pseudo_gradient_norm", "mean_norm")
@@ -52,32 +54,36 @@ class SyncRecords:
         fragment_numel: Sequence[int],
         write: Callable[[Mapping[str, Any]], None],
         deadline_seconds: float,
+        is_enabled: bool = True,
     ) -> None:
         self._store = store
         self._rank, self._num_ranks = ranks
         self._fragment_numel = fragment_numel
         self._write = write
+        self._is_enabled = is_enabled
         self._deadline = timedelta(seconds=deadline_seconds)
         self._fresh: list[Mapping[str, Any]] = []
+        self._ready: list[Mapping[str, Any]] = []
         self._posted: list[tuple[str, dict[str, Any]]] = []
         self.bytes_sent = 0
 
     def add(self, event: Mapping[str, Any]) -> None:
         """Keep what the loop says of a sync; its tensors may still be computing."""
-        self._fresh.append(event)
+        if self._is_enabled:
+            self._fresh.append(event)
 
     def pass_boundary(self) -> None:
-        """Write what was posted a boundary ago, then post what came since."""
+        """Write what was posted a boundary ago, then post what came the boundary before."""
         if self._rank == 0:
             for key, own in self._posted:
                 self._write(self._combine(key, own))
-        self._posted = [self._post(event) for event in self._fresh]
-        self._fresh = []
+        self._posted = [self._post(event) for event in self._ready]
+        self._ready, self._fresh = self._fresh, []
 
     def flush(self) -> None:
         """Write everything now; rank 0 waits for the others, which must flush, too."""
-        self.pass_boundary()
-        self.pass_boundary()
+        for _ in range(3):
+            self.pass_boundary()
 
     def _post(self, event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         own = {k: v.item() if hasattr(v, "item") else v for k, v in event.items()}
@@ -88,9 +94,15 @@ class SyncRecords:
 
     def _combine(self, key: str, own: dict[str, Any]) -> dict[str, Any]:
         keys = [f"{key}/{rank}" for rank in range(1, self._num_ranks)]
-        if keys:
-            self._store.wait(keys, self._deadline)
-        everyone = [own, *(json.loads(self._store.get(k)) for k in keys)]
+        try:
+            if keys:
+                self._store.wait(keys, self._deadline)
+            everyone = [own, *(json.loads(self._store.get(k)) for k in keys)]
+        except RuntimeError as error:
+            raise PeerLost(
+                f"fragment {own['fragment']} applied at step {own['applied_step']}: a rank of this "
+                f"cluster has not posted its record within {self._deadline.total_seconds():g} s"
+            ) from error
         for k in keys:
             self._store.delete_key(k)
         held = sum(record["numel"] for record in everyone)

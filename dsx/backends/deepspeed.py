@@ -75,8 +75,10 @@ class DeepSpeedBackend:
         take_model_step = engine._take_model_step
 
         def after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if self._expected is None or self._is_passed:
+                return
             self._stepped |= _parameter_ids(optimizer)
-            if self._expected is not None and self._stepped >= self._expected:
+            if self._stepped >= self._expected:
                 self._is_passed = True
                 if callback():
                     self._recopy_stepped_groups()
@@ -192,7 +194,7 @@ def _whole_piece(wrapper: Any, parameter: Tensor) -> Piece:
             for weight, (start, stop) in zip(weights, _running_ranges(weights), strict=True):
                 if weight is parameter:
                     return Piece(flat.data[start:stop], shape)
-    return Piece(parameter.data, shape)
+    return Piece(parameter, shape)
 
 
 def _running_ranges(tensors: Any) -> list[tuple[int, int]]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.backends.deepspeed import DeepSpeedBackend
-from dsx.checkpoint import COMPLETE_MARK, complete_tags, mark_complete, newest_common_tag
+from dsx.checkpoint import COMPLETE_MARK, common_tag, complete_tags, mark_complete
 from dsx.comm.world import World
 from dsx.handle import Handle
 
@@ -23,37 +23,54 @@ def carry_outer_state(engine: Any, backend: DeepSpeedBackend, handle: Handle, wo
     """Replace the engine's two checkpoint methods by ones that carry the outer state, too."""
     save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 
-    def save(save_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def save(
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
         """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
-        tag = tag if tag is not None else f"global_step{engine.global_steps}"
+        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         cluster_dir = cluster_directory(save_dir, world)
         directory = cluster_dir / tag
         if world.rank == 0:
             (directory / COMPLETE_MARK).unlink(missing_ok=True)
-        names_latest = kwargs.pop("save_latest", True)
-        result = save_checkpoint(str(cluster_dir), tag, *args, save_latest=False, **kwargs)
+        result = save_checkpoint(
+            str(cluster_dir), tag, client_state or {}, False, exclude_frozen_parameters
+        )
         handle.save(directory)
         dist.barrier()
         if world.rank == 0:
-            mark_complete(directory, handle.step, world.world_size)
-            if names_latest:
+            mark_complete(directory, handle.step, world.session)
+            if save_latest:
                 (cluster_dir / "latest").write_text(tag)
         dist.barrier()
         handle.saved(directory)
         return result
 
-    def load(load_dir: str, tag: str | None = None, *args: Any, **kwargs: Any) -> Any:
+    def load(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
         """Load as DeepSpeed does, from this cluster's directory, with the outer state."""
-        _refuse_partial_load(kwargs)
-        cluster_dir = cluster_directory(load_dir, world)
-        if tag is None:
-            tag = newest_common_tag(handle.gather(complete_tags(cluster_dir)), Path(load_dir))
-        elif not (cluster_dir / tag / COMPLETE_MARK).exists():
-            held = sorted(complete_tags(cluster_dir))
-            raise FileNotFoundError(
-                f"no complete checkpoint {tag!r} in {cluster_dir}; held: {held}"
+        if load_module_only or not load_optimizer_states:
+            raise ValueError(
+                "load_checkpoint without optimizer states leaves the masters and the anchor apart; "
+                "load the weights into the model before dsx.initialize instead"
             )
-        result = load_checkpoint(str(cluster_dir), tag, *args, **kwargs)
+        cluster_dir = cluster_directory(load_dir, world)
+        tags = handle.gather(complete_tags(cluster_dir))
+        tag = common_tag(tags, Path(load_dir), str(tag) if tag is not None else None)
+        result = load_checkpoint(
+            str(cluster_dir), tag, load_module_strict, True, load_lr_scheduler_states, False,
+            custom_load_fn,
+        )  # fmt: skip
         backend.refresh_views()
         handle.load(cluster_dir / tag)
         handle.saved(cluster_dir / tag)
@@ -65,11 +82,3 @@ def carry_outer_state(engine: Any, backend: DeepSpeedBackend, handle: Handle, wo
 def cluster_directory(base: str | Path, world: World) -> Path:
     """Return the directory of this cluster's checkpoints."""
     return Path(base) / f"cluster_{world.cluster_id}"
-
-
-def _refuse_partial_load(kwargs: dict[str, Any]) -> None:
-    if kwargs.get("load_module_only") or kwargs.get("load_optimizer_states") is False:
-        raise ValueError(
-            "load_checkpoint without optimizer states leaves the masters and the anchor apart; "
-            "load the weights into the model before dsx.initialize instead"
-        )

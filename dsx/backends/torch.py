@@ -40,7 +40,7 @@ class TorchBackend:
             if not parameter.is_contiguous():
                 raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")
         shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
-        pieces = {n: Piece(p.data, tuple(p.shape)) for n, p in parameters.items()}
+        pieces = {n: Piece(p, tuple(p.shape)) for n, p in parameters.items()}
         self._masters = Masters(shapes, fragmenter.assign(shapes), pieces)
         self._optimizer = optimizer
         self.fragments = self._masters.fragments

@@ -7,6 +7,7 @@ such a group must submit the same fragments in the same order.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -16,6 +17,19 @@ from dsx.compress.base import Exchange
 
 class PeerLost(RuntimeError):
     """Another cluster closed its connection or missed a deadline; the message names both."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is averaged: a fragment, at an inner step, for training or for the exported model."""
+
+    fragment: int
+    step: int
+    is_export: bool = False
+
+    def __str__(self) -> str:
+        verb = "averaged for export" if self.is_export else "launched"
+        return f"fragment {self.fragment} {verb} at step {self.step}"
 
 
 class Pending(Protocol):
@@ -49,11 +63,11 @@ class Transport(Protocol):
         """C."""
         ...
 
-    def submit(self, fragment: int, label: str, exchange: Exchange) -> Pending:
+    def submit(self, what: Submission, exchange: Exchange) -> Pending:
         """Start averaging and return at once.
 
-        Tensors that the exchange yields must not be touched until `wait` has returned. `label`
-        says in an error what was under way ("fragment 2 launched at step 40").
+        Tensors that the exchange yields must not be touched until `wait` has returned. Peers
+        whose submissions differ are told so, instead of averaging what does not belong together.
         """
         ...
 

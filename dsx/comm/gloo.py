@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.comm.base import PeerLost
-from dsx.comm.mean import mean_in_order, slice_bounds
+from dsx.comm.base import PeerLost, Submission
+from dsx.comm.mean import HEADER_BYTES, mean_in_order, slice_bounds
 from dsx.compress.base import Exchange
 from dsx.types import Fragment
 
@@ -82,6 +82,25 @@ class FragmentGroup:
         self._peers = [m for m in range(num_clusters) if m != cluster_id]
         self._deadline_seconds = deadline
         self._receive: list[Tensor] = []
+
+    def agree(self, what: Submission) -> int:
+        """Send every peer what is about to be averaged; PeerLost if one has something else.
+
+        Costs one more one-way latency, on the fragment's own thread.
+        """
+        until = time.monotonic() + self._deadline_seconds
+        own = torch.tensor([what.fragment, what.step, what.is_export])
+        theirs = [torch.empty_like(own) for _ in range(len(self._peers) + 1)]
+        self._exchange({p: own for p in self._peers}, theirs, str(what), until)
+        for peer in self._peers:
+            if not torch.equal(own, theirs[peer]):
+                fragment, step, is_export = theirs[peer].tolist()
+                other = Submission(fragment, step, bool(is_export))
+                raise PeerLost(
+                    f"{what}, but cluster {peer} has {other}: the clusters have lost step; give "
+                    "all of them the same configuration and the same number of batches"
+                )
+        return HEADER_BYTES * len(self._peers)
 
     def mean_(self, x: Tensor, label: str) -> int:
         """Overwrite `x` in place with the mean over clusters; return the payload bytes sent."""
@@ -192,12 +211,12 @@ class GlooTransport:
                 )
                 self._fifos[fragment.id] = Fifo(f"dsx-fragment-{fragment.id}")
 
-    def submit(self, fragment: int, label: str, exchange: Exchange) -> GlooPending:
+    def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
         """Run the exchange on the fragment's thread and return at once."""
-        group = self._groups[fragment]
+        group = self._groups[what.fragment]
         pending = GlooPending()
-        self._fifos[fragment].submit(
-            pending.future, lambda: _drive(group, label, exchange, pending)
+        self._fifos[what.fragment].submit(
+            pending.future, lambda: _drive(group, what, exchange, pending)
         )
         return pending
 
@@ -235,13 +254,16 @@ def connect_gloo(
     return dist.ProcessGroupGloo(store, cluster_id, num_clusters, options)
 
 
-def _drive(group: FragmentGroup, label: str, exchange: Exchange, pending: GlooPending) -> Tensor:
+def _drive(
+    group: FragmentGroup, what: Submission, exchange: Exchange, pending: GlooPending
+) -> Tensor:
     """Run one exchange to its end, averaging each tensor it yields."""
     started = time.perf_counter()
+    pending.bytes_sent += group.agree(what)
     x = next(exchange)
     try:
         while True:
-            pending.bytes_sent += group.mean_(x, label)
+            pending.bytes_sent += group.mean_(x, str(what))
             x = exchange.send(x)
     except StopIteration as stop:
         pending.seconds = time.perf_counter() - started

@@ -13,8 +13,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.comm.base import PeerLost
-from dsx.comm.mean import exchange_bytes, mean_in_order
+from dsx.comm.base import PeerLost, Submission
+from dsx.comm.mean import HEADER_BYTES, exchange_bytes, mean_in_order
 from dsx.compress.base import Exchange
 
 
@@ -52,9 +52,9 @@ class InProcessHub:
 class InProcessPending:
     """One cluster's side of an exchange."""
 
-    def __init__(self, cluster_id: int, label: str, exchange: Exchange) -> None:
+    def __init__(self, cluster_id: int, what: Submission, exchange: Exchange) -> None:
         self.cluster_id = cluster_id
-        self.label = label
+        self.what = what
         self.exchange = exchange
         self.bytes_sent = 0
         self.seconds = 0.0
@@ -63,7 +63,7 @@ class InProcessPending:
     def wait(self) -> Tensor:
         """Return the mean; PeerLost at once if some cluster has not submitted its part."""
         if self.result is None:
-            raise PeerLost(f"{self.label}: not every simulated cluster has launched it")
+            raise PeerLost(f"{self.what}: not every simulated cluster has launched it")
         return self.result
 
 
@@ -75,10 +75,10 @@ class InProcessTransport:
         self.cluster_id = cluster_id
         self.num_clusters = hub.num_clusters
 
-    def submit(self, fragment: int, label: str, exchange: Exchange) -> InProcessPending:
+    def submit(self, what: Submission, exchange: Exchange) -> InProcessPending:
         """Queue the exchange and return at once."""
-        pending = InProcessPending(self.cluster_id, label, exchange)
-        self._hub.submit(fragment, pending)
+        pending = InProcessPending(self.cluster_id, what, exchange)
+        self._hub.submit(what.fragment, pending)
         return pending
 
     def broadcast(self, fragment: int, tensor: Tensor) -> None:
@@ -112,6 +112,12 @@ def step_together(loops: Sequence[TwoPass]) -> None:
 def _run(group: list[InProcessPending]) -> None:
     """Drive the exchanges of all clusters in lockstep to their ends."""
     num_clusters = len(group)
+    for pending in group:
+        pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
+        if pending.what != group[0].what:
+            raise PeerLost(
+                f"cluster 0 has {group[0].what}, cluster {pending.cluster_id} {pending.what}"
+            )
     yielded = [next(p.exchange) for p in group]
     while True:
         for pending, x in zip(group, yielded, strict=True):

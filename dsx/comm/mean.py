@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+HEADER_BYTES = 24  # fragment, step and purpose as int64, once per exchange and peer
+
 
 def slice_bounds(numel: int, num_clusters: int) -> list[tuple[int, int]]:
     """Return `(start, stop)` of each cluster's slice; lengths differ by at most one, may be 0."""

@@ -72,6 +72,7 @@ class Rendezvous:
 
     def __init__(self, store: dist.Store, place: Place, session: str, deadline_seconds: float):
         self._store = dist.PrefixStore(f"dsx/{session}", store)
+        self.session = session
         self._place = place
         self._deadline_seconds = deadline_seconds
         self._exchanges = 0

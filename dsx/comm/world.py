@@ -70,6 +70,11 @@ class World:
         return self.place.world_size
 
     @property
+    def session(self) -> str:
+        """The name of this run, the same in every cluster and different for every run."""
+        return self.rendezvous.session
+
+    @property
     def deadline_seconds(self) -> float:
         """How long to wait for another process before giving up."""
         return self._meeting.deadline_seconds
@@ -181,8 +186,8 @@ def _launcher_store(launcher: LauncherEnvironment, meeting: Meeting) -> dist.Sto
 
 def _init_cluster_world(place: Place, store: dist.Store) -> None:
     backend = "gloo"
-    if torch.cuda.is_available():
-        backend = "nccl"
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        backend = "nccl"  # as DeepSpeed chooses; between clusters it is gloo in any case
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
 

@@ -45,7 +45,7 @@ class ClusterShard(Dataset[Tensor]):
     def __init__(self, dataset: WindowDataset, cluster_id: int, num_clusters: int) -> None:
         """View `dataset`. Raises ValueError if the cluster does not exist or gets no window."""
         _check_member("cluster_id", cluster_id, "num_clusters", num_clusters)
-        if len(dataset) <= cluster_id:
+        if len(dataset) < num_clusters:
             raise ValueError(
                 f"the dataset has {len(dataset)} window(s), num_clusters={num_clusters} leave none "
                 f"for cluster_id={cluster_id}; use a larger corpus or a shorter sequence_length"
@@ -55,8 +55,11 @@ class ClusterShard(Dataset[Tensor]):
         self.num_clusters = num_clusters
 
     def __len__(self) -> int:
-        """Return how many windows the cluster owns."""
-        return (len(self.dataset) - self.cluster_id - 1) // self.num_clusters + 1
+        """Return how many windows the cluster uses: the same number in every cluster.
+
+        Clusters that took different numbers of steps would wait for each other.
+        """
+        return len(self.dataset) // self.num_clusters
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the cluster's window `index`, which is index * num_clusters + cluster_id."""

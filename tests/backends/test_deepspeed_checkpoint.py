@@ -102,6 +102,6 @@ def test_missing_checkpoints_are_hard_errors(tmp_path: Path) -> None:
     for messages in run_distributed(load_what_is_not_there, 4, str(tmp_path), timeout_seconds=90):
         assert len(messages) == 4
         assert "no complete checkpoint that all clusters hold" in messages[0]
-        assert "no complete checkpoint 'step99'" in messages[1]
+        assert "no complete checkpoint 'step99' that all clusters hold" in messages[1]
         assert "no outer state at" in messages[2]
         assert "without optimizer states" in messages[3]

@@ -10,15 +10,16 @@ import torch
 from safetensors.torch import save_file
 
 from dsx.checkpoint import (
+    common_tag,
     complete_tags,
     first_difference,
     load_state,
     mark_complete,
-    newest_common_tag,
     rank_file,
     save_state,
 )
 from dsx.config import preset, resolve_method
+from dsx.outer_loop import OuterLoop
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss
 
@@ -99,12 +100,18 @@ def test_clusters_resume_from_the_newest_tag_that_all_hold(tmp_path: Path) -> No
         for step in steps:
             directory = tmp_path / f"cluster_{cluster}" / f"step{step}"
             directory.mkdir(parents=True)
-            mark_complete(directory, step, 1)
+            mark_complete(directory, step, "run-a")
     (tmp_path / "cluster_1" / "step30").mkdir()  # died before it was complete
     tags = [complete_tags(tmp_path / f"cluster_{m}") for m in range(2)]
-    assert newest_common_tag(tags, tmp_path) == "step20"
+    assert common_tag(tags, tmp_path, None) == "step20"
+    assert common_tag(tags, tmp_path, "step10") == "step10"
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint 'step30' .*cluster 1: \["):
+        common_tag(tags, tmp_path, "step30")
     with pytest.raises(FileNotFoundError, match=r"cluster 1: none"):
-        newest_common_tag([{"step10": 10}, {}], tmp_path)
+        common_tag([{"step10": [10, "run-a"]}, {}], tmp_path, None)
+    mark_complete(tmp_path / "cluster_1" / "step20", 20, "run-b")  # left over from another run
+    tags = [complete_tags(tmp_path / f"cluster_{m}") for m in range(2)]
+    assert common_tag(tags, tmp_path, None) == "step10"
 
 
 def test_first_difference_names_the_path() -> None:
@@ -112,3 +119,38 @@ def test_first_difference_names_the_path() -> None:
     assert first_difference(ours, {"a": [1, {"b": 2}], "c": 3}) is None
     assert first_difference(ours, {"a": [1, {"b": 5}], "c": 3}) == ("a[1].b", 2, 5)
     assert first_difference(ours, {"a": [1, {"b": 2}]}) == ("c", 3, None)
+    assert first_difference(ours, {"a": [1], "c": 3}) == ("the length of a", 2, 1)
+
+
+class UnderWay:
+    """A transfer whose thread owns its buffer until it is waited for."""
+
+    bytes_sent, seconds = 0, 0.0
+
+    def __init__(self, loop: OuterLoop, fragment: int) -> None:
+        self.loop, self.fragment = loop, fragment
+        self.anchor_when_waited: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        self.anchor_when_waited = self.loop.state.anchor[self.fragment].clone()
+        return self.loop.state.wire(self.fragment)
+
+
+def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path: Path) -> None:
+    run = new_run("streaming_diloco")
+    for _ in range(6):
+        run.step(mean_loss)
+    loop = run.loops[0]
+    save_state(loop, rank_file(tmp_path, 0), {}, {})
+    for _ in range(5):
+        run.step(mean_loss)
+    under_way = [UnderWay(loop, transfer.fragment) for transfer in loop.in_flight]
+    for transfer, pending in zip(loop.in_flight, under_way, strict=True):
+        transfer.pending = pending
+    before = [anchor.clone() for anchor in loop.state.anchor]
+    load_state(loop, rank_file(tmp_path, 0), {})
+    assert under_way
+    for pending in under_way:
+        assert pending.anchor_when_waited is not None
+        assert torch.equal(pending.anchor_when_waited, before[pending.fragment])
+        assert not torch.equal(loop.state.anchor[pending.fragment], before[pending.fragment])

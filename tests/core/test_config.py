@@ -66,10 +66,17 @@ def test_load_from_a_file_and_from_a_mapping(tmp_path: Path) -> None:
 
 
 def test_launch_arguments_override_the_file() -> None:
-    config = with_launch_arguments(load_config(block()), 1, "tcp://h:1")
-    assert (config.clusters.cluster_id, config.clusters.rendezvous) == (1, "tcp://h:1")
-    with pytest.raises(ConfigError, match="cluster_id=2 must be below num_clusters=2"):
-        with_launch_arguments(load_config(block()), 2, None)
+    given = {"cluster_id": 1, "rendezvous": "tcp://h:1", "store": None, "interface": "eth1"}
+    clusters = with_launch_arguments(load_config(block()), given).clusters
+    assert (clusters.cluster_id, clusters.rendezvous) == (1, "tcp://h:1")
+    assert (clusters.store, clusters.interface) == ("cluster_0", "eth1")
+    for bad, said in (
+        ({"cluster_id": 2}, "cluster_id=2 must be below num_clusters=2"),
+        ({"store": "standalone"}, "store='standalone' needs an address"),
+        ({"store": "x"}, "'cluster_0' or 'standalone'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            with_launch_arguments(load_config(block()), bad)
 
 
 @pytest.mark.parametrize(
@@ -123,6 +130,7 @@ def test_launch_arguments_override_the_file() -> None:
         (block(clusters={}), r"dsx.clusters.num_clusters is missing"),
         (block(clusters={"num_clusters": 2, "store": "x"}), r"'cluster_0' or 'standalone'"),
         (block(clusters={"num_clusters": 2, "deadline_seconds": 0}), r"deadline_seconds=0"),
+        (block(metrics={"tensorboard": True}), r"tensorboard needs dsx.metrics.dir"),
         (block(metrics={"tensorbord": True}), r"did you mean 'tensorboard'\?"),
     ],
 )

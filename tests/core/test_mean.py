@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dsx.comm.base import PeerLost, Submission
 from dsx.comm.in_process import InProcessHub
 from dsx.comm.mean import exchange_bytes, mean_in_order, slice_bounds
 from dsx.compress.base import Dense
@@ -33,7 +35,14 @@ def test_every_cluster_gets_the_mean_in_cluster_order(
     torch.testing.assert_close(expected, torch.stack(values).mean(0), rtol=1e-5, atol=1e-6)
     transports = InProcessHub(num_clusters).transports()
     pending = [
-        t.submit(0, "x", Dense().exchange(v.clone()))
+        t.submit(Submission(0, 1), Dense().exchange(v.clone()))
         for t, v in zip(transports, values, strict=True)
     ]
     assert all(torch.equal(p.wait(), expected) for p in pending)
+
+
+def test_clusters_that_launch_different_things_are_told() -> None:
+    first, second = InProcessHub(2).transports()
+    first.submit(Submission(0, 4), Dense().exchange(torch.zeros(3)))
+    with pytest.raises(PeerLost, match="cluster 0 has fragment 0 launched at step 4, cluster 1 "):
+        second.submit(Submission(0, 5), Dense().exchange(torch.zeros(3)))

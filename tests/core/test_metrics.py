@@ -38,7 +38,9 @@ def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
     write_steps(Metrics(tmp_path, 0), 1, 6)
     with metrics_path(tmp_path, 0).open("a") as file:
         file.write('{"kind": "step", "st')  # killed while writing
-    write_steps(Metrics(tmp_path, 0), 5, 7)
+    metrics = Metrics(tmp_path, 0)
+    metrics.begin(0)  # a handle begins before it knows that it will resume
+    write_steps(metrics, 5, 7)
     steps = [r["step"] for r in records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 6, 7]
 

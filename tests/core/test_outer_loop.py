@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from dsx.comm.mean import HEADER_BYTES
 from dsx.config import preset
 from tests.reference import train_reference
 from tests.simulated import Simulated
@@ -160,5 +161,6 @@ def test_bytes_are_those_of_the_direct_exchange() -> None:
         run.step(mean_loss)
     numel = sum(p.numel() for p in run.models[0].parameters())
     sent = [loop.totals.bytes_sent for loop in run.loops]
-    assert sum(sent) == 2 * (3 - 1) * numel * 4  # both legs, over all clusters
+    headers = 3 * (3 - 1) * HEADER_BYTES
+    assert sum(sent) == 2 * (3 - 1) * numel * 4 + headers  # both legs, over all clusters
     assert max(sent) - min(sent) <= 4 * 3

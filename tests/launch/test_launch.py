@@ -101,7 +101,7 @@ def results(out: Path) -> list[list[dict[str, Any]]]:
 def test_both_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) -> None:
     """One launcher over both clusters; then one per cluster, meeting at a store of its own."""
     port = free_port()
-    config = write_config(tmp_path / "ds.json", store="standalone")
+    config = write_config(tmp_path / "ds.json")
     one = launch("one", 4, "--deepspeed_config", config, "--out", tmp_path / "one")
     assert one.wait() == 0, one.output()
     command = [BIN / "dsx", "rendezvous", "--port", str(port), "--host", "127.0.0.1"]
@@ -109,7 +109,8 @@ def test_both_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) ->
     try:
         assert "listening" in store.stdout.readline()  # type: ignore[union-attr]
         common = ["--deepspeed_config", config, "--out", tmp_path / "two"]
-        common += ["--dsx-rendezvous", f"tcp://127.0.0.1:{port}", "--dsx-cluster-id"]
+        common += ["--dsx-rendezvous", f"tcp://127.0.0.1:{port}", "--dsx-store", "standalone"]
+        common += ["--dsx-cluster-id"]
         clusters = [launch(f"two{m}", 2, *common, m) for m in range(2)]
         for cluster in clusters:
             assert cluster.wait() == 0, cluster.output()

@@ -1,0 +1,155 @@
+"""Real processes over gloo give the numbers of the in-process run, to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import dsx
+from dsx.config import preset
+from tests.distributed import run_distributed
+from tests.simulated import Simulated
+from tests.tiny import CASES, TinyNet, mean_loss
+
+NUM_STEPS = 15
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def block(name: str, num_clusters: int, **more: Any) -> dict[str, Any]:
+    clusters = {"num_clusters": num_clusters, "deadline_seconds": 20}
+    return {"dsx": {"preset": name, "clusters": clusters, **CASES[name][0], **more}}
+
+
+def train_every_preset(num_clusters: int) -> dict[str, Any]:
+    world = dsx.init_distributed(block("diloco", num_clusters))
+    results: dict[str, Any] = {}
+    for name in CASES:
+        model = TinyNet(seed=world.cluster_id)  # only cluster 0's start counts
+        optimizer = adamw(model)
+        handle = dsx.attach(model, optimizer, config=block(name, num_clusters))
+        for step in range(1, NUM_STEPS + 1):
+            optimizer.zero_grad()
+            mean_loss(model, world.cluster_id, step).backward()
+            optimizer.step()
+        results[name] = {
+            "parameters": {n: p.detach().clone().numpy() for n, p in model.named_parameters()},
+            "anchors": [a.clone().numpy() for a in handle.loop.state.anchor],
+            "bytes_sent": handle.totals.bytes_sent,
+            "gathered": handle.gather({"cluster": world.cluster_id}),
+        }
+        handle.finish()
+        with handle.averaged():
+            results[name]["averaged"] = [p.detach().clone().numpy() for p in model.parameters()]
+        handle.close()
+    return results
+
+
+@pytest.mark.parametrize("num_clusters", [2, 3])
+def test_every_preset(num_clusters: int) -> None:
+    results = run_distributed(train_every_preset, num_clusters, num_clusters)
+    for name in CASES:
+        run = Simulated(TinyNet(), adamw, preset(name, **CASES[name][0]), num_clusters)
+        for _ in range(NUM_STEPS):
+            run.step(mean_loss)
+        for cluster, expected in enumerate(run.parameters()):
+            got = results[cluster][name]
+            for key, value in expected.items():
+                assert torch.equal(torch.from_numpy(got["parameters"][key]), value), (name, key)
+            anchors = zip(got["anchors"], run.loops[0].state.anchor, strict=True)
+            assert all(torch.equal(torch.from_numpy(a), b) for a, b in anchors)
+            assert got["bytes_sent"] == run.loops[cluster].totals.bytes_sent
+            assert got["gathered"] == [{"cluster": m} for m in range(num_clusters)]
+        averaged = [r[name]["averaged"] for r in results]
+        for parameters in zip(*averaged, strict=True):
+            assert all((p == parameters[0]).all() for p in parameters)
+
+
+def fail_alone(cluster_that_differs: str) -> str:
+    """Attach with a difference in cluster 1 and return the error's text."""
+    config = block("diloco", 2)
+    world = dsx.init_distributed(config)
+    model: torch.nn.Module = TinyNet()
+    if world.cluster_id == 1:
+        if cluster_that_differs == "interval":
+            config = block("diloco", 2, schedule={"interval": 8})
+        elif cluster_that_differs == "shape":
+            model.layers[2] = torch.nn.Linear(6, 6, bias=False)  # type: ignore[index]
+    try:
+        dsx.attach(model, adamw(model), config=config)
+    except ValueError as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("difference", "named"),
+    [
+        ("interval", ["dsx.schedule.interval", "cluster 0 has 4", "cluster 1 has 8"]),
+        ("shape", ["fragments", "cluster 0 has", "cluster 1 has", "layers.2.bias"]),
+    ],
+)
+def test_a_mismatch_names_both_sides_and_what_differs(difference: str, named: list[str]) -> None:
+    for message in run_distributed(fail_alone, 2, difference):
+        for part in named:
+            assert part in message, message
+
+
+def lose_a_peer() -> str:
+    world = dsx.init_distributed(block("diloco", 2))
+    model = TinyNet()
+    optimizer = adamw(model)
+    dsx.attach(model, optimizer, config=block("diloco", 2))
+    if world.cluster_id == 1:
+        return "left"  # the process ends before the first sync
+    try:
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            mean_loss(model, 0, step).backward()
+            optimizer.step()
+    except dsx.PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_lost_peer_is_named_with_fragment_and_step() -> None:
+    message = run_distributed(lose_a_peer, 2)[0]
+    assert message.startswith("fragment 0 launched at step 4: cluster 1 closed its connection")
+    assert message.endswith("last checkpoint: none saved")
+
+
+def wait_for_a_silent_peer() -> tuple[str, float]:
+    import time
+
+    config = block("diloco", 2)
+    config["dsx"]["clusters"]["deadline_seconds"] = 1.0
+    world = dsx.init_distributed(config)
+    model = TinyNet()
+    optimizer = adamw(model)
+    handle = dsx.attach(model, optimizer, config=config)
+    started = time.monotonic()
+    if world.cluster_id == 1:
+        world.rendezvous.group_store("silence").wait(["end"])
+        return "", 0.0
+    try:
+        for step in range(1, 9):
+            optimizer.zero_grad()
+            mean_loss(model, 0, step).backward()
+            optimizer.step()
+    except dsx.PeerLost as error:
+        seconds = time.monotonic() - started
+        world.rendezvous.group_store("silence").set("end", "1")
+        handle.gather  # noqa: B018 - the handle stays alive to here
+        return str(error), seconds
+    return "no error", 0.0
+
+
+def test_a_silent_peer_ends_in_the_deadline() -> None:
+    message, seconds = run_distributed(wait_for_a_silent_peer, 2)[0]
+    assert "fragment 0 launched at step 4: cluster 1 did not answer within 1 s" in message
+    assert "clusters.deadline_seconds" in message
+    assert seconds < 5
