@@ -128,7 +128,7 @@ def parse_arguments() -> argparse.Namespace:
     add = parser.add_argument
     add("--local_rank", type=int, default=-1, help="set by the launcher")
     add("--data", type=Path, default=Path("data/stdlib"), help="built by `dsx data build`")
-    add("--run-dir", type=Path, default=Path("runs/quickstart"), help="where results go")
+    add("--run-dir", type=Path, help="where results go; none: dsx.metrics.dir of the config")
     add("--steps", type=positive, default=160, help="inner steps, also of the LR schedule")
     add("--layers", type=positive, default=4, help="transformer layers")
     add("--hidden", type=positive, default=256, help="width of the model")
@@ -161,7 +161,9 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--data {arguments.data} is not a dataset; build one with: {build}")
     dsx.load_config(arguments.deepspeed_config)  # its errors name the key and the fix
     config = json.loads(Path(arguments.deepspeed_config).read_text())
-    config["dsx"].setdefault("metrics", {})["dir"] = str(arguments.run_dir)
+    metrics = config["dsx"].setdefault("metrics", {})
+    arguments.run_dir = arguments.run_dir or Path(metrics.get("dir") or "runs/pretrain_gpt")
+    metrics["dir"] = str(arguments.run_dir)
     schedule = config.get("scheduler", {}).get("params", {})
     if "total_num_steps" in schedule:
         schedule["total_num_steps"] = arguments.steps
@@ -181,10 +183,9 @@ def set_up(arguments: argparse.Namespace) -> Run:
     model = GPT(GPTConfig(*size, vocab_size=dataset.vocab_size), arguments.seed)
     world = dsx.init_distributed(config, args=arguments)
     checkpoints = arguments.run_dir / "checkpoints"
-    if world.rank == 0:
+    if world.rank == 0 and not arguments.resume:
         (arguments.run_dir / "summary.json").unlink(missing_ok=True)
-        if not arguments.resume:
-            set_aside(checkpoints / f"cluster_{world.cluster_id}")
+        set_aside(checkpoints / f"cluster_{world.cluster_id}")
     engine, *_ = dsx.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches = ClusterBatches(
         train,
@@ -201,6 +202,11 @@ def set_up(arguments: argparse.Namespace) -> Run:
     console = Console(highlight=False, soft_wrap=True) if reports else None
     if arguments.resume:
         engine.load_checkpoint(str(checkpoints))
+        if engine.dsx.step >= arguments.steps:
+            raise ValueError(
+                f"the checkpoint stands at step {engine.dsx.step}: --steps {arguments.steps} "
+                "leaves nothing to do; give a larger number"
+            )
     return Run(arguments, dataset, validation, world, engine, batches, str(checkpoints), console)
 
 
@@ -233,9 +239,7 @@ def train(run: Run) -> Counters:
             if is_last or handle.step % (arguments.save_interval or arguments.steps) == 0:
                 run.engine.save_checkpoint(run.checkpoints, tag=f"step_{handle.step:06d}")
     handle.finish()
-    total += meter.count()
-    handle.log("finish", bytes_sent=total.bytes_sent)
-    return total
+    return total + meter.count()
 
 
 def open_bar(console: Console | None) -> Progress:
@@ -290,6 +294,10 @@ def conclude(run: Run, total: Counters, started: float) -> None:
             export_model(run.engine.module, run_dir)
     if run.console is None:
         return
+    if run.world.cluster_id:
+        losses = f"own {mine[0]:.4f}, average of the clusters {average:.4f}"
+        run.console.print(f"validation loss: {losses}; cluster 0 writes summary and figure")
+        return
     num_clusters = run.world.num_clusters
     model_bytes = sum(parameter.nbytes for parameter in run.engine.module.parameters())
     ring_bytes = 2 * (num_clusters - 1) * model_bytes // num_clusters  # of an all-reduce
@@ -304,9 +312,7 @@ def conclude(run: Run, total: Counters, started: float) -> None:
         "unigram_entropy": run.dataset.unigram_entropy,
         "wall_seconds": time.perf_counter() - started,
     }
-    partial = run_dir / f"summary.{run.world.cluster_id}.tmp"  # other reporters may read along
-    partial.write_text(json.dumps(summary, indent=2) + "\n")
-    partial.replace(run_dir / "summary.json")
+    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     report(run_dir)
 
 
@@ -341,7 +347,14 @@ def main() -> int:
             time.sleep(5)  # the launcher ends all ranks when one exits: let the first one speak
         print(f"error: {error}", file=sys.stderr)
         return 2
-    conclude(run, train(run), started)
+    except dsx.PeerLost as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        conclude(run, train(run), started)
+    except dsx.PeerLost as error:
+        print(f"error: {error}", file=sys.stderr)
+        os._exit(1)  # what is in flight to a lost cluster is not worth waiting for
     run.engine.dsx.close()
     return 0
 

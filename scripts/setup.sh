@@ -10,27 +10,33 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
+wanted=${PYTHON:-any}
 fail() { echo "setup: $*" >&2; exit 1; }
 
 find_python() {
     local candidate
-    for candidate in "${PYTHON:-}" python3 python3.13 python3.12 python3.11 python3.10 python; do
-        [ -n "$candidate" ] || continue
+    local candidates=(python3 python3.13 python3.12 python3.11 python3.10 python)
+    [ -z "${PYTHON:-}" ] || candidates=("$PYTHON")
+    for candidate in "${candidates[@]}"; do
         if "$candidate" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
-            echo "$candidate"
+            # an activated .venv must not be rebuilt from itself
+            "$candidate" -c 'import sys; print(
+                sys._base_executable if sys.prefix == sys.argv[1] else sys.executable)' "$PWD/.venv"
             return
         fi
     done
-    fail "no Python >= 3.10 found; install one or name it: PYTHON=/path/to/python bash $0"
+    fail "${PYTHON:-no Python found that} is not Python >= 3.10; name one: PYTHON=/path/to/python bash $0"
 }
 
-python=$(find_python)
-version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-stamp=$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | cksum)
-if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null; then
+stamp="$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | cksum)"
+built_for=$(cat .venv/built_for 2>/dev/null || true)
+if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null &&
+    { [ "$wanted" = any ] || [ "$wanted" = "$built_for" ]; }; then
     exit 0
 fi
 
+python=$(find_python)
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 own_torch=$("$python" - <<'PY' 2>/dev/null || true
 import pathlib, torch
 if tuple(int(n) for n in torch.__version__.split(".")[:2]) >= (2, 6):
@@ -53,5 +59,6 @@ fi
 echo "setup: installing dsx with its extras deepspeed, megatron, dev"
 .venv/bin/pip install "${options[@]}" --editable ".[deepspeed,megatron,dev]" \
     || fail "could not install the dependencies named in pyproject.toml"
+echo "$wanted" > .venv/built_for
 echo "$stamp" > .venv/ready
 echo "setup: .venv is ready"

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.backends.test_deepspeed import build_engine, quiet, train_step
+import dsx
+from dsx.comm.mean import HEADER_BYTES
+from tests.backends.test_deepspeed import (
+    GROUPS,
+    build_engine,
+    ds_config,
+    make_optimizer,
+    quiet,
+    train_step,
+)
 from tests.distributed import run_distributed
+from tests.tiny import CASES, TinyNet
 
 pytest.importorskip("deepspeed")
 
@@ -74,6 +85,62 @@ def test_resume_is_bit_for_bit(stage: int, precision: str, tmp_path: Path) -> No
         assert max(result["in_flight"]) >= 1
     assert (tmp_path / "cluster_0" / "latest").read_text() == "step8"
     assert (tmp_path / "cluster_1" / "step8" / "dsx.json").exists()
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def train_with_metrics(base: str) -> bool:
+    quiet()
+    config = ds_config(1, "fp32", "streaming_diloco")
+    config["dsx"]["metrics"] = {"dir": f"{base}/metrics"}
+    world = dsx.init_distributed(config)
+    for first_step, last_step in ((0, 8), (6, 12)):
+        model = TinyNet(0)
+        optimizer = make_optimizer("sgd", GROUPS["two"](model))
+        engine = dsx.initialize(model=model, optimizer=optimizer, config=config)[0]
+        if first_step:
+            engine.load_checkpoint(base)
+        for step in range(first_step + 1, last_step + 1):
+            train_step(engine, step)
+            engine.dsx.log_step(loss=float(step))
+            if step == 6:
+                engine.save_checkpoint(base)
+        engine.dsx.finish()
+        engine.dsx.close()
+    return world.rank == 0
+
+
+def test_metrics_are_for_the_cluster_and_survive_a_resume(tmp_path: Path) -> None:
+    assert run_distributed(train_with_metrics, 4, str(tmp_path), timeout_seconds=120)
+    recipe = CASES["streaming_diloco"][1]
+    numel = {n: p.numel() for n, p in TinyNet().named_parameters()}
+    for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
+        written = records(tmp_path / "metrics" / name)
+        steps = [r for r in written if r["kind"] == "step"]
+        syncs = [r for r in written if r["kind"] == "sync"]
+        assert [(r["step"], r["loss"]) for r in steps] == [(t, float(t)) for t in range(1, 13)]
+        launches = sorted((r["fragment"], r["launched_step"]) for r in syncs)
+        assert launches == [
+            (0, 1),
+            (0, 5),
+            (0, 9),
+            (1, 2),
+            (1, 6),
+            (1, 10),
+            (2, 4),
+            (2, 8),
+            (2, 12),
+        ]
+        for record in syncs:
+            elements = sum(numel[n] for n in recipe.fragments[record["fragment"]])
+            assert record["numel"] == elements
+            payload = record["bytes_sent"] - elements * 4  # C = 2: each element once each way
+            assert payload in (HEADER_BYTES, 2 * HEADER_BYTES)  # one header per rank that owns some
+            assert record["mean_norm"] > 0 and record["pseudo_gradient_norm"] > 0
+        assert written[-1]["kind"] == "finish"
+        assert written[-1]["bytes_sent"] == sum(r["bytes_sent"] for r in syncs)
 
 
 def load_what_is_not_there(base: str) -> list[str]:

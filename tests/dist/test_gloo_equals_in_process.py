@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -43,10 +44,32 @@ def train_every_preset(num_clusters: int) -> dict[str, Any]:
             "gathered": handle.gather({"cluster": world.cluster_id}),
         }
         handle.finish()
+        results[name]["drained"] = copies(model)
+        results[name]["drained_anchors"] = [a.clone().numpy() for a in handle.loop.state.anchor]
         with handle.averaged():
-            results[name]["averaged"] = [p.detach().clone().numpy() for p in model.parameters()]
+            results[name]["averaged"] = copies(model)
+        results[name]["restored"] = copies(model)
         handle.close()
     return results
+
+
+def copies(model: torch.nn.Module) -> list[Any]:
+    return [p.detach().clone().numpy() for p in model.parameters()]
+
+
+def check_export(clusters: list[dict[str, Any]], name: str) -> None:
+    """The mean of the drained parameters, or the drained anchor where that is the model."""
+    for cluster in clusters:
+        pairs = zip(cluster["drained"], cluster["restored"], strict=True)
+        assert all((a == b).all() for a, b in pairs)
+        flat = np.concatenate([p.reshape(-1) for p in cluster["averaged"]])
+        if name == "streaming_diloco":
+            drained = zip(*(c["drained"] for c in clusters), strict=True)
+            expected = np.concatenate([np.mean(p, axis=0).reshape(-1) for p in drained])
+            assert np.abs(flat - expected).max() < 1e-6
+            assert any((a != b).any() for a, b in zip(cluster["averaged"], cluster["drained"]))
+        else:
+            assert (flat == cluster["drained_anchors"][0]).all()
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3])
@@ -64,9 +87,7 @@ def test_every_preset(num_clusters: int) -> None:
             assert all(torch.equal(torch.from_numpy(a), b) for a, b in anchors)
             assert got["bytes_sent"] == run.loops[cluster].totals.bytes_sent
             assert got["gathered"] == [{"cluster": m} for m in range(num_clusters)]
-        averaged = [r[name]["averaged"] for r in results]
-        for parameters in zip(*averaged, strict=True):
-            assert all((p == parameters[0]).all() for p in parameters)
+        check_export([result[name] for result in results], name)
 
 
 def fail_alone(cluster_that_differs: str) -> str:
@@ -153,3 +174,51 @@ def test_a_silent_peer_ends_in_the_deadline() -> None:
     assert "fragment 0 launched at step 4: cluster 1 did not answer within 1 s" in message
     assert "clusters.deadline_seconds" in message
     assert seconds < 5
+
+
+def finish_after(steps: list[int]) -> str:
+    config = block("diloco", 2)
+    world = dsx.init_distributed(config)
+    model = TinyNet()
+    optimizer = adamw(model)
+    handle = dsx.attach(model, optimizer, config=config)
+    try:
+        for step in range(1, steps[world.cluster_id] + 1):
+            optimizer.zero_grad()
+            mean_loss(model, world.cluster_id, step).backward()
+            optimizer.step()
+        handle.finish()
+    except ValueError as error:
+        return str(error)
+    return "finished"
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"), [([5, 5], "finished"), ([6, 5], "(cluster 0: 6, cluster 1: 5)")]
+)
+def test_the_end_of_training_is_agreed(steps: list[int], said: str) -> None:
+    for message in run_distributed(finish_after, 2, steps):
+        assert said in message
+
+
+def launch_out_of_step() -> str:
+    world = dsx.init_distributed(block("diloco", 2))
+    model = TinyNet()
+    optimizer = adamw(model)
+    handle = dsx.attach(model, optimizer, config=block("diloco", 2))
+    if world.cluster_id == 1:
+        handle.loop.history.step = 4  # as if four steps had been counted that were not taken
+    try:
+        for step in range(1, 5):
+            optimizer.zero_grad()
+            mean_loss(model, world.cluster_id, step).backward()
+            optimizer.step()
+    except dsx.PeerLost as error:
+        return str(error)
+    return "no error"
+
+
+def test_clusters_that_have_lost_step_are_told_what_each_launches() -> None:
+    first, second = run_distributed(launch_out_of_step, 2)
+    assert "fragment 0 launched at step 4, but cluster 1 has fragment 0 launched at step 8" in first
+    assert "fragment 0 launched at step 8, but cluster 0 has fragment 0 launched at step 4" in second

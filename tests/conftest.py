@@ -1,0 +1,12 @@
+"""Tests run on the CPU, also where there are GPUs; those marked `gpu` say so with -m gpu."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("markexpr") != "gpu":
+        os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
