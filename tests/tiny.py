@@ -34,10 +34,10 @@ CASES: dict[str, tuple[dict[str, Any], Recipe]] = {
         {
             "schedule": {"interval": H},
             "fragments": {"num_fragments": 3},
-            "delay": {"steps": 2, "alpha": 0.5},
+            "delay": {"steps": 2, "alpha": 0.3},
         },
         Recipe(
-            [LAYERS[0] + LAYERS[3], LAYERS[1], LAYERS[2]], H, True, 2, 0.5, "nesterov", 0.4, 0.9
+            [LAYERS[0] + LAYERS[3], LAYERS[1], LAYERS[2]], H, True, 2, 0.3, "nesterov", 0.4, 0.9
         ),
     ),
 }
