@@ -71,9 +71,8 @@ class Handle:
             world.deadline_seconds,
             is_enabled=config.metrics.dir is not None,
         )
-        self._compare_layouts(
-            backend, facts or {}
-        )  # before connecting: shards of other sizes would not meet
+        # before connecting, because shards of different sizes would not meet
+        self._compare_layouts(backend, facts or {})
         transport = world.connect(list(backend.fragments))
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync)
         self.loop.start()

@@ -26,6 +26,15 @@ def block(name: str, num_clusters: int, **more: Any) -> dict[str, Any]:
     return {"dsx": {"preset": name, "clusters": clusters, **CASES[name][0], **more}}
 
 
+def train(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, cluster: int, num_steps: int
+) -> None:
+    for step in range(1, num_steps + 1):
+        optimizer.zero_grad()
+        mean_loss(model, cluster, step).backward()
+        optimizer.step()
+
+
 def train_every_preset(num_clusters: int) -> dict[str, Any]:
     world = dsx.init_distributed(block("diloco", num_clusters))
     results: dict[str, Any] = {}
@@ -33,10 +42,7 @@ def train_every_preset(num_clusters: int) -> dict[str, Any]:
         model = TinyNet(seed=world.cluster_id)  # only cluster 0's start counts
         optimizer = adamw(model)
         handle = dsx.attach(model, optimizer, config=block(name, num_clusters))
-        for step in range(1, NUM_STEPS + 1):
-            optimizer.zero_grad()
-            mean_loss(model, world.cluster_id, step).backward()
-            optimizer.step()
+        train(model, optimizer, world.cluster_id, NUM_STEPS)
         results[name] = {
             "parameters": {n: p.detach().clone().numpy() for n, p in model.named_parameters()},
             "anchors": [a.clone().numpy() for a in handle.loop.state.anchor],
@@ -128,10 +134,7 @@ def lose_a_peer() -> str:
     if world.cluster_id == 1:
         return "left"  # the process ends before the first sync
     try:
-        for step in range(1, 9):
-            optimizer.zero_grad()
-            mean_loss(model, 0, step).backward()
-            optimizer.step()
+        train(model, optimizer, 0, 8)
     except dsx.PeerLost as error:
         return str(error)
     return "no error"
@@ -157,10 +160,7 @@ def wait_for_a_silent_peer() -> tuple[str, float]:
         world.rendezvous.group_store("silence").wait(["end"])
         return "", 0.0
     try:
-        for step in range(1, 9):
-            optimizer.zero_grad()
-            mean_loss(model, 0, step).backward()
-            optimizer.step()
+        train(model, optimizer, 0, 8)
     except dsx.PeerLost as error:
         seconds = time.monotonic() - started
         world.rendezvous.group_store("silence").set("end", "1")
@@ -183,10 +183,7 @@ def finish_after(steps: list[int]) -> str:
     optimizer = adamw(model)
     handle = dsx.attach(model, optimizer, config=config)
     try:
-        for step in range(1, steps[world.cluster_id] + 1):
-            optimizer.zero_grad()
-            mean_loss(model, world.cluster_id, step).backward()
-            optimizer.step()
+        train(model, optimizer, world.cluster_id, steps[world.cluster_id])
         handle.finish()
     except ValueError as error:
         return str(error)
@@ -209,10 +206,7 @@ def launch_out_of_step() -> str:
     if world.cluster_id == 1:
         handle.loop.history.step = 4  # as if four steps had been counted that were not taken
     try:
-        for step in range(1, 5):
-            optimizer.zero_grad()
-            mean_loss(model, world.cluster_id, step).backward()
-            optimizer.step()
+        train(model, optimizer, world.cluster_id, 4)
     except dsx.PeerLost as error:
         return str(error)
     return "no error"
