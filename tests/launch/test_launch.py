@@ -30,7 +30,12 @@ def write_config(path: Path, **clusters: Any) -> Path:
         "zero_optimization": {"stage": 1},
         "dsx": {
             "preset": "streaming_diloco",
-            "clusters": {"num_clusters": 2, "deadline_seconds": 20, **clusters},
+            "clusters": {
+                "num_clusters": 2,
+                "join_deadline_seconds": 60,
+                "deadline_seconds": 20,
+                **clusters,
+            },
             **CASES["streaming_diloco"][0],
         },
     }
@@ -61,7 +66,15 @@ class Launcher:
         )
 
     def wait(self, timeout_seconds: float = 90) -> int:
-        return self.process.wait(timeout_seconds)
+        """Return the exit status; if there is none in time, show where each rank stands."""
+        try:
+            return self.process.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGUSR1)  # see train_tiny.py
+            time.sleep(1)
+            raise AssertionError(
+                f"still running after {timeout_seconds} s\n{self.output()}"
+            ) from None
 
     def output(self) -> str:
         return self.log.read_text()
@@ -92,6 +105,7 @@ def launch(tmp_path: Path) -> Any:
     yield start
     for launcher in started:
         launcher.end()
+        print(f"--- {launcher.log.name}\n{launcher.output()}")  # shown where a test has failed
 
 
 def results(out: Path) -> list[list[dict[str, Any]]]:

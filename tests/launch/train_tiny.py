@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import logging
+import signal
 import sys
 import time
 from pathlib import Path
@@ -15,6 +17,8 @@ import torch
 
 import dsx
 from tests.tiny import TinyNet, batch
+
+faulthandler.register(signal.SIGUSR1)  # a test that waits in vain asks where this rank stands
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
