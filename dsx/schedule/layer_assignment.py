@@ -1,0 +1,234 @@
+"""Layer assignment: which layers to average in which of the H iterations, from a profile.
+
+Source: DreamDDP (arXiv:2502.11058, Alg. 2, eq. 7-12). Layers are in model order: index 0 is the
+input end, and the backward visits L-1 down to 0. An assignment gives each iteration a contiguous
+run of layers, the output end first, each layer to exactly one iteration; sets may be empty.
+
+Cost of an iteration (eq. 7): every backward runs over all L layers; a layer's transfer starts
+after that layer's backward and after the transfer before it; time counts from the start of the
+backward to the later of the two ends. The total of H iterations (eq. 8) is H backwards, which no
+assignment changes, plus the exposed seconds: transfer that outlasts its iteration's backward.
+
+Deviations: the forward pass is left out, because it adds the same to every assignment. We solve
+eq. 9-10 by an exact dynamic program, which relies on none of the paper's three properties; the
+paper's depth-first search stays as a second implementation, memoised, and reaches the same total.
+Filling (eq. 12) has the paper's one condition, that no iteration gets longer; the authors' code
+also stops at the first layer that does not fit, and fills no bubble behind the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import cache
+from itertools import accumulate
+from math import inf, isfinite
+from typing import NamedTuple
+
+Table = tuple[tuple[int, ...], ...]
+"""For each of the H iterations, its layers in backward order (descending index)."""
+
+_ROUNDING = 1e-12  # of an iteration's time: what reordered float sums may differ by
+
+
+def layer_table(
+    backward_seconds: Sequence[float], transfer_seconds: Sequence[float], interval: int
+) -> Table:
+    """Return what to send in each of the `interval` iterations: the assignment, bubbles filled."""
+    assignment = assign_layers(backward_seconds, transfer_seconds, interval)
+    return fill_bubbles(backward_seconds, transfer_seconds, assignment)
+
+
+def assign_layers(
+    backward_seconds: Sequence[float], transfer_seconds: Sequence[float], interval: int
+) -> Table:
+    """Return an assignment with the least total time; exact, O(H L^2) at worst.
+
+    Among equally good assignments, as the float sums compare: the one whose first iteration takes
+    the most layers, then its second, and so on. Empty sets therefore come last.
+    """
+    profile = _profile(backward_seconds, transfer_seconds)
+    _require_interval(interval)
+    num_layers = len(profile.transfer)
+    exposed = [_exposed_by_stop(profile, start) for start in range(num_layers + 1)]
+    best = [row[-1] for row in exposed]  # one iteration left: it takes all that is left
+    stops_by_iteration = [[num_layers] * (num_layers + 1)]
+    for _ in range(min(interval, num_layers) - 1):  # more than L runs would not all be non-empty
+        least, stops = [inf] * (num_layers + 1), [num_layers] * (num_layers + 1)
+        for start, row in enumerate(exposed):
+            for stop, seconds in enumerate(row, start):
+                if seconds > least[start]:
+                    break  # a longer run exposes no less
+                if seconds + best[stop] <= least[start]:
+                    least[start], stops[start] = seconds + best[stop], stop
+        best = least
+        stops_by_iteration.append(stops)
+    runs: list[range] = []
+    for stops in reversed(stops_by_iteration):
+        start = runs[-1].stop if runs else 0
+        runs.append(range(start, stops[start]))
+    return _layers_of_runs(runs, num_layers, interval)
+
+
+def assign_layers_by_search(
+    backward_seconds: Sequence[float], transfer_seconds: Sequence[float], interval: int
+) -> Table:
+    """Return an assignment with the least total time, found by the paper's pruned search.
+
+    The readable counterpart of `assign_layers` for models of few layers: it recurses once per
+    non-empty iteration. The totals agree up to rounding; of several optima it may pick another.
+    """
+    profile = _profile(backward_seconds, transfer_seconds)
+    _require_interval(interval)
+    ready, transfer = profile
+    num_layers = len(transfer)
+
+    @cache
+    def search(start: int, num_iterations: int) -> tuple[float, tuple[int, ...]]:
+        if start == num_layers:
+            return 0.0, ()
+        if num_iterations == 1:
+            return _exposed_by_stop(profile, start)[-1], (num_layers,)
+        stop, channel = start, 0.0  # the run is start..stop-1; the channel is busy until `channel`
+        while stop < num_layers and _end(profile, stop, channel) <= ready[-1]:
+            channel = _end(profile, stop, channel)  # Property 1, optimal hiding: take it here
+            stop += 1
+        found: list[tuple[float, tuple[int, ...]]] = []
+        is_partly_hidden = stop < num_layers and max(channel, ready[stop]) < ready[-1]
+        if is_partly_hidden or stop == start:
+            # Take one exposed layer, the last of this run: Property 2, delayed CO, sends the next
+            # layer on to the next iteration, as nothing of it would be hidden in this one.
+            seconds, stops = search(stop + 1, num_iterations - 1)
+            found.append((_end(profile, stop, channel) - ready[-1] + seconds, (stop + 1, *stops)))
+        if stop > start:  # Property 3, at least one: an empty set cannot send its layer on
+            seconds, stops = search(stop, num_iterations - 1)
+            found.append((seconds, (stop, *stops)))
+        return min(found, key=lambda option: option[0])
+
+    stops = search(0, interval)[1]
+    starts = (0, *stops[:-1])
+    runs = [range(start, stop) for start, stop in zip(starts, stops, strict=True)]
+    return _layers_of_runs(runs, num_layers, interval)
+
+
+def fill_bubbles(
+    backward_seconds: Sequence[float],
+    transfer_seconds: Sequence[float],
+    assignment: Sequence[Iterable[int]],
+) -> Table:
+    """Return the assignment with further layers in the idle time of the channel (eq. 12).
+
+    Each iteration is offered the layers it lacks once, the output end first, and takes every one
+    that does not make it longer (beyond float rounding) than the assignment did.
+    """
+    profile = _profile(backward_seconds, transfer_seconds)
+    return tuple(_filled(profile, _positions(profile, layers)) for layers in assignment)
+
+
+def iteration_seconds(
+    backward_seconds: Sequence[float], transfer_seconds: Sequence[float], layers: Iterable[int]
+) -> float:
+    """Return the time of one iteration that sends `layers`, from the start of its backward."""
+    profile = _profile(backward_seconds, transfer_seconds)
+    return _seconds(profile, _positions(profile, layers))
+
+
+def total_seconds(
+    backward_seconds: Sequence[float],
+    transfer_seconds: Sequence[float],
+    table: Sequence[Iterable[int]],
+) -> float:
+    """Return the time of all iterations of `table`, each from the start of its backward."""
+    profile = _profile(backward_seconds, transfer_seconds)
+    return sum(_seconds(profile, _positions(profile, layers)) for layers in table)
+
+
+class _Profile(NamedTuple):
+    """Per position in backward order: position 0 is layer L-1."""
+
+    ready: list[float]  # end of the layer's backward; the last entry ends the whole backward
+    transfer: list[float]
+
+
+def _profile(backward_seconds: Sequence[float], transfer_seconds: Sequence[float]) -> _Profile:
+    if len(backward_seconds) != len(transfer_seconds) or not backward_seconds:
+        raise ValueError(
+            f"backward_seconds has {len(backward_seconds)} entries and transfer_seconds has "
+            f"{len(transfer_seconds)}: both need one per layer, of 1 layer or more; profile both "
+            "over the same layers"
+        )
+    for name, values in (("backward", backward_seconds), ("transfer", transfer_seconds)):
+        for layer, seconds in enumerate(values):
+            if not (isfinite(seconds) and seconds >= 0):
+                raise ValueError(
+                    f"{name}_seconds[{layer}]={seconds} must be a finite number >= 0; "
+                    "profile that layer again"
+                )
+    ready = list(accumulate(reversed(backward_seconds)))
+    return _Profile(ready, list(reversed(transfer_seconds)))
+
+
+def _require_interval(interval: int) -> None:
+    if interval < 1:
+        raise ValueError(
+            f"interval={interval} must be at least 1 iteration; use 1 to send every layer each time"
+        )
+
+
+def _positions(profile: _Profile, layers: Iterable[int]) -> list[int]:
+    """Return the layers' positions in the order they are sent."""
+    num_layers = len(profile.transfer)
+    layers = list(layers)
+    if len(set(layers)) != len(layers) or not set(layers) <= set(range(num_layers)):
+        raise ValueError(
+            f"layers={layers} must be distinct and within 0..{num_layers - 1}; "
+            "use a table made from a profile of the same layers"
+        )
+    return sorted(num_layers - 1 - layer for layer in layers)
+
+
+def _end(profile: _Profile, position: int, channel: float) -> float:
+    """Return when the transfer ends on a channel that is busy until `channel`."""
+    return max(channel, profile.ready[position]) + profile.transfer[position]
+
+
+def _seconds(profile: _Profile, positions: Iterable[int]) -> float:
+    channel = 0.0
+    for position in positions:
+        channel = _end(profile, position, channel)
+    return max(profile.ready[-1], channel)
+
+
+def _exposed_by_stop(profile: _Profile, start: int) -> list[float]:
+    """Return the exposed seconds of the runs start..stop-1, for stop = start, ..., L."""
+    exposed, channel = [0.0], 0.0
+    for position in range(start, len(profile.transfer)):
+        channel = _end(profile, position, channel)
+        exposed.append(max(0.0, channel - profile.ready[-1]))
+    return exposed
+
+
+def _filled(profile: _Profile, assigned: list[int]) -> tuple[int, ...]:
+    """Return the layers of one iteration after filling, in backward order."""
+    num_layers = len(profile.transfer)
+    own = set(assigned)
+    deadline = _seconds(profile, assigned) * (1 + _ROUNDING)
+    # latest[p]: when the channel must be free before position p, for the assigned layers from p
+    # on to meet the deadline. Waiting for their own backward met it already.
+    latest = [deadline] * (num_layers + 1)
+    for position in reversed(range(num_layers)):
+        needed = profile.transfer[position] if position in own else 0.0
+        latest[position] = latest[position + 1] - needed
+    sent: list[int] = []
+    channel = 0.0
+    for position in range(num_layers):
+        end = _end(profile, position, channel)
+        if position in own or end <= latest[position + 1]:
+            sent.append(position)
+            channel = end
+    return tuple(num_layers - 1 - position for position in sent)
+
+
+def _layers_of_runs(runs: Sequence[range], num_layers: int, interval: int) -> Table:
+    """Turn runs of positions into layers, with empty sets for the iterations after the last."""
+    sets = [tuple(num_layers - 1 - position for position in run) for run in runs]
+    return (*sets, *[()] * (interval - len(sets)))
