@@ -1,8 +1,8 @@
 """dsx: train one DeepSpeed or Megatron run across sites joined by slow links.
 
 Public API: `initialize` (as `deepspeed.initialize`), `attach` (for an engine that exists),
-`init_distributed`, `add_config_arguments`, `load_config`, `preset`. Importing dsx imports neither
-deepspeed nor megatron.
+`init_distributed`, `add_config_arguments`, `load_config`, `preset`; `SimulatedClusters` runs
+any method with C clusters in one process. Importing dsx imports neither deepspeed nor megatron.
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import ConfigError, load_config, preset
 from dsx.handle import Handle
-from dsx.method import Method
+from dsx.method import Method, SettingWarning
+from dsx.simulate import SimulatedClusters
 
 __all__ = [
     "ConfigError",
     "Handle",
     "Method",
     "PeerLost",
+    "SettingWarning",
+    "SimulatedClusters",
     "World",
     "add_config_arguments",
     "attach",

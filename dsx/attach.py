@@ -114,7 +114,8 @@ def attach(
     settings = load_config(config)
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings)
-    backend = TorchBackend(engine, optimizer, settings.method.fragments)
+    method = settings.method
+    backend = TorchBackend(engine, optimizer, method.fragments, method.schedule.backwards)
     handle = Handle(backend, world, settings)
     backend.on_inner_step(handle.after_inner_step)
     return handle

@@ -22,10 +22,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dsx.outer_loop import Arrived, OuterLoop, Totals, Transfer
+from dsx.outer_loop import OuterLoop
+from dsx.transfer import Arrived, NothingYet, Totals, Transfer
 from dsx.types import Fragment, History
 
-FORMAT = 1
+FORMAT = 2
 COMPLETE_MARK = "dsx.json"
 logger = logging.getLogger(__name__)
 
@@ -41,24 +42,10 @@ def save_state(
     """Write one rank's outer state; waits for what is in flight. Atomic per file."""
     tensors: dict[str, torch.Tensor] = {}
     for fragment in loop.backend.fragments:
-        if fragment.numel:
-            tensors[f"anchor/{fragment.id}"] = loop.state.anchor[fragment.id]
-            for name, slot in loop.state.slots[fragment.id].items():
-                tensors[f"{name}/{fragment.id}"] = slot
-    in_flight: list[dict[str, Any]] = []
-    for index, transfer in enumerate(loop.in_flight):
-        mean = transfer.pending.wait()
-        if mean.numel():
-            tensors[f"in_flight/{index}"] = mean
-        in_flight.append(
-            {
-                "fragment": transfer.fragment,
-                "launched": transfer.launched,
-                "bytes_sent": transfer.pending.bytes_sent,
-                "seconds": transfer.pending.seconds,
-            }
-        )
-        tensors[f"in_flight_norm/{index}"] = transfer.pseudo_gradient_norm
+        for name, tensor in loop.state.named_state(fragment.id).items():
+            if tensor.numel():
+                tensors[f"{name}/{fragment.id}"] = tensor
+    in_flight = [_describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
     meta = {
         "format": FORMAT,
         "history": loop.history.state_dict(),
@@ -85,24 +72,20 @@ def load_state(loop: OuterLoop, path: Path, axes: Mapping[str, Any]) -> Mapping[
             f"no outer state at {path}: the checkpoint was written without dsx or by fewer ranks"
         )
     for transfer in loop.in_flight:
-        transfer.pending.wait()  # its thread still writes to the buffers that are restored
+        if isinstance(transfer, Transfer):
+            transfer.pending.wait()  # its thread still writes to the buffers that are restored
     with safe_open(str(path), framework="pt") as file:
         meta = json.loads((file.metadata() or {}).get("dsx", "{}"))
         _require_same_layout(path, meta, loop)
         _warn_of_changes(path, meta["axes"], axes)
         for fragment in loop.backend.fragments:
-            if fragment.numel:
-                loop.state.anchor[fragment.id].copy_(file.get_tensor(f"anchor/{fragment.id}"))
-                for name, slot in loop.state.slots[fragment.id].items():
-                    slot.copy_(file.get_tensor(f"{name}/{fragment.id}"))
-        in_flight: list[Transfer] = []
-        for index, saved in enumerate(meta["in_flight"]):
-            wire = loop.state.wire(saved["fragment"])
-            if wire.numel():
-                wire.copy_(file.get_tensor(f"in_flight/{index}"))
-            norm = file.get_tensor(f"in_flight_norm/{index}").to(loop.state.device)
-            arrived = Arrived(wire, saved["bytes_sent"], saved["seconds"])
-            in_flight.append(Transfer(saved["fragment"], saved["launched"], arrived, norm))
+            for name, tensor in loop.state.named_state(fragment.id).items():
+                if tensor.numel():
+                    tensor.copy_(file.get_tensor(f"{name}/{fragment.id}"))
+        loop.state.free_berths()
+        in_flight = [
+            _restore(loop, entry, index, file) for index, entry in enumerate(meta["in_flight"])
+        ]
     loop.restore(History.from_state_dict(meta["history"]), in_flight)
     loop.totals = Totals(**meta["totals"])
     return meta["tracked"]
@@ -174,6 +157,58 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, 
         same = len(ours) == len(theirs)
         return None if same else (f"the length of {path}", len(ours), len(theirs))
     return None if ours == theirs else (path, ours, theirs)
+
+
+def _describe(
+    transfer: Transfer | NothingYet, index: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return a transfer under way as JSON values; its buffers go to `tensors`, in place."""
+    if isinstance(transfer, NothingYet):
+        return {"fragment": transfer.fragment, "is_empty": True}
+    mean = transfer.pending.wait()
+    buffers = {
+        "mean": mean,
+        "notes": transfer.berth.notes.values,
+        "kept": transfer.berth.kept,
+        "norm": transfer.contribution_norm,
+    }
+    for name, tensor in buffers.items():
+        if tensor is not None and tensor.numel():
+            tensors[f"in_flight.{name}/{index}"] = tensor
+    return {
+        "fragment": transfer.fragment,
+        "is_empty": False,
+        "launched": transfer.launched,
+        "interval": transfer.interval,
+        "was_sent_before_update": transfer.was_sent_before_update,
+        "shared_by": transfer.shared_by,
+        "bytes_sent": transfer.pending.bytes_sent,
+        "seconds": transfer.pending.seconds,
+    }
+
+
+def _restore(
+    loop: OuterLoop, entry: Mapping[str, Any], index: int, file: Any
+) -> Transfer | NothingYet:
+    """Rebuild what `_describe` returned, in a berth of the loop's."""
+    fragment = entry["fragment"]
+    if entry["is_empty"]:
+        return NothingYet(fragment)
+    berth = loop.state.take_berth(fragment)
+    buffers = {"mean": berth.wire, "notes": berth.notes.values, "kept": berth.kept}
+    for name, tensor in buffers.items():
+        if tensor is not None and tensor.numel():
+            tensor.copy_(file.get_tensor(f"in_flight.{name}/{index}"))
+    return Transfer(
+        fragment=fragment,
+        launched=entry["launched"],
+        interval=entry["interval"],
+        pending=Arrived(berth.wire, entry["bytes_sent"], entry["seconds"]),
+        berth=berth,
+        contribution_norm=file.get_tensor(f"in_flight.norm/{index}").to(loop.state.device),
+        was_sent_before_update=entry["was_sent_before_update"],
+        shared_by=entry["shared_by"],
+    )
 
 
 def _require_same_layout(path: Path, meta: Mapping[str, Any], loop: OuterLoop) -> None:

@@ -18,23 +18,52 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from dsx.control.adaptive_rank import AdaptiveRank
+from dsx.control.base import Fixed
+from dsx.delay.average import Average
 from dsx.delay.base import Replace
+from dsx.delay.delay_compensation import DelayCompensation
+from dsx.delay.eager import Eager
+from dsx.delay.one_step import OneStepDelay
 from dsx.delay.streaming import Blend
 from dsx.fragment import ByLayer, BySize, WholeModel
 from dsx.method import Method
-from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov
+from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
 from dsx.presets import PRESETS
+from dsx.schedule.adaptive_transmission import AdaptiveTransmission
+from dsx.schedule.layerwise import Layerwise
 from dsx.schedule.periodic import Periodic, Streaming
+from dsx.staleness import GapPenalty, NoPenalty
 
 # Each axis: the key that selects a choice, and the choices. A new one is one line here.
 AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "fragments": ("by", {"model": WholeModel, "layer": ByLayer, "size": BySize}),
-    "schedule": ("type", {"periodic": Periodic, "streaming": Streaming}),
-    "delay": ("type", {"replace": Replace, "blend": Blend}),
+    "schedule": (
+        "type",
+        {
+            "periodic": Periodic,
+            "streaming": Streaming,
+            "adaptive": AdaptiveTransmission,
+            "layerwise": Layerwise,
+        },
+    ),
+    "delay": (
+        "type",
+        {
+            "replace": Replace,
+            "blend": Blend,
+            "compensation": DelayCompensation,
+            "one_step": OneStepDelay,
+            "eager": Eager,
+            "average": Average,
+        },
+    ),
     "outer_optimizer": (
         "type",
-        {"sgd": SGD, "momentum": Momentum, "nesterov": Nesterov, "adam": Adam},
+        {"sgd": SGD, "momentum": Momentum, "nesterov": Nesterov, "adam": Adam, "none": NoOuterStep},
     ),
+    "staleness": ("type", {"none": NoPenalty, "gap": GapPenalty}),
+    "control": ("type", {"fixed": Fixed, "adaptive_rank": AdaptiveRank}),
 }
 
 
@@ -76,9 +105,12 @@ class DsxConfig:
     axes: dict[str, Any]
 
 
-def preset(name: str, **overrides: Mapping[str, Any]) -> Method:
-    """Return a named method with axes overridden: `preset("diloco", schedule={"interval": 50})`."""
-    return resolve_method(name, overrides)[0]
+def preset(name: str, num_clusters: int = 2, **overrides: Mapping[str, Any]) -> Method:
+    """Return a named method with axes overridden: `preset("diloco", schedule={"interval": 50})`.
+
+    Only eager's outer rate depends on `num_clusters`.
+    """
+    return resolve_method(name, overrides, num_clusters)[0]
 
 
 def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
@@ -99,8 +131,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     if "clusters" not in block:
         raise ConfigError('dsx.clusters is missing; add {"clusters": {"num_clusters": 2}}')
     overrides = {axis: block[axis] for axis in AXES if axis in block}
-    method, axes = resolve_method(block["preset"], overrides)
     clusters = _section("clusters", ClustersConfig, block["clusters"])
+    method, axes = resolve_method(block["preset"], overrides, clusters.num_clusters)
     metrics = _section("metrics", MetricsConfig, block.get("metrics", {}))
     if metrics.tensorboard and metrics.dir is None:
         raise ConfigError("dsx.metrics.tensorboard needs dsx.metrics.dir, a directory to write to")
@@ -113,12 +145,14 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     )
 
 
-def resolve_method(name: Any, overrides: Mapping[str, Any]) -> tuple[Method, dict[str, Any]]:
+def resolve_method(
+    name: Any, overrides: Mapping[str, Any], num_clusters: int = 2
+) -> tuple[Method, dict[str, Any]]:
     """Return a preset with overrides applied, as a validated method and as plain values."""
     if name not in PRESETS:
         raise ConfigError(f"dsx.preset={name!r} is not known{_hint(str(name), PRESETS)}")
     _require_known("dsx", overrides, AXES)
-    base = PRESETS[name]()
+    base = PRESETS[name](num_clusters)
     axes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for axis in AXES:

@@ -26,8 +26,8 @@ class Fragmenter(Protocol):
     """Assigns every parameter name to one of `num_fragments` fragments."""
 
     @property
-    def num_fragments(self) -> int:
-        """P."""
+    def num_fragments(self) -> int | None:
+        """P; None if it depends on the model."""
         ...
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
@@ -51,14 +51,16 @@ class WholeModel:
 
 @dataclass(frozen=True)
 class ByLayer:
-    """Whole layers, strided over the fragments or in contiguous runs."""
+    """Whole layers, strided over the fragments or in contiguous runs; None: one per layer."""
 
-    num_fragments: int
+    num_fragments: int | None = None
     pattern: Literal["strided", "sequential"] = "strided"
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return the names of each fragment; ValueError if there are fewer layers than P."""
         layers = group_by_layer(parameters)
+        if self.num_fragments is None:
+            return layers
         _require_count(self.num_fragments, len(layers), "layers")
         fragments: list[list[str]] = [[] for _ in range(self.num_fragments)]
         for index, names in enumerate(layers):

@@ -19,10 +19,12 @@ from dsx.checkpoint import first_difference, layout, load_state, rank_file, save
 from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import DsxConfig
+from dsx.export import exported
 from dsx.method import Method
 from dsx.metrics import Metrics
-from dsx.outer_loop import Event, OuterLoop, Totals
+from dsx.outer_loop import Event, OuterLoop
 from dsx.sync_records import SyncRecords
+from dsx.transfer import Totals
 
 logger = logging.getLogger(__name__)
 _COUNTERS = "dsx.counters"  # travels beside what a script tracks
@@ -71,6 +73,8 @@ class Handle:
             world.deadline_seconds,
             is_enabled=config.metrics.dir is not None,
         )
+        if world.rank == 0 and world.cluster_id == 0:
+            config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
         self._compare_layouts(backend, facts or {})
         transport = world.connect(list(backend.fragments))
@@ -154,7 +158,7 @@ class Handle:
         Collective over all ranks of all clusters; the cluster's own weights return on exit.
         """
         with self._naming_last_checkpoint():
-            context = self.loop.exported()
+            context = exported(self.loop)
             context.__enter__()
         try:
             yield

@@ -1,11 +1,11 @@
 """The loop: at every inner step boundary, launch what is due, then apply what is ripe.
 
-That order makes blocking, streaming and one-step-delayed methods the same code (algorithms of
-DiLoCo, arXiv:2311.08105 and Streaming DiLoCo, arXiv:2501.18512, Alg. 1-2): a blocking method
-launches and applies at the same boundary, an overlapped one applies what it launched earlier.
+That order makes blocking, streaming, one-step-delayed and eager methods the same code: a blocking
+method launches and applies at the same boundary, an overlapped one applies what it launched
+earlier. Methods differ in the policies they are made of, never in a branch here.
 
-    read -> contribution (anchor - local) -> compressor -> transport -> mean
-         -> outer_grad -> outer optimizer -> merge -> write
+    read -> contribution -> compressor -> transport -> mean (-> staleness penalty)
+         -> outer update -> anchor -> merge -> write
 
 Rules that keep clusters together: every decision is taken from the step count and other values
 equal on every rank, never from "has my transfer arrived"; a transfer that is late at its due
@@ -16,59 +16,24 @@ sending anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dsx.agreement import Agreement
 from dsx.backends.base import Backend
 from dsx.comm.base import Pending, Submission, Transport
 from dsx.method import Method
+from dsx.notes import with_notes
 from dsx.outer_optimizer import OuterContext
-from dsx.state import StateStore
-from dsx.types import History, SyncView
+from dsx.per_tensor import ShardedTensors
+from dsx.state import Berth, StateStore
+from dsx.transfer import Arrived, NothingYet, Totals, Transfer
+from dsx.types import History, Knobs, SyncView
 
 Event = Mapping[str, Any]
-
-
-@dataclass
-class Transfer:
-    """One fragment under way: who launched it when, and the handle to wait on."""
-
-    fragment: int
-    launched: int
-    pending: Pending
-    pseudo_gradient_norm: Tensor
-
-
-@dataclass
-class Totals:
-    """Running sums of this rank since the loop started; seconds are the training thread's.
-
-    `blocked_seconds` is all time spent in the loop, `wait_seconds` the part of it spent waiting
-    for other clusters. Bytes are counted from the buffers handed to the network.
-    """
-
-    bytes_sent: int = 0
-    wait_seconds: float = 0.0
-    blocked_seconds: float = 0.0
-    syncs: int = 0
-
-
-class Arrived:
-    """A transfer that has ended: restored from a checkpoint, or empty on this rank."""
-
-    def __init__(self, mean: Tensor, bytes_sent: int = 0, seconds: float = 0.0) -> None:
-        self._mean = mean
-        self.bytes_sent = bytes_sent
-        self.seconds = seconds
-
-    def wait(self) -> Tensor:
-        """Return the mean at once."""
-        return self._mean
 
 
 class OuterLoop:
@@ -81,27 +46,52 @@ class OuterLoop:
         transport: Transport,
         on_sync: Callable[[Event], None] | None = None,
     ) -> None:
-        method.validate()
+        fragments = backend.fragments
+        method.validate(num_fragments=len(fragments))
         self.method = method
         self.backend = backend
         self.transport = transport
-        self.state = StateStore(backend.fragments, method.outer_optimizer.slots, backend.device)
-        self.history = History(len(backend.fragments))
-        self.in_flight: list[Transfer] = []
+        num_tensors = [len(parameters) for parameters in backend.fragment_parameters]
+        self.state = StateStore(
+            method, fragments, num_tensors, transport.num_clusters, backend.device
+        )
+        self.history = History(len(fragments), list(backend.fragment_numel))
+        self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
+        self.agreement = Agreement(method, backend, transport.cluster_id)
         self._on_sync = on_sync
+        self._per_tensor = [
+            ShardedTensors(
+                fragment,
+                parameters,
+                backend.sum_over_shards,
+                lambda id=fragment.id: self.state.scratch(id, "fold"),
+                backend.device,
+            )
+            for fragment, parameters in zip(fragments, backend.fragment_parameters, strict=True)
+        ]
 
     @torch.no_grad()
     def start(self) -> None:
         """Take cluster 0's masters everywhere as the first anchor. Once, before training."""
         for fragment in self.backend.fragments:
-            anchor = self.state.anchor[fragment.id]
+            start = self.state.scratch(fragment.id, "local")
+            self.backend.read(fragment.id, start)
             if fragment.numel:
-                self.backend.read(fragment.id, anchor)
-                wire = self.state.wire(fragment.id).copy_(anchor)
+                wire = start.to("cpu", copy=True)
                 self.transport.broadcast(fragment.id, wire)
-                self.backend.write(fragment.id, anchor.copy_(wire))
+                start.copy_(wire)
+                self.backend.write(fragment.id, start)
+            slots = self.state.slots[fragment.id]
+            if self.method.outer_optimizer.keeps_anchor:
+                self.state.anchor[fragment.id].copy_(start)
+            self.method.delay.begin(start, slots.delay)
+            if "start" in slots.staleness:
+                slots.staleness["start"].copy_(start)
         self.backend.publish()
+        self.method.schedule.advance(self.history, self._knobs())
+        if self.method.schedule.when is not None:
+            self.backend.watch_backward(self.launch_in_backward, self.method.schedule.when)
 
     def after_inner_step(self) -> bool:
         """Pass one boundary; return whether masters were written (the same on every rank)."""
@@ -109,22 +99,37 @@ class OuterLoop:
         return self.apply_ripe()
 
     @torch.no_grad()
+    def launch_in_backward(self, fragment: int) -> None:
+        """Launch a fragment that is due in this step; its gradients are complete."""
+        started = time.perf_counter()
+        step = self.history.step + 1
+        if fragment in self._due(step):
+            self._launch(fragment, step, is_in_backward=True)
+        self.totals.blocked_seconds += time.perf_counter() - started
+
+    @torch.no_grad()
     def launch_due(self) -> None:
         """Advance the clock by one inner step and launch what the schedule says."""
         started = time.perf_counter()
-        self.history.step += 1
-        knobs = self.method.control.knobs(self.method.knobs, self.history)
-        for fragment in self.method.schedule.due(self.history, knobs):
-            self._launch(fragment)
+        self.agreement.begin_boundary(started)
+        step = self.history.step + 1
+        due = [p for p in self._due(step) if self.history.launched[p] < step]
+        self.history.step = step
+        self._observe_first_steps()
+        for fragment in due:
+            self._launch(fragment, step, shared_by=len(due))
         self.totals.blocked_seconds += time.perf_counter() - started
 
     @torch.no_grad()
     def apply_ripe(self) -> bool:
         """Wait for and apply every transfer whose time has come, in launch order."""
         started = time.perf_counter()
-        ripe = [t for t in self.in_flight if self._is_ripe(t)]
+        ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
         for transfer in ripe:
             self._apply(transfer)
+        self._keep_round_starts()
+        self.method.schedule.advance(self.history, self._knobs())
+        self.agreement.end_boundary()
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
 
@@ -135,116 +140,196 @@ class OuterLoop:
         Every cluster calls it at the same step; masters then need publishing.
         """
         started = time.perf_counter()
-        pending = list(self.in_flight)
+        pending = [t for t in self.in_flight if isinstance(t, Transfer)]
         for transfer in pending:
             self._apply(transfer)
+        self.in_flight = self._nothing_yet()
+        self.history.under_way = [0] * self.history.num_fragments
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(pending)
 
-    @contextmanager
-    def exported(self) -> Generator[None, None, None]:
-        """Hold the model a finished run hands out in the masters, published; restore on exit.
-
-        The anchor or the mean of the clusters' parameters, as the delay policy says. Collective
-        over all ranks of all clusters; allocates a copy of this rank's masters.
-        """
-        with torch.no_grad():
-            kept = [self._read_copy(f.id) for f in self.backend.fragments]
-            for fragment, local in zip(self.backend.fragments, kept, strict=True):
-                self.backend.write(fragment.id, self._export(fragment.id, local))
-            self.backend.publish()
-        try:
-            yield
-        finally:
-            with torch.no_grad():
-                for fragment, local in zip(self.backend.fragments, kept, strict=True):
-                    self.backend.write(fragment.id, local)
-                self.backend.publish()
-
-    def restore(self, history: History, in_flight: list[Transfer]) -> None:
+    def restore(self, history: History, in_flight: list[Transfer | NothingYet]) -> None:
         """Go on from a checkpoint whose buffers have been copied into `state`."""
         self.history = history
         self.in_flight = in_flight
 
-    def _launch(self, fragment: int) -> None:
-        step = self.history.step
-        local = self.state.scratch(fragment, 0)
+    def _knobs(self) -> Knobs:
+        return self.method.control.knobs(self.method.knobs, self.history)
+
+    def _due(self, step: int) -> list[int]:
+        schedule, stage = self.method.schedule, self.backend.stage
+        return list(schedule.due(step, self.history, self._knobs(), stage))
+
+    def _nothing_yet(self) -> list[Transfer | NothingYet]:
+        rounds = self.method.delay.rounds_under_way
+        return [NothingYet(f.id) for f in self.backend.fragments for _ in range(rounds)]
+
+    def _launch(
+        self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
+    ) -> None:
+        delay, slots = self.method.delay, self.state.slots[fragment]
+        berth = self.state.take_berth(fragment)
+        local = self.state.scratch(fragment, "mean")
         self.backend.read(fragment, local)
-        contribution = torch.sub(self.state.anchor[fragment], local, out=local)
+        if berth.kept is not None and delay.keeps == "local":
+            berth.kept.copy_(local)
+        contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
+        if berth.kept is not None and delay.keeps == "contribution":
+            berth.kept.copy_(contribution)
         norm = torch.linalg.vector_norm(contribution)
-        wire = self.state.wire(fragment).copy_(contribution)
-        pending = self._submit(Submission(fragment, step), wire)
+        berth.wire.copy_(contribution)
+        berth.notes.averages.copy_(self.method.staleness.note(slots.staleness))
+        pending = self._submit(Submission(fragment, step), berth)
+        interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
-        self.in_flight.append(Transfer(fragment, step, pending, norm))
-
-    def _submit(self, what: Submission, wire: Tensor) -> Pending:
-        if not wire.numel():
-            return Arrived(wire)
-        return self.transport.submit(what, self.method.compressor.exchange(wire))
-
-    def _is_ripe(self, transfer: Transfer) -> bool:
-        newer = sum(
-            t.fragment == transfer.fragment and t.launched > transfer.launched
-            for t in self.in_flight
+        self.history.under_way[fragment] += 1
+        is_early = is_in_backward and self.method.schedule.when == "before"
+        self.in_flight.append(
+            Transfer(fragment, step, interval, pending, berth, norm, is_early, shared_by)
         )
-        return self.method.delay.is_ripe(self.history.step - transfer.launched, newer)
 
-    def _apply(self, transfer: Transfer) -> None:
-        fragment, delay = transfer.fragment, self.method.delay
-        waited = time.perf_counter()
-        mean_on_wire = transfer.pending.wait()
-        wait_seconds = time.perf_counter() - waited
+    def _submit(self, what: Submission, berth: Berth) -> Pending:
+        if not berth.wire.numel():
+            return Arrived(berth.wire)
+        knobs = self._knobs()
+        self.agreement.post(berth.notes, what.fragment, self.history)
+        measure = self.agreement.owner_measure(what.fragment, self.transport.num_clusters, knobs)
+        exchange = self.method.compressor.exchange(berth.wire)
+        return self.transport.submit(what, with_notes(exchange, berth.notes, measure))
+
+    def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
+        later = self.in_flight[index + 1 :]
+        newer = sum(t.fragment == transfer.fragment for t in later)
+        age = self.history.step - transfer.launched if isinstance(transfer, Transfer) else 0
+        return self.method.delay.is_ripe(age, newer)
+
+    def _apply(self, transfer: Transfer | NothingYet) -> None:
+        """Take the outer step of a transfer, if it carries one, and merge."""
         self.in_flight.remove(transfer)
+        fragment = transfer.fragment
+        report: dict[str, Tensor] = {}
+        mean: Tensor | None = None
+        wait_seconds = 0.0
+        if isinstance(transfer, Transfer):
+            waited = time.perf_counter()
+            mean_on_wire = transfer.pending.wait()
+            wait_seconds = time.perf_counter() - waited
+            mean = self.state.scratch(fragment, "mean").copy_(mean_on_wire)
+            report["mean_norm"] = torch.linalg.vector_norm(mean)
+            self.history.rounds[fragment] += 1
+            self.history.intervals[fragment] = transfer.interval
+            self._agree(transfer, mean)
+            self._step_anchor(transfer, mean)
+        self._merge(transfer, mean, report)
+        self.history.under_way[fragment] -= 1
+        if isinstance(transfer, Transfer):
+            transfer.berth.is_free = True
+            self.history.applied[fragment] = self.history.step
+            self._account(transfer, wait_seconds, report)
 
-        anchor = self.state.anchor[fragment]
-        mean = self.state.scratch(fragment, 0).copy_(mean_on_wire)
-        scratch = self.state.scratch(fragment, 1)
-        mean_norm = torch.linalg.vector_norm(mean)
-        self.history.rounds[fragment] += 1
-        age = self.history.step - transfer.launched
-        view = SyncView(mean, anchor, None, scratch, self.transport.num_clusters, age)
-        context = OuterContext(self.history.rounds[fragment], self.backend.inner_lr(), scratch)
-        self.method.outer_optimizer.step(
-            anchor, delay.outer_grad(view), self.state.slots[fragment], context
+    def _agree(self, transfer: Transfer, mean: Tensor) -> None:
+        """Bring what this transfer has agreed into the history."""
+        notes = transfer.berth.notes
+        seconds = transfer.pending.seconds / transfer.shared_by
+        self.agreement.take(notes, transfer.fragment, self.history, seconds)
+        if self.method.schedule.uses_norms:
+            norms = self._per_tensor[transfer.fragment].norms(mean)
+            squares = norms.square().tolist()
+            self.history.mean_norm[transfer.fragment] = sum(squares) ** 0.5
+
+    def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
+        fragment, outer = transfer.fragment, self.method.outer_optimizer
+        if not outer.keeps_anchor:
+            return
+        slots, staleness = self.state.slots[fragment], self.method.staleness
+        per_tensor = self._per_tensor[fragment]
+        scratch = self.state.scratch(fragment, "work")
+        note = transfer.berth.notes.averages.to(mean.device)
+        mean = staleness.weigh(mean, note, transfer.interval, slots.staleness, per_tensor, scratch)
+        update = outer.update(mean, slots.outer, self._context(fragment))
+        staleness.remember(update, slots.staleness, per_tensor)
+        self.state.anchor[fragment].sub_(update)
+
+    def _context(self, fragment: int) -> OuterContext:
+        return OuterContext(
+            self.history.rounds[fragment],
+            self.backend.inner_lr(),
+            self.state.scratch(fragment, "work"),
+            self._per_tensor[fragment],
         )
-        if delay.needs_local:
-            view.local = mean  # used up by the outer step: its memory now holds the parameters
-            self.backend.read(fragment, view.local)
-        self.backend.write(fragment, delay.merge(view))
-        self.history.applied[fragment] = self.history.step
-        self._account(transfer, wait_seconds, mean_norm)
 
-    def _account(self, transfer: Transfer, wait_seconds: float, mean_norm: Tensor) -> None:
+    def _merge(
+        self, transfer: Transfer | NothingYet, mean: Tensor | None, report: dict[str, Tensor]
+    ) -> None:
+        fragment, delay, slots = transfer.fragment, self.method.delay, self.state.slots
+        local: Tensor | None = None
+        if delay.needs_local:
+            local = self.state.scratch(fragment, "local")
+            self.backend.read(fragment, local)
+        same = [t for t in self.in_flight if t.fragment == fragment and isinstance(t, Transfer)]
+        is_launched = isinstance(transfer, Transfer)
+        age = self.history.step - transfer.launched if is_launched else 0
+        view = SyncView(
+            mean=mean,
+            anchor=self.state.anchor[fragment],
+            local=local,
+            kept=transfer.berth.kept if is_launched else None,
+            own=[t.berth.kept for t in same if t.berth.kept is not None],
+            slots=slots[fragment].delay,
+            scratch=self.state.scratch(fragment, "work"),
+            outer_update=lambda w: self.method.outer_optimizer.update(
+                w, slots[fragment].delay, self._context(fragment)
+            ),
+            per_tensor=self._per_tensor[fragment],
+            num_clusters=self.transport.num_clusters,
+            age=age,
+            interval=transfer.interval if is_launched else 0,
+            is_current=age == 0 and not (is_launched and transfer.was_sent_before_update),
+            report=report,
+        )
+        self.backend.write(fragment, delay.merge(view))
+
+    def _observe_first_steps(self) -> None:
+        """Measure how far the first inner step of a round has gone, for the penalty."""
+        if not self.method.staleness.is_active:
+            return
+        for p, launched in enumerate(self.history.launched):
+            if launched == self.history.step - 1:
+                slots = self.state.slots[p].staleness
+                displacement = self.state.scratch(p, "local")
+                self.backend.read(p, displacement)
+                displacement.sub_(slots.get("start", self.state.anchor[p]))
+                self.method.staleness.observe(displacement, slots, self._per_tensor[p])
+
+    def _keep_round_starts(self) -> None:
+        """Keep where a round starts, for fragments launched at this boundary."""
+        if not self.method.keeps_round_start:
+            return
+        for p, launched in enumerate(self.history.launched):
+            if launched == self.history.step:
+                self.backend.read(p, self.state.slots[p].staleness["start"])
+
+    def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
         self.totals.bytes_sent += transfer.pending.bytes_sent
         self.totals.wait_seconds += wait_seconds
         self.totals.syncs += 1
         if self._on_sync is None:
             return
-        self._on_sync(
-            {
-                "fragment": transfer.fragment,
-                "numel": self.backend.fragments[transfer.fragment].numel,
-                "round": self.history.rounds[transfer.fragment],
-                "launched_step": transfer.launched,
-                "applied_step": self.history.step,
-                "bytes_sent": transfer.pending.bytes_sent,
-                "wait_seconds": wait_seconds,
-                "transfer_seconds": transfer.pending.seconds,
-                "pseudo_gradient_norm": transfer.pseudo_gradient_norm,
-                "mean_norm": mean_norm,
-            }
-        )
-
-    def _read_copy(self, fragment: int) -> Tensor:
-        local = torch.empty_like(self.state.anchor[fragment])
-        self.backend.read(fragment, local)
-        return local
-
-    def _export(self, fragment: int, local: Tensor) -> Tensor:
-        if self.method.delay.export == "anchor":
-            return self.state.anchor[fragment]
-        wire = local.to("cpu", copy=True)
-        pending = self._submit(Submission(fragment, self.history.step, is_export=True), wire)
-        mean = pending.wait()
-        self.totals.bytes_sent += pending.bytes_sent
-        return mean.to(local.device)
+        fragment = transfer.fragment
+        knobs = self._knobs()
+        event: dict[str, Any] = {
+            "fragment": fragment,
+            "numel": self.backend.fragments[fragment].numel,
+            "round": self.history.rounds[fragment],
+            "launched_step": transfer.launched,
+            "applied_step": self.history.step,
+            "interval": transfer.interval,
+            "bytes_sent": transfer.pending.bytes_sent,
+            "wait_seconds": wait_seconds,
+            "transfer_seconds": transfer.pending.seconds,
+            "pseudo_gradient_norm": transfer.contribution_norm,
+            **report,
+        }
+        if knobs.rank is not None:
+            event["rank"] = knobs.rank
+        self._on_sync(event)

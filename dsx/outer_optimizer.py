@@ -1,15 +1,17 @@
 """Outer optimizers: one step of the anchor along the averaged pseudo-gradient.
 
-Source: DiLoCo (arXiv:2311.08105, Alg. 1), SlowMo (arXiv:1910.00643, Alg. 1), FedAdam
-(arXiv:2003.00295, Alg. 2). The pseudo-gradient has descent sign, `D = anchor - local`, so every
-rule subtracts. `lr` is eta, `momentum` is mu; buffers start at 0.
+Source: DiLoCo (arXiv:2311.08105, Alg. 1), SlowMo (arXiv:1910.00643, Alg. 1), CO2
+(arXiv:2401.16265, Alg. 1, l. 12-13, the clip), FedAdam (arXiv:2003.00295, Alg. 2). The
+pseudo-gradient has descent sign, `D = anchor - local`, so every rule subtracts. `lr` is eta,
+`momentum` is mu; buffers start at 0.
 
 Invariants: all math is elementwise and uses separate multiplications and additions, never the
 fused `alpha=` forms: those round differently from one CPU to the next, and anchors must stay
-bit-identical across clusters. `step` works in place and allocates nothing.
+bit-identical across clusters. `update` works in place and allocates nothing.
 
-Deviation: SlowMo scales by the inner learning rate gamma; as in the paper's own experiments at a
+Deviations: SlowMo scales by the inner learning rate gamma; as in the paper's own experiments at a
 constant rate we leave it out by default (the two are then the same rule) and offer `scale_by_lr`.
+The clip clamps what is applied, never the buffer, as CO2's algorithm says.
 """
 
 from __future__ import annotations
@@ -17,38 +19,75 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from dsx.types import PerTensor
+
 
 @dataclass(frozen=True)
 class OuterContext:
-    """What a step may need beyond the tensors: outer round (from 1), inner rate, scratch space."""
+    """What an update may need beyond the tensors.
+
+    `round` counts outer steps from 1, `inner_lr` is the inner learning rate, `scratch` free work
+    space `[numel]`, `per_tensor` the norms of single tensors.
+    """
 
     round: int
     inner_lr: float
     scratch: Tensor
+    per_tensor: PerTensor
 
 
 class OuterOptimizer(Protocol):
-    """A rule that moves the anchor in place; `slots` names its fp32 `[numel]` buffers."""
+    """A rule that turns a pseudo-gradient into an update; `slots` names its fp32 buffers."""
 
     @property
     def slots(self) -> tuple[str, ...]:
-        """Names of the state buffers, each zero at the start."""
+        """Names of the state buffers `[numel]`, each zero at the start."""
+        ...
+
+    @property
+    def keeps_anchor(self) -> bool:
+        """Whether there is an anchor to move at all."""
+        ...
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the update of a sum is the sum of the updates: eager overlap splits it so."""
+        ...
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether a staleness penalty on the gradient makes sense."""
         ...
 
     def validate(self) -> None:
         """Raise ValueError for a value outside the rule's range."""
         ...
 
-    def step(
-        self, anchor: Tensor, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext
-    ) -> None:
-        """Move `anchor` and `slots` in place along `grad`, which is used up as work space."""
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        """Return what is to be subtracted from the anchor, in place of `grad`; moves `slots`."""
         ...
+
+
+@dataclass(frozen=True)
+class NoOuterStep:
+    """Parameters are averaged in place: no anchor, no state (DreamDDP, parameter averaging)."""
+
+    slots = ()
+    keeps_anchor = False
+    is_linear = False
+    has_momentum = False
+
+    def validate(self) -> None:
+        """Nothing to check."""
+
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        """Refuse: there is no anchor to update."""
+        raise AssertionError("no outer step is taken where there is no anchor")
 
 
 @dataclass(frozen=True)
@@ -57,20 +96,18 @@ class SGD:
 
     lr: float
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """No state."""
-        return ()
+    slots = ()
+    keeps_anchor = True
+    is_linear = True
+    has_momentum = False
 
     def validate(self) -> None:
         """Require a positive rate."""
         _require_positive("lr", self.lr)
 
-    def step(
-        self, anchor: Tensor, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext
-    ) -> None:
-        """Move `anchor` in place."""
-        anchor.sub_(grad.mul_(self.lr))
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        """Return `lr * D`, in place of `grad`."""
+        return grad.mul_(self.lr)
 
 
 @dataclass(frozen=True)
@@ -78,27 +115,34 @@ class Momentum:
     """Heavy ball (SlowMo, CO2): `buf = mu*buf + D; anchor -= lr * buf`.
 
     `scale_by_lr`: SlowMo's own form, `buf = mu*buf + D/gamma; anchor -= lr*gamma*buf` with the
-    inner learning rate gamma of the step at which the mean is applied.
+    inner learning rate gamma of the step at which the mean is applied. `clip` (CO2's phi):
+    `anchor -= lr * clamp(buf, -clip, clip)`, in the parameters' own unit, or with
+    `clip_unit="rms"` as a multiple of the root mean square of buf over its tensor.
     """
 
     lr: float
     momentum: float
     scale_by_lr: bool = False
+    clip: float | None = None
+    clip_unit: Literal["absolute", "rms"] = "absolute"
+
+    slots = ("momentum",)
+    keeps_anchor = True
+    has_momentum = True
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        """One buffer."""
-        return ("momentum",)
+    def is_linear(self) -> bool:
+        """Unless it is clipped."""
+        return self.clip is None
 
     def validate(self) -> None:
-        """Require a positive rate and 0 <= momentum < 1."""
+        """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         _require_positive("lr", self.lr)
         _require_fraction("momentum", self.momentum)
+        _require_clip(self.clip, self.clip_unit)
 
-    def step(
-        self, anchor: Tensor, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext
-    ) -> None:
-        """Move `anchor` and the buffer in place."""
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        """Return `lr * buf`, in place of `grad`."""
         lr = self.lr
         if self.scale_by_lr:
             if context.inner_lr <= 0:
@@ -110,33 +154,41 @@ class Momentum:
             grad.div_(context.inner_lr)
             lr *= context.inner_lr
         buffer = slots["momentum"].mul_(self.momentum).add_(grad)
-        anchor.sub_(torch.mul(buffer, lr, out=grad))
+        return _clip(grad.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
 
 
 @dataclass(frozen=True)
 class Nesterov:
-    """DiLoCo's rule: `buf = mu*buf + D; anchor -= lr * (D + mu*buf)`, as `torch.optim.SGD`."""
+    """DiLoCo's rule: `buf = mu*buf + D; anchor -= lr * (D + mu*buf)`, as `torch.optim.SGD`.
+
+    `clip` clamps the whole direction `D + mu*buf`; see `Momentum`.
+    """
 
     lr: float
     momentum: float
+    clip: float | None = None
+    clip_unit: Literal["absolute", "rms"] = "absolute"
+
+    slots = ("momentum",)
+    keeps_anchor = True
+    has_momentum = True
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        """One buffer."""
-        return ("momentum",)
+    def is_linear(self) -> bool:
+        """Unless it is clipped."""
+        return self.clip is None
 
     def validate(self) -> None:
-        """Require a positive rate and 0 <= momentum < 1."""
+        """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         _require_positive("lr", self.lr)
         _require_fraction("momentum", self.momentum)
+        _require_clip(self.clip, self.clip_unit)
 
-    def step(
-        self, anchor: Tensor, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext
-    ) -> None:
-        """Move `anchor` and the buffer in place."""
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        """Return `lr * (D + mu*buf)`, in place of `grad`."""
         buffer = slots["momentum"].mul_(self.momentum).add_(grad)
         grad.add_(torch.mul(buffer, self.momentum, out=context.scratch))
-        anchor.sub_(grad.mul_(self.lr))
+        return _clip(grad, self.clip, self.clip_unit, context).mul_(self.lr)
 
 
 @dataclass(frozen=True)
@@ -147,10 +199,10 @@ class Adam:
     betas: tuple[float, float] = (0.9, 0.99)
     eps: float = 1e-8
 
-    @property
-    def slots(self) -> tuple[str, ...]:
-        """First and second moment."""
-        return ("exp_avg", "exp_avg_sq")
+    slots = ("exp_avg", "exp_avg_sq")
+    keeps_anchor = True
+    is_linear = False
+    has_momentum = False
 
     def validate(self) -> None:
         """Require positive lr and eps, and both betas in [0, 1)."""
@@ -159,10 +211,8 @@ class Adam:
         for index, beta in enumerate(self.betas):
             _require_fraction(f"betas[{index}]", beta)
 
-    def step(
-        self, anchor: Tensor, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext
-    ) -> None:
-        """Move `anchor` and both moments in place."""
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        """Return the bias-corrected step, in place of `grad`."""
         beta1, beta2 = self.betas
         scratch = context.scratch
         mean = slots["exp_avg"].mul_(beta1)
@@ -171,7 +221,19 @@ class Adam:
         square.add_(torch.mul(grad, grad, out=scratch).mul_(1 - beta2))
         root = torch.sqrt(square, out=scratch).div_(math.sqrt(1 - beta2**context.round))
         update = torch.mul(mean, self.lr / (1 - beta1**context.round), out=grad)
-        anchor.sub_(update.div_(root.add_(self.eps)))
+        return update.div_(root.add_(self.eps))
+
+
+def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContext) -> Tensor:
+    """Clamp `direction` in place to +-clip, a constant or a multiple of each tensor's RMS."""
+    if clip is None:
+        return direction
+    if unit == "absolute":
+        return direction.clamp_(-clip, clip)
+    bounds = context.per_tensor.rms(direction).mul_(clip)
+    bound = context.per_tensor.spread(bounds, context.scratch)
+    torch.minimum(direction, bound, out=direction)
+    return torch.maximum(direction, bound.neg_(), out=direction)
 
 
 def _require_positive(name: str, value: float) -> None:
@@ -182,3 +244,13 @@ def _require_positive(name: str, value: float) -> None:
 def _require_fraction(name: str, value: float) -> None:
     if not 0 <= value < 1:
         raise ValueError(f"outer_optimizer.{name}={value} must be at least 0 and below 1")
+
+
+def _require_clip(clip: float | None, unit: str) -> None:
+    if clip is not None:
+        _require_positive("clip", clip)
+    elif unit != "absolute":
+        raise ValueError(
+            f"outer_optimizer.clip_unit={unit!r} has no effect without outer_optimizer.clip; "
+            "set clip, e.g. 3.0 (times the RMS), or leave clip_unit out"
+        )

@@ -1,46 +1,150 @@
 """Where outer state lives: flat fp32 buffers per fragment, allocated once.
 
-Per fragment: the anchor, the outer optimizer's slots, and one wire buffer for the transfer in
-flight (on the CPU, pinned when the state is on an accelerator). Shared by all fragments: two
-scratch vectors as long as the largest one. Nothing is allocated after construction.
+Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
+policy and the staleness penalty, and one berth for every transfer that may be under way at a
+time. A berth holds the CPU buffer that travels (pinned when the state is on an accelerator), its
+notes, and what the delay policy keeps of the transfer. Shared by all fragments: scratch vectors as
+long as the largest one, allocated when first used. Nothing is allocated after the first round.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsx.method import Method
+from dsx.notes import Notes, NotesShape
 from dsx.types import Fragment
 
 
+@dataclass
+class Berth:
+    """The buffers of one transfer under way; they belong to it until it has been applied."""
+
+    wire: Tensor
+    notes: Notes
+    kept: Tensor | None
+    is_free: bool = True
+
+
+@dataclass
+class Slots:
+    """A fragment's named buffers, by who owns them."""
+
+    outer: dict[str, Tensor]
+    delay: dict[str, Tensor]
+    staleness: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return all of them under names that tell the owner, for checkpoints."""
+        groups = {"outer": self.outer, "delay": self.delay, "staleness": self.staleness}
+        return {f"{owner}.{n}": t for owner, slots in groups.items() for n, t in slots.items()}
+
+
 class StateStore:
-    """The buffers of one rank; every tensor is fp32 `[numel]` of its fragment."""
+    """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said."""
 
     def __init__(
-        self, fragments: Sequence[Fragment], slots: Sequence[str], device: torch.device
+        self,
+        method: Method,
+        fragments: Sequence[Fragment],
+        num_tensors: Sequence[int],
+        num_clusters: int,
+        device: torch.device,
     ) -> None:
         self.device = device
         self._numel = [f.numel for f in fragments]
-        self.anchor = [torch.zeros(n, device=device) for n in self._numel]
-        self.slots = [{s: torch.zeros(n, device=device) for s in slots} for n in self._numel]
-        pinned = device.type == "cuda"
-        self._wire = [torch.zeros(n, pin_memory=pinned) for n in self._numel]
-        longest = max(self._numel, default=0)
-        self._scratch = [torch.zeros(longest, device=device) for _ in range(2)]
+        has_anchor = method.outer_optimizer.keeps_anchor
+        self.anchor = [torch.zeros(n if has_anchor else 0, device=device) for n in self._numel]
+        self.slots = [
+            _make_slots(method, f, count, device)
+            for f, count in zip(fragments, num_tensors, strict=True)
+        ]
+        self._berths = [
+            [_make_berth(method, f, count, num_clusters, device) for _ in range(method.num_berths)]
+            for f, count in zip(fragments, num_tensors, strict=True)
+        ]
+        self._longest = max(self._numel, default=0)
+        self._scratch: dict[str, Tensor] = {}
 
-    def wire(self, fragment: int) -> Tensor:
-        """Return the CPU buffer that travels; it belongs to the transfer until that is applied."""
-        return self._wire[fragment]
+    def take_berth(self, fragment: int) -> Berth:
+        """Return a free berth of a fragment, and mark it taken."""
+        free = [berth for berth in self._berths[fragment] if berth.is_free]
+        assert free, f"fragment {fragment} has more transfers under way than its policy said"
+        free[0].is_free = False
+        return free[0]
 
-    def scratch(self, fragment: int, index: int) -> Tensor:
-        """Return one of the two shared work vectors, cut to the fragment's length."""
-        return self._scratch[index][: self._numel[fragment]]
+    def free_berths(self) -> None:
+        """Take every berth back: nothing is under way any more."""
+        for berths in self._berths:
+            for berth in berths:
+                berth.is_free = True
+
+    def scratch(self, fragment: int, purpose: str) -> Tensor:
+        """Return the shared work vector for a purpose, cut to the fragment's length."""
+        if purpose not in self._scratch:
+            self._scratch[purpose] = torch.zeros(self._longest, device=self.device)
+        return self._scratch[purpose][: self._numel[fragment]]
+
+    def named_state(self, fragment: int) -> Mapping[str, Tensor]:
+        """Return what a checkpoint holds of a fragment beside its transfers, by name."""
+        named = self.slots[fragment].named()
+        if self.anchor[fragment].numel():
+            named["anchor"] = self.anchor[fragment]
+        return named
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held in total, scratch and wire buffers included."""
-        tensors = [*self.anchor, *self._wire, *self._scratch]
-        tensors += [slot for slots in self.slots for slot in slots.values()]
+        """Bytes held in total, scratch included."""
+        berths = [b for fragment in self._berths for b in fragment]
+        tensors = [*self.anchor, *self._scratch.values()]
+        tensors += [t for slots in self.slots for t in slots.named().values()]
+        tensors += [b.wire for b in berths] + [b.notes.values for b in berths]
+        tensors += [b.kept for b in berths if b.kept is not None]
         return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def notes_shape(
+    method: Method, fragment: Fragment, num_tensors: int, num_clusters: int
+) -> NotesShape:
+    """Return what travels beside a fragment's transfers under this method."""
+    return NotesShape(
+        averages=method.staleness.note_numel(fragment, num_tensors),
+        by_cluster=3 if method.uses_seconds else 0,
+        of_owner=method.control.note_numel(method.knobs),
+        num_clusters=num_clusters,
+    )
+
+
+def _make_slots(
+    method: Method, fragment: Fragment, num_tensors: int, device: torch.device
+) -> Slots:
+    numel = fragment.numel
+    outer, delay = method.outer_optimizer, method.delay
+    staleness = {
+        name: torch.zeros(count, device=device)
+        for name, count in method.staleness.slots(fragment, num_tensors).items()
+    }
+    if method.keeps_round_start:
+        staleness["start"] = torch.zeros(numel, device=device)
+    return Slots(
+        outer={name: torch.zeros(numel, device=device) for name in outer.slots},
+        delay={name: torch.zeros(numel, device=device) for name in delay.slots(outer.slots)},
+        staleness=staleness,
+    )
+
+
+def _make_berth(
+    method: Method, fragment: Fragment, num_tensors: int, num_clusters: int, device: torch.device
+) -> Berth:
+    is_pinned = device.type == "cuda"
+    shape = notes_shape(method, fragment, num_tensors, num_clusters)
+    kept = None if method.delay.keeps is None else torch.zeros(fragment.numel, device=device)
+    return Berth(
+        wire=torch.zeros(fragment.numel, pin_memory=is_pinned),
+        notes=Notes(shape, torch.zeros(shape.numel, pin_memory=is_pinned)),
+        kept=kept,
+    )

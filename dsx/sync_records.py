@@ -21,7 +21,6 @@ from dsx.comm.base import PeerLost
 
 _SUMMED = ("bytes_sent",)
 _LONGEST = ("wait_seconds", "transfer_seconds")
-_NORMS = ("pseudo_gradient_norm", "mean_norm")
 
 
 class KeyValueStore(Protocol):
@@ -112,7 +111,9 @@ class SyncRecords:
             record[name] = sum(r[name] for r in everyone)
         for name in _LONGEST:
             record[name] = max(r[name] for r in everyone)
-        for name in _NORMS:
+        for name in (name for name in own if name.endswith("_norm")):
             record[name] = math.sqrt(sum(r[name] ** 2 for r in everyone) / copies)
+        if record.get("descent_norm"):  # of delay compensation, against what it corrects
+            record["correction_ratio"] = record["correction_norm"] / record["descent_norm"]
         self.bytes_sent += record["bytes_sent"]
         return record

@@ -9,9 +9,9 @@ of every cluster: schedules may decide from it and never disagree.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -65,28 +65,63 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Knobs:
-    """What a controller may move while training, re-read at every launch: H, in inner steps."""
+    """What a controller may move while training, re-read at every boundary.
+
+    `interval` is H in inner steps, `rank` the rank r of a low-rank codec, if a controller sets it.
+    """
 
     interval: int
+    rank: int | None = None
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The pipeline stage of a rank: `index` of `count`."""
+
+    index: int = 0
+    count: int = 1
 
 
 @dataclass
 class History:
-    """The clock and what was launched and applied, per fragment; equal on every rank.
+    """The clock and what was launched, applied and agreed; equal on every rank of a stage.
 
-    `step` counts inner step boundaries, skipped (overflow) steps included. 0 means "never".
+    `step` counts inner step boundaries, skipped (overflow) steps included; 0 means "never". The
+    lists have one entry per fragment:
+
+    - `launched`, `applied`: step of the last launch and of the last apply;
+    - `rounds`: outer steps taken; `intervals`: launch to launch, of the transfer applied last;
+    - `under_way`: launched and not applied, beyond those the delay policy always keeps;
+    - `mean_norm`: L2 norm of the mean applied last, over all shards, if the schedule asks;
+    - `transfer_seconds`, `backward_seconds`: agreed moving averages, the slowest rank's.
+
+    `step_seconds` is the agreed time of one inner step without communication. `plan` belongs to
+    the schedule, `decisions` to the controller: JSON values, in checkpoints like everything here.
     """
 
     num_fragments: int
+    fragment_numel: list[int] = field(default_factory=list[int])
     step: int = 0
     launched: list[int] = field(default_factory=list[int])
     applied: list[int] = field(default_factory=list[int])
     rounds: list[int] = field(default_factory=list[int])
+    intervals: list[int] = field(default_factory=list[int])
+    under_way: list[int] = field(default_factory=list[int])
+    mean_norm: list[float | None] = field(default_factory=list[float | None])
+    transfer_seconds: list[float | None] = field(default_factory=list[float | None])
+    backward_seconds: list[float | None] = field(default_factory=list[float | None])
+    step_seconds: float | None = None
+    plan: dict[str, Any] = field(default_factory=dict[str, Any])
+    decisions: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        for counts in (self.launched, self.applied, self.rounds):
+        zeros = (self.launched, self.applied, self.rounds, self.intervals, self.under_way)
+        for counts in (self.fragment_numel, *zeros):
             if not counts:
                 counts.extend([0] * self.num_fragments)
+        for values in (self.mean_norm, self.transfer_seconds, self.backward_seconds):
+            if not values:
+                values.extend([None] * self.num_fragments)
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers and lists, for a checkpoint."""
@@ -102,14 +137,53 @@ class History:
 class SyncView:
     """What a delay policy sees when a transfer is applied; every tensor is fp32 `[numel]`.
 
-    `mean` is the averaged pseudo-gradient as decoded from the wire, `anchor` the outer
-    parameters, `local` the inner parameters now (only if the policy needs them), `scratch` free
-    work space, `age` the inner steps since launch.
+    - `mean`: the averaged contribution as decoded from the wire, used up by the outer step where
+      there is one; None for the empty transfers that next-sync policies start with;
+    - `anchor`: the outer parameters, the outer step taken;
+    - `local`: the inner parameters now, if the policy needs them;
+    - `kept`: what the policy kept of this transfer at its launch;
+    - `own`: the contributions of this cluster that are still under way, oldest first, if kept;
+    - `slots`: the policy's own state of this fragment, changed in place;
+    - `scratch`: free work space;
+    - `outer_update(w)`: what the outer rule would subtract from the anchor for gradient `w`, with
+      momentum from `slots`; computed in place of `w`;
+    - `per_tensor`: norms and factors of the single tensors in the fragment;
+    - `age`: inner steps since launch; `interval`: from the launch before to this one;
+    - `is_current`: nothing has changed the parameters since they were sent;
+    - `report`: numbers for the sync's record (0-dim tensors; `*_norm` of this rank's shard).
     """
 
-    mean: Tensor
+    mean: Tensor | None
     anchor: Tensor
     local: Tensor | None
+    kept: Tensor | None
+    own: Sequence[Tensor]
+    slots: Mapping[str, Tensor]
     scratch: Tensor
+    outer_update: Callable[[Tensor], Tensor]
+    per_tensor: PerTensor
     num_clusters: int
     age: int
+    interval: int
+    is_current: bool
+    report: dict[str, Tensor]
+
+
+class PerTensor(Protocol):
+    """The tensors of one fragment as whole parameters, whatever part of them lies on this rank."""
+
+    def norms(self, x: Tensor) -> Tensor:
+        """Return the L2 norm of every tensor of the fragment, fp32 `[num_tensors]`.
+
+        Collective over the ranks of the cluster that share the fragment; the same bits on every
+        cluster if `x` has the same bits.
+        """
+        ...
+
+    def rms(self, x: Tensor) -> Tensor:
+        """Return the root mean square of every tensor; collective like `norms`."""
+        ...
+
+    def spread(self, factors: Tensor, out: Tensor) -> Tensor:
+        """Write `factors[i]` to every element of tensor i in `out` `[numel]`, and return it."""
+        ...

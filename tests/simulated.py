@@ -1,4 +1,4 @@
-"""C clusters in one process around ordinary modules and optimizers."""
+"""C clusters in one process around copies of one module."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dsx.backends.torch import TorchBackend
-from dsx.comm.in_process import InProcessHub, step_together
 from dsx.method import Method
-from dsx.outer_loop import OuterLoop
+from dsx.simulate import SimulatedClusters
 
 
-class Simulated:
-    """The clusters' models, optimizers and loops; `step` passes one inner step of all."""
+class Simulated(SimulatedClusters):
+    """Every cluster starts from a copy of `model`."""
 
     def __init__(
         self,
@@ -24,28 +22,8 @@ class Simulated:
         method: Method,
         num_clusters: int,
     ) -> None:
-        self.models = [copy.deepcopy(model) for _ in range(num_clusters)]
-        self.optimizers = [make_optimizer(m) for m in self.models]
-        self.loops = [
-            OuterLoop(method, TorchBackend(m, o, method.fragments), transport)
-            for m, o, transport in zip(
-                self.models, self.optimizers, InProcessHub(num_clusters).transports(), strict=True
-            )
-        ]
-        for loop in self.loops:
-            loop.start()
-        self.now = 0
-
-    def step(self, compute_loss: Callable[[nn.Module, int, int], Tensor]) -> None:
-        """One inner step of every cluster and the boundary behind it."""
-        self.now += 1
-        for cluster, (model, optimizer) in enumerate(
-            zip(self.models, self.optimizers, strict=True)
-        ):
-            optimizer.zero_grad()
-            compute_loss(model, cluster, self.now).backward()
-            optimizer.step()
-        step_together(self.loops)
+        models = [copy.deepcopy(model) for _ in range(num_clusters)]
+        super().__init__(models, [make_optimizer(m) for m in models], method)
 
     def parameters(self) -> list[dict[str, Tensor]]:
         """Copies of every cluster's parameters by name."""

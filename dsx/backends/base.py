@@ -6,7 +6,7 @@ when in a step they are fresh, and how a change reaches the model's own (bit16) 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from dsx.fragment import lay_out
-from dsx.types import Fragment, ParameterShape
+from dsx.schedule.periodic import BackwardTrigger
+from dsx.types import Fragment, ParameterShape, Stage
 
 
 class Backend(Protocol):
@@ -28,6 +29,16 @@ class Backend(Protocol):
     @property
     def fragment_numel(self) -> Sequence[int]:
         """Elements of each whole fragment, wherever in the cluster they lie."""
+        ...
+
+    @property
+    def fragment_parameters(self) -> Sequence[Sequence[ParameterShape]]:
+        """The whole parameters of each fragment, wherever in the cluster they lie."""
+        ...
+
+    @property
+    def stage(self) -> Stage:
+        """The pipeline stage this rank belongs to."""
         ...
 
     @property
@@ -54,6 +65,29 @@ class Backend(Protocol):
         """Return the learning rate of the inner step just taken (first parameter group)."""
         ...
 
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the sum of the shards' values, in rank order; where ranks hold copies, one's own.
+
+        Collective over the ranks of the cluster that share the fragments; the same bits on all.
+        """
+        ...
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the cluster's ranks. Collective, like the sum."""
+        ...
+
+    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
+        """Call back with a fragment when all its gradients of this inner step are complete.
+
+        With `when="after"` its optimizer step has then been taken. ValueError where the engine
+        does not allow it.
+        """
+        ...
+
+    def backward_seconds(self, fragment: int) -> float | None:
+        """Return what the fragment's backward took last, if it is watched and has run."""
+        ...
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -77,8 +111,9 @@ class Masters:
         assignment: Sequence[Sequence[str]],
         pieces: Mapping[str, Piece],
     ) -> None:
-        numel = {p.name: p.numel for p in parameters}
-        self.fragment_numel = [sum(numel[name] for name in names) for names in assignment]
+        shapes = {p.name: p for p in parameters}
+        self.fragment_parameters = [[shapes[name] for name in names] for names in assignment]
+        self.fragment_numel = [sum(p.numel for p in ps) for ps in self.fragment_parameters]
         places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
         self.fragments = lay_out(assignment, places)
         self._views = [

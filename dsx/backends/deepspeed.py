@@ -24,7 +24,8 @@ from torch import Tensor
 
 from dsx.backends.base import Masters, Piece
 from dsx.fragment import Fragmenter
-from dsx.types import ParameterShape
+from dsx.schedule.periodic import BackwardTrigger
+from dsx.types import ParameterShape, Stage
 
 
 class DeepSpeedBackend:
@@ -36,6 +37,7 @@ class DeepSpeedBackend:
         parameters = {n: p for n, p in engine.module.named_parameters() if p.requires_grad}
         self._shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
         self._assignment = fragmenter.assign(self._shapes)
+        self.stage = Stage()
         self.refresh_views()
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()
@@ -47,6 +49,7 @@ class DeepSpeedBackend:
         self._masters = Masters(self._shapes, self._assignment, pieces)
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
+        self.fragment_parameters = self._masters.fragment_parameters
         self.device = next(iter(pieces.values())).master.device if pieces else torch.device("cpu")
 
     def read(self, fragment: int, out: Tensor) -> None:
@@ -68,6 +71,40 @@ class DeepSpeedBackend:
     def inner_lr(self) -> float:
         """Return the first parameter group's rate."""
         return float(self._engine.basic_optimizer.param_groups[0]["lr"])
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the shards' sum in rank order; under ZeRO-0 ranks hold copies, not shards."""
+        if self._engine.zero_optimization_stage() == 0:
+            return values
+        total = torch.zeros_like(values)
+        for shard in self._gather(values):
+            total.add_(shard)
+        return total
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the cluster's ranks."""
+        return torch.stack(self._gather(values)).amax(0)
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        """Return every rank's values; the backend of the cluster's world says on which device."""
+        backend = torch.distributed.get_backend()
+        own = values.to(self.device if backend == "nccl" else "cpu")
+        everyone = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
+        torch.distributed.all_gather(everyone, own)
+        return [other.to(values.device) for other in everyone]
+
+    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
+        """Refuse: DeepSpeed reduces gradients in buckets, across layers, on its own schedule."""
+        raise ValueError(
+            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
+            "where DeepSpeed's gradients are not reduced yet; use schedule.type='streaming' with "
+            "delay.type='average' for layer-wise averaging at step boundaries, or plain PyTorch "
+            "with dsx.attach(model, optimizer)"
+        )
+
+    def backward_seconds(self, fragment: int) -> float | None:
+        """Return None: the backward is DeepSpeed's own."""
+        return None
 
     def on_inner_step(self, callback: Callable[[], bool]) -> None:
         """Call back once per step boundary; it returns whether it wrote masters."""

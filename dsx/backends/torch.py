@@ -13,16 +13,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsx.backends.backward_watch import BackwardWatch
 from dsx.backends.base import Masters, Piece
 from dsx.fragment import Fragmenter
-from dsx.types import ParameterShape
+from dsx.schedule.periodic import BackwardTrigger
+from dsx.types import ParameterShape, Stage
 
 
 class TorchBackend:
     """A module and its optimizer in one process; this rank owns every parameter whole."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, fragmenter: Fragmenter
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        fragmenter: Fragmenter,
+        backwards: int = 1,
     ) -> None:
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = {n: p for n, p in model.named_parameters() if id(p) in optimized}
@@ -41,10 +47,17 @@ class TorchBackend:
                 raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")
         shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
         pieces = {n: Piece(p, tuple(p.shape)) for n, p in parameters.items()}
-        self._masters = Masters(shapes, fragmenter.assign(shapes), pieces)
+        assignment = fragmenter.assign(shapes)
+        self._masters = Masters(shapes, assignment, pieces)
         self._optimizer = optimizer
+        self._members = [[parameters[name] for name in names] for names in assignment]
+        self._backwards = backwards
+        self._watch: BackwardWatch | None = None
+        self._is_stepping_fragment = False
+        self.stage = Stage()
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
+        self.fragment_parameters = self._masters.fragment_parameters
         self.device = next(iter(parameters.values())).device
 
     def read(self, fragment: int, out: Tensor) -> None:
@@ -62,10 +75,64 @@ class TorchBackend:
         """Return the first parameter group's rate."""
         return float(self._optimizer.param_groups[0]["lr"])
 
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return `values`: this rank holds every parameter whole."""
+        return values
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return `values`: the cluster is one rank."""
+        return values
+
     def on_inner_step(self, callback: Callable[[], object]) -> None:
         """Call back after every `optimizer.step()`."""
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            callback()
+            if not self._is_stepping_fragment:
+                callback()
+                self.end_inner_step()
 
         self._optimizer.register_step_post_hook(after_step)
+
+    def end_inner_step(self) -> None:
+        """Forget this step's gradients; to be called where `on_inner_step` is not used."""
+        if self._watch is not None:
+            self._watch.begin_step()
+
+    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
+        """Call back with a fragment inside the backward, stepped by then if `when="after"`."""
+
+        def on_complete(fragment: int) -> None:
+            if when == "after":
+                self._step_fragment(fragment)
+            callback(fragment)
+
+        self._watch = BackwardWatch(self._members, self._backwards, on_complete)
+
+    def backward_seconds(self, fragment: int) -> float | None:
+        """Return the time between this fragment's gradients and those before them, last time."""
+        return self._watch.seconds[fragment] if self._watch is not None else None
+
+    def _step_fragment(self, fragment: int) -> None:
+        """Take the optimizer's step for one fragment alone.
+
+        Optimizers pass over parameters without a gradient: the others' are set aside meanwhile,
+        and this fragment's are dropped, so that the step at the end passes over it in turn.
+        """
+        own = {id(p) for p in self._members[fragment]}
+        others = [
+            (p, p.grad)
+            for group in self._optimizer.param_groups
+            for p in group["params"]
+            if id(p) not in own
+        ]
+        for parameter, _ in others:
+            parameter.grad = None
+        self._is_stepping_fragment = True
+        try:
+            self._optimizer.step()
+        finally:
+            self._is_stepping_fragment = False
+            for parameter, gradient in others:
+                parameter.grad = gradient
+        for parameter in self._members[fragment]:
+            parameter.grad = None

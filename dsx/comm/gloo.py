@@ -7,6 +7,10 @@ fragment's transfers stay one FIFO while different fragments overlap.
 
 The mean is the direct exchange of mean.py over point-to-point sends and receives. Every wait has
 the transport's deadline; a peer that closes its connection or misses it becomes `PeerLost`.
+
+Before each transfer the clusters tell each other what it is, over a group that all fragments
+share: the n-th launch of one cluster must be the n-th of all. Clusters that chose different
+fragments are so told at once, rather than waiting for each other on different groups.
 """
 
 from __future__ import annotations
@@ -73,6 +77,47 @@ class Fifo:
                 future.set_exception(error)
 
 
+class Announcements:
+    """What is about to be averaged, told to all peers before every transfer, in launch order.
+
+    The number of a launch is the message's tag, so fragments' threads need not take turns.
+    """
+
+    def __init__(self, group: Any, cluster_id: int, num_clusters: int, deadline: float) -> None:
+        self._group = group
+        self._peers = [m for m in range(num_clusters) if m != cluster_id]
+        self._deadline_seconds = deadline
+        self._launches = 0
+
+    def take_number(self) -> int:
+        """Return the number of a launch; called in launch order."""
+        self._launches += 1
+        return self._launches
+
+    def agree(self, what: Submission, number: int) -> int:
+        """Send every peer what is about to be averaged; PeerLost if one has something else.
+
+        Returns the bytes sent. Costs one one-way latency, on the fragment's own thread.
+        """
+        until = time.monotonic() + self._deadline_seconds
+        works = _Works(self._group, str(what), until, self._deadline_seconds, tag=number)
+        own = torch.tensor([what.fragment, what.step, what.is_export])
+        theirs = {peer: torch.empty_like(own) for peer in self._peers}
+        for peer in self._peers:
+            works.receive(theirs[peer], peer)
+            works.send(own, peer)
+        works.wait()
+        for peer, other in theirs.items():
+            if not torch.equal(own, other):
+                fragment, step, is_export = other.tolist()
+                raise PeerLost(
+                    f"{what}, but cluster {peer} has "
+                    f"{Submission(fragment, step, bool(is_export))}: the clusters have lost step; "
+                    "give all of them the same configuration and the same number of batches"
+                )
+        return HEADER_BYTES * len(self._peers)
+
+
 class FragmentGroup:
     """One fragment's connections to its peers, one per other cluster."""
 
@@ -82,25 +127,6 @@ class FragmentGroup:
         self._peers = [m for m in range(num_clusters) if m != cluster_id]
         self._deadline_seconds = deadline
         self._receive: list[Tensor] = []
-
-    def agree(self, what: Submission) -> int:
-        """Send every peer what is about to be averaged; PeerLost if one has something else.
-
-        Costs one more one-way latency, on the fragment's own thread.
-        """
-        until = time.monotonic() + self._deadline_seconds
-        own = torch.tensor([what.fragment, what.step, what.is_export])
-        theirs = [torch.empty_like(own) for _ in range(len(self._peers) + 1)]
-        self._exchange({p: own for p in self._peers}, theirs, str(what), until)
-        for peer in self._peers:
-            if not torch.equal(own, theirs[peer]):
-                fragment, step, is_export = theirs[peer].tolist()
-                other = Submission(fragment, step, bool(is_export))
-                raise PeerLost(
-                    f"{what}, but cluster {peer} has {other}: the clusters have lost step; give "
-                    "all of them the same configuration and the same number of batches"
-                )
-        return HEADER_BYTES * len(self._peers)
 
     def mean_(self, x: Tensor, label: str) -> int:
         """Overwrite `x` in place with the mean over clusters; return the payload bytes sent."""
@@ -148,8 +174,11 @@ class FragmentGroup:
 class _Works:
     """Sends and receives of one phase; any failure of theirs becomes a `PeerLost`."""
 
-    def __init__(self, group: Any, label: str, until: float, deadline_seconds: float) -> None:
+    def __init__(
+        self, group: Any, label: str, until: float, deadline_seconds: float, tag: int = 0
+    ) -> None:
         self._group = group
+        self._tag = tag
         self._label = label
         self._until = until
         self._deadline_seconds = deadline_seconds
@@ -176,7 +205,7 @@ class _Works:
         if not tensor.numel():
             return
         try:
-            self._posted.append((peer, operation([tensor], peer, 0)))
+            self._posted.append((peer, operation([tensor], peer, self._tag)))
         except RuntimeError as error:  # gloo says at once that the connection is gone
             raise self._lost(peer, error) from None
 
@@ -194,7 +223,7 @@ class GlooTransport:
     def __init__(
         self,
         fragments: Sequence[Fragment],
-        connect: Callable[[int], Any],
+        connect: Callable[[str], Any],
         cluster_id: int,
         num_clusters: int,
         deadline_seconds: float,
@@ -203,9 +232,14 @@ class GlooTransport:
         self.num_clusters = num_clusters
         self._groups: dict[int, FragmentGroup] = {}
         self._fifos: dict[int, Fifo] = {}
+        is_alone = num_clusters == 1 or not any(f.numel for f in fragments)
+        self._announcements = Announcements(
+            None if is_alone else connect("announcements"), cluster_id, num_clusters,
+            deadline_seconds,
+        )  # fmt: skip
         for fragment in fragments:
             if fragment.numel:
-                group = connect(fragment.id) if num_clusters > 1 else None
+                group = connect(f"fragment {fragment.id}") if num_clusters > 1 else None
                 self._groups[fragment.id] = FragmentGroup(
                     group, cluster_id, num_clusters, deadline_seconds
                 )
@@ -215,9 +249,13 @@ class GlooTransport:
         """Run the exchange on the fragment's thread and return at once."""
         group = self._groups[what.fragment]
         pending = GlooPending()
-        self._fifos[what.fragment].submit(
-            pending.future, lambda: _drive(group, what, exchange, pending)
-        )
+        number = self._announcements.take_number()
+
+        def run() -> Tensor:
+            pending.bytes_sent += self._announcements.agree(what, number)
+            return _drive(group, what, exchange, pending)
+
+        self._fifos[what.fragment].submit(pending.future, run)
         return pending
 
     def broadcast(self, fragment: int, tensor: Tensor) -> None:
@@ -259,7 +297,6 @@ def _drive(
 ) -> Tensor:
     """Run one exchange to its end, averaging each tensor it yields."""
     started = time.perf_counter()
-    pending.bytes_sent += group.agree(what)
     x = next(exchange)
     try:
         while True:

@@ -90,16 +90,16 @@ class World:
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"
 
-        def connect(fragment: int) -> object:
+        def connect(what: str) -> object:
             deadline = timedelta(seconds=meeting.join_deadline_seconds)
-            store = self.rendezvous.group_store(f"{prefix}/fragment_{fragment}")
+            store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
                 return connect_gloo(
                     store, self.cluster_id, self.num_clusters, deadline, meeting.interface
                 )
             except RuntimeError as error:
                 raise PeerLost(
-                    f"cannot connect fragment {fragment} of rank {self.rank} to the other "
+                    f"cannot connect the {what} of rank {self.rank} to the other "
                     f"{self.num_clusters - 1} cluster(s) within "
                     f"{meeting.join_deadline_seconds:g} s (clusters.join_deadline_seconds): "
                     f"{str(error).splitlines()[0]}"

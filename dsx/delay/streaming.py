@@ -10,40 +10,46 @@ and torchft define it as the weight of the local one. Invariant: `alpha=1` with 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from dsx.delay.base import Export, Keeps, require_overlap
 from dsx.types import SyncView
 
 
 @dataclass(frozen=True)
 class Blend:
-    """Apply `steps` (tau) inner steps after launch, mixing with weight `alpha` of the anchor."""
+    """Apply `steps` (tau) inner steps after launch, mixing with weight `alpha` of the anchor.
+
+    The local progress made meanwhile is kept in part. Clusters differ by construction: what a
+    finished run hands out is the mean of their parameters.
+    """
 
     steps: int
     alpha: float = 0.5
 
-    @property
-    def needs_local(self) -> bool:
-        """The local progress made meanwhile is kept in part."""
-        return True
+    rounds_under_way = 0
+    keeps: ClassVar[Keeps | None] = None
+    needs_local = True
+    needs_anchor = True
+    restarts_from_anchor = False
+    splits_update = False
+    export: ClassVar[Export] = "mean"
 
-    @property
-    def export(self) -> Literal["anchor", "mean"]:
-        """Clusters differ by construction: the mean of their parameters is the model."""
-        return "mean"
+    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
+        """Nothing to remember."""
+        return ()
+
+    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
+        """Nothing to set."""
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H (one transfer of a fragment in flight) and 0 < alpha <= 1."""
-        if not 0 <= self.steps < interval:
-            raise ValueError(
-                f"delay.steps={self.steps} must be at least 0 and below schedule.interval="
-                f"{interval}: a fragment's transfer has to be applied before its next launch; "
-                f"use steps <= {interval - 1} or a larger interval"
-            )
+        require_overlap(self.steps, interval, at_least=0)
         if not 0 < self.alpha <= 1:
             raise ValueError(
                 f"delay.alpha={self.alpha} must be above 0 and at most 1: it is the weight of the "
@@ -54,9 +60,9 @@ class Blend:
         """After tau steps."""
         return age >= self.steps
 
-    def outer_grad(self, view: SyncView) -> Tensor:
-        """Return the plain mean."""
-        return view.mean
+    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return the pseudo-gradient `anchor - local`, in place of `local`."""
+        return torch.sub(anchor, local, out=local)
 
     def merge(self, view: SyncView) -> Tensor:
         """Blend the anchor into `view.local` in place and return it."""

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from dsx.config import ConfigError, load_config, preset, with_launch_arguments
+from dsx.control.adaptive_rank import AdaptiveRank
+from dsx.delay.average import Average
 from dsx.delay.base import Replace
+from dsx.delay.delay_compensation import DelayCompensation
+from dsx.delay.eager import Eager
+from dsx.delay.one_step import OneStepDelay
 from dsx.delay.streaming import Blend
 from dsx.fragment import ByLayer, WholeModel
-from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov
+from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
 from dsx.presets import PRESETS
+from dsx.schedule.adaptive_transmission import AdaptiveTransmission
+from dsx.schedule.layerwise import Layerwise
 from dsx.schedule.periodic import Periodic, Streaming
+from dsx.staleness import GapPenalty
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,7 +33,7 @@ def block(**dsx: Any) -> dict[str, Any]:
 
 
 def test_presets_are_the_rows_of_the_table() -> None:
-    rows = {name: PRESETS[name]() for name in PRESETS}
+    rows = {name: PRESETS[name](2) for name in PRESETS}
     kinds = {
         name: (type(m.fragments), type(m.schedule), type(m.delay), type(m.outer_optimizer))
         for name, m in rows.items()
@@ -34,13 +43,33 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "slowmo": (WholeModel, Periodic, Replace, Momentum),
         "diloco": (WholeModel, Periodic, Replace, Nesterov),
         "streaming_diloco": (ByLayer, Streaming, Blend, Nesterov),
+        "cocodc": (ByLayer, AdaptiveTransmission, DelayCompensation, Nesterov),
+        "diloco_delayed": (WholeModel, Periodic, OneStepDelay, Nesterov),
+        "eager": (WholeModel, Periodic, Eager, Nesterov),
+        "dilocox": (ByLayer, Periodic, OneStepDelay, Nesterov),
+        "co2": (WholeModel, Periodic, OneStepDelay, Momentum),
+        "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
     }
     assert rows["local_sgd"].outer_optimizer == SGD(lr=1.0)
     assert rows["slowmo"].outer_optimizer == Momentum(lr=1.0, momentum=0.5)
     assert rows["diloco"].outer_optimizer == Nesterov(lr=0.7, momentum=0.9)
     assert rows["streaming_diloco"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
-    for method in rows.values():
-        method.validate()
+    assert rows["cocodc"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
+    assert rows["diloco_delayed"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)
+    assert rows["dilocox"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)
+    assert rows["co2"].outer_optimizer == Momentum(lr=0.5, momentum=0.2)
+    assert rows["co2"].staleness == GapPenalty("tensor")
+    assert isinstance(rows["dilocox"].control, AdaptiveRank)
+    for num_clusters, lr in ((1, 0.4), (2, 0.4), (4, 0.3), (8, 0.25), (32, 0.2)):
+        assert PRESETS["eager"](num_clusters).outer_optimizer == Nesterov(lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("num_clusters", [2, 4, 8, 32])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_stable_as_they_come(name: str, num_clusters: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PRESETS[name](num_clusters).validate(num_clusters=num_clusters)
 
 
 def test_a_key_overrides_one_value_and_keeps_the_others() -> None:

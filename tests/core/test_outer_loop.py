@@ -7,6 +7,7 @@ import torch
 
 from dsx.comm.mean import HEADER_BYTES
 from dsx.config import preset
+from dsx.transfer import Transfer
 from tests.reference import train_reference
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss
@@ -29,7 +30,7 @@ def test_equals_the_reference(name: str, num_clusters: int) -> None:
     for make_optimizer in (sgd, adamw):
         run = Simulated(TinyNet(), make_optimizer, preset(name, **overrides), num_clusters)
         for _ in range(NUM_STEPS):
-            run.step(mean_loss)
+            run.train_step(mean_loss)
         expected, anchor = train_reference(
             TinyNet(), make_optimizer, mean_loss, recipe, num_clusters, NUM_STEPS
         )
@@ -47,7 +48,7 @@ def test_equals_the_reference(name: str, num_clusters: int) -> None:
 def test_anchors_are_bit_identical_at_every_step(name: str, num_clusters: int) -> None:
     run = Simulated(TinyNet(), adamw, preset(name, **CASES[name][0]), num_clusters)
     for _ in range(NUM_STEPS):
-        run.step(mean_loss)
+        run.train_step(mean_loss)
         for loop in run.loops[1:]:
             for first, other in zip(run.loops[0].state.anchor, loop.state.anchor, strict=True):
                 assert torch.equal(first, other)
@@ -57,7 +58,7 @@ def trajectories(name: str, **overrides: dict[str, object]) -> list[list[torch.T
     run = Simulated(TinyNet(), adamw, preset(name, **overrides), 3)
     seen = []
     for _ in range(NUM_STEPS):
-        run.step(mean_loss)
+        run.train_step(mean_loss)
         seen.append([p for cluster in run.parameters() for p in cluster.values()])
     return seen
 
@@ -109,7 +110,7 @@ def test_one_cluster_with_sgd_one_leaves_training_alone() -> None:
     alone = TinyNet()
     optimizer = adamw(alone)
     for step in range(1, NUM_STEPS + 1):
-        run.step(mean_loss)
+        run.train_step(mean_loss)
         optimizer.zero_grad()
         mean_loss(alone, 0, step).backward()
         optimizer.step()
@@ -136,21 +137,20 @@ def test_drain_and_export(name: str) -> None:
     method = preset(name, **CASES[name][0])
     run = Simulated(TinyNet(), adamw, method, 3)
     for _ in range(NUM_STEPS):
-        run.step(mean_loss)
-    for loop in run.loops:
-        loop.drain()
-        assert not loop.in_flight
+        run.train_step(mean_loss)
+    run.finish()
+    assert not any(isinstance(t, Transfer) for loop in run.loops for t in loop.in_flight)
     trained = run.parameters()
-    if method.delay.export == "anchor":
-        expected = [loop.state.anchor[0] for loop in run.loops][0]
-        with run.loops[1].exported():
-            flat = torch.cat([p.detach().reshape(-1) for p in run.models[1].parameters()])
-            assert torch.equal(flat, expected)
-    else:
-        exports = [loop.exported() for loop in run.loops]
-        with pytest.raises(RuntimeError, match="not every simulated cluster"):
-            exports[0].__enter__()
-        return
+    mean = {n: sum(cluster[n] for cluster in trained) / 3 for n in trained[0]}
+    with run.averaged():
+        for exported in run.parameters():
+            if method.delay.export == "mean":
+                for n, expected in mean.items():
+                    torch.testing.assert_close(exported[n], expected, rtol=0, atol=1e-6)
+            else:
+                order = [s.name for f in run.loops[0].backend.fragments for s in f.layout]
+                flat = torch.cat([exported[n].reshape(-1) for n in order])
+                assert torch.equal(flat, torch.cat(run.loops[0].state.anchor))
     for before, after in zip(trained, run.parameters(), strict=True):
         assert all(torch.equal(before[n], after[n]) for n in before)
 
@@ -158,7 +158,7 @@ def test_drain_and_export(name: str) -> None:
 def test_bytes_are_those_of_the_direct_exchange() -> None:
     run = Simulated(TinyNet(), sgd, preset("diloco", schedule={"interval": 4}), 3)
     for _ in range(4):
-        run.step(mean_loss)
+        run.train_step(mean_loss)
     numel = sum(p.numel() for p in run.models[0].parameters())
     sent = [loop.totals.bytes_sent for loop in run.loops]
     headers = 3 * (3 - 1) * HEADER_BYTES

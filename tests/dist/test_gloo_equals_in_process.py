@@ -84,7 +84,7 @@ def test_every_preset(num_clusters: int) -> None:
     for name in CASES:
         run = Simulated(TinyNet(), adamw, preset(name, **CASES[name][0]), num_clusters)
         for _ in range(NUM_STEPS):
-            run.step(mean_loss)
+            run.train_step(mean_loss)
         for cluster, expected in enumerate(run.parameters()):
             got = results[cluster][name]
             for key, value in expected.items():
@@ -214,5 +214,5 @@ def launch_out_of_step() -> str:
 
 def test_clusters_that_have_lost_step_are_told_what_each_launches() -> None:
     first, second = run_distributed(launch_out_of_step, 2)
-    assert "fragment 0 launched at step 4, but cluster 1 has fragment 0 launched at step 8" in first
-    assert "fragment 0 launched at step 8, but cluster 0 has fragment 0 launched at step 4" in second
+    assert "fragment 0 launched at step 4, but cluster 1 has fragment 0 launched at step 5" in first
+    assert "fragment 0 launched at step 5, but cluster 0 has fragment 0 launched at step 4" in second

@@ -1,0 +1,91 @@
+"""What clusters agree on beside the means: measured seconds, and what a controller measures.
+
+A rank posts its own moving averages with every transfer; the notes bring the largest of all
+clusters, a maximum over the cluster's ranks the largest of all ranks. Only these enter the
+`History`, so schedules and controllers decide alike everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from dsx.backends.base import Backend
+from dsx.method import Method
+from dsx.notes import Notes
+from dsx.types import History, Knobs
+
+_WEIGHT_OF_NEW = 0.2  # of the moving averages
+
+
+class Agreement:
+    """One rank's measurements, on their way to being agreed."""
+
+    def __init__(self, method: Method, backend: Backend, cluster_id: int) -> None:
+        self._method = method
+        self._backend = backend
+        self._cluster_id = cluster_id
+        self._is_active = method.uses_seconds or method.control.note_numel(method.knobs) > 0
+        self._step_seconds: float | None = None
+        self._transfer_seconds: dict[int, float] = {}
+        self._boundary_ended: float | None = None
+
+    def begin_boundary(self, now: float) -> None:
+        """Take the time since the last boundary: an inner step without communication."""
+        if self._boundary_ended is not None:
+            self._step_seconds = _average(self._step_seconds, now - self._boundary_ended)
+
+    def end_boundary(self) -> None:
+        """Start the clock of the next inner step."""
+        self._boundary_ended = time.perf_counter()
+
+    def post(self, notes: Notes, fragment: int, history: History) -> None:
+        """Put this rank's averages into a transfer's notes; 0 where there is nothing yet."""
+        if self._method.uses_seconds:
+            own = (
+                self._step_seconds,
+                self._transfer_seconds.get(fragment),
+                self._backend.backward_seconds(fragment),
+            )
+            notes.post(self._cluster_id, [seconds or 0.0 for seconds in own])
+
+    def owner_measure(
+        self, fragment: int, num_clusters: int, knobs: Knobs
+    ) -> Callable[[Tensor], Tensor] | None:
+        """Return what this cluster computes from the fragment's mean, if it is the owner."""
+        control = self._method.control
+        is_owner = fragment % num_clusters == self._cluster_id
+        if not is_owner or not control.note_numel(self._method.knobs):
+            return None
+        layout = self._backend.fragments[fragment]
+        # averaged like everything in the notes, the others' parts being 0
+        return lambda mean: control.measure(mean, layout, knobs) * num_clusters
+
+    def take(self, notes: Notes, fragment: int, history: History, seconds: float) -> None:
+        """Bring the averaged notes of a transfer into `history`, in place.
+
+        Collective over the cluster's ranks if the method measures anything. `seconds` is this
+        rank's own measurement of the transfer.
+        """
+        if seconds > 0:
+            before = self._transfer_seconds.get(fragment)
+            self._transfer_seconds[fragment] = _average(before, seconds)
+        if not self._is_active:
+            return
+        if self._method.uses_seconds:
+            step, transfer, backward = self._backend.max_over_ranks(notes.largest()).tolist()
+            history.step_seconds = step or history.step_seconds
+            if transfer:
+                history.transfer_seconds[fragment] = transfer
+            if backward:
+                history.backward_seconds[fragment] = backward
+        control = self._method.control
+        if control.note_numel(self._method.knobs):
+            measured = self._backend.sum_over_shards(notes.of_owner.clone())
+            control.decide(measured.tolist(), self._method.knobs, history)
+
+
+def _average(before: float | None, now: float) -> float:
+    return now if before is None else (1 - _WEIGHT_OF_NEW) * before + _WEIGHT_OF_NEW * now

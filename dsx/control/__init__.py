@@ -1,0 +1,1 @@
+"""What may change H and the rank while training, from values that are equal everywhere."""

@@ -1,0 +1,73 @@
+"""The contract of a controller, and the one that changes nothing.
+
+Every cluster must take the same decision, so a controller reads nothing but the `History`, the
+method's initial knobs, and measurements that one owner made and the transfer handed to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsx.types import Fragment, History, Knobs
+
+
+class Control(Protocol):
+    """Returns the knobs in force, and may change its mind after every transfer."""
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether it decides from measured times, which then travel with the transfers."""
+        ...
+
+    def validate(self, initial: Knobs, num_fragments: int) -> None:
+        """Raise ValueError for values that cannot work with the initial knobs."""
+        ...
+
+    def note_numel(self, initial: Knobs) -> int:
+        """Return how many values `measure` gives."""
+        ...
+
+    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+        """Return this shard's measurements of a mean, fp32 on the CPU; shards' values add up.
+
+        Called on the owner's transfer thread.
+        """
+        ...
+
+    def decide(self, measured: Sequence[float], initial: Knobs, history: History) -> None:
+        """Take a transfer's measurements into account, in `history.decisions`, in place."""
+        ...
+
+    def knobs(self, initial: Knobs, history: History) -> Knobs:
+        """Return what is in force."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The configured values, for ever."""
+
+    uses_seconds = False
+
+    def validate(self, initial: Knobs, num_fragments: int) -> None:
+        """Accept everything."""
+
+    def note_numel(self, initial: Knobs) -> int:
+        """Nothing is measured."""
+        return 0
+
+    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+        """Nothing is measured."""
+        return torch.empty(0)
+
+    def decide(self, measured: Sequence[float], initial: Knobs, history: History) -> None:
+        """Nothing to decide."""
+
+    def knobs(self, initial: Knobs, history: History) -> Knobs:
+        """Return the initial knobs."""
+        return initial

@@ -1,0 +1,148 @@
+"""Adaptive transmission: send as often as the link carries, the fragment that changes fastest.
+
+Source: CoCoDC (arXiv:2504.17672, eq. 9-12, Alg. 2). With T_c the seconds of one inner step and T_s
+those of one fragment's transfer:
+
+    N   = max(P, floor(gamma * H * T_c / T_s))         transmissions per H inner steps
+    R_p = |mean pseudo-gradient of p| / I_p            I_p: launch to launch; inf before the first
+
+A decision comes at `ceil(j * H / N)` steps after N last changed, j = 1, 2, ... It takes the
+stalest fragment if one has waited H steps, else the one with the largest R_p (ties: the lowest).
+A fragment under way is not eligible; with none eligible, nothing is sent.
+
+Deviations: the paper's spacing floor(H/N) overshoots gamma; I_p is counted from launch to launch,
+since that is the progress D_p holds. T_c and T_s are measured locally, so they travel with the
+transfers and all clusters use the largest; N = P until the first transfer has been applied.
+`step_seconds` and `transfer_seconds` fix them instead, which makes a run reproducible. Norms are
+folded in a fixed order (per_tensor.py). A disagreement is found by the transfers' headers.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from dsx.schedule.periodic import require_interval, require_step_per_fragment
+from dsx.types import History, Knobs, Stage
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class AdaptiveTransmission:
+    """`gamma` is the share of the link's capacity to use; `norm` scales R_p by size or not."""
+
+    interval: int
+    gamma: float = 0.4
+    norm: Literal["l2", "rms"] = "l2"
+    step_seconds: float | None = None
+    transfer_seconds: float | None = None
+
+    when = None
+    backwards = 1
+    uses_norms = True
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Unless both times are given."""
+        return self.step_seconds is None or self.transfer_seconds is None
+
+    def validate(self, num_fragments: int) -> None:
+        """Require P <= H, 0 < gamma <= 1, and a link that can carry every fragment once."""
+        require_interval(self.interval)
+        require_step_per_fragment(num_fragments, self.interval, "adaptive")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(
+                f"schedule.gamma={self.gamma} must be above 0 and at most 1: it is the share of "
+                "the link's capacity to use; CoCoDC uses 0.4"
+            )
+        for name in ("step_seconds", "transfer_seconds"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise ValueError(f"schedule.{name}={value} must be a finite number above 0")
+        if self.step_seconds is not None and self.transfer_seconds is not None:
+            needed = _interval_needed(num_fragments, self.step_seconds, self.transfer_seconds)
+            if needed > self.interval:
+                raise ValueError(
+                    f"schedule.interval={self.interval}: {num_fragments} transfers of "
+                    f"{self.transfer_seconds:g} s do not fit into {self.interval} steps of "
+                    f"{self.step_seconds:g} s; use interval >= {needed}"
+                )
+
+    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+        """Return the fragment chosen at this boundary, if it is one of decision."""
+        plan = history.plan
+        count, since = plan["transmissions"], step - plan["epoch"]
+        decision = since * count // knobs.interval
+        if decision < 1 or -(-decision * knobs.interval // count) != since:
+            return ()
+        free = [p for p in range(history.num_fragments) if self._is_free(p, step, history)]
+        stale = [p for p in free if step - history.launched[p] >= knobs.interval]
+        if stale:
+            return [min(stale, key=lambda p: history.launched[p])]
+        return [max(free, key=lambda p: self._change_rate(p, history))] if free else ()
+
+    def advance(self, history: History, knobs: Knobs) -> None:
+        """Count the transmissions again from what has been agreed; a change starts a new epoch."""
+        plan = history.plan
+        count = self._transmissions(history, knobs.interval)
+        if not plan:
+            plan.update(transmissions=count, epoch=0, is_warned=False)
+        elif count != plan["transmissions"]:
+            plan.update(transmissions=count, epoch=history.step)
+        self._warn_if_too_slow(history, knobs)
+
+    def _transmissions(self, history: History, interval: int) -> int:
+        """Eq. (9): N, at most one per inner step."""
+        compute, transfer = self._seconds(history)
+        if compute is None or not transfer:
+            return history.num_fragments
+        wanted = math.floor(self.gamma * interval * compute / transfer)
+        return min(max(history.num_fragments, wanted), interval)
+
+    def _seconds(self, history: History) -> tuple[float | None, float | None]:
+        """Return T_c and T_s as given or agreed; None before the first transfer was applied."""
+        if not any(history.rounds):
+            return None, None
+        measured = [s for s in history.transfer_seconds if s is not None]
+        mean = sum(measured) / len(measured) if measured else None
+        return self.step_seconds or history.step_seconds, self.transfer_seconds or mean
+
+    def _is_free(self, fragment: int, step: int, history: History) -> bool:
+        if history.under_way[fragment]:
+            return False
+        compute, transfer = self._seconds(history)
+        if not compute or not transfer or not history.launched[fragment]:
+            return True
+        return step - history.launched[fragment] >= math.ceil(transfer / compute)
+
+    def _change_rate(self, fragment: int, history: History) -> float:
+        """Eq. (11): R_p."""
+        norm = history.mean_norm[fragment]
+        if norm is None:
+            return math.inf
+        if self.norm == "rms":
+            norm /= math.sqrt(max(history.fragment_numel[fragment], 1))
+        return norm / history.intervals[fragment]
+
+    def _warn_if_too_slow(self, history: History, knobs: Knobs) -> None:
+        compute, transfer = self._seconds(history)
+        if not compute or not transfer or history.plan["is_warned"]:
+            return
+        needed = _interval_needed(history.num_fragments, compute, transfer)
+        if needed > knobs.interval:
+            history.plan["is_warned"] = True
+            logger.warning(
+                "the link cannot carry every fragment once in schedule.interval=%d steps: %d "
+                "transfers of %.3g s, steps of %.3g s; training will wait for it, or use "
+                "interval >= %d",
+                knobs.interval, history.num_fragments, transfer, compute, needed,
+            )  # fmt: skip
+
+
+def _interval_needed(num_fragments: int, step_seconds: float, transfer_seconds: float) -> int:
+    """Return the smallest H with `P * T_s <= H * T_c`."""
+    return math.ceil(num_fragments * transfer_seconds / step_seconds)

@@ -1,0 +1,103 @@
+"""Layer-wise partial synchronisation: which layers to send in which of H iterations.
+
+Source: DreamDDP (arXiv:2502.11058, Alg. 2, eq. 7-12). Layers are fragments. Each is sent once in
+H iterations, launched inside the backward as soon as its own gradients are done, so that its
+transfer hides behind the rest of the backward; layer_assignment.py finds the assignment of
+layers to iterations that takes least time, and fills idle link time with further layers.
+
+`when="before"`: sent with the weights before this step's update; the inner engine is left alone.
+`when="after"`: the layer's own optimizer step is taken inside the backward, then it is sent (the
+paper's order). Both need a backend that sees a layer's gradients complete. `backwards` is the
+number of backward passes (micro-batches) per inner step: only the last one counts.
+
+The times come from the run itself: the first period uses equal times for all layers; from then on
+the largest of all clusters' averages, looked at again at every period's end. A new table is made
+when one has moved by more than 20 %. `backward_seconds` and `transfer_seconds`, one per layer in
+model order, fix them instead, which makes a run reproducible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsx.schedule.layer_assignment import layer_table
+from dsx.schedule.periodic import BackwardTrigger, require_interval
+from dsx.types import History, Knobs, Stage
+
+_TOLERATED_CHANGE = 0.2
+
+
+@dataclass(frozen=True)
+class Layerwise:
+    """Send layers by DreamDDP's table, from inside the backward."""
+
+    interval: int
+    when: BackwardTrigger = "before"
+    backwards: int = 1
+    backward_seconds: tuple[float, ...] | None = None
+    transfer_seconds: tuple[float, ...] | None = None
+
+    uses_norms = False
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Unless both times are given."""
+        return self.backward_seconds is None
+
+    def validate(self, num_fragments: int) -> None:
+        """Require H >= 1, both times or neither, and one per layer."""
+        require_interval(self.interval)
+        if self.backwards < 1:
+            raise ValueError(f"schedule.backwards={self.backwards} must be at least 1")
+        if (self.backward_seconds is None) != (self.transfer_seconds is None):
+            raise ValueError(
+                "schedule.backward_seconds and schedule.transfer_seconds belong together: give "
+                "both, one number per layer, or neither to measure them"
+            )
+        for name in ("backward_seconds", "transfer_seconds"):
+            values = getattr(self, name)
+            if values is not None and len(values) != num_fragments:
+                raise ValueError(
+                    f"schedule.{name} has {len(values)} numbers for {num_fragments} layers "
+                    "(fragments); give one per layer, in model order"
+                )
+        if self.backward_seconds is not None and self.transfer_seconds is not None:
+            layer_table(self.backward_seconds, self.transfer_seconds, self.interval)
+
+    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+        """Return this iteration's layers, the last one of the model first."""
+        plan = history.plan
+        return plan["table"][step - plan["start"] - 1]
+
+    def advance(self, history: History, knobs: Knobs) -> None:
+        """At a period's end, look at the times again; keep the table while they hold."""
+        plan = history.plan
+        if plan and history.step < plan["start"] + len(plan["table"]):
+            return
+        backward, transfer = self._seconds(history)
+        is_same = (
+            bool(plan)
+            and len(plan["table"]) == knobs.interval
+            and _is_close(backward, plan["backward"])
+            and _is_close(transfer, plan["transfer"])
+        )
+        if not is_same:
+            table = layer_table(backward, transfer, knobs.interval)
+            plan.update(table=[list(row) for row in table], backward=backward, transfer=transfer)
+        plan["start"] = history.step
+
+    def _seconds(self, history: History) -> tuple[list[float], list[float]]:
+        """Return the times per layer as given, as agreed, or all equal before there are any."""
+        if self.backward_seconds is not None and self.transfer_seconds is not None:
+            return list(self.backward_seconds), list(self.transfer_seconds)
+        backward = [s for s in history.backward_seconds if s is not None]
+        transfer = [s for s in history.transfer_seconds if s is not None]
+        if len(backward) < history.num_fragments or len(transfer) < history.num_fragments:
+            return [1.0] * history.num_fragments, [1.0] * history.num_fragments
+        return backward, transfer
+
+
+def _is_close(new: Sequence[float], old: Sequence[float]) -> bool:
+    pairs = zip(new, old, strict=True)
+    return all(abs(a - b) <= _TOLERATED_CHANGE * max(abs(b), 1e-12) for a, b in pairs)
