@@ -1,0 +1,79 @@
+"""The table and the figure of a convergence study."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsx.report import format_bytes
+
+BASELINE = "data_parallel"
+
+
+def print_table(rows: list[dict[str, Any]], title: str) -> None:
+    """Print one line per preset, the best first."""
+    names = list(dict.fromkeys(row["preset"] for row in rows))
+    table = Table(title=title)
+    for heading in ("preset", "outer lr", "momentum", "val loss", "gap %", "sent", "syncs"):
+        table.add_column(heading, justify="left" if heading == "preset" else "right")
+    ordered = sorted(names, key=lambda n: mean(r["val_loss"] for r in rows if r["preset"] == n))
+    for name in ordered:
+        own = [row for row in rows if row["preset"] == name]
+        first = own[0]
+        table.add_row(
+            name,
+            "" if first["lr"] is None else f"{first['lr']:g}",
+            "" if first["momentum"] is None else f"{first['momentum']:g}",
+            spread([row["val_loss"] for row in own], 4),
+            spread([row["gap_percent"] for row in own], 1),
+            format_bytes(first["bytes_per_cluster"]),
+            f"{first['syncs']:g}",
+        )
+    Console(width=100).print(table)
+    print("gap: validation loss above data parallel's of the same seed; +-: standard deviation")
+
+
+def spread(values: list[float], digits: int) -> str:
+    noise = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{mean(values):.{digits}f}{noise}"
+
+
+def plot(rows: list[dict[str, Any]], interval: int, file: Path) -> None:
+    """Draw the gap to data parallel against the rounds, and the final gaps with their spread."""
+    from matplotlib.figure import Figure
+
+    baseline = {row["seed"]: row["curve"] for row in rows if row["preset"] == BASELINE}
+    names = [n for n in dict.fromkeys(row["preset"] for row in rows) if n != BASELINE]
+    names.sort(key=lambda n: mean(r["gap_percent"] for r in rows if r["preset"] == n))
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    colors = [f"C{i}" for i in range(10)]
+    for name, color in zip(names, colors, strict=False):
+        own = [row for row in rows if row["preset"] == name]
+        gaps = [
+            [
+                100 * (loss / base - 1)
+                for (_, loss), (_, base) in zip(r["curve"], baseline[r["seed"]], strict=True)
+            ]
+            for r in own
+        ]
+        rounds = [step / interval for step, _ in own[0]["curve"]]
+        left.plot(rounds, [mean(g) for g in zip(*gaps, strict=True)], label=name, color=color)
+    left.set(xlabel=f"rounds of H = {interval}", ylabel="validation loss above data parallel, %")
+    left.legend(fontsize=8)
+    for place, (name, color) in enumerate(zip(names, colors, strict=False)):
+        final = [row["gap_percent"] for row in rows if row["preset"] == name]
+        right.barh(place, mean(final), color=color)
+        right.plot(final, [place] * len(final), "k.", markersize=4)
+    right.set_yticks(range(len(names)), names)
+    right.invert_yaxis()
+    right.set(xlabel="gap at the end, % (dots: seeds)")
+    for axes in (left, right):
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(file, dpi=150)
