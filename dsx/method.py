@@ -67,8 +67,8 @@ class Method:
     ) -> None:
         """Raise ValueError, with the value, what is allowed and the nearest setting that works.
 
-        With the number of clusters, and of inner steps to be taken, it also issues a
-        `SettingWarning` for an outer rate beyond 0.8 of what is stable and for too few rounds.
+        Given the number of clusters, it also issues a `SettingWarning` for an outer rate beyond
+        0.8 of what is stable; given the number of inner steps to be taken, for too few rounds.
         `num_fragments` is the model's, where the fragmenter alone cannot know it.
         """
         count = num_fragments if num_fragments is not None else self.fragments.num_fragments
@@ -141,10 +141,9 @@ class Method:
         rules: dict[type, LinearRule] = {SGD: "sgd", Momentum: "momentum", Nesterov: "nesterov"}
         rule = rules[type(outer)]
         found: list[str] = []
-        is_known = num_clusters is not None or not self.delay.splits_update
         lr = getattr(outer, "lr")  # noqa: B009 - every rule that is left has one
-        if is_known:
-            fresh_share = 1 / num_clusters if num_clusters and self.delay.splits_update else 0.0
+        if num_clusters is not None:
+            fresh_share = 1 / num_clusters if self.delay.splits_update else 0.0
             delay_rounds = self.delay.rounds_under_way
             limit = largest_stable_rate(rule, momentum, delay_rounds, fresh_share)
             if lr > _SAFE_SHARE * limit:

@@ -1,17 +1,23 @@
 """The methods in plain torch, one loop, without dsx: the oracle of the other tests.
 
-Written from the definitions: D = anchor - local (descent sign), the mean over clusters, an outer
-rule, and a merge. Per parameter, no flat buffers, no threads, no hooks.
+Written from the definitions: what each cluster sends, the mean over clusters, an outer rule, and
+a merge. Per parameter, no flat buffers, no threads, no hooks. Eager overlap is in the *paper's*
+form, each cluster with its own anchor, so that the shared form of dsx is checked against it.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from tests.reference_schedules import Adaptive, Clock, due_by_table, due_periodic, due_streaming
+
+Tensors = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,203 @@ class Recipe:
     rule: str  # sgd | momentum | nesterov
     eta: float
     mu: float = 0.0
+    delay: str = "blend"  # blend | compensation | delayed | eager | average
+    lam: float = 0.5  # compensation
+    mode: str = "constant"  # constant | dc_asgd | scale_free
+    first_round: str = "restart"  # delayed: restart | local
+    outer_steps: int = 1  # eager: n
+    when: str | None = None  # average inside the backward: before | after
+    penalty: str | None = None  # tensor | element
+    clip: float | None = None
+    adaptive: Adaptive | None = None
+    table: Sequence[Sequence[int]] | None = None
+
+
+@dataclass
+class Flight:
+    """A transfer: what every cluster sent, and the mean."""
+
+    fragment: int
+    launched: int
+    interval: int
+    own: list[Tensors]  # contributions by cluster
+    sent: list[Tensors]  # parameters by cluster
+    mean: Tensors
+    first_step: Tensors  # CO2: mean size of the round's first inner step
+
+
+@dataclass
+class Reference:
+    """The outer training of C clusters; `boundary` is called after every inner step."""
+
+    recipe: Recipe
+    local: list[Tensors]
+    clock: Clock
+    anchor: Tensors = field(default_factory=dict)
+    buffer: Tensors = field(default_factory=dict)
+    own_anchor: list[Tensors] = field(default_factory=list)  # eager, the paper's Theta^m
+    own_buffer: list[Tensors] = field(default_factory=list)
+    start: list[Tensors] = field(default_factory=list)  # where each cluster's round started
+    first_step: Tensors = field(default_factory=dict)
+    last_update: Tensors = field(default_factory=dict)
+    in_flight: list[Flight] = field(default_factory=list)
+    past: dict[int, list[Flight]] = field(default_factory=dict)  # by fragment, for eager
+
+    def __post_init__(self) -> None:
+        self.anchor = {n: p.detach().clone() for n, p in self.local[0].items()}
+        self.buffer = {n: torch.zeros_like(p) for n, p in self.anchor.items()}
+        self.own_anchor = [copy.deepcopy(self.anchor) for _ in self.local]
+        self.own_buffer = [copy.deepcopy(self.buffer) for _ in self.local]
+        self.start = [copy.deepcopy(self.anchor) for _ in self.local]
+        self.past = {p: [] for p in range(len(self.recipe.fragments))}
+
+    def boundary(self, step: int, before: list[Tensors]) -> None:
+        """Launch what is due, then apply what is ripe; `before`: the weights before this step."""
+        self.observe_first_steps(step)
+        for p in self.due(step):
+            self.launch(p, step, before)
+        for flight in [f for f in self.in_flight if self.is_ripe(f, step)]:
+            self.in_flight.remove(flight)
+            self.apply(flight, step)
+        for p, launched in enumerate(self.clock.launched):
+            if launched == step:
+                for m, theta in enumerate(self.local):
+                    for n in self.recipe.fragments[p]:
+                        self.start[m][n] = theta[n].detach().clone()
+        if self.recipe.adaptive is not None:
+            self.recipe.adaptive.end_boundary(step, self.recipe.interval, self.clock)
+
+    def due(self, step: int) -> Sequence[int]:
+        recipe, count = self.recipe, len(self.recipe.fragments)
+        if recipe.adaptive is not None:
+            return recipe.adaptive.due(step, recipe.interval, self.clock)
+        if recipe.table is not None:
+            return due_by_table(recipe.table, step)
+        due = due_streaming if recipe.streaming else due_periodic
+        return due(step, recipe.interval, count)
+
+    def launch(self, p: int, step: int, before: list[Tensors]) -> None:
+        recipe, names = self.recipe, self.recipe.fragments[p]
+        weights = before if recipe.when == "before" else self.local
+        sent = [{n: theta[n].detach().clone() for n in names} for theta in weights]
+        own: list[Tensors] = []
+        for m, theta in enumerate(sent):
+            if recipe.delay == "average":
+                own.append(theta)
+            elif recipe.delay == "eager" or recipe.first_round == "local":
+                own.append({n: self.start[m][n] - theta[n] for n in names})
+            else:
+                own.append({n: self.anchor[n] - theta[n] for n in names})
+        mean = {n: sum(d[n] for d in own) / len(own) for n in names}
+        interval = step - self.clock.launched[p]
+        first = {n: self.first_step[n] for n in names} if recipe.penalty else {}
+        flight = Flight(p, step, interval, own, sent, mean, first)
+        self.clock.launched[p] = step
+        self.clock.under_way[p] += 1
+        self.in_flight.append(flight)
+        self.past[p].append(flight)
+        if recipe.delay == "delayed" and len(self.past[p]) == 1:  # nothing to apply yet
+            if recipe.first_round == "restart":
+                for theta in self.local:
+                    for n in names:
+                        theta[n].copy_(self.anchor[n])
+            self.clock.under_way[p] = 0
+        if recipe.delay == "eager":
+            self.eager_step(p)
+
+    def is_ripe(self, flight: Flight, step: int) -> bool:
+        if self.recipe.delay == "delayed":
+            return self.past[flight.fragment][-1] is not flight
+        if self.recipe.delay == "eager":
+            return len(self.past[flight.fragment]) > self.recipe.outer_steps + self.past[
+                flight.fragment
+            ].index(flight)
+        return step >= flight.launched + self.recipe.tau
+
+    def apply(self, flight: Flight, step: int) -> None:
+        self.clock.complete(flight.fragment, flight.interval, flight.mean)
+        if self.recipe.delay == "average":
+            for theta, sent in zip(self.local, flight.sent, strict=True):
+                for n, mean in flight.mean.items():
+                    theta[n].add_(mean - sent[n])
+            return
+        for n in flight.mean:
+            gradient = self.penalised(n, flight)
+            update = self.outer_update(self.buffer[n], gradient)
+            self.anchor[n] -= update
+            if self.recipe.penalty:
+                self.last_update[n] = self.size(update)
+        if self.recipe.delay != "eager":
+            for m, theta in enumerate(self.local):
+                for n in flight.mean:
+                    theta[n].copy_(self.merged(n, theta[n], m, flight, step))
+
+    def merged(self, n: str, theta: Tensor, m: int, flight: Flight, step: int) -> Tensor:
+        """What a cluster goes on from, by the apply rule."""
+        if self.recipe.delay == "delayed":
+            return self.anchor[n]
+        if self.recipe.delay == "blend":
+            return (1 - self.recipe.alpha) * theta + self.recipe.alpha * self.anchor[n]
+        tau, sent = step - flight.launched, flight.sent[m][n]
+        g = (sent - theta) / tau
+        lam: Any = self.recipe.lam
+        if self.recipe.mode == "dc_asgd":
+            lam = lam / torch.sqrt((g * g).mean() + 1e-7)
+        elif self.recipe.mode == "scale_free":
+            lam = lam / (g * g).mean()
+        correction = lam * g * g * (self.anchor[n] - sent) / flight.interval
+        if self.recipe.mode == "scale_free":
+            correction = torch.maximum(torch.minimum(correction, g.abs()), -g.abs())
+        return self.anchor[n] - tau * (g + correction)
+
+    def eager_step(self, p: int) -> None:
+        """Eager Updates, Alg. 3: E_k^m = D_{k-n} + (D_k^m - D_{k-n}^m) / C, own anchors."""
+        num_clusters, past = len(self.local), self.past[p]
+        fresh = past[-1]
+        late = past[-1 - self.recipe.outer_steps] if len(past) > self.recipe.outer_steps else None
+        for m, theta in enumerate(self.local):
+            for n in self.recipe.fragments[p]:
+                gradient = fresh.own[m][n] / num_clusters
+                if late is not None:
+                    gradient = gradient + late.mean[n] - late.own[m][n] / num_clusters
+                self.own_anchor[m][n] -= self.outer_update(self.own_buffer[m][n], gradient)
+                theta[n].copy_(self.own_anchor[m][n])
+        if late is None:
+            self.clock.under_way[p] = 0
+
+    def outer_update(self, buffer: Tensor, gradient: Tensor) -> Tensor:
+        recipe = self.recipe
+        if recipe.rule == "sgd":
+            return recipe.eta * gradient
+        buffer.copy_(recipe.mu * buffer + gradient)
+        direction = buffer if recipe.rule == "momentum" else gradient + recipe.mu * buffer
+        if recipe.clip is not None:
+            direction = direction.clamp(-recipe.clip, recipe.clip)
+        return recipe.eta * direction
+
+    def penalised(self, n: str, flight: Flight) -> Tensor:
+        """CO2, eq. 3: D / L with L = |last update| / (H * |first step of the round|) + 1."""
+        if self.recipe.penalty is None:
+            return flight.mean[n]
+        moved = self.last_update.get(n, torch.zeros_like(flight.first_step[n]))
+        reach = flight.interval * flight.first_step[n]
+        gap = torch.where(moved == 0, torch.zeros_like(moved), moved / reach) + 1
+        return flight.mean[n] / gap
+
+    def size(self, x: Tensor) -> Tensor:
+        return x.norm() if self.recipe.penalty == "tensor" else x.abs()
+
+    def observe_first_steps(self, step: int) -> None:
+        if self.recipe.penalty is None:
+            return
+        for p, launched in enumerate(self.clock.launched):
+            if launched == step - 1:
+                for n in self.recipe.fragments[p]:
+                    sizes = [
+                        self.size(theta[n] - start[n])
+                        for theta, start in zip(self.local, self.start, strict=True)
+                    ]
+                    self.first_step[n] = sum(sizes) / len(sizes)  # type: ignore[assignment]
 
 
 def train_reference(
@@ -36,58 +239,29 @@ def train_reference(
     num_clusters: int,
     num_steps: int,
     skipped: Sequence[tuple[int, int]] = (),
-) -> tuple[list[dict[str, Tensor]], dict[str, Tensor]]:
+) -> tuple[list[Tensors], Tensors]:
     """Return every cluster's parameters and the anchor after `num_steps` inner steps.
 
     `compute_loss(model, cluster, step)` gives the loss of one inner step (from 1); a pair
-    `(cluster, step)` in `skipped` is an overflow step: counted, not taken.
+    `(cluster, step)` in `skipped` is an overflow step: counted, not taken. The anchor is empty
+    where parameters are averaged.
     """
     models = [copy.deepcopy(model) for _ in range(num_clusters)]
     optimizers = [make_optimizer(m) for m in models]
     local = [dict(m.named_parameters()) for m in models]
-    anchor = {n: p.detach().clone() for n, p in local[0].items()}
-    buffer = {n: torch.zeros_like(p) for n, p in anchor.items()}
-    in_flight: list[tuple[int, int, dict[str, Tensor]]] = []  # due step, fragment, mean D
-
+    if recipe.adaptive is not None:
+        recipe.adaptive.restart(len(recipe.fragments))
+    clock = Clock(len(recipe.fragments))
+    with torch.no_grad():
+        reference = Reference(recipe, local, clock)  # type: ignore[arg-type]
     for step in range(1, num_steps + 1):
+        before = [{n: p.detach().clone() for n, p in theta.items()} for theta in local]
         for m, (net, optimizer) in enumerate(zip(models, optimizers, strict=True)):
             optimizer.zero_grad()
             compute_loss(net, m, step).backward()
             if (m, step) not in skipped:
                 optimizer.step()
         with torch.no_grad():
-            for p in _due(recipe, step):
-                mean = {
-                    n: sum(anchor[n] - theta[n] for theta in local) / num_clusters
-                    for n in recipe.fragments[p]
-                }
-                in_flight.append((step + recipe.tau, p, mean))
-            ripe = [entry for entry in in_flight if entry[0] == step]
-            in_flight = [entry for entry in in_flight if entry[0] != step]
-            for _, p, mean in ripe:
-                for n in recipe.fragments[p]:
-                    _outer_step(recipe, anchor[n], buffer[n], mean[n])
-                    for theta in local:
-                        theta[n].copy_((1 - recipe.alpha) * theta[n] + recipe.alpha * anchor[n])
+            reference.boundary(step, before)
+    anchor = {} if recipe.delay == "average" else reference.anchor
     return [{n: p.detach().clone() for n, p in theta.items()} for theta in local], anchor
-
-
-def _due(recipe: Recipe, step: int) -> list[int]:
-    count = len(recipe.fragments)
-    if not recipe.streaming:
-        return list(range(count)) if step % recipe.interval == 0 else []
-    offsets = [(p + 1) * recipe.interval // count for p in range(count)]
-    return [
-        p for p in range(count) if step >= offsets[p] and not (step - offsets[p]) % recipe.interval
-    ]
-
-
-def _outer_step(recipe: Recipe, anchor: Tensor, buffer: Tensor, mean: Tensor) -> None:
-    if recipe.rule == "sgd":
-        anchor -= recipe.eta * mean
-        return
-    buffer.copy_(recipe.mu * buffer + mean)
-    if recipe.rule == "momentum":
-        anchor -= recipe.eta * buffer
-    else:
-        anchor -= recipe.eta * (mean + recipe.mu * buffer)

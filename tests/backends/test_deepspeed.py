@@ -49,7 +49,7 @@ def ds_config(stage: int, precision: str, preset: str) -> dict[str, Any]:
         "dsx": {
             "preset": preset,
             "clusters": {"num_clusters": NUM_CLUSTERS, "deadline_seconds": 30},
-            **CASES[preset][0],
+            **CASES[preset].overrides,
         },
     }
     if precision.startswith("bf16"):
@@ -162,7 +162,7 @@ def test_equals_the_reference(case: Any, trained: list[list[dict[str, Any]]]) ->
         TinyNet(0),
         lambda model: make_optimizer(kind, GROUPS[groups](model)),
         lambda model, cluster, step: mean_loss(model, cluster, step, PARTS),
-        CASES[preset][1],
+        CASES[preset].recipe,
         NUM_CLUSTERS,
         NUM_STEPS,
     )
@@ -212,7 +212,7 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(stage: int) -> None
         TinyNet(0),
         lambda model: make_optimizer("sgd", GROUPS["two"](model)),
         lambda model, cluster, step: mean_loss(model, cluster, step, PARTS),
-        CASES["streaming_diloco"][1],
+        CASES["streaming_diloco"].recipe,
         NUM_CLUSTERS,
         NUM_STEPS,
         skipped=[(0, 4), (0, 6)],

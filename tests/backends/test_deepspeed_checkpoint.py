@@ -114,7 +114,7 @@ def train_with_metrics(base: str) -> bool:
 
 def test_metrics_are_for_the_cluster_and_survive_a_resume(tmp_path: Path) -> None:
     assert run_distributed(train_with_metrics, 4, str(tmp_path), timeout_seconds=120)
-    recipe = CASES["streaming_diloco"][1]
+    recipe = CASES["streaming_diloco"].recipe
     numel = {n: p.numel() for n, p in TinyNet().named_parameters()}
     for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
         written = records(tmp_path / "metrics" / name)

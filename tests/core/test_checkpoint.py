@@ -18,11 +18,11 @@ from dsx.checkpoint import (
     rank_file,
     save_state,
 )
-from dsx.config import preset, resolve_method
+from dsx.config import preset
 from dsx.outer_loop import OuterLoop
 from dsx.transfer import Transfer
 from tests.simulated import Simulated
-from tests.tiny import CASES, TinyNet, mean_loss
+from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
 NUM_CLUSTERS, NUM_STEPS = 2, 14
 
@@ -32,13 +32,13 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 def new_run(name: str) -> Simulated:
-    return Simulated(TinyNet(), adamw, preset(name, **CASES[name][0]), NUM_CLUSTERS)
+    return Simulated(TinyNet(), adamw, ALL_CASES[name].method(NUM_CLUSTERS), NUM_CLUSTERS)
 
 
 @pytest.mark.parametrize("stop", range(1, 10))
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ALL_CASES)
 def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
-    axes = resolve_method(name, CASES[name][0])[1]
+    axes = ALL_CASES[name].axes()
     whole, first = new_run(name), new_run(name)
     for _ in range(NUM_STEPS):
         whole.train_step(mean_loss)

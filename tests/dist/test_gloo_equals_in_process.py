@@ -23,7 +23,7 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 def block(name: str, num_clusters: int, **more: Any) -> dict[str, Any]:
     clusters = {"num_clusters": num_clusters, "deadline_seconds": 20}
-    return {"dsx": {"preset": name, "clusters": clusters, **CASES[name][0], **more}}
+    return {"dsx": {"preset": name, "clusters": clusters, **CASES[name].overrides, **more}}
 
 
 def train(
@@ -82,7 +82,7 @@ def check_export(clusters: list[dict[str, Any]], name: str) -> None:
 def test_every_preset(num_clusters: int) -> None:
     results = run_distributed(train_every_preset, num_clusters, num_clusters)
     for name in CASES:
-        run = Simulated(TinyNet(), adamw, preset(name, **CASES[name][0]), num_clusters)
+        run = Simulated(TinyNet(), adamw, CASES[name].method(), num_clusters)
         for _ in range(NUM_STEPS):
             run.train_step(mean_loss)
         for cluster, expected in enumerate(run.parameters()):

@@ -36,7 +36,7 @@ def write_config(path: Path, **clusters: Any) -> Path:
                 "deadline_seconds": 20,
                 **clusters,
             },
-            **CASES["streaming_diloco"][0],
+            **CASES["streaming_diloco"].overrides,
         },
     }
     path.write_text(json.dumps(config))
