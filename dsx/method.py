@@ -72,11 +72,10 @@ class Method:
         `num_fragments` is the model's, where the fragmenter alone cannot know it.
         """
         count = num_fragments if num_fragments is not None else self.fragments.num_fragments
-        if count is not None:
-            if count < 1:
-                raise ValueError(f"fragments.num_fragments={count} must be at least 1")
-            self.schedule.validate(count)
-            self.control.validate(self.knobs, count)
+        if count is not None and count < 1:
+            raise ValueError(f"fragments.num_fragments={count} must be at least 1")
+        self.schedule.validate(count)
+        self.control.validate(self.knobs, count)
         self.delay.validate(self.schedule.interval)
         self.outer_optimizer.validate()
         self._validate_anchor()

@@ -26,6 +26,8 @@ class InProcessHub:
             raise ValueError(f"num_clusters={num_clusters} must be at least 1")
         self.num_clusters = num_clusters
         self._queues: dict[int, list[deque[InProcessPending]]] = {}
+        self._launches = [0] * num_clusters
+        self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
         self._broadcasts: dict[int, Tensor] = {}
 
     def transports(self) -> list[InProcessTransport]:
@@ -34,10 +36,24 @@ class InProcessHub:
 
     def submit(self, fragment: int, pending: InProcessPending) -> None:
         """Queue one cluster's exchange; run it if it was the last one missing."""
+        self._require_same_launch(pending)
         queues = self._queues.setdefault(fragment, [deque() for _ in range(self.num_clusters)])
         queues[pending.cluster_id].append(pending)
         while all(queues):
             _run([queue.popleft() for queue in queues])
+
+    def _require_same_launch(self, pending: InProcessPending) -> None:
+        """Raise PeerLost unless the n-th launch of one cluster is the n-th of all."""
+        self._launches[pending.cluster_id] += 1
+        number = self._launches[pending.cluster_id]
+        first, what = self._announced.setdefault(number, (pending.cluster_id, pending.what))
+        if what != pending.what:
+            raise PeerLost(
+                f"cluster {first} has {what}, cluster {pending.cluster_id} {pending.what}: the "
+                "clusters have lost step"
+            )
+        if min(self._launches) >= number:
+            del self._announced[number]
 
     def broadcast(self, cluster_id: int, fragment: int, tensor: Tensor) -> None:
         """Store cluster 0's tensor, copy it into the others'; cluster 0 has to come first."""
@@ -114,10 +130,6 @@ def _run(group: list[InProcessPending]) -> None:
     num_clusters = len(group)
     for pending in group:
         pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
-        if pending.what != group[0].what:
-            raise PeerLost(
-                f"cluster 0 has {group[0].what}, cluster {pending.cluster_id} {pending.what}"
-            )
     yielded = [next(p.exchange) for p in group]
     while True:
         for pending, x in zip(group, yielded, strict=True):

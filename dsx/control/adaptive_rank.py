@@ -53,7 +53,7 @@ class AdaptiveRank:
         """Unless both times are given."""
         return self.step_seconds is None or self.round_seconds is None
 
-    def validate(self, initial: Knobs, num_fragments: int) -> None:
+    def validate(self, initial: Knobs, num_fragments: int | None) -> None:
         """Require ordered bounds, a target share, and H_min that every fragment fits into."""
         if not 1 <= self.min_rank <= self.rank <= self.max_rank:
             raise ValueError(
@@ -72,7 +72,7 @@ class AdaptiveRank:
                 f"control.min_interval={self.min_interval} must be at least 1 and at most "
                 f"schedule.interval={initial.interval}, which H starts from"
             )
-        if self.min_interval < num_fragments:
+        if num_fragments is not None and self.min_interval < num_fragments:
             raise ValueError(
                 f"control.min_interval={self.min_interval} leaves less than one step for each of "
                 f"the {num_fragments} fragments; use min_interval >= {num_fragments}"

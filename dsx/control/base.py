@@ -24,7 +24,7 @@ class Control(Protocol):
         """Whether it decides from measured times, which then travel with the transfers."""
         ...
 
-    def validate(self, initial: Knobs, num_fragments: int) -> None:
+    def validate(self, initial: Knobs, num_fragments: int | None) -> None:
         """Raise ValueError for values that cannot work with the initial knobs."""
         ...
 
@@ -54,7 +54,7 @@ class Fixed:
 
     uses_seconds = False
 
-    def validate(self, initial: Knobs, num_fragments: int) -> None:
+    def validate(self, initial: Knobs, num_fragments: int | None) -> None:
         """Accept everything."""
 
     def note_numel(self, initial: Knobs) -> int:

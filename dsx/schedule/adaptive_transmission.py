@@ -50,7 +50,7 @@ class AdaptiveTransmission:
         """Unless both times are given."""
         return self.step_seconds is None or self.transfer_seconds is None
 
-    def validate(self, num_fragments: int) -> None:
+    def validate(self, num_fragments: int | None) -> None:
         """Require P <= H, 0 < gamma <= 1, and a link that can carry every fragment once."""
         require_interval(self.interval)
         require_step_per_fragment(num_fragments, self.interval, "adaptive")
@@ -63,7 +63,9 @@ class AdaptiveTransmission:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"schedule.{name}={value} must be a finite number above 0")
-        if self.step_seconds is not None and self.transfer_seconds is not None:
+        is_fixed = self.step_seconds is not None and self.transfer_seconds is not None
+        if is_fixed and num_fragments is not None:
+            assert self.step_seconds is not None and self.transfer_seconds is not None
             needed = _interval_needed(num_fragments, self.step_seconds, self.transfer_seconds)
             if needed > self.interval:
                 raise ValueError(

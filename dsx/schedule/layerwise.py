@@ -45,7 +45,7 @@ class Layerwise:
         """Unless both times are given."""
         return self.backward_seconds is None
 
-    def validate(self, num_fragments: int) -> None:
+    def validate(self, num_fragments: int | None) -> None:
         """Require H >= 1, both times or neither, and one per layer."""
         require_interval(self.interval)
         if self.backwards < 1:
@@ -57,7 +57,7 @@ class Layerwise:
             )
         for name in ("backward_seconds", "transfer_seconds"):
             values = getattr(self, name)
-            if values is not None and len(values) != num_fragments:
+            if None not in (values, num_fragments) and len(values) != num_fragments:
                 raise ValueError(
                     f"schedule.{name} has {len(values)} numbers for {num_fragments} layers "
                     "(fragments); give one per layer, in model order"

@@ -51,8 +51,8 @@ class Schedule(Protocol):
         """Whether it decides from the norms of the means."""
         ...
 
-    def validate(self, num_fragments: int) -> None:
-        """Raise ValueError if this schedule cannot serve that many fragments."""
+    def validate(self, num_fragments: int | None) -> None:
+        """Raise ValueError if this schedule cannot serve that many fragments (None: not known)."""
         ...
 
     def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
@@ -78,7 +78,7 @@ class Periodic:
     uses_seconds = False
     uses_norms = False
 
-    def validate(self, num_fragments: int) -> None:
+    def validate(self, num_fragments: int | None) -> None:
         """Require H >= 1; any number of fragments can be sent at once."""
         require_interval(self.interval)
 
@@ -102,7 +102,7 @@ class Streaming:
     uses_seconds = False
     uses_norms = False
 
-    def validate(self, num_fragments: int) -> None:
+    def validate(self, num_fragments: int | None) -> None:
         """Require 1 <= P <= H, so that no two fragments share a step."""
         require_interval(self.interval)
         require_step_per_fragment(num_fragments, self.interval, "streaming")
@@ -136,9 +136,9 @@ def require_interval(interval: int) -> None:
         raise ValueError(f"schedule.interval={interval} must be at least 1 inner step")
 
 
-def require_step_per_fragment(num_fragments: int, interval: int, kind: str) -> None:
+def require_step_per_fragment(num_fragments: int | None, interval: int, kind: str) -> None:
     """Raise ValueError unless P <= H."""
-    if num_fragments > interval:
+    if num_fragments is not None and num_fragments > interval:
         raise ValueError(
             f"fragments.num_fragments={num_fragments} does not fit schedule.interval="
             f"{interval}: a schedule of type {kind!r} needs one inner step per fragment "

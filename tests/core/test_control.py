@@ -1,0 +1,117 @@
+"""DiLoCoX's adaptive rank and H: what it measures, what it decides, and that all decide alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from dsx.config import ConfigError, preset
+from dsx.control.adaptive_rank import AdaptiveRank, leading_squares
+from dsx.types import Fragment, History, Knobs, Slot
+from tests.simulated import Simulated
+from tests.tiny import TinyNet, mean_loss
+
+
+def matrix_of_rank(
+    rank: int, rows: int = 30, columns: int = 20, noise: float = 0.0
+) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rank)
+    a = torch.randn(rows, rank, generator=generator)
+    b = torch.randn(rank, columns, generator=generator)
+    return a @ b + noise * torch.randn(rows, columns, generator=generator)
+
+
+@pytest.mark.parametrize("rank", [1, 3, 20])
+def test_leading_squares_are_those_of_the_singular_values(rank: int) -> None:
+    matrix = matrix_of_rank(rank)
+    exact = torch.linalg.svdvals(matrix).square()
+    torch.testing.assert_close(leading_squares(matrix, 20), exact, rtol=1e-3, atol=1e-2)
+    few = leading_squares(matrix, 4)
+    assert few.sum() <= exact.sum() * (1 + 1e-5)
+    assert few.sum() >= 0.9 * exact[:4].sum()
+
+
+def decide_rounds(control: AdaptiveRank, matrix: torch.Tensor, rounds: int) -> list[int]:
+    fragment = Fragment(0, 0, (Slot("w", tuple(matrix.shape), 0),))
+    history, initial, ranks = History(1), Knobs(20), list[int]()
+    for _ in range(rounds):
+        knobs = control.knobs(initial, history)
+        control.decide(
+            control.measure(matrix.reshape(-1), fragment, knobs).tolist(), initial, history
+        )
+        ranks.append(control.knobs(initial, history).rank or 0)
+    return ranks
+
+
+def test_the_rank_falls_to_what_is_needed_and_stays() -> None:
+    ranks = decide_rounds(
+        AdaptiveRank(rank=16, min_rank=1, max_rank=20, window=3), matrix_of_rank(4), 20
+    )
+    assert ranks[:2] == [16, 16] and ranks[2] in (4, 5)  # after a window
+    assert set(ranks[2:]) == {ranks[2]}  # a fixed spectrum: no drift, up or down
+
+
+def test_the_rank_grows_by_half_where_it_keeps_too_little() -> None:
+    flat = torch.linalg.qr(matrix_of_rank(20, 20, 20)).Q  # all directions alike
+    ranks = decide_rounds(AdaptiveRank(rank=4, min_rank=1, max_rank=20, window=2), flat, 10)
+    assert ranks[1::2] == [6, 9, 14, 20, 20]
+
+
+def test_h_follows_the_transfers_with_hysteresis_and_within_its_bounds() -> None:
+    control = AdaptiveRank(rank=4, min_interval=8)
+    history = History(2)
+    history.step_seconds, history.transfer_seconds = 1.0, [10.0, 10.0]
+    assert control.next_interval(100, 100, history) == 23  # 20 s of transfers, and a margin
+    assert control.next_interval(25, 100, history) == 25  # close enough
+    history.transfer_seconds = [0.5, 0.5]
+    assert control.next_interval(100, 100, history) == 8
+    history.transfer_seconds = [500.0, 500.0]
+    assert control.next_interval(50, 100, history) == 100
+    assert control.next_interval(50, 100, History(2)) == 50  # nothing measured yet
+
+
+def test_every_cluster_takes_the_same_decision_in_a_run() -> None:
+    """Four rounds of H = 8, then H = 4, in all clusters; the rank shows in the records."""
+    method = preset(
+        "dilocox",
+        schedule={"interval": 8},
+        fragments={"num_fragments": 2},
+        control={
+            "rank": 6, "min_rank": 1, "max_rank": 6, "window": 4, "min_interval": 2, "target": 0.5,
+            "step_seconds": 1.0, "round_seconds": 3.4,
+        },
+    )  # fmt: skip
+    run = Simulated(TinyNet(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), method, 3)
+    events: list[Any] = []
+    run.loops[0]._on_sync = events.append
+    for _ in range(60):
+        run.train_step(mean_loss)
+        assert run.loops[1].history == run.loops[0].history == run.loops[2].history
+    launched = sorted({e["launched_step"] for e in events})
+    assert launched[:6] == [8, 16, 24, 32, 40, 44]  # decided when round 4 was applied, at 40
+    assert events[0]["rank"] == 6 and events[-1]["rank"] < 6
+
+
+def test_a_shard_of_a_matrix_is_not_measured() -> None:
+    fragment = Fragment(0, 0, (Slot("w", (15,), 0, start=3), Slot("v", (3, 3), 15)))
+    x = torch.arange(24.0)
+    measured = AdaptiveRank(rank=4, max_rank=5).measure(x, fragment, Knobs(1, 4))
+    assert measured[-1] == x[15:].square().sum()
+
+
+@pytest.mark.parametrize(
+    ("control", "said"),
+    [
+        ({"rank": 2}, r"control.rank=2 must lie between control.min_rank=4"),
+        ({"target": 1.0}, r"control.target=1.0 must lie between 0 and 1"),
+        ({"window": 0}, r"control.window=0 must be at least 1"),
+        ({"min_interval": 126}, r"min_interval=126 .* schedule.interval=125"),
+        ({"min_interval": 3}, r"min_interval=3 leaves less .* use min_interval >= 4"),
+        ({"step_seconds": 0}, r"control.step_seconds=0.0 must be a finite number above 0"),
+    ],
+)
+def test_impossible_settings_are_refused(control: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        preset("dilocox", control=control)
