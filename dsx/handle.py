@@ -219,7 +219,8 @@ class Handle:
 
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)
-        if event["round"] == 1 and self.num_clusters > 1:
+        sends_progress = self.method.delay.needs_anchor  # and not the parameters themselves
+        if event["round"] == 1 and self.num_clusters > 1 and sends_progress:
             own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
             if own == mean != 0:
                 logger.warning(

@@ -72,6 +72,11 @@ FP32_CASES = [
     (1, "fp32", "two", "adamw", "diloco"),
     (1, "fp32", "one", "adamw", "slowmo"),
     (1, "fp32", "two", "adamw", "local_sgd"),
+    (0, "fp32", "one", "sgd", "co2"),
+    (1, "fp32", "two", "adamw", "co2"),  # norms of tensors that are sharded
+    (1, "fp32", "one", "adamw", "cocodc"),  # norms of fragments that are sharded
+    (1, "fp32", "two", "adamw", "eager"),
+    (1, "fp32", "one", "adamw", "dilocox"),
 ]
 BF16_CASES = [
     (0, "bf16", "one", "sgd", "streaming_diloco"),
@@ -150,7 +155,7 @@ def train_cases(cases: list[tuple[int, str, str, str, str]]) -> list[dict[str, A
 
 @pytest.fixture(scope="module")
 def trained() -> list[list[dict[str, Any]]]:
-    return run_distributed(train_cases, 4, FP32_CASES + BF16_CASES, timeout_seconds=180)
+    return run_distributed(train_cases, 4, FP32_CASES + BF16_CASES, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("case", FP32_CASES + BF16_CASES, ids=lambda c: "-".join(map(str, c)))
@@ -167,7 +172,7 @@ def test_equals_the_reference(case: Any, trained: list[list[dict[str, Any]]]) ->
         NUM_STEPS,
     )
     assert results[0]["step"] == NUM_STEPS
-    assert min(results[0]["rounds"]) >= 3
+    assert min(results[0]["rounds"]) >= 2
     for rank, result in enumerate(results):
         assert result["bit16_difference"] == 0.0
         for name, value in expected[rank // RANKS_PER_CLUSTER].items():
@@ -231,3 +236,18 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(stage: int) -> None
     for shard in range(RANKS_PER_CLUSTER):
         pairs = zip(results[shard]["anchors"], results[shard + 2]["anchors"], strict=True)
         assert all((a == b).all() for a, b in pairs)
+
+
+def start_layerwise() -> str:
+    quiet()
+    try:
+        build_engine((1, "fp32", "one", "sgd", "dreamddp"))
+    except ValueError as error:
+        return str(error)
+    return "started"
+
+
+def test_a_launch_inside_the_backward_is_refused_with_what_works_instead() -> None:
+    for message in run_distributed(start_layerwise, 4):
+        assert "launches a layer inside the backward, where DeepSpeed's gradients" in message
+        assert "use schedule.type='streaming' with delay.type='average'" in message

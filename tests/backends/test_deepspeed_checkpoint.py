@@ -45,9 +45,9 @@ def weights(engine: Any) -> list[torch.Tensor]:
     return [p.detach().clone() for p in engine.module.parameters()]
 
 
-def stop_and_resume(base: str, stage: int, precision: str) -> dict[str, Any]:
+def stop_and_resume(base: str, stage: int, precision: str, preset: str) -> dict[str, Any]:
     quiet()
-    case = (stage, precision, "two", "adamw", "streaming_diloco")
+    case = (stage, precision, "two", "adamw", preset)
     engine = build_engine(case)
     position = Position()
     engine.dsx.track(data=position)
@@ -74,10 +74,19 @@ def stop_and_resume(base: str, stage: int, precision: str) -> dict[str, Any]:
     return {"equal": equal, "positions": positions, "in_flight": in_flight}
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "fp32"), (1, "bf16")])
-def test_resume_is_bit_for_bit(stage: int, precision: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("stage", "precision", "preset"),
+    [
+        (0, "fp32", "streaming_diloco"),
+        (1, "fp32", "streaming_diloco"),
+        (1, "bf16", "streaming_diloco"),
+        (1, "fp32", "eager"),
+        (1, "fp32", "co2"),
+    ],
+)
+def test_resume_is_bit_for_bit(stage: int, precision: str, preset: str, tmp_path: Path) -> None:
     results = run_distributed(
-        stop_and_resume, 4, str(tmp_path), stage, precision, timeout_seconds=120
+        stop_and_resume, 4, str(tmp_path), stage, precision, preset, timeout_seconds=120
     )
     for result in results:
         assert result["equal"] == [True] * 5
