@@ -15,10 +15,11 @@ pytest.importorskip("deepspeed")
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_script_of_five_lines(tmp_path: Path) -> None:
-    (script,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    (script,) = [s for s in PYTHON if "dsx.initialize" in s]
     (command,) = re.findall(r"    (deepspeed --num_gpus 2 train.py)\n", README)
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "configs").symlink_to(ROOT / "configs")
@@ -40,6 +41,21 @@ def test_the_script_of_five_lines(tmp_path: Path) -> None:
     assert kinds.count("step") == 4096 // 2 // 16  # every second sample, 16 at a time
     assert kinds.count("sync") == kinds.count("step") // 10
     assert "do all clusters read the same batches" not in done.stderr
+
+
+def test_the_simulation_in_a_few_lines(tmp_path: Path) -> None:
+    (script,) = [s for s in PYTHON if "SimulatedClusters" in s]
+    assert len([line for line in script.splitlines() if line]) <= 16
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=tmp_path, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (printed,) = re.findall(r"prints `(loss .*?)`", README)
+    assert re.sub(r"loss [\d.]+", "", done.stdout.strip()) == re.sub(r"loss [\d.]+", "", printed)
+    loss, expected = (float(re.findall(r"loss ([\d.]+)", s)[0]) for s in (done.stdout, printed))
+    assert abs(loss - expected) < 0.02
 
 
 def test_the_block_it_prints_is_the_one_in_the_file() -> None:

@@ -1,0 +1,73 @@
+"""The convergence study, at a size of seconds."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsx.data import build
+
+ROOT = Path(__file__).parents[2]
+pytest.importorskip("megatron.core")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("convergence")
+    texts = base / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text(f"text {i}: the quick brown fox {i * i} jumps\n" * 40)
+    build([texts], base / "data")
+    return base / "data"
+
+
+def run(data: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    size = "--steps 16 --interval 4 --layers 2 --hidden 16 --heads 2 --sequence-length 16"
+    command = [sys.executable, str(ROOT / "scripts" / "convergence.py"), *size.split()]
+    command += ["--data", str(data), "--validation-windows", "8", "--evaluations", "2"]
+    command += ["--json", str(out), *args]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+
+
+def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    grid = ["--rates", "0.5", "--momenta", "0", "0.5", "--seeds", "0"]
+    done = run(data, out, *grid)
+    assert done.returncode == 0, done.stderr
+    rows = {row["preset"]: row for row in json.loads(out.read_text())}
+    assert len(rows) == 11
+    for name, row in rows.items():
+        assert {"seed", "val_loss", "gap_percent", "bytes_per_cluster", "syncs", "settings"} <= set(
+            row
+        )
+        assert 0 < row["val_loss"] < 6
+        assert name in done.stdout
+    assert rows["data_parallel"]["gap_percent"] == 0
+    assert rows["data_parallel"]["syncs"] == 16
+    assert rows["local_sgd"]["syncs"] == rows["streaming_diloco"]["syncs"] == 4
+    numel = rows["data_parallel"]["bytes_per_cluster"] // (2 * 3 * 16)  # * 4 bytes / 4 clusters
+    assert abs(rows["local_sgd"]["bytes_per_cluster"] - 6 * numel * 4) < 1000  # and headers
+    assert out.with_suffix(".png").stat().st_size > 10_000
+    # finished runs are not run again, a half-written line is
+    kept = out.with_suffix(".runs.jsonl")
+    lines = kept.read_text().splitlines(keepends=True)
+    kept.write_text("".join(lines[:-1]) + lines[-1][:40])
+    assert run(data, out, *grid).returncode == 0
+    again = {row["preset"]: row for row in json.loads(out.read_text())}
+    assert again["eager"]["val_loss"] == rows["eager"]["val_loss"]
+    chosen = run(data, tmp_path / "long.json", "--settings", str(out), "--presets", "eager")
+    assert chosen.returncode == 0, chosen.stderr
+    assert len(json.loads((tmp_path / "long.json").read_text())) == 6  # two presets, three seeds
+
+
+def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    done = run(tmp_path / "none", tmp_path / "x.json")
+    assert done.returncode == 2
+    assert "make one with: dsx data build --from stdlib --out" in done.stderr
