@@ -77,6 +77,13 @@ class Method:
         self.schedule.validate(count)
         self.control.validate(self.knobs, count)
         self.delay.validate(self.schedule.interval)
+        lowest = self.control.lowest_interval(self.knobs)
+        if self.delay.steps >= lowest:
+            raise ValueError(
+                f"control.min_interval={lowest} lets H fall to delay.steps={self.delay.steps}: a "
+                "fragment's transfer has to be applied before its next launch; use min_interval "
+                f">= {self.delay.steps + 1} or fewer steps"
+            )
         self.outer_optimizer.validate()
         self._validate_anchor()
         self._validate_rule()

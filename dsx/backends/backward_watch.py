@@ -22,14 +22,15 @@ class BackwardWatch:
         backwards: int,
         on_complete: Callable[[int], None],
     ) -> None:
-        self._expected = [len(ps) * backwards for ps in parameters]
+        trained = [[p for p in members if p.requires_grad] for members in parameters]
+        self._expected = [len(members) * backwards for members in trained]
         self._seen = [0] * len(parameters)
         self._on_complete = on_complete
         self._began = 0.0
         self._gradients = 0
-        self._per_pass = sum(len(ps) for ps in parameters)
+        self._per_pass = sum(len(members) for members in trained)
         self.seconds: list[float | None] = [None] * len(parameters)
-        for fragment, members in enumerate(parameters):
+        for fragment, members in enumerate(trained):
             for parameter in members:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(fragment))
 

@@ -82,6 +82,10 @@ class AdaptiveRank:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"control.{name}={value} must be a finite number above 0")
 
+    def lowest_interval(self, initial: Knobs) -> int:
+        """Return `min_interval`."""
+        return self.min_interval
+
     def note_numel(self, initial: Knobs) -> int:
         """Return `max_rank` eigenvalues and the squared norm."""
         return self.max_rank + 1

@@ -28,6 +28,10 @@ class Control(Protocol):
         """Raise ValueError for values that cannot work with the initial knobs."""
         ...
 
+    def lowest_interval(self, initial: Knobs) -> int:
+        """Return the smallest H it may ever set."""
+        ...
+
     def note_numel(self, initial: Knobs) -> int:
         """Return how many values `measure` gives."""
         ...
@@ -56,6 +60,10 @@ class Fixed:
 
     def validate(self, initial: Knobs, num_fragments: int | None) -> None:
         """Accept everything."""
+
+    def lowest_interval(self, initial: Knobs) -> int:
+        """Return the initial H."""
+        return initial.interval
 
     def note_numel(self, initial: Knobs) -> int:
         """Nothing is measured."""

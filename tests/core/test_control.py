@@ -115,3 +115,9 @@ def test_a_shard_of_a_matrix_is_not_measured() -> None:
 def test_impossible_settings_are_refused(control: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         preset("dilocox", control=control)
+
+
+def test_h_must_not_fall_to_the_overlap() -> None:
+    control = {"type": "adaptive_rank", "rank": 8, "min_interval": 5}
+    with pytest.raises(ConfigError, match=r"min_interval=5 lets H fall to delay.steps=5: .* >= 6"):
+        preset("streaming_diloco", delay={"steps": 5}, control=control)

@@ -62,3 +62,17 @@ def test_a_rank_that_does_not_post_ends_in_the_deadline() -> None:
     records.add(event(10, 1.0, 4, 0.1))
     with pytest.raises(PeerLost, match="fragment 0 applied at step 6: a rank of this cluster"):
         records.flush()
+
+
+def test_the_size_of_a_correction_is_that_of_the_whole_fragment() -> None:
+    store, written = dist.HashStore(), list[Mapping[str, Any]]()
+    ranks = [SyncRecords(store, (r, 2), [10], written.append, 1.0) for r in range(2)]
+    for records, (numel, descent, correction) in zip(
+        ranks, [(6, 3.0, 0.6), (4, 4.0, 0.8)], strict=True
+    ):
+        norms = {"descent_norm": torch.tensor(descent), "correction_norm": torch.tensor(correction)}
+        records.add({**event(numel, 1.0, 4, 0.1), **norms})
+    for records in reversed(ranks):
+        records.flush()
+    assert written[0]["descent_norm"] == pytest.approx(5.0)
+    assert written[0]["correction_ratio"] == pytest.approx(0.2)
