@@ -62,16 +62,17 @@ def plot(rows: list[dict[str, Any]], interval: int, file: Path) -> None:
             for r in own
         ]
         rounds = [step / interval for step, _ in own[0]["curve"]]
-        left.plot(rounds, [mean(g) for g in zip(*gaps, strict=True)], label=name, color=color)
+        left.plot(rounds, [mean(g) for g in zip(*gaps, strict=True)], color=color)
     left.set(xlabel=f"rounds of H = {interval}", ylabel="validation loss above data parallel, %")
-    left.legend(fontsize=8)
+    left.set_title("along the run (colors as on the right)", fontsize=10)
     for place, (name, color) in enumerate(zip(names, colors, strict=False)):
         final = [row["gap_percent"] for row in rows if row["preset"] == name]
         right.barh(place, mean(final), color=color)
         right.plot(final, [place] * len(final), "k.", markersize=4)
     right.set_yticks(range(len(names)), names)
     right.invert_yaxis()
-    right.set(xlabel="gap at the end, % (dots: seeds)")
+    right.set(xlabel="validation loss above data parallel, % (dots: seeds)")
+    right.set_title("at the end", fontsize=10)
     for axes in (left, right):
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
