@@ -1,14 +1,17 @@
 """What clusters agree on beside the means: measured seconds, and what a controller measures.
 
-A rank posts its own moving averages with every transfer; the notes bring the largest of all
-clusters, a maximum over the cluster's ranks the largest of all ranks. Only these enter the
-`History`, so schedules and controllers decide alike everywhere.
+A rank posts its own averages with every transfer: moving averages of transfers, the median of its
+last inner steps (a pause for validation or a checkpoint is not a step). The notes bring the
+largest of all clusters, a maximum over the cluster's ranks the largest of all ranks. Only these
+enter the `History`, so schedules and controllers decide alike everywhere.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
+from statistics import median
 
 from torch import Tensor
 
@@ -18,6 +21,7 @@ from dsx.notes import Notes
 from dsx.types import History, Knobs
 
 _WEIGHT_OF_NEW = 0.2  # of the moving averages
+_STEPS_KEPT = 15
 
 
 class Agreement:
@@ -28,14 +32,14 @@ class Agreement:
         self._backend = backend
         self._cluster_id = cluster_id
         self._is_active = method.uses_seconds or method.control.note_numel(method.knobs) > 0
-        self._step_seconds: float | None = None
+        self._step_seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._transfer_seconds: dict[int, float] = {}
         self._boundary_ended: float | None = None
 
     def begin_boundary(self, now: float) -> None:
         """Take the time since the last boundary: an inner step without communication."""
         if self._boundary_ended is not None:
-            self._step_seconds = _average(self._step_seconds, now - self._boundary_ended)
+            self._step_seconds.append(now - self._boundary_ended)
 
     def end_boundary(self) -> None:
         """Start the clock of the next inner step."""
@@ -45,7 +49,7 @@ class Agreement:
         """Put this rank's averages into a transfer's notes; 0 where there is nothing yet."""
         if self._method.uses_seconds:
             own = (
-                self._step_seconds,
+                median(self._step_seconds) if self._step_seconds else None,
                 self._transfer_seconds.get(fragment),
                 self._backend.backward_seconds(fragment),
             )
@@ -63,7 +67,9 @@ class Agreement:
         # averaged like everything in the notes, the others' parts being 0
         return lambda mean: control.measure(mean, layout, knobs) * num_clusters
 
-    def take(self, notes: Notes, fragment: int, history: History, seconds: float) -> None:
+    def take(
+        self, notes: Notes, fragment: int, history: History, seconds: float, launched_with: Knobs
+    ) -> None:
         """Bring the averaged notes of a transfer into `history`, in place.
 
         Collective over the cluster's ranks if the method measures anything. `seconds` is this
@@ -84,7 +90,7 @@ class Agreement:
         control = self._method.control
         if control.note_numel(self._method.knobs):
             measured = self._backend.sum_over_shards(notes.of_owner.clone())
-            control.decide(measured.tolist(), self._method.knobs, history)
+            control.decide(measured.tolist(), launched_with, self._method.knobs, history)
 
 
 def _average(before: float | None, now: float) -> float:

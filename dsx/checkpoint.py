@@ -24,9 +24,9 @@ from safetensors.torch import save_file
 
 from dsx.outer_loop import OuterLoop
 from dsx.transfer import Arrived, NothingYet, Totals, Transfer
-from dsx.types import Fragment, History
+from dsx.types import Fragment, History, Knobs
 
-FORMAT = 2
+FORMAT = 3
 COMPLETE_MARK = "dsx.json"
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ def save_state(
         "history": loop.history.state_dict(),
         "in_flight": in_flight,
         "layout": layout(loop.backend.fragments),
+        "state": _state_shape(loop),
         "axes": axes,
         "tracked": tracked,
         "totals": asdict(loop.totals),
@@ -77,6 +78,7 @@ def load_state(loop: OuterLoop, path: Path, axes: Mapping[str, Any]) -> Mapping[
     with safe_open(str(path), framework="pt") as file:
         meta = json.loads((file.metadata() or {}).get("dsx", "{}"))
         _require_same_layout(path, meta, loop)
+        _require_same_state(path, meta, axes, loop)
         _warn_of_changes(path, meta["axes"], axes)
         for fragment in loop.backend.fragments:
             for name, tensor in loop.state.named_state(fragment.id).items():
@@ -182,6 +184,7 @@ def _describe(
         "interval": transfer.interval,
         "was_sent_before_update": transfer.was_sent_before_update,
         "shared_by": transfer.shared_by,
+        "knobs": asdict(transfer.knobs),
         "bytes_sent": transfer.pending.bytes_sent,
         "seconds": transfer.pending.seconds,
     }
@@ -208,6 +211,7 @@ def _restore(
         contribution_norm=file.get_tensor(f"in_flight.norm/{index}").to(loop.state.device),
         was_sent_before_update=entry["was_sent_before_update"],
         shared_by=entry["shared_by"],
+        knobs=Knobs(**entry["knobs"]),
     )
 
 
@@ -223,6 +227,39 @@ def _require_same_layout(path: Path, meta: Mapping[str, Any], loop: OuterLoop) -
             f"{path} belongs to another layout: {where} is {theirs} there and {ours} here; resume "
             "with the same model, fragments, ZeRO stage and number of ranks"
         )
+
+
+def _state_shape(loop: OuterLoop) -> dict[str, Any]:
+    """Return what a method keeps, as JSON values: transfers under way, buffers, notes."""
+    fragments = range(len(loop.backend.fragments))
+    buffers = {
+        f"{name}/{p}": tensor.numel() for p in fragments for name, tensor in
+        sorted(loop.state.named_state(p).items())
+    }  # fmt: skip
+    return {
+        "rounds_under_way": loop.method.delay.rounds_under_way,
+        "numbers beside a transfer": [loop.state.note_numel(p) for p in fragments],
+        "buffers": buffers,
+    }
+
+
+def _require_same_state(
+    path: Path, meta: Mapping[str, Any], axes: Mapping[str, Any], loop: OuterLoop
+) -> None:
+    """Refuse another type on an axis, or other buffers: what is saved would mean something else."""
+    advice = "resume with the method it was saved with, or start a new run from the model's weights"
+    for axis, ours in axes.items():
+        theirs = meta["axes"].get(axis, {})
+        kinds = [choice.get("type", choice.get("by")) for choice in (theirs, ours)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{path} was saved with {axis} of type {kinds[0]!r}, and this run has "
+                f"{kinds[1]!r}: {advice}"
+            )
+    difference = first_difference(_state_shape(loop), meta["state"])
+    if difference:
+        where, ours, theirs = difference
+        raise ValueError(f"{path} holds {where}={theirs}, and this method {ours}: {advice}")
 
 
 def _warn_of_changes(path: Path, saved: Mapping[str, Any], current: Mapping[str, Any]) -> None:

@@ -152,6 +152,8 @@ def resolve_method(
     if name not in PRESETS:
         raise ConfigError(f"dsx.preset={name!r} is not known{_hint(str(name), PRESETS)}")
     _require_known("dsx", overrides, AXES)
+    if num_clusters < 1:
+        raise ConfigError(f"num_clusters={num_clusters} must be at least 1")
     base = PRESETS[name](num_clusters)
     axes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}

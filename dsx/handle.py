@@ -118,6 +118,7 @@ class Handle:
     def skip_inner_step(self) -> None:
         """Count a step that a `GradScaler` skipped; plain PyTorch only, DeepSpeed's are seen."""
         self.after_inner_step()
+        self.loop.backend.end_inner_step()
 
     def log_step(self, **fields: Any) -> None:
         """Complete the record of the step just taken, e.g. `log_step(loss=2.1, tokens=8192)`."""

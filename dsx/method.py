@@ -8,7 +8,8 @@ of settings that are known to diverge or to need more rounds.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 from dsx.compress.base import Compressor, Dense
 from dsx.control.base import Control, Fixed
@@ -75,9 +76,11 @@ class Method:
         if count is not None and count < 1:
             raise ValueError(f"fragments.num_fragments={count} must be at least 1")
         self.schedule.validate(count)
-        self.control.validate(self.knobs, count)
+        self.control.validate(self.knobs)
         self.delay.validate(self.schedule.interval)
+        self.staleness.validate()
         lowest = self.control.lowest_interval(self.knobs)
+        self._validate_lowest(lowest, count)
         if self.delay.steps >= lowest:
             raise ValueError(
                 f"control.min_interval={lowest} lets H fall to delay.steps={self.delay.steps}: a "
@@ -89,6 +92,17 @@ class Method:
         self._validate_rule()
         for text in self._concerns(num_clusters, num_steps):
             warnings.warn(text, SettingWarning, stacklevel=2)
+
+    def _validate_lowest(self, lowest: int, num_fragments: int | None) -> None:
+        """Require that the schedule can serve the smallest H a controller may set."""
+        if lowest == self.schedule.interval:
+            return
+        try:
+            replace(cast(Any, self.schedule), interval=lowest).validate(num_fragments)
+        except ValueError as error:
+            raise ValueError(
+                f"control.min_interval={lowest} lets H fall to where {error}; or raise min_interval"
+            ) from None
 
     def _validate_anchor(self) -> None:
         """Averaged parameters go without an outer step, pseudo-gradients need one."""
@@ -103,6 +117,17 @@ class Method:
             raise ValueError(
                 "delay.type='average' replaces parameters by their mean and takes no outer step: "
                 "set outer_optimizer.type='none', or use delay.type='replace' with this rule"
+            )
+        if self.schedule.uses_norms and not self.delay.needs_anchor:
+            raise ValueError(
+                "schedule.type='adaptive' sends the fragment whose mean progress is largest, and "
+                "delay.type='average' sends parameters, whose size says nothing of it; use "
+                "schedule.type='streaming', or delay.type='blend' with an outer rule"
+            )
+        if self.control.note_numel(self.knobs) and not self.delay.needs_anchor:
+            raise ValueError(
+                "control.type='adaptive_rank' reads the spectrum of pseudo-gradients, and "
+                "delay.type='average' sends parameters; use control.type='fixed'"
             )
         if self.schedule.when is not None and self.delay.needs_anchor:
             raise ValueError(
@@ -126,13 +151,19 @@ class Method:
                 "delay.type='one_step'"
             )
         if self.delay.splits_update and not outer.is_linear:
-            what = "adam" if isinstance(outer, Adam) else "a clip"
+            is_scaled = isinstance(outer, Momentum) and outer.scale_by_lr
+            what = "adam" if isinstance(outer, Adam) else "scale_by_lr" if is_scaled else "a clip"
             raise ValueError(
                 f"delay.type='eager' splits the outer update into a shared part and a local one, "
-                f"which {what} does not allow: use sgd, momentum or nesterov without clip, or "
-                "delay.type='one_step'"
+                f"which {what} does not allow: use sgd, momentum or nesterov without clip and "
+                "scale_by_lr, or delay.type='one_step'"
             )
         if self.staleness.is_active and not outer.has_momentum:
+            if not outer.keeps_anchor:
+                raise ValueError(
+                    "staleness.type='gap' measures how far the anchor has moved, and "
+                    "outer_optimizer.type='none' keeps none; leave staleness out"
+                )
             raise ValueError(
                 "staleness.type='gap' weighs what goes into a momentum: use "
                 "outer_optimizer.type='momentum' (momentum 0 is plain sgd) or 'nesterov'"

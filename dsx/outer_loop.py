@@ -60,6 +60,7 @@ class OuterLoop:
         self.totals = Totals()
         self.agreement = Agreement(method, backend, transport.cluster_id)
         self._on_sync = on_sync
+        self._complete: set[int] = set()  # whose gradients are done, in this inner step
         self._per_tensor = [
             ShardedTensors(
                 fragment,
@@ -100,11 +101,19 @@ class OuterLoop:
 
     @torch.no_grad()
     def launch_in_backward(self, fragment: int) -> None:
-        """Launch a fragment that is due in this step; its gradients are complete."""
+        """Launch a fragment that is due in this step; its gradients are complete.
+
+        In the schedule's order, which is every cluster's: a fragment waits for those due before
+        it, so clusters whose gradients complete in another order (or not at all) still meet.
+        """
         started = time.perf_counter()
         step = self.history.step + 1
-        if fragment in self._due(step):
-            self._launch(fragment, step, is_in_backward=True)
+        self._complete.add(fragment)
+        for due in self._due(step):
+            if self.history.launched[due] < step:
+                if due not in self._complete:
+                    break
+                self._launch(due, step, is_in_backward=True)
         self.totals.blocked_seconds += time.perf_counter() - started
 
     @torch.no_grad()
@@ -115,6 +124,7 @@ class OuterLoop:
         step = self.history.step + 1
         due = [p for p in self._due(step) if self.history.launched[p] < step]
         self.history.step = step
+        self._complete.clear()
         self._observe_first_steps()
         for fragment in due:
             self._launch(fragment, step, shared_by=len(due))
@@ -185,7 +195,9 @@ class OuterLoop:
         self.history.under_way[fragment] += 1
         is_early = is_in_backward and self.method.schedule.when == "before"
         self.in_flight.append(
-            Transfer(fragment, step, interval, pending, berth, norm, is_early, shared_by)
+            Transfer(
+                fragment, step, interval, pending, berth, norm, self._knobs(), is_early, shared_by
+            )
         )
 
     def _submit(self, what: Submission, berth: Berth) -> Pending:
@@ -231,7 +243,8 @@ class OuterLoop:
         """Bring what this transfer has agreed into the history."""
         notes = transfer.berth.notes
         seconds = transfer.pending.seconds / transfer.shared_by
-        self.agreement.take(notes, transfer.fragment, self.history, seconds)
+        fragment, knobs = transfer.fragment, transfer.knobs
+        self.agreement.take(notes, fragment, self.history, seconds, knobs)
         if self.method.schedule.uses_norms:
             norms = self._per_tensor[transfer.fragment].norms(mean)
             squares = norms.square().tolist()

@@ -24,7 +24,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dsx.choices import require_choice
 from dsx.types import PerTensor
+
+ClipUnit = Literal["absolute", "rms"]
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Momentum:
     momentum: float
     scale_by_lr: bool = False
     clip: float | None = None
-    clip_unit: Literal["absolute", "rms"] = "absolute"
+    clip_unit: ClipUnit = "absolute"
 
     slots = ("momentum",)
     keeps_anchor = True
@@ -132,8 +135,8 @@ class Momentum:
 
     @property
     def is_linear(self) -> bool:
-        """Unless it is clipped."""
-        return self.clip is None
+        """Unless it is clipped, or scaled by an inner rate that may change between two rounds."""
+        return self.clip is None and not self.scale_by_lr
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
@@ -167,7 +170,7 @@ class Nesterov:
     lr: float
     momentum: float
     clip: float | None = None
-    clip_unit: Literal["absolute", "rms"] = "absolute"
+    clip_unit: ClipUnit = "absolute"
 
     slots = ("momentum",)
     keeps_anchor = True
@@ -247,6 +250,7 @@ def _require_fraction(name: str, value: float) -> None:
 
 
 def _require_clip(clip: float | None, unit: str) -> None:
+    require_choice("outer_optimizer.clip_unit", unit, ClipUnit)
     if clip is not None:
         _require_positive("clip", clip)
     elif unit != "absolute":

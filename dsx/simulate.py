@@ -12,6 +12,7 @@ each cluster's model as ever, then let the clusters pass the step boundary toget
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,8 +23,15 @@ from torch.optim import Optimizer
 from dsx.backends.torch import TorchBackend
 from dsx.comm.in_process import InProcessHub, step_together
 from dsx.export import begin_export, end_export, finish_export
-from dsx.method import Method
+from dsx.method import Method, SettingWarning
 from dsx.outer_loop import Event, OuterLoop
+
+_NO_SECONDS = (
+    "this method decides from measured seconds, and simulated transfers take none: it stays as it "
+    "starts; give the times of the link you mean: schedule.step_seconds and transfer_seconds "
+    "(adaptive), backward_seconds and transfer_seconds (layerwise), control.step_seconds and "
+    "round_seconds (adaptive_rank)"
+)
 
 
 class SimulatedClusters:
@@ -52,6 +60,8 @@ class SimulatedClusters:
                 "two clusters share one model object: give each its own, e.g. copy.deepcopy(model)"
             )
         method.validate(num_clusters=len(models), num_steps=num_steps)
+        if method.uses_seconds:
+            warnings.warn(_NO_SECONDS, SettingWarning, stacklevel=2)
         self.models, self.optimizers, self.method = list(models), list(optimizers), method
         backwards = method.schedule.backwards
         self._backends = [

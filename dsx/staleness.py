@@ -24,7 +24,10 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from dsx.choices import require_choice
 from dsx.types import Fragment, PerTensor
+
+Granularity = Literal["tensor", "element"]
 
 
 class Staleness(Protocol):
@@ -33,6 +36,10 @@ class Staleness(Protocol):
     @property
     def is_active(self) -> bool:
         """Whether the loop has to measure the first step of every round."""
+        ...
+
+    def validate(self) -> None:
+        """Raise ValueError for a value that is not known."""
         ...
 
     def slots(self, fragment: Fragment, num_tensors: int) -> dict[str, int]:
@@ -71,6 +78,9 @@ class NoPenalty:
 
     is_active = False
 
+    def validate(self) -> None:
+        """Nothing to check."""
+
     def slots(self, fragment: Fragment, num_tensors: int) -> dict[str, int]:
         """Nothing to keep."""
         return {}
@@ -103,9 +113,13 @@ class NoPenalty:
 class GapPenalty:
     """CO2's penalty, with one factor per tensor or per element."""
 
-    granularity: Literal["tensor", "element"] = "tensor"
+    granularity: Granularity = "tensor"
 
     is_active = True
+
+    def validate(self) -> None:
+        """Require a known granularity."""
+        require_choice("staleness.granularity", self.granularity, Granularity)
 
     def slots(self, fragment: Fragment, num_tensors: int) -> dict[str, int]:
         """Return the last first step and the last outer update, as norms or elementwise."""

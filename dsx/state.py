@@ -96,6 +96,15 @@ class StateStore:
             named["anchor"] = self.anchor[fragment]
         return named
 
+    def note_numel(self, fragment: int) -> int:
+        """Return how many numbers travel beside each transfer of a fragment."""
+        return self._berths[fragment][0].notes.values.numel()
+
+    @property
+    def scratch_numel(self) -> int:
+        """Elements of the shared work vectors used so far."""
+        return sum(t.numel() for t in self._scratch.values())
+
     @property
     def num_bytes(self) -> int:
         """Bytes held in total, scratch included."""

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dsx.comm.base import Pending
 from dsx.state import Berth
+from dsx.types import Knobs
 
 
 @dataclass
@@ -15,7 +16,8 @@ class Transfer:
     """A launched fragment; `interval` is the inner steps from the launch before to this one.
 
     `was_sent_before_update`: the parameters it carries are from before that step's inner update.
-    `shared_by`: the fragments launched at the same boundary, which share the link.
+    `shared_by`: the fragments launched at the same boundary, which share the link. `knobs`: what
+    was in force at the launch.
     """
 
     fragment: int
@@ -24,6 +26,7 @@ class Transfer:
     pending: Pending
     berth: Berth
     contribution_norm: Tensor
+    knobs: Knobs
     was_sent_before_update: bool = False
     shared_by: int = 1
 

@@ -42,6 +42,7 @@ class Recipe:
     clip: float | None = None
     adaptive: Adaptive | None = None
     table: Sequence[Sequence[int]] | None = None
+    moves: tuple[int, int] | None = None  # after so many transfers applied, H is this
 
 
 @dataclass
@@ -105,7 +106,8 @@ class Reference:
         if recipe.table is not None:
             return due_by_table(recipe.table, step)
         due = due_streaming if recipe.streaming else due_periodic
-        return due(step, recipe.interval, count)
+        has_moved = recipe.moves is not None and self.clock.num_applied >= recipe.moves[0]
+        return due(step, recipe.moves[1] if has_moved else recipe.interval, count)
 
     def launch(self, p: int, step: int, before: list[Tensors]) -> None:
         recipe, names = self.recipe, self.recipe.fragments[p]

@@ -235,6 +235,19 @@ VARIANTS: dict[str, Case] = {
         Recipe(LAYERS, 3, False, 0, 1.0, "none", 0.0, delay="average", when="after", table=TABLE),
         2,
     ),
+    "dilocox, H falls from 4 to 2": Case(
+        "dilocox",
+        {
+            "schedule": EVERY_H,
+            "fragments": {"num_fragments": 2},
+            "control": {
+                "rank": 4, "max_rank": 6, "min_interval": 2, "window": 2,
+                "step_seconds": 1.0, "round_seconds": 1.0,
+            },
+        },
+        Recipe(HALVES, H, False, 0, 1.0, "nesterov", 0.2, 0.9, delay="delayed", moves=(4, 2)),
+        4,
+    ),
     "averaging in fragments, overlapped": Case(
         "dreamddp",
         {**_STREAM, "delay": {"steps": 2}},

@@ -3,33 +3,44 @@
 A parameter's hook fires each time its gradient has been accumulated: once per backward pass that
 reaches it, so with micro-batches only the last pass counts. Parameters that a pass does not reach
 leave their fragment incomplete; it is then launched at the step boundary instead.
+
+Times are the host's: on an accelerator, which runs behind it, they are those of the enqueueing.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor, nn
 
+_NOTHING = 1e-9  # seconds: what takes no time, but has been measured
+
 
 class BackwardWatch:
-    """Counts the accumulated gradients of an inner step, per fragment."""
+    """Counts the accumulated gradients of an inner step, per fragment.
+
+    `seconds[fragment]` runs from the completion of the fragment before, or from the module's
+    output; a fragment without trained parameters takes none. None: not complete so far.
+    """
 
     def __init__(
         self,
+        module: nn.Module,
         parameters: Sequence[Sequence[nn.Parameter]],
         backwards: int,
         on_complete: Callable[[int], None],
     ) -> None:
         trained = [[p for p in members if p.requires_grad] for members in parameters]
+        self._backwards = backwards
         self._expected = [len(members) * backwards for members in trained]
         self._seen = [0] * len(parameters)
         self._on_complete = on_complete
-        self._began = 0.0
-        self._gradients = 0
-        self._per_pass = sum(len(members) for members in trained)
-        self.seconds: list[float | None] = [None] * len(parameters)
+        self._began: float | None = None
+        self._untrained = [p for p, members in enumerate(trained) if not members]
+        self.seconds: list[float | None] = [None if members else _NOTHING for members in trained]
+        module.register_forward_hook(self._watch_output)
         for fragment, members in enumerate(trained):
             for parameter in members:
                 parameter.register_post_accumulate_grad_hook(self._make_hook(fragment))
@@ -37,18 +48,46 @@ class BackwardWatch:
     def begin_step(self) -> None:
         """Start counting for the next inner step."""
         self._seen = [0] * len(self._seen)
-        self._gradients = 0
+        self._began = None
+
+    def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._begin_pass)
+
+    def _begin_pass(self, grad: Tensor) -> None:
+        self._began = time.perf_counter()
 
     def _make_hook(self, fragment: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
             now = time.perf_counter()
-            if self._gradients % self._per_pass == 0:
-                self._began = now  # the first gradient of a pass: the last layer's own start
-            self._gradients += 1
+            if self._began is None:  # a module whose output is no tensor, or not this one's own
+                self._began = now
+            if not any(self._seen):
+                for untrained in self._untrained:  # nothing to wait for
+                    self._on_complete(untrained)
             self._seen[fragment] += 1
+            if self._seen[fragment] > self._expected[fragment]:
+                raise RuntimeError(
+                    f"fragment {fragment} got more gradients in one inner step than "
+                    f"schedule.backwards={self._backwards} backward passes give: it has been "
+                    "launched already; set schedule.backwards to the micro-batches per step"
+                )
             if self._seen[fragment] == self._expected[fragment]:
-                self.seconds[fragment] = now - self._began
+                self.seconds[fragment] = max(now - self._began, _NOTHING)
                 self._on_complete(fragment)
                 self._began = time.perf_counter()
 
         return hook
+
+
+def _tensors(output: Any) -> Iterator[Tensor]:
+    """Yield the tensors of what a module returned."""
+    if isinstance(output, Tensor):
+        yield output
+    elif isinstance(output, Mapping):
+        for value in cast(Mapping[Any, Any], output).values():
+            yield from _tensors(value)
+    elif isinstance(output, (tuple, list)):
+        for value in cast(Sequence[Any], output):
+            yield from _tensors(value)

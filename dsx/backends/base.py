@@ -84,6 +84,10 @@ class Backend(Protocol):
         """
         ...
 
+    def end_inner_step(self) -> None:
+        """Stop counting this step's gradients; called at a boundary the engine did not pass."""
+        ...
+
     def backward_seconds(self, fragment: int) -> float | None:
         """Return what the fragment's backward took last, if it is watched and has run."""
         ...

@@ -102,6 +102,9 @@ class DeepSpeedBackend:
             "with dsx.attach(model, optimizer)"
         )
 
+    def end_inner_step(self) -> None:
+        """Nothing to do: the backward is DeepSpeed's own."""
+
     def backward_seconds(self, fragment: int) -> float | None:
         """Return None: the backward is DeepSpeed's own."""
         return None

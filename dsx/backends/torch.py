@@ -3,10 +3,15 @@
 The parameters are their own masters. The clock is the optimizer's public step hook, so a
 `GradScaler` that skips a step must say so with `Handle.skip_inner_step`, or the clusters' clocks
 drift apart.
+
+A layerwise schedule with `when="after"` takes the optimizer's step layer by layer inside the
+backward, so nothing a script does to gradients after `backward()` has any effect: no GradScaler,
+no clipping of the global norm there (see schedule/layerwise.py).
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +54,7 @@ class TorchBackend:
         pieces = {n: Piece(p, tuple(p.shape)) for n, p in parameters.items()}
         assignment = fragmenter.assign(shapes)
         self._masters = Masters(shapes, assignment, pieces)
+        self._model = model
         self._optimizer = optimizer
         self._members = [[parameters[name] for name in names] for names in assignment]
         self._backwards = backwards
@@ -101,12 +107,19 @@ class TorchBackend:
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
         """Call back with a fragment inside the backward, stepped by then if `when="after"`."""
 
+        if when == "after" and _needs_closure(self._optimizer):
+            raise ValueError(
+                f"schedule.when='after' steps each layer inside the backward, which "
+                f"{type(self._optimizer).__name__} cannot do: its step() needs a closure; use "
+                "schedule.when='before'"
+            )
+
         def on_complete(fragment: int) -> None:
             if when == "after":
                 self._step_fragment(fragment)
             callback(fragment)
 
-        self._watch = BackwardWatch(self._members, self._backwards, on_complete)
+        self._watch = BackwardWatch(self._model, self._members, self._backwards, on_complete)
 
     def backward_seconds(self, fragment: int) -> float | None:
         """Return the time between this fragment's gradients and those before them, last time."""
@@ -136,3 +149,8 @@ class TorchBackend:
                 parameter.grad = gradient
         for parameter in self._members[fragment]:
             parameter.grad = None
+
+
+def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty

@@ -53,8 +53,8 @@ class AdaptiveRank:
         """Unless both times are given."""
         return self.step_seconds is None or self.round_seconds is None
 
-    def validate(self, initial: Knobs, num_fragments: int | None) -> None:
-        """Require ordered bounds, a target share, and H_min that every fragment fits into."""
+    def validate(self, initial: Knobs) -> None:
+        """Require ordered bounds, a target share, and H_min <= H."""
         if not 1 <= self.min_rank <= self.rank <= self.max_rank:
             raise ValueError(
                 f"control.rank={self.rank} must lie between control.min_rank={self.min_rank} and "
@@ -72,11 +72,6 @@ class AdaptiveRank:
                 f"control.min_interval={self.min_interval} must be at least 1 and at most "
                 f"schedule.interval={initial.interval}, which H starts from"
             )
-        if num_fragments is not None and self.min_interval < num_fragments:
-            raise ValueError(
-                f"control.min_interval={self.min_interval} leaves less than one step for each of "
-                f"the {num_fragments} fragments; use min_interval >= {num_fragments}"
-            )
         for name in ("step_seconds", "round_seconds"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
@@ -93,6 +88,8 @@ class AdaptiveRank:
     def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
         """Return the squared singular values within reach of the rank, summed, and |M|_F^2."""
         values = torch.zeros(self.max_rank + 1)
+        if not torch.isfinite(mean).all():
+            return values  # a spectrum of nothing: the transfer is left out of the window
         for slot in fragment.layout:
             if len(slot.shape) >= 2:
                 matrix = mean[slot.offset : slot.offset + slot.numel].view(slot.shape[0], -1)
@@ -101,11 +98,18 @@ class AdaptiveRank:
                 values[-1] += matrix.square().sum()
         return values
 
-    def decide(self, measured: Sequence[float], initial: Knobs, history: History) -> None:
-        """Add a transfer's measurements to the window; at its end, move r and H."""
+    def decide(
+        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+    ) -> None:
+        """Add a transfer's measurements to the window; at its end, move r and H.
+
+        Those of a transfer launched before r moved are left out: they are of the old r.
+        """
         state = history.decisions
         if not state:
             state.update(rank=self.rank, interval=initial.interval, kept=[], needed=[])
+        if launched_with.rank != state["rank"]:
+            return
         *squares, total = measured
         if total > 0:
             state["kept"].append(sum(squares[: state["rank"]]) / total)

@@ -24,7 +24,7 @@ class Control(Protocol):
         """Whether it decides from measured times, which then travel with the transfers."""
         ...
 
-    def validate(self, initial: Knobs, num_fragments: int | None) -> None:
+    def validate(self, initial: Knobs) -> None:
         """Raise ValueError for values that cannot work with the initial knobs."""
         ...
 
@@ -43,8 +43,13 @@ class Control(Protocol):
         """
         ...
 
-    def decide(self, measured: Sequence[float], initial: Knobs, history: History) -> None:
-        """Take a transfer's measurements into account, in `history.decisions`, in place."""
+    def decide(
+        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+    ) -> None:
+        """Take a transfer's measurements into account, in `history.decisions`, in place.
+
+        `launched_with` are the knobs that were in force at its launch.
+        """
         ...
 
     def knobs(self, initial: Knobs, history: History) -> Knobs:
@@ -58,7 +63,7 @@ class Fixed:
 
     uses_seconds = False
 
-    def validate(self, initial: Knobs, num_fragments: int | None) -> None:
+    def validate(self, initial: Knobs) -> None:
         """Accept everything."""
 
     def lowest_interval(self, initial: Knobs) -> int:
@@ -73,7 +78,9 @@ class Fixed:
         """Nothing is measured."""
         return torch.empty(0)
 
-    def decide(self, measured: Sequence[float], initial: Knobs, history: History) -> None:
+    def decide(
+        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+    ) -> None:
         """Nothing to decide."""
 
     def knobs(self, initial: Knobs, history: History) -> Knobs:

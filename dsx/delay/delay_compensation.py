@@ -25,8 +25,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dsx.choices import require_choice
 from dsx.delay.base import Export, Keeps, require_overlap
 from dsx.types import SyncView
+
+Mode = Literal["constant", "dc_asgd", "scale_free"]
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,7 @@ class DelayCompensation:
 
     steps: int
     strength: float = 0.5
-    mode: Literal["constant", "dc_asgd", "scale_free"] = "constant"
+    mode: Mode = "constant"
 
     rounds_under_way = 0
     keeps: ClassVar[Keeps | None] = "local"
@@ -58,6 +61,7 @@ class DelayCompensation:
     def validate(self, interval: int) -> None:
         """Require 1 <= tau < H and lambda >= 0."""
         require_overlap(self.steps, interval, at_least=1)
+        require_choice("delay.mode", self.mode, Mode)
         if not 0 <= self.strength < float("inf"):
             raise ValueError(
                 f"delay.strength={self.strength} must be a finite number of at least 0; the paper "

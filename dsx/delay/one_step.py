@@ -19,15 +19,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from dsx.choices import require_choice
 from dsx.delay.base import Export, Keeps
 from dsx.types import SyncView
+
+FirstRound = Literal["restart", "local"]
 
 
 @dataclass(frozen=True)
 class OneStepDelay:
     """Apply a fragment's mean at its next launch."""
 
-    first_round: Literal["restart", "local"] = "restart"
+    first_round: FirstRound = "restart"
 
     steps = 0
     rounds_under_way = 1
@@ -57,6 +60,7 @@ class OneStepDelay:
 
     def validate(self, interval: int) -> None:
         """Accept every interval."""
+        require_choice("delay.first_round", self.first_round, FirstRound)
 
     def is_ripe(self, age: int, newer: int) -> bool:
         """Once the next one has been launched."""

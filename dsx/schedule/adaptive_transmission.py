@@ -12,7 +12,8 @@ A fragment under way is not eligible; with none eligible, nothing is sent.
 
 Deviations: the paper's spacing floor(H/N) overshoots gamma; I_p is counted from launch to launch,
 since that is the progress D_p holds. T_c and T_s are measured locally, so they travel with the
-transfers and all clusters use the largest; N = P until the first transfer has been applied.
+transfers and all clusters use the largest; N = P until the first transfer has been applied, and
+a measured N is kept until it has moved by more than a tenth.
 `step_seconds` and `transfer_seconds` fix them instead, which makes a run reproducible. Norms are
 folded in a fixed order (per_tensor.py). A disagreement is found by the transfers' headers.
 """
@@ -25,10 +26,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from dsx.choices import require_choice
 from dsx.schedule.periodic import require_interval, require_step_per_fragment
 from dsx.types import History, Knobs, Stage
 
 logger = logging.getLogger(__name__)
+Norm = Literal["l2", "rms"]
+_TOLERATED_CHANGE = 0.1  # of a measured N; every change starts an epoch, which costs a decision
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class AdaptiveTransmission:
 
     interval: int
     gamma: float = 0.4
-    norm: Literal["l2", "rms"] = "l2"
+    norm: Norm = "l2"
     step_seconds: float | None = None
     transfer_seconds: float | None = None
 
@@ -54,6 +58,7 @@ class AdaptiveTransmission:
         """Require P <= H, 0 < gamma <= 1, and a link that can carry every fragment once."""
         require_interval(self.interval)
         require_step_per_fragment(num_fragments, self.interval, "adaptive")
+        require_choice("schedule.norm", self.norm, Norm)
         if not 0 < self.gamma <= 1:
             raise ValueError(
                 f"schedule.gamma={self.gamma} must be above 0 and at most 1: it is the share of "
@@ -93,9 +98,13 @@ class AdaptiveTransmission:
         count = self._transmissions(history, knobs.interval)
         if not plan:
             plan.update(transmissions=count, epoch=0, is_warned=False)
-        elif count != plan["transmissions"]:
+        elif self._has_moved(count, plan["transmissions"]):
             plan.update(transmissions=count, epoch=history.step)
         self._warn_if_too_slow(history, knobs)
+
+    def _has_moved(self, count: int, before: int) -> bool:
+        tolerated = _TOLERATED_CHANGE * before if self.uses_seconds else 0
+        return abs(count - before) > tolerated
 
     def _transmissions(self, history: History, interval: int) -> int:
         """Eq. (9): N, at most one per inner step."""

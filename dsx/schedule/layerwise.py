@@ -7,8 +7,11 @@ layers to iterations that takes least time, and fills idle link time with furthe
 
 `when="before"`: sent with the weights before this step's update; the inner engine is left alone.
 `when="after"`: the layer's own optimizer step is taken inside the backward, then it is sent (the
-paper's order). Both need a backend that sees a layer's gradients complete. `backwards` is the
-number of backward passes (micro-batches) per inner step: only the last one counts.
+paper's order). Whatever a script does to gradients between `backward()` and `optimizer.step()`
+(GradScaler, clipping by the global norm, a closure) then comes too late: use `"before"` with
+those, or clip per layer in `optimizer.register_step_pre_hook`, which sees one layer at a time.
+Both need a backend that sees a layer's gradients complete. `backwards` is the number of backward
+passes (micro-batches) per inner step: only the last one counts.
 
 The times come from the run itself: the first period uses equal times for all layers; from then on
 the largest of all clusters' averages, looked at again at every period's end. A new table is made
@@ -21,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsx.choices import require_choice
 from dsx.schedule.layer_assignment import layer_table
 from dsx.schedule.periodic import BackwardTrigger, require_interval
 from dsx.types import History, Knobs, Stage
@@ -48,6 +52,7 @@ class Layerwise:
     def validate(self, num_fragments: int | None) -> None:
         """Require H >= 1, both times or neither, and one per layer."""
         require_interval(self.interval)
+        require_choice("schedule.when", self.when, BackwardTrigger)
         if self.backwards < 1:
             raise ValueError(f"schedule.backwards={self.backwards} must be at least 1")
         if (self.backward_seconds is None) != (self.transfer_seconds is None):
@@ -88,14 +93,26 @@ class Layerwise:
         plan["start"] = history.step
 
     def _seconds(self, history: History) -> tuple[list[float], list[float]]:
-        """Return the times per layer as given, as agreed, or all equal before there are any."""
+        """Return the times per layer as given, as agreed, or all equal before there are any.
+
+        A layer that was never measured (its gradients never complete inside the backward) counts
+        like the mean of the others.
+        """
         if self.backward_seconds is not None and self.transfer_seconds is not None:
             return list(self.backward_seconds), list(self.transfer_seconds)
-        backward = [s for s in history.backward_seconds if s is not None]
-        transfer = [s for s in history.transfer_seconds if s is not None]
-        if len(backward) < history.num_fragments or len(transfer) < history.num_fragments:
+        backward = _filled(history.backward_seconds)
+        transfer = _filled(history.transfer_seconds)
+        if backward is None or transfer is None:
             return [1.0] * history.num_fragments, [1.0] * history.num_fragments
         return backward, transfer
+
+
+def _filled(measured: Sequence[float | None]) -> list[float] | None:
+    """Return the times with the mean of the known ones in place of None; None if none is known."""
+    known = [s for s in measured if s is not None]
+    if not known:
+        return None
+    return [sum(known) / len(known) if s is None else s for s in measured]
 
 
 def _is_close(new: Sequence[float], old: Sequence[float]) -> bool:

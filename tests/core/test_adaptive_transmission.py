@@ -111,7 +111,7 @@ def test_measured_seconds_are_the_largest_of_all_clusters() -> None:
     run = Simulated(TinyNet(), sgd, method, 2)
     for loop, (compute, transfer) in zip(run.loops, [(1.0, 0.5), (3.0, 1.0)], strict=True):
         loop.agreement.begin_boundary = lambda now: None  # type: ignore[method-assign]
-        loop.agreement._step_seconds = compute
+        loop.agreement._step_seconds.append(compute)
         loop.agreement._transfer_seconds = dict.fromkeys(range(3), transfer)
     for _ in range(12):
         run.train_step(mean_loss)

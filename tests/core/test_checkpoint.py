@@ -88,12 +88,40 @@ def test_a_file_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
         load_state(other.loops[0], rank_file(tmp_path, 0), {})
 
 
+@pytest.mark.parametrize(
+    ("saved", "resumed", "said"),
+    [
+        ("diloco", "eager", "delay of type 'replace', and this run has 'eager'"),
+        ("diloco_delayed", "diloco", "delay of type 'one_step', and this run has 'replace'"),
+        ("streaming_diloco", "cocodc", "schedule of type 'streaming', and this run has 'adaptive'"),
+        ("slowmo", "diloco", "outer_optimizer of type 'momentum', and this run has 'nesterov'"),
+        ("diloco_delayed", "co2", "outer_optimizer of type 'nesterov', and"),
+        ("eager", "eager, two outer steps", "holds rounds_under_way=1, and this method 2"),
+        ("dilocox", "dilocox, H falls from 4 to 2", None),  # other values, the same kind
+    ],
+)
+def test_another_kind_of_method_does_not_resume(
+    saved: str, resumed: str, said: str | None, tmp_path: Path
+) -> None:
+    run, other = new_run(saved), new_run(resumed)
+    for _ in range(6):
+        run.train_step(mean_loss)
+    save_state(run.loops[0], rank_file(tmp_path, 0), ALL_CASES[saved].axes(), {})
+    if said is None:
+        load_state(other.loops[0], rank_file(tmp_path, 0), ALL_CASES[resumed].axes())
+        assert other.loops[0].history.step == 6
+        return
+    with pytest.raises(ValueError, match=said):
+        load_state(other.loops[0], rank_file(tmp_path, 0), ALL_CASES[resumed].axes())
+    assert other.loops[0].history.step == 0  # nothing was changed
+
+
 def test_missing_and_foreign_files_are_hard_errors(tmp_path: Path) -> None:
     run = new_run("diloco")
     with pytest.raises(FileNotFoundError, match="no outer state at"):
         load_state(run.loops[0], rank_file(tmp_path, 0), {})
     save_file({"x": torch.zeros(1)}, str(rank_file(tmp_path, 0)))
-    with pytest.raises(ValueError, match="is not an outer state of format 2"):
+    with pytest.raises(ValueError, match="is not an outer state of format 3"):
         load_state(run.loops[0], rank_file(tmp_path, 0), {})
 
 

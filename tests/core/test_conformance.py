@@ -96,11 +96,11 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     berths = case.method().num_berths
     expected = case.vectors * numel
     expected += (2 + berths) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
-    expected += numel if per_tensor and case.recipe.delay == "blend" else 0  # rounds' starts
     if case.preset == "dilocox":
         expected += num_fragments * berths * (6 + 1)  # notes: a spectrum and a norm
-    scratch = loop.state.num_bytes / 4 - expected
-    assert scratch in [n * longest for n in range(2, 5)]
+    scratch = loop.state.scratch_numel
+    assert loop.state.num_bytes == 4 * (expected + scratch)
+    assert scratch <= 4 * longest
     assert loop.state.num_bytes - before <= 3 * longest * 4  # scratch, on first use; nothing else
 
 

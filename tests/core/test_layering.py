@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types"],
+    ["types", "choices"],
     [
         "outer_optimizer",
         "compress",

@@ -207,6 +207,37 @@ def test_the_end_of_training_is_agreed(steps: list[int], said: str) -> None:
         assert said in message
 
 
+def skip_in_one_cluster() -> list[tuple[int, bool]]:
+    """Cluster 1 skips step 2, as a GradScaler would; return its launches from step 3 on."""
+    world = dsx.init_distributed(block("dreamddp", 2))
+    model = TinyNet()
+    optimizer = adamw(model)
+    handle = dsx.attach(model, optimizer, config=block("dreamddp", 2))
+    launches: list[tuple[int, bool]] = []
+    launch = handle.loop._launch
+
+    def noted(fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1) -> None:
+        launches.append((step, is_in_backward))
+        launch(fragment, step, is_in_backward, shared_by)
+
+    handle.loop._launch = noted  # type: ignore[method-assign]
+    for step in range(1, 7):
+        optimizer.zero_grad()
+        mean_loss(model, world.cluster_id, step).backward()
+        if world.cluster_id == 1 and step == 2:
+            handle.skip_inner_step()
+        else:
+            optimizer.step()
+    handle.finish()
+    return launches
+
+
+def test_a_skipped_step_leaves_the_next_backward_watched() -> None:
+    for launches in run_distributed(skip_in_one_cluster, 2):
+        assert len(launches) == 20  # two periods of 10
+        assert all(is_in_backward for _, is_in_backward in launches)
+
+
 def launch_out_of_step() -> str:
     world = dsx.init_distributed(block("diloco", 2))
     model = TinyNet()
