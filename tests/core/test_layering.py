@@ -18,6 +18,7 @@ LAYERS = [
     [
         "outer_optimizer",
         "compress",
+        "wire",
         "delay",
         "schedule",
         "control",
@@ -46,7 +47,7 @@ LAYERS = [
     ["config", "simulate"],
     ["handle", "backends.deepspeed_checkpoint"],
     ["attach"],
-    ["", "cli"],
+    ["", "cli", "bench"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 

@@ -1,0 +1,1 @@
+"""How fp32 values travel as bytes: formats, and the codecs that write and read them."""

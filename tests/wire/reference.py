@@ -1,0 +1,94 @@
+"""The wire formats written naively, one group after the other: the oracle of the fast kernels.
+
+No dsx import, no tiles, no bit tricks: grids are lists of numbers, a code is a place in the list.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+GRIDS = {
+    "int8": [float(i) for i in range(128)],
+    "int4": [float(i) for i in range(8)],
+    "fp4_e2m1": [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+    "fp4_e3m0": [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0],
+    "fp8": [i / 8 for i in range(8)]
+    + [2.0**e * (1 + m / 8) for e in range(15) for m in range(8)][:-1],
+    "ternary": [0.0, 1.0],
+}
+
+
+def bf16_up(x: Tensor) -> Tensor:
+    """The least bf16 number that is not below x, x >= 0."""
+    rounded = x.bfloat16()
+    above = torch.nextafter(rounded, torch.tensor(torch.inf).bfloat16())
+    return torch.where(rounded.float() < x, above, rounded).float()
+
+
+def group_scale(name: str, group: Tensor) -> Tensor:
+    if not group.any():
+        return torch.tensor(0.0)
+    magnitude = group.abs()
+    scale = magnitude.max() / GRIDS[name][-1]
+    if name == "ternary":
+        step = magnitude.max().clamp(min=2.0**-100) / 2**15
+        whole = (magnitude * (1 / step)).floor()
+        kept = whole[whole > whole.sum() * (0.7 / len(group))]
+        scale = kept.sum() / max(len(kept), 1) * step
+    largest = torch.tensor(torch.finfo(torch.float32).max / GRIDS[name][-1])
+    return bf16_up(scale).clamp(2.0**-100, float((largest * (1 - 2.0**-8)).bfloat16()))
+
+
+def group_ranks(name: str, group: Tensor, scale: Tensor) -> Tensor:
+    """Signed places in the grid, as integers; ties to the upper neighbour."""
+    if name == "ternary":
+        step = group.abs().max().clamp(min=2.0**-100) / 2**15
+        whole = (group.abs() * (1 / step)).floor()
+        return (group.sign() * (whole > whole.sum() * (0.7 / len(group)))).int()
+    grid = torch.tensor(GRIDS[name])
+    numbers = torch.cat([-grid[1:].flip(0), grid])
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    scaled = group * (1 / scale.clamp(min=2.0**-100))
+    return torch.bucketize(scaled, middles, right=True).int() - (len(grid) - 1)
+
+
+def encode(name: str, x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Ranks `[n]` and scales `[groups]`."""
+    groups = x.split(group_size)
+    scales = [group_scale(name, group) for group in groups]
+    ranks = [group_ranks(name, g, s) for g, s in zip(groups, scales, strict=True)]
+    return torch.cat(ranks), torch.stack(scales)
+
+
+def decode(name: str, ranks: Tensor, scales: Tensor, group_size: int) -> Tensor:
+    grid = torch.tensor(GRIDS[name])
+    values = grid[ranks.abs().long()] * ranks.sign()
+    return values * scales.repeat_interleave(group_size)[: len(ranks)]
+
+
+def pack(name: str, ranks: Tensor, group_size: int) -> Tensor:
+    """The code bytes, block by block."""
+    parts = {"int8": 1, "fp8": 1, "ternary": 5}.get(name, 2)
+    block = group_size * (parts if name == "ternary" else 1)
+    out: list[Tensor] = []
+    for piece in ranks.split(block):
+        width = -(-len(piece) // parts)
+        padded = torch.zeros(width * parts, dtype=torch.int32)
+        padded[: len(piece)] = piece
+        digits = padded.view(parts, width)
+        if parts == 1:
+            out.append(digits[0] & 255)
+        elif parts == 2:
+            out.append((digits[0] & 15) + 16 * (digits[1] & 15))
+        else:
+            out.append(sum(3**k * (digits[k] + 1) for k in range(5)))
+    return torch.cat(out).to(torch.uint8)
+
+
+def message(name: str, x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """The message of x, and what it decodes to."""
+    ranks, scales = encode(name, x, group_size)
+    tail = scales.bfloat16().view(torch.uint8)
+    decoded = decode(name, ranks, scales, group_size)
+    return torch.cat([pack(name, ranks, group_size), tail]), decoded
