@@ -16,6 +16,7 @@ from statistics import median
 from torch import Tensor
 
 from dsx.backends.base import Backend
+from dsx.compress.base import Channel
 from dsx.method import Method
 from dsx.notes import Notes
 from dsx.types import History, Knobs
@@ -56,10 +57,15 @@ class Agreement:
             notes.post(self._cluster_id, [seconds or 0.0 for seconds in own])
 
     def owner_measure(
-        self, fragment: int, num_clusters: int, knobs: Knobs
+        self, fragment: int, num_clusters: int, knobs: Knobs, channel: Channel
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return what this cluster computes from the fragment's mean, if it is the owner."""
+        """Return what this cluster adds to the notes: of a mean that it owns, or of its matrices.
+
+        A codec that sees the spectrum anyway tells of it: each cluster of the matrices it owns.
+        """
         control = self._method.control
+        if self._method.compression.captures_spectrum and control.note_numel(self._method.knobs):
+            return lambda mean: _spectrum(channel) * num_clusters
         is_owner = fragment % num_clusters == self._cluster_id
         if not is_owner or not control.note_numel(self._method.knobs):
             return None
@@ -91,6 +97,11 @@ class Agreement:
         if control.note_numel(self._method.knobs):
             measured = self._backend.sum_over_shards(notes.of_owner.clone())
             control.decide(measured.tolist(), launched_with, self._method.knobs, history)
+
+
+def _spectrum(channel: Channel) -> Tensor:
+    assert channel.spectrum is not None
+    return channel.spectrum
 
 
 def _average(before: float | None, now: float) -> float:

@@ -48,7 +48,7 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     keys = ("cluster_id", "rendezvous", "store", "interface")
     given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
     clusters = with_launch_arguments(load_config(config), given).clusters
-    return join(Meeting(**clusters.model_dump()))
+    return join(Meeting(**clusters.model_dump(exclude={"on_mismatch"})))
 
 
 def initialize(

@@ -22,6 +22,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from dsx.guard import Verdict
 from dsx.outer_loop import OuterLoop
 from dsx.transfer import Arrived, NothingYet, Totals, Transfer
 from dsx.types import Fragment, History, Knobs
@@ -185,6 +186,7 @@ def _describe(
         "was_sent_before_update": transfer.was_sent_before_update,
         "shared_by": transfer.shared_by,
         "knobs": asdict(transfer.knobs),
+        "verdict": asdict(transfer.berth.verdict),
         "bytes_sent": transfer.pending.bytes_sent,
         "seconds": transfer.pending.seconds,
     }
@@ -198,6 +200,7 @@ def _restore(
     if entry["is_empty"]:
         return NothingYet(fragment)
     berth = loop.state.take_berth(fragment)
+    berth.verdict = Verdict(**entry["verdict"])
     buffers = {"mean": berth.wire, "notes": berth.notes.values, "kept": berth.kept}
     for name, tensor in buffers.items():
         if tensor is not None and tensor.numel():

@@ -18,6 +18,9 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from dsx.compress.base import Dense
+from dsx.compress.low_rank import LowRank
+from dsx.compress.quantized import Quantized
 from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.control.base import Fixed
 from dsx.delay.average import Average
@@ -63,6 +66,10 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
         {"sgd": SGD, "momentum": Momentum, "nesterov": Nesterov, "adam": Adam, "none": NoOuterStep},
     ),
     "staleness": ("type", {"none": NoPenalty, "gap": GapPenalty}),
+    "compression": (
+        "type",
+        {"dense": Dense, "quantized": Quantized, "low_rank": LowRank},
+    ),
     "control": ("type", {"fixed": Fixed, "adaptive_rank": AdaptiveRank}),
 }
 
@@ -82,6 +89,7 @@ class ClustersConfig(BaseModel):
     store: Literal["cluster_0", "standalone"] = "cluster_0"
     join_deadline_seconds: float = Field(default=300.0, gt=0)
     deadline_seconds: float = Field(default=600.0, gt=0)
+    on_mismatch: Literal["resend", "stop"] = "resend"
     interface: str | None = None
 
 
@@ -140,7 +148,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         preset=block["preset"],
         clusters=clusters,
         metrics=metrics,
-        method=method,
+        method=dataclasses.replace(method, on_mismatch=clusters.on_mismatch),
         axes=axes,
     )
 

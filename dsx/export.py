@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 from dsx.comm.base import Pending, Submission
+from dsx.comm.reduce import ExactMean
+from dsx.comm.swap import Peers
 from dsx.outer_loop import OuterLoop
 from dsx.transfer import Arrived
 
@@ -31,7 +33,7 @@ def exported(loop: OuterLoop) -> Generator[None, None, None]:
 
 @torch.no_grad()
 def begin_export(loop: OuterLoop) -> list[Pending]:
-    """Start averaging what is to be exported, where it is a mean."""
+    """Start averaging what is to be exported, where it is a mean; in fp32 whatever the method."""
     if loop.method.delay.export == "anchor":
         return []
     pending: list[Pending] = []
@@ -39,7 +41,8 @@ def begin_export(loop: OuterLoop) -> list[Pending]:
         if fragment.numel:
             wire = _read_copy(loop, fragment.id).to("cpu")
             what = Submission(fragment.id, loop.history.step, is_export=True)
-            pending.append(loop.transport.submit(what, loop.method.compressor.exchange(wire)))
+            average = ExactMean(Peers(loop.transport.cluster_id, loop.transport.num_clusters))
+            pending.append(loop.transport.submit(what, average.exchange(wire)))
         else:
             pending.append(Arrived(torch.empty(0)))
     return pending

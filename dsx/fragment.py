@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, Protocol
 
 from dsx.types import Fragment, ParameterShape, Slot
@@ -121,24 +122,27 @@ def group_by_layer(parameters: Sequence[ParameterShape]) -> list[list[str]]:
 def lay_out(
     assignment: Sequence[Sequence[str]],
     pieces: Mapping[str, tuple[tuple[int, ...], int]],
+    wholes: Mapping[str, tuple[int, ...]],
     stage: int = 0,
 ) -> list[Fragment]:
     """Build this rank's fragments from its own pieces, `{name: (shape of the piece, start)}`.
 
-    A name that is missing in `pieces` lies on another rank; a fragment may end up empty here.
+    `wholes` are the shapes of the whole parameters. A name that is missing in `pieces` lies on
+    another rank; a fragment may end up empty here. Small parameters come last, so that those
+    which are worth a code lie together.
     """
     fragments: list[Fragment] = []
     for index, names in enumerate(assignment):
-        slots: list[Slot] = []
-        offset = 0
-        for name in names:
-            if name not in pieces:
-                continue
-            shape, start = pieces[name]
-            slots.append(Slot(name, shape, offset, start))
-            offset += slots[-1].numel
-        fragments.append(Fragment(index, stage, tuple(slots)))
+        own = [Slot(n, pieces[n][0], 0, pieces[n][1], wholes[n]) for n in names if n in pieces]
+        fragments.append(Fragment(index, stage, in_a_row(sorted(own, key=lambda s: s.is_small))))
     return fragments
+
+
+def in_a_row(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Return the slots with offsets one after another."""
+    ends = list(accumulate(slot.numel for slot in slots))
+    offsets = [0, *ends[:-1]]
+    return tuple(replace(s, offset=offset) for s, offset in zip(slots, offsets, strict=False))
 
 
 def _layer_key(name: str) -> str | None:

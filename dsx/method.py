@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from dsx.compress.base import Compressor, Dense
 from dsx.control.base import Control, Fixed
@@ -19,7 +19,7 @@ from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep, Oute
 from dsx.schedule.periodic import Schedule
 from dsx.stability import LinearRule, largest_stable_rate, too_few_rounds
 from dsx.staleness import NoPenalty, Staleness
-from dsx.types import Knobs
+from dsx.types import History, Knobs
 
 _SAFE_SHARE = 0.8  # of the largest stable outer rate
 
@@ -30,7 +30,10 @@ class SettingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Method:
-    """One choice per axis; `knobs` are the values a controller starts from."""
+    """One choice per axis; `knobs` are the values a controller starts from.
+
+    `on_mismatch`: what to do when clusters have decoded different means (see guard.py).
+    """
 
     fragments: Fragmenter
     schedule: Schedule
@@ -38,7 +41,8 @@ class Method:
     outer_optimizer: OuterOptimizer
     staleness: Staleness = field(default_factory=NoPenalty)
     control: Control = field(default_factory=Fixed)
-    compressor: Compressor = field(default_factory=Dense)
+    compression: Compressor = field(default_factory=Dense)
+    on_mismatch: Literal["resend", "stop"] = "resend"
 
     @property
     def knobs(self) -> Knobs:
@@ -79,6 +83,7 @@ class Method:
         self.control.validate(self.knobs)
         self.delay.validate(self.schedule.interval)
         self.staleness.validate()
+        self.compression.validate()
         lowest = self.control.lowest_interval(self.knobs)
         self._validate_lowest(lowest, count)
         if self.delay.steps >= lowest:
@@ -88,6 +93,7 @@ class Method:
                 f">= {self.delay.steps + 1} or fewer steps"
             )
         self.outer_optimizer.validate()
+        self._validate_rank()
         self._validate_anchor()
         self._validate_rule()
         for text in self._concerns(num_clusters, num_steps):
@@ -103,6 +109,18 @@ class Method:
             raise ValueError(
                 f"control.min_interval={lowest} lets H fall to where {error}; or raise min_interval"
             ) from None
+
+    def _validate_rank(self) -> None:
+        """Require one rank, if both a controller and a codec name one."""
+        own, controlled = (
+            getattr(self.compression, "rank", None),
+            self.control.knobs(self.knobs, History(0)).rank,
+        )
+        if None not in (own, controlled) and own != controlled:
+            raise ValueError(
+                f"compression.rank={own} and control.rank={controlled} are one rank, which the "
+                "controller starts from: set both to the same value"
+            )
 
     def _validate_anchor(self) -> None:
         """Averaged parameters go without an outer step, pseudo-gradients need one."""
@@ -128,6 +146,13 @@ class Method:
             raise ValueError(
                 "control.type='adaptive_rank' reads the spectrum of pseudo-gradients, and "
                 "delay.type='average' sends parameters; use control.type='fixed'"
+            )
+        if not self.compression.is_exact and not self.delay.needs_anchor:
+            raise ValueError(
+                "delay.type='average' sends the parameters themselves, and compression.type is not "
+                "'dense': what coding loses would be lost to the model; leave compression out, or "
+                "use delay.type='replace' with outer_optimizer.type='sgd' and lr 1, which sends "
+                "their change"
             )
         if self.schedule.when is not None and self.delay.needs_anchor:
             raise ValueError(

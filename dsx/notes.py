@@ -17,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsx.compress.base import Exchange
+from dsx.comm.reduce import ExactMean
+from dsx.comm.swap import Exchange
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class Notes:
 
 
 def with_notes(
-    exchange: Exchange, notes: Notes, measure: Callable[[Tensor], Tensor] | None
+    exchange: Exchange,
+    notes: Notes,
+    measure: Callable[[Tensor], Tensor] | None,
+    average: ExactMean,
 ) -> Exchange:
     """Run `exchange`, then average the notes; `measure(mean)` is what the owner adds to them."""
     mean = yield from exchange
@@ -67,5 +71,5 @@ def with_notes(
         notes.of_owner.zero_()
         if measure is not None:
             notes.of_owner.copy_(measure(mean))
-        yield notes.values
+        yield from average.exchange(notes.values)
     return mean

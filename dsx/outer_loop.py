@@ -4,7 +4,7 @@ That order makes blocking, streaming, one-step-delayed and eager methods the sam
 method launches and applies at the same boundary, an overlapped one applies what it launched
 earlier. Methods differ in the policies they are made of, never in a branch here.
 
-    read -> contribution -> compressor -> transport -> mean (-> staleness penalty)
+    read -> contribution -> header, codes -> transport -> mean (-> staleness penalty)
          -> outer update -> anchor -> merge -> write
 
 Rules that keep clusters together: every decision is taken from the step count and other values
@@ -25,12 +25,15 @@ from torch import Tensor
 from dsx.agreement import Agreement
 from dsx.backends.base import Backend
 from dsx.comm.base import Pending, Submission, Transport
+from dsx.comm.swap import Peers
+from dsx.compress.base import Launch
+from dsx.guard import Verdict
+from dsx.judge import Judge
 from dsx.method import Method
-from dsx.notes import with_notes
 from dsx.outer_optimizer import OuterContext
 from dsx.per_tensor import ShardedTensors
 from dsx.state import Berth, StateStore
-from dsx.transfer import Arrived, NothingYet, Totals, Transfer
+from dsx.transfer import Arrived, NothingYet, Totals, Transfer, sync_event
 from dsx.types import History, Knobs, SyncView
 
 Event = Mapping[str, Any]
@@ -52,13 +55,13 @@ class OuterLoop:
         self.backend = backend
         self.transport = transport
         num_tensors = [len(parameters) for parameters in backend.fragment_parameters]
-        self.state = StateStore(
-            method, fragments, num_tensors, transport.num_clusters, backend.device
-        )
+        peers = Peers(transport.cluster_id, transport.num_clusters)
+        self.state = StateStore(method, fragments, num_tensors, peers, backend.device)
         self.history = History(len(fragments), list(backend.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
         self.agreement = Agreement(method, backend, transport.cluster_id)
+        self._judge = Judge(method, backend, transport, self.state)
         self._on_sync = on_sync
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         self._per_tensor = [
@@ -189,9 +192,10 @@ class OuterLoop:
         norm = torch.linalg.vector_norm(contribution)
         berth.wire.copy_(contribution)
         berth.notes.averages.copy_(self.method.staleness.note(slots.staleness))
-        pending = self._submit(Submission(fragment, step), berth)
+        pending = self._submit(Submission(fragment, step), berth, is_finite=bool(norm.isfinite()))
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
+        self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         is_early = is_in_backward and self.method.schedule.when == "before"
         self.in_flight.append(
@@ -200,14 +204,17 @@ class OuterLoop:
             )
         )
 
-    def _submit(self, what: Submission, berth: Berth) -> Pending:
+    def _submit(self, what: Submission, berth: Berth, is_finite: bool) -> Pending:
+        berth.verdict = Verdict()
         if not berth.wire.numel():
             return Arrived(berth.wire)
         knobs = self._knobs()
         self.agreement.post(berth.notes, what.fragment, self.history)
-        measure = self.agreement.owner_measure(what.fragment, self.transport.num_clusters, knobs)
-        exchange = self.method.compressor.exchange(berth.wire)
-        return self.transport.submit(what, with_notes(exchange, berth.notes, measure))
+        line, clusters = self.state.lines[what.fragment], self.transport.num_clusters
+        measure = self.agreement.owner_measure(what.fragment, clusters, knobs, line.channel)
+        launch = Launch(self.history.launches[what.fragment] + 1, knobs.rank)
+        exchange = line.exchange(berth.wire, is_finite, launch, berth.verdict, berth.notes, measure)
+        return self.transport.submit(what, exchange)
 
     def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
         later = self.in_flight[index + 1 :]
@@ -226,12 +233,18 @@ class OuterLoop:
             waited = time.perf_counter()
             mean_on_wire = transfer.pending.wait()
             wait_seconds = time.perf_counter() - waited
+            self._judge.judge(transfer)
             mean = self.state.scratch(fragment, "mean").copy_(mean_on_wire)
             report["mean_norm"] = torch.linalg.vector_norm(mean)
-            self.history.rounds[fragment] += 1
-            self.history.intervals[fragment] = transfer.interval
-            self._agree(transfer, mean)
-            self._step_anchor(transfer, mean)
+            self._agree(transfer)
+            if transfer.berth.verdict.refused_by:
+                self.totals.refused += 1
+                mean = None
+            else:
+                self.history.rounds[fragment] += 1
+                self.history.intervals[fragment] = transfer.interval
+                self._note_norm(fragment, mean)
+                self._step_anchor(transfer, mean)
         self._merge(transfer, mean, report)
         self.history.under_way[fragment] -= 1
         if isinstance(transfer, Transfer):
@@ -239,16 +252,18 @@ class OuterLoop:
             self.history.applied[fragment] = self.history.step
             self._account(transfer, wait_seconds, report)
 
-    def _agree(self, transfer: Transfer, mean: Tensor) -> None:
+    def _agree(self, transfer: Transfer) -> None:
         """Bring what this transfer has agreed into the history."""
         notes = transfer.berth.notes
         seconds = transfer.pending.seconds / transfer.shared_by
         fragment, knobs = transfer.fragment, transfer.knobs
         self.agreement.take(notes, fragment, self.history, seconds, knobs)
+
+    def _note_norm(self, fragment: int, mean: Tensor) -> None:
+        """Keep the norm of the mean over all shards, for schedules that ask."""
         if self.method.schedule.uses_norms:
-            norms = self._per_tensor[transfer.fragment].norms(mean)
-            squares = norms.square().tolist()
-            self.history.mean_norm[transfer.fragment] = sum(squares) ** 0.5
+            squares = self._per_tensor[fragment].norms(mean).square().tolist()
+            self.history.mean_norm[fragment] = sum(squares) ** 0.5
 
     def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
         fragment, outer = transfer.fragment, self.method.outer_optimizer
@@ -328,21 +343,5 @@ class OuterLoop:
         self.totals.syncs += 1
         if self._on_sync is None:
             return
-        fragment = transfer.fragment
-        knobs = self._knobs()
-        event: dict[str, Any] = {
-            "fragment": fragment,
-            "numel": self.backend.fragments[fragment].numel,
-            "round": self.history.rounds[fragment],
-            "launched_step": transfer.launched,
-            "applied_step": self.history.step,
-            "interval": transfer.interval,
-            "bytes_sent": transfer.pending.bytes_sent,
-            "wait_seconds": wait_seconds,
-            "transfer_seconds": transfer.pending.seconds,
-            "pseudo_gradient_norm": transfer.contribution_norm,
-            **report,
-        }
-        if knobs.rank is not None:
-            event["rank"] = knobs.rank
-        self._on_sync(event)
+        numel = self.backend.fragments[transfer.fragment].numel
+        self._on_sync(sync_event(transfer, self.history, numel, wait_seconds, report))

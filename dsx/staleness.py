@@ -38,6 +38,11 @@ class Staleness(Protocol):
         """Whether the loop has to measure the first step of every round."""
         ...
 
+    @property
+    def shared_slots(self) -> tuple[str, ...]:
+        """Names of the buffers that are equal on all clusters."""
+        ...
+
     def validate(self) -> None:
         """Raise ValueError for a value that is not known."""
         ...
@@ -77,6 +82,7 @@ class NoPenalty:
     """Apply the mean as it is."""
 
     is_active = False
+    shared_slots = ()
 
     def validate(self) -> None:
         """Nothing to check."""
@@ -116,6 +122,7 @@ class GapPenalty:
     granularity: Granularity = "tensor"
 
     is_active = True
+    shared_slots = ("last_update",)
 
     def validate(self) -> None:
         """Require a known granularity."""

@@ -1,20 +1,24 @@
 """Where outer state lives: flat fp32 buffers per fragment, allocated once.
 
 Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
-policy and the staleness penalty, and one berth for every transfer that may be under way at a
-time. A berth holds the CPU buffer that travels (pinned when the state is on an accelerator), its
-notes, and what the delay policy keeps of the transfer. Shared by all fragments: scratch vectors as
-long as the largest one, allocated when first used. Nothing is allocated after the first round.
+policy and the staleness penalty, its line to the other clusters with the codec's state, and one
+berth for every transfer that may be under way at a time. A berth holds the CPU buffer that travels
+(pinned when the state is on an accelerator), its notes and verdict, and what the delay policy
+keeps of the transfer. Shared by all fragments: scratch vectors as long as the largest one,
+allocated when first used. Nothing is allocated after the first round.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from dsx.comm.swap import Peers
+from dsx.guard import Verdict
+from dsx.line import Line
 from dsx.method import Method
 from dsx.notes import Notes, NotesShape
 from dsx.types import Fragment
@@ -27,6 +31,7 @@ class Berth:
     wire: Tensor
     notes: Notes
     kept: Tensor | None
+    verdict: Verdict = field(default_factory=Verdict)
     is_free: bool = True
 
 
@@ -52,9 +57,10 @@ class StateStore:
         method: Method,
         fragments: Sequence[Fragment],
         num_tensors: Sequence[int],
-        num_clusters: int,
+        peers: Peers,
         device: torch.device,
     ) -> None:
+        num_clusters = peers.num_clusters
         self.device = device
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
@@ -66,6 +72,10 @@ class StateStore:
         self._berths = [
             [_make_berth(method, f, count, num_clusters, device) for _ in range(method.num_berths)]
             for f, count in zip(fragments, num_tensors, strict=True)
+        ]
+        self.lines = [
+            Line(method.compression.open(f, peers, method.control.largest_rank), peers)
+            for f in fragments
         ]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
@@ -91,7 +101,7 @@ class StateStore:
 
     def named_state(self, fragment: int) -> Mapping[str, Tensor]:
         """Return what a checkpoint holds of a fragment beside its transfers, by name."""
-        named = self.slots[fragment].named()
+        named = {**self.slots[fragment].named(), **self.lines[fragment].slots}
         if self.anchor[fragment].numel():
             named["anchor"] = self.anchor[fragment]
         return named
@@ -107,12 +117,13 @@ class StateStore:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held in total, scratch included."""
+        """Bytes held in total, scratch included; without the buffers of codecs."""
         berths = [b for fragment in self._berths for b in fragment]
         tensors = [*self.anchor, *self._scratch.values()]
         tensors += [t for slots in self.slots for t in slots.named().values()]
         tensors += [b.wire for b in berths] + [b.notes.values for b in berths]
         tensors += [b.kept for b in berths if b.kept is not None]
+        tensors += [t for line in self.lines for t in line.channel.slots.values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 

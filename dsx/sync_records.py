@@ -86,7 +86,7 @@ class SyncRecords:
 
     def _post(self, event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         own = {k: v.item() if hasattr(v, "item") else v for k, v in event.items()}
-        key = f"sync/{own['fragment']}/{own['round']}"
+        key = f"sync/{own['fragment']}/{own['launched_step']}"
         if self._rank:
             self._store.set(f"{key}/{self._rank}", json.dumps(own))
         return key, own

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from dsx.comm.base import Pending
 from dsx.state import Berth
-from dsx.types import Knobs
+from dsx.types import History, Knobs
 
 
 @dataclass
@@ -56,10 +58,43 @@ class Totals:
     """Running sums of this rank since the loop started; seconds are the training thread's.
 
     `blocked_seconds` is all time spent in the loop, `wait_seconds` the part of it spent waiting
-    for other clusters. Bytes are counted from the buffers handed to the network.
+    for other clusters, `refused` the rounds left out because of a NaN. Bytes are counted from the
+    buffers handed to the network.
     """
 
     bytes_sent: int = 0
     wait_seconds: float = 0.0
     blocked_seconds: float = 0.0
     syncs: int = 0
+    refused: int = 0
+
+
+def sync_event(
+    transfer: Transfer,
+    history: History,
+    numel: int,
+    wait_seconds: float,
+    report: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """Return this rank's record of a transfer that has just been applied (or refused)."""
+    event: dict[str, Any] = {
+        "fragment": transfer.fragment,
+        "numel": numel,
+        "round": history.rounds[transfer.fragment],
+        "launched_step": transfer.launched,
+        "applied_step": history.step,
+        "interval": transfer.interval,
+        "bytes_sent": transfer.pending.bytes_sent,
+        "wait_seconds": wait_seconds,
+        "transfer_seconds": transfer.pending.seconds,
+        "pseudo_gradient_norm": transfer.contribution_norm,
+        **report,
+    }
+    if transfer.knobs.rank is not None:
+        event["rank"] = transfer.knobs.rank
+    verdict = transfer.berth.verdict
+    if verdict.refused_by:
+        event["refused_by"] = verdict.refused_by
+    if verdict.differing:
+        event["differed_in"] = verdict.differing
+    return event

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+SMALL_NUMEL = 1024
+
 
 @dataclass(frozen=True)
 class ParameterShape:
@@ -35,18 +37,30 @@ class Slot:
 
     `shape` is the piece's own shape: the parameter's where this rank holds all of it, else
     `(numel,)`. `offset` is its place in the fragment, `start` its first element in the flattened
-    parameter.
+    parameter, `whole` the shape of all of the parameter (empty: this is all of it).
     """
 
     name: str
     shape: tuple[int, ...]
     offset: int
     start: int = 0
+    whole: tuple[int, ...] = ()
 
     @property
     def numel(self) -> int:
         """Elements of this piece."""
         return math.prod(self.shape)
+
+    @property
+    def is_small(self) -> bool:
+        """Whether the parameter is too small to be worth a code: a vector, or under 1024."""
+        whole = self.whole or self.shape
+        return len(whole) < 2 or math.prod(whole) < SMALL_NUMEL
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this rank holds all of the parameter."""
+        return not self.whole or math.prod(self.whole) == self.numel
 
 
 @dataclass(frozen=True)
@@ -90,7 +104,8 @@ class History:
     lists have one entry per fragment:
 
     - `launched`, `applied`: step of the last launch and of the last apply;
-    - `rounds`: outer steps taken; `intervals`: launch to launch, of the transfer applied last;
+    - `launches`: transfers launched; `rounds`: outer steps taken;
+    - `intervals`: launch to launch, of the transfer applied last;
     - `under_way`: launched and not applied, beyond those the delay policy always keeps;
     - `mean_norm`: L2 norm of the mean applied last, over all shards, if the schedule asks;
     - `transfer_seconds`, `backward_seconds`: agreed moving averages, the slowest rank's.
@@ -104,6 +119,7 @@ class History:
     step: int = 0
     launched: list[int] = field(default_factory=list[int])
     applied: list[int] = field(default_factory=list[int])
+    launches: list[int] = field(default_factory=list[int])
     rounds: list[int] = field(default_factory=list[int])
     intervals: list[int] = field(default_factory=list[int])
     under_way: list[int] = field(default_factory=list[int])
@@ -115,8 +131,8 @@ class History:
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        zeros = (self.launched, self.applied, self.rounds, self.intervals, self.under_way)
-        for counts in (self.fragment_numel, *zeros):
+        clocks = (self.launched, self.applied, self.intervals)
+        for counts in (*clocks, self.fragment_numel, self.launches, self.rounds, self.under_way):
             if not counts:
                 counts.extend([0] * self.num_fragments)
         for values in (self.mean_norm, self.transfer_seconds, self.backward_seconds):

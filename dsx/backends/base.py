@@ -119,7 +119,7 @@ class Masters:
         self.fragment_parameters = [[shapes[name] for name in names] for names in assignment]
         self.fragment_numel = [sum(p.numel for p in ps) for ps in self.fragment_parameters]
         places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
-        self.fragments = lay_out(assignment, places)
+        self.fragments = lay_out(assignment, places, {p.name: p.shape for p in parameters})
         self._views = [
             [(slot.offset, slot.numel, pieces[slot.name].master) for slot in fragment.layout]
             for fragment in self.fragments

@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.compress.base import Exchange
+from dsx.comm.swap import Exchange
 
 
 class PeerLost(RuntimeError):

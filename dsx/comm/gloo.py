@@ -5,8 +5,8 @@ torch, so no collective of the inner engine can cross a cluster. Each fragment h
 and its own thread: gloo matches operations on one group silently by their order, and so a
 fragment's transfers stay one FIFO while different fragments overlap.
 
-The mean is the direct exchange of mean.py over point-to-point sends and receives. Every wait has
-the transport's deadline; a peer that closes its connection or misses it becomes `PeerLost`.
+A swap is point-to-point sends and receives with every peer. Every wait has the transport's
+deadline; a peer that closes its connection or misses it becomes `PeerLost`.
 
 Before each transfer the clusters tell each other what it is, over a group that all fragments
 share: the n-th launch of one cluster must be the n-th of all. Clusters that chose different
@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.comm.base import PeerLost, Submission
-from dsx.comm.mean import HEADER_BYTES, mean_in_order, slice_bounds
-from dsx.compress.base import Exchange
+from dsx.comm.reduce import HEADER_BYTES
+from dsx.comm.swap import Exchange, Peers, Swap
 from dsx.types import Fragment
 
 
@@ -123,52 +123,32 @@ class FragmentGroup:
 
     def __init__(self, group: Any, cluster_id: int, num_clusters: int, deadline: float) -> None:
         self._group = group
-        self._cluster_id = cluster_id
-        self._peers = [m for m in range(num_clusters) if m != cluster_id]
+        self._peers = Peers(cluster_id, num_clusters)
         self._deadline_seconds = deadline
-        self._receive: list[Tensor] = []
 
-    def mean_(self, x: Tensor, label: str) -> int:
-        """Overwrite `x` in place with the mean over clusters; return the payload bytes sent."""
-        num_clusters = len(self._peers) + 1
+    def swap(self, swap: Swap, label: str) -> int:
+        """Send and receive what `swap` says; return the payload bytes sent."""
         until = time.monotonic() + self._deadline_seconds
-        bounds = slice_bounds(x.numel(), num_clusters)
-        slices = [x[start:stop] for start, stop in bounds]
-        own = slices[self._cluster_id]
-        copies = self._receive_buffers(own, num_clusters)
-        copies[self._cluster_id] = own
-        sent = self._exchange({p: slices[p] for p in self._peers}, copies, label, until)
-        own.copy_(mean_in_order(copies))
-        return sent + self._exchange({p: own for p in self._peers}, slices, label, until)
+        works = _Works(self._group, label, until, self._deadline_seconds)
+        for peer in self._peers.others:
+            for tensor in swap.incoming[peer]:
+                works.receive(tensor, peer)
+        for peer in self._peers.others:
+            for tensor in swap.outgoing[peer]:
+                works.send(tensor, peer)
+        works.wait()
+        return swap.bytes_sent(self._peers)
 
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with cluster 0's."""
         until = time.monotonic() + self._deadline_seconds
         works = _Works(self._group, label, until, self._deadline_seconds)
-        if self._cluster_id == 0:
-            for peer in self._peers:
+        if self._peers.cluster_id == 0:
+            for peer in self._peers.others:
                 works.send(x, peer)
         else:
             works.receive(x, 0)
         works.wait()
-
-    def _exchange(
-        self, outgoing: dict[int, Tensor], incoming: Sequence[Tensor], label: str, until: float
-    ) -> int:
-        """Send each peer its tensor while receiving `incoming[peer]`, in place."""
-        works = _Works(self._group, label, until, self._deadline_seconds)
-        for peer in self._peers:
-            works.receive(incoming[peer], peer)
-        for peer, tensor in outgoing.items():
-            works.send(tensor, peer)
-        works.wait()
-        return sum(t.numel() * t.element_size() for t in outgoing.values())
-
-    def _receive_buffers(self, own: Tensor, num_clusters: int) -> list[Tensor]:
-        """Return C buffers like `own`, reused from call to call while they fit."""
-        if not self._receive or self._receive[0].numel() < own.numel():
-            self._receive = [torch.empty_like(own) for _ in range(num_clusters)]
-        return [buffer[: own.numel()] for buffer in self._receive]
 
 
 class _Works:
@@ -261,8 +241,15 @@ class GlooTransport:
     def broadcast(self, fragment: int, tensor: Tensor) -> None:
         """Overwrite `tensor` in place with cluster 0's."""
         if self.num_clusters > 1:
-            label = f"first anchor of fragment {fragment}"
-            self._groups[fragment].broadcast_(tensor, label)
+            group, sent = self._groups[fragment], GlooPending()
+            label = f"fragment {fragment}, outer state of cluster 0"
+
+            def run() -> Tensor:  # in turn with the fragment's transfers
+                group.broadcast_(tensor, label)
+                return tensor
+
+            self._fifos[fragment].submit(sent.future, run)
+            sent.wait()
 
     def close(self) -> None:
         """Let running exchanges end and drop the connections."""
@@ -295,13 +282,11 @@ def connect_gloo(
 def _drive(
     group: FragmentGroup, what: Submission, exchange: Exchange, pending: GlooPending
 ) -> Tensor:
-    """Run one exchange to its end, averaging each tensor it yields."""
+    """Run one exchange to its end, with a swap for each one it yields."""
     started = time.perf_counter()
-    x = next(exchange)
     try:
         while True:
-            pending.bytes_sent += group.mean_(x, str(what))
-            x = exchange.send(x)
+            pending.bytes_sent += group.swap(next(exchange), str(what))
     except StopIteration as stop:
         pending.seconds = time.perf_counter() - started
         return stop.value

@@ -1,7 +1,7 @@
 """C clusters in one process: the same exchanges, without a network and without threads.
 
-An exchange runs when the last cluster has submitted it. Sums are taken in cluster order, exactly
-as the network transports do, so a simulated run equals a real one bit for bit. Drive the loops in
+An exchange runs when the last cluster has submitted it. It is the code that runs over a network
+too, so a simulated run equals a real one bit for bit. Drive the loops in
 two passes, as `step_together` does: all launch, then all apply.
 """
 
@@ -14,8 +14,8 @@ from typing import Protocol
 from torch import Tensor
 
 from dsx.comm.base import PeerLost, Submission
-from dsx.comm.mean import HEADER_BYTES, exchange_bytes, mean_in_order
-from dsx.compress.base import Exchange
+from dsx.comm.reduce import HEADER_BYTES
+from dsx.comm.swap import Exchange, Peers, Swap
 
 
 class InProcessHub:
@@ -28,7 +28,7 @@ class InProcessHub:
         self._queues: dict[int, list[deque[InProcessPending]]] = {}
         self._launches = [0] * num_clusters
         self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
-        self._broadcasts: dict[int, Tensor] = {}
+        self._broadcasts: dict[int, list[deque[Tensor]]] = {}  # by fragment and receiver
 
     def transports(self) -> list[InProcessTransport]:
         """Return one transport per cluster, in cluster order."""
@@ -57,12 +57,15 @@ class InProcessHub:
 
     def broadcast(self, cluster_id: int, fragment: int, tensor: Tensor) -> None:
         """Store cluster 0's tensor, copy it into the others'; cluster 0 has to come first."""
+        waiting = self._broadcasts.setdefault(fragment, [deque() for _ in range(self.num_clusters)])
         if cluster_id == 0:
-            self._broadcasts[fragment] = tensor.clone()
-        elif fragment not in self._broadcasts:
+            copy = tensor.clone()
+            for queue in waiting[1:]:
+                queue.append(copy)
+        elif not waiting[cluster_id]:
             raise PeerLost(f"cluster 0 has not broadcast fragment {fragment}: start it first")
         else:
-            tensor.copy_(self._broadcasts[fragment])
+            tensor.copy_(waiting[cluster_id].popleft())
 
 
 class InProcessPending:
@@ -130,18 +133,26 @@ def _run(group: list[InProcessPending]) -> None:
     num_clusters = len(group)
     for pending in group:
         pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
-    yielded = [next(p.exchange) for p in group]
     while True:
-        for pending, x in zip(group, yielded, strict=True):
-            pending.bytes_sent += exchange_bytes(x, pending.cluster_id, num_clusters)
-        mean = mean_in_order(yielded)
-        finished = 0
-        for index, (pending, x) in enumerate(zip(group, yielded, strict=True)):
-            try:
-                yielded[index] = pending.exchange.send(x.copy_(mean))
-            except StopIteration as stop:
-                pending.result = stop.value
-                finished += 1
-        if finished:
-            assert finished == num_clusters, "clusters disagree about the rounds of one exchange"
+        swaps = [_next_swap(pending) for pending in group]
+        if None in swaps:
+            assert swaps.count(None) == num_clusters, "clusters disagree about an exchange's swaps"
             return
+        for receiver, theirs in enumerate(swaps):
+            for sender, swap in enumerate(swaps):
+                if sender != receiver and swap is not None and theirs is not None:
+                    pairs = zip(swap.outgoing[receiver], theirs.incoming[sender], strict=True)
+                    for sent, received in pairs:
+                        received.copy_(sent)
+        for pending, swap in zip(group, swaps, strict=True):
+            if swap is not None:
+                pending.bytes_sent += swap.bytes_sent(Peers(pending.cluster_id, num_clusters))
+
+
+def _next_swap(pending: InProcessPending) -> Swap | None:
+    """Take one cluster's exchange to its next swap; None at its end."""
+    try:
+        return next(pending.exchange)
+    except StopIteration as stop:
+        pending.result = stop.value
+        return None

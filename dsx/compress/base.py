@@ -1,26 +1,76 @@
-"""The contract between what is sent and who sends it, and the exact fp32 exchange.
+"""The contract between what is sent and who sends it, and the exact fp32 channel.
 
-A compressor is a generator: it yields each tensor that has to be averaged over the clusters and
-receives the mean back, in the same memory; its return value is what gets applied. It never sees
-a process group, so the same code runs over a real network and with C clusters in one process.
+A compressor is a choice of the configuration; it opens one channel per fragment, which owns the
+buffers and the state (residuals, warm starts) of that fragment on this rank, and runs the
+exchanges of its transfers one after another, on whatever thread the transport uses. State lives
+on the host, beside the buffers that travel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
-Exchange = Generator[Tensor, Tensor, Tensor]
+from dsx.comm.reduce import ExactMean
+from dsx.comm.swap import Exchange, Peers
+from dsx.types import Fragment
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a channel may need to know of a transfer: equal on every cluster.
+
+    `round` counts the fragment's transfers from 1, `rank` is that of low-rank codecs.
+    """
+
+    round: int
+    rank: int | None = None
+
+
+class Channel(Protocol):
+    """One fragment's way over the network, for one rank."""
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """State that a checkpoint has to carry, by name; on the CPU, changed in place."""
+        ...
+
+    @property
+    def spectrum(self) -> Tensor | None:
+        """Return what the round just ended tells of the rank (see low_rank.py), if anything."""
+        ...
+
+    def payload_bytes(self, launch: Launch) -> int:
+        """Return the bytes this cluster sends in a round, headers apart."""
+        ...
+
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
+        """Average `x`, fp32 `[numel]` on the CPU, in place; every cluster gets the same bits."""
+        ...
 
 
 class Compressor(Protocol):
-    """Turns a pseudo-gradient `[numel]` into averages and back."""
+    """How pseudo-gradients travel."""
 
-    def exchange(self, x: Tensor) -> Exchange:
-        """Yield what must be averaged, receive means, return the decoded mean of `x`."""
+    @property
+    def is_exact(self) -> bool:
+        """Whether the mean is that of the fp32 values themselves."""
+        ...
+
+    @property
+    def captures_spectrum(self) -> bool:
+        """Whether its channels tell of the rank, by `spectrum`."""
+        ...
+
+    def validate(self) -> None:
+        """Raise ValueError for values that cannot work."""
+        ...
+
+    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+        """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`."""
         ...
 
 
@@ -28,6 +78,30 @@ class Compressor(Protocol):
 class Dense:
     """Send the fp32 pseudo-gradient as it is: 4 bytes per element, no error."""
 
-    def exchange(self, x: Tensor) -> Exchange:
-        """Average `x` itself, in place."""
-        return (yield x)
+    is_exact = True
+    captures_spectrum = False
+
+    def validate(self) -> None:
+        """Nothing to check."""
+
+    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> DenseChannel:
+        """Return a channel that averages in fp32."""
+        return DenseChannel(fragment.numel, peers)
+
+
+class DenseChannel:
+    """The exact mean."""
+
+    def __init__(self, numel: int, peers: Peers) -> None:
+        self.slots: Mapping[str, Tensor] = {}
+        self._numel = numel
+        self._mean = ExactMean(peers)
+        self.spectrum = None
+
+    def payload_bytes(self, launch: Launch) -> int:
+        """Return the same for every round."""
+        return self._mean.bytes_sent(self._numel)
+
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
+        """Average `x` in fp32, in place."""
+        return self._mean.exchange(x)

@@ -53,6 +53,11 @@ class AdaptiveRank:
         """Unless both times are given."""
         return self.step_seconds is None or self.round_seconds is None
 
+    @property
+    def largest_rank(self) -> int:
+        """Return `max_rank`."""
+        return self.max_rank
+
     def validate(self, initial: Knobs) -> None:
         """Require ordered bounds, a target share, and H_min <= H."""
         if not 1 <= self.min_rank <= self.rank <= self.max_rank:

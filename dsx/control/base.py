@@ -32,6 +32,11 @@ class Control(Protocol):
         """Return the smallest H it may ever set."""
         ...
 
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest rank it may ever set; 0 if it sets none."""
+        ...
+
     def note_numel(self, initial: Knobs) -> int:
         """Return how many values `measure` gives."""
         ...
@@ -62,6 +67,7 @@ class Fixed:
     """The configured values, for ever."""
 
     uses_seconds = False
+    largest_rank = 0
 
     def validate(self, initial: Knobs) -> None:
         """Accept everything."""

@@ -56,7 +56,10 @@ class Average:
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the mean, or `view.local` moved in place by what averaging changed."""
-        assert view.mean is not None and view.local is not None and view.kept is not None
+        assert view.local is not None
+        if view.mean is None:  # a round that was refused
+            return view.local
+        assert view.kept is not None
         if view.is_current:
             return view.mean
         return view.local.add_(torch.sub(view.mean, view.kept, out=view.mean))

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import dsx
-from dsx.comm.mean import HEADER_BYTES
+from dsx.comm.reduce import HEADER_BYTES
+from dsx.guard import GUARD_BYTES
 from tests.backends.test_deepspeed import (
     GROUPS,
     build_engine,
@@ -146,7 +147,8 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(tmp_path: Path) -> Non
             elements = sum(numel[n] for n in recipe.fragments[record["fragment"]])
             assert record["numel"] == elements
             payload = record["bytes_sent"] - elements * 4  # C = 2: each element once each way
-            assert payload in (HEADER_BYTES, 2 * HEADER_BYTES)  # one header per rank that owns some
+            headers = HEADER_BYTES + GUARD_BYTES
+            assert payload in (headers, 2 * headers)  # for each rank that owns some
             assert record["mean_norm"] > 0 and record["pseudo_gradient_norm"] > 0
         assert written[-1]["kind"] == "finish"
         assert written[-1]["bytes_sent"] == sum(r["bytes_sent"] for r in syncs)

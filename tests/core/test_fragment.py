@@ -85,7 +85,7 @@ def test_every_fragmenter_partitions(
 def test_a_layout_covers_what_a_rank_owns(owned: list[int]) -> None:
     assignment = [["a", "b"], ["c", "d"]]
     pieces = {n: ((k,), 2) for n, k in zip("abcd", owned, strict=True) if k}
-    fragments = lay_out(assignment, pieces)
+    fragments = lay_out(assignment, pieces, dict.fromkeys("abcd", (11,)))
     assert sum(f.numel for f in fragments) == sum(owned)
     for fragment in fragments:
         offset = 0

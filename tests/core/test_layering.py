@@ -17,6 +17,9 @@ LAYERS = [
     ["types", "choices"],
     [
         "outer_optimizer",
+        "comm.swap",
+        "comm.reduce",
+        "wire",
         "compress",
         "wire",
         "delay",
@@ -27,10 +30,13 @@ LAYERS = [
         "stability",
         "per_tensor",
         "notes",
+        "guard",
+        "line",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
     ["transfer", "agreement", "comm.topology"],
+    ["judge"],
     ["outer_loop"],
     [
         "comm",

@@ -18,7 +18,7 @@ def event(numel: int, norm: float, sent: int, seconds: float, round: int = 1) ->
         "fragment": 0,
         "numel": numel,
         "round": round,
-        "launched_step": 4,
+        "launched_step": 4 * round,
         "applied_step": 6,
         "bytes_sent": sent,
         "wait_seconds": seconds,

@@ -1,0 +1,80 @@
+"""The one thing that all averaging is made of: every cluster sends every other one some bytes.
+
+An exchange is a generator. It yields `Swap`s and goes on when their incoming tensors are filled;
+its return value is the mean. It never sees a process group, so the same code, and with it the
+same bits, runs over a network and with C clusters in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Exchange = Generator["Swap", None, Tensor]
+
+
+@dataclass(frozen=True)
+class Peers:
+    """This cluster among `num_clusters` (C)."""
+
+    cluster_id: int
+    num_clusters: int
+
+    @property
+    def others(self) -> list[int]:
+        """The other clusters, in order."""
+        return [m for m in range(self.num_clusters) if m != self.cluster_id]
+
+
+@dataclass(frozen=True)
+class Swap:
+    """Tensors to send to, and to fill from, each cluster; contiguous, of any type, may be empty.
+
+    `outgoing[m]` of one cluster has the sizes of `incoming[n]` of cluster m, where n is the
+    sender. The places of the own cluster are ignored.
+    """
+
+    outgoing: Sequence[Sequence[Tensor]]
+    incoming: Sequence[Sequence[Tensor]]
+
+    def bytes_sent(self, peers: Peers) -> int:
+        """Return the payload this cluster sends."""
+        tensors = [t for m in peers.others for t in self.outgoing[m]]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def to_all(own: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Swap:
+    """Send the same tensors to every cluster, and receive theirs."""
+    return Swap([own] * len(incoming), incoming)
+
+
+def together(*exchanges: Generator[Swap, None, Any]) -> Generator[Swap, None, list[Any]]:
+    """Run exchanges side by side, their messages in one swap each time; return their results."""
+    results: list[Any] = [None] * len(exchanges)
+    running: dict[int, Swap] = {}
+    for index, exchange in enumerate(exchanges):
+        _advance(exchange, index, running, results)
+    while running:
+        swaps = list(running.values())
+        clusters = range(len(swaps[0].outgoing))
+        yield Swap(
+            [[t for swap in swaps for t in swap.outgoing[m]] for m in clusters],
+            [[t for swap in swaps for t in swap.incoming[m]] for m in clusters],
+        )
+        for index in list(running):
+            _advance(exchanges[index], index, running, results)
+    return results
+
+
+def _advance(
+    exchange: Generator[Swap, None, Any], index: int, running: dict[int, Swap], results: list[Any]
+) -> None:
+    """Take one exchange to its next swap, or to its end."""
+    try:
+        running[index] = next(exchange)
+    except StopIteration as stop:
+        running.pop(index, None)
+        results[index] = stop.value

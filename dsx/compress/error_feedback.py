@@ -1,0 +1,64 @@
+"""Error feedback: what coding a fragment lost is added to what is sent of it next time.
+
+    x = D + decay * e;    e = x - decoded(codes of x)
+
+Source: EF-SGD (arXiv:1901.09847, Alg. 1), with the decay of SparseLoCo (arXiv:2508.15706). The
+residual belongs to this rank and fragment, is updated when codes are made (never when the mean
+returns), and travels with checkpoints. `storage` is fp32 (4 bytes per element; decoded + residual
+is the input to one rounding), bf16 (2) or int8 in groups of 256 (1.008), whose own rounding is
+then lost.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsx.wire.base import Wire
+from dsx.wire.formats import FORMATS
+
+Storage = Literal["fp32", "bf16", "int8"]
+
+_lock = threading.Lock()
+_shared = torch.empty(0)  # fp32 work space for residuals that are stored in less
+
+
+class Residual:
+    """The residual of `numel` elements, on the CPU; `stored` is what a checkpoint keeps."""
+
+    def __init__(self, numel: int, storage: Storage, decay: float) -> None:
+        self._numel = numel
+        self._decay = decay
+        self._wire: Wire | None = None if storage == "fp32" else FORMATS[storage]()
+        if self._wire is None:
+            self.stored = torch.zeros(numel)
+        else:
+            self.stored = torch.zeros(self._wire.num_bytes(numel), dtype=torch.uint8)
+            self._codec = self._wire.codec(numel, torch.device("cpu"))
+
+    @contextmanager
+    def opened(self) -> Generator[Tensor, None, None]:
+        """Hold the decayed residual, fp32 `[numel]`, to be replaced in place by the new one."""
+        if self._wire is None:
+            yield self._decayed(self.stored)
+            return
+        with _lock:
+            residual = _work_space(self._numel)
+            self._codec.decode(self.stored, residual)
+            yield self._decayed(residual)
+            self._codec.encode(residual, self.stored)
+
+    def _decayed(self, residual: Tensor) -> Tensor:
+        return residual if self._decay == 1 else residual.mul_(self._decay)
+
+
+def _work_space(numel: int) -> Tensor:
+    global _shared  # one for all fragments; the lock is held
+    if _shared.numel() < numel:
+        _shared = torch.empty(numel)
+    return _shared[:numel]

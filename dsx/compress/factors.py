@@ -1,0 +1,116 @@
+"""How the two factors of a low-rank mean travel.
+
+Up, to the owner of a matrix: each row of P^T or Q^T `[r, k]` (a direction; their sizes are the
+singular values and differ by orders) is scaled by a power of two, exactly, and sent in groups.
+Down, from the owner to all: int8 codes with one bf16 scale per *column* of `[r, k]`, so that
+
+    (P Q^T)_ij = sP_i * sQ_j * sum_r codeP_ri * codeQ_rj
+
+whose sum is a GEMM of small integers: exact in fp32 while 127 * 127 * r < 2^24, so every cluster
+gets the same bits on any hardware. Larger ranks are summed in blocks, in order.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dsx.wire.base import Codec, Kernels, Wire
+
+EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
+_EXPONENTS = 1  # bytes per row, up
+_SCALE = 2  # bytes per column, down
+
+
+class UpCodec:
+    """Codes of `[rows, length]`, rows <= max_rows, on their way to the owner."""
+
+    def __init__(self, wire: Wire, max_rows: int, length: int, kernels: Kernels) -> None:
+        self._wire = wire
+        self._length = length
+        self._codec: Codec = wire.codec(max_rows * length, torch.device("cpu"), kernels)
+        self._scaled = torch.empty(max_rows * length)
+
+    def num_bytes(self, rows: int) -> int:
+        """Return the size of a message of `rows` rows."""
+        extra = 0 if self._wire.is_exact else rows * _EXPONENTS
+        return extra + self._wire.num_bytes(rows * self._length)
+
+    def encode(self, x: Tensor, out: Tensor, seed: int) -> None:
+        """Write the message of `x` `[rows, length]` to `out`."""
+        rows = x.shape[0]
+        if self._wire.is_exact:
+            self._codec.encode(x.reshape(-1), out, seed)
+            return
+        largest = x.abs().amax(dim=1)
+        exponents = torch.frexp(largest).exponent.clamp(-126, 126)
+        out[:rows].view(torch.int8).copy_(exponents)
+        scaled = self._scaled[: x.numel()].view_as(x)
+        torch.ldexp(x, -exponents.unsqueeze(1), out=scaled)
+        self._codec.encode(scaled.view(-1), out[rows:], seed)
+
+    def decode(self, data: Tensor, out: Tensor) -> None:
+        """Write the values of a message to `out` `[rows, length]`."""
+        rows = out.shape[0]
+        if self._wire.is_exact:
+            self._codec.decode(data, out.view(-1))
+            return
+        self._codec.decode(data[rows:], out.view(-1))
+        exponents = data[:rows].view(torch.int8).to(torch.int32)
+        torch.ldexp(out, exponents.unsqueeze(1), out=out)
+
+    def decode_add(self, data: Tensor, out: Tensor) -> None:
+        """Add the values of a message to `out` `[rows, length]`."""
+        values = self._scaled[: out.numel()].view_as(out)
+        self.decode(data, values)
+        out.add_(values)
+
+
+class DownCodec:
+    """int8 codes of a mean factor `[rows, length]` with a scale per column; or fp32, `is_exact`."""
+
+    def __init__(self, length: int, is_exact: bool) -> None:
+        self._length = length
+        self._is_exact = is_exact
+
+    def num_bytes(self, rows: int) -> int:
+        """Return the size of a message of `rows` rows."""
+        return rows * self._length * (4 if self._is_exact else 1) + (
+            0 if self._is_exact else self._length * _SCALE
+        )
+
+    def encode(self, x: Tensor, out: Tensor) -> None:
+        """Write the message of `x` `[rows, length]` to `out`."""
+        if self._is_exact:
+            out.copy_(x.reshape(-1).view(torch.uint8))
+            return
+        scales = _rounded_up(x.abs().amax(dim=0).div_(127))
+        codes = torch.where(scales > 0, x / scales, 0.0).round_().clamp_(-127, 127)
+        split = self._length * _SCALE
+        out[:split].copy_(scales.to(torch.bfloat16).view(torch.uint8))
+        out[split:].view(torch.int8).copy_(codes.view(-1))
+
+    def decode(self, data: Tensor, codes: Tensor) -> Tensor:
+        """Write the codes to `codes` `[rows, length]`, fp32, and return the scales `[length]`."""
+        if self._is_exact:
+            codes.view(-1).view(torch.uint8).copy_(data)
+            return torch.ones(self._length)
+        split = self._length * _SCALE
+        codes.view(-1).copy_(data[split:].view(torch.int8))
+        scales = torch.empty(self._length, dtype=torch.bfloat16)
+        scales.view(torch.uint8).copy_(data[:split])
+        return scales.float()
+
+
+def product(p: Tensor, q: Tensor, out: Tensor) -> None:
+    """Write `p^T q` of integer codes `[r, m]` and `[r, n]` to `out` `[m, n]`, the same anywhere."""
+    torch.mm(p[:EXACT_RANK].T, q[:EXACT_RANK], out=out)
+    for start in range(EXACT_RANK, p.shape[0], EXACT_RANK):
+        block = slice(start, start + EXACT_RANK)
+        out.add_(torch.mm(p[block].T, q[block]))
+
+
+def _rounded_up(x: Tensor) -> Tensor:
+    """Return positive values rounded up to bf16, as fp32."""
+    bits = x.view(torch.int32).add(0xFFFF).bitwise_and_(-0x10000)
+    return bits.view(torch.float32)

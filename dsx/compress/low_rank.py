@@ -1,0 +1,234 @@
+"""Low-rank averaging: two thin factors per matrix instead of the matrix, with a warm start.
+
+Source: PowerSGD (arXiv:1905.13727, Alg. 1-2), as in DiLoCoX (arXiv:2506.21263, Sec. 2.4). Per
+matrix M_k `[m, n]` of cluster k, with Q `[n, r]` from the last round:
+
+    P = mean_k(M_k Q);  P = orthonormal columns of P (Householder QR);  Q = mean_k(M_k^T P)
+    applied by all: P Q^T;   residual: e_k = M_k - P (own Q_k)^T
+
+The mean of (P P^T M_k) is P P^T of the mean, so averages of factors lose nothing by averaging.
+One power iteration a round, two in the first one and after the rank has changed.
+
+Each matrix has one owner, round-robin over the clusters: the others send it their codes; it sums
+in cluster order, does the QR, and sends codes of the mean that everybody, itself included, decodes
+(factors.py: an exact integer product, so all clusters apply the same bits).
+
+Matrices for which that saves less than `min_saving` against `wire`, those whose name contains one
+of `exclude` (embeddings, output heads) and those this rank holds a part of travel as `Quantized`
+does; so does everything in the first `dense_rounds` and in every `full_round_every`-th round,
+since low-rank rounds from the start, or alone, keep the training in one subspace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from dsx.choices import require_choice
+from dsx.comm.swap import Exchange, Peers, Swap, to_all, together
+from dsx.compress.base import Channel, Launch
+from dsx.compress.low_rank_matrix import LowRankMatrix
+from dsx.compress.quantized import CodedPart, Quantized, SmallPart, merged, part_seed
+from dsx.types import Fragment, Slot
+from dsx.wire.base import Wire
+from dsx.wire.formats import FORMATS
+
+FactorWire = Literal["fp32", "int8", "int4"]
+HEADS = ("embed", "wte", "wpe", "lm_head", "output_layer")
+
+
+@dataclass(frozen=True)
+class LowRank(Quantized):
+    """PowerSGD's factors, quantized; the fields of `Quantized` are for everything else.
+
+    `rank` is r, unless a controller moves it; `factor_wire` what clusters send (means return in
+    int8, or in fp32 if it is fp32, which is then exact only between machines that round alike).
+    """
+
+    rank: int = 64
+    factor_wire: FactorWire = "int8"
+    dense_rounds: int = 0
+    full_round_every: int | None = None
+    min_saving: float = 1.3
+    exclude: tuple[str, ...] = HEADS
+
+    captures_spectrum = True
+
+    def validate(self) -> None:
+        """Require what `Quantized` does, a rank of at least 1, and sensible rounds."""
+        super().validate()
+        require_choice("compression.factor_wire", self.factor_wire, FactorWire)
+        if self.rank < 1:
+            raise ValueError(f"compression.rank={self.rank} must be at least 1")
+        if self.dense_rounds < 0:
+            raise ValueError(f"compression.dense_rounds={self.dense_rounds} must be at least 0")
+        if self.full_round_every is not None and self.full_round_every < 2:
+            raise ValueError(
+                f"compression.full_round_every={self.full_round_every} must be at least 2: every "
+                "round would be dense; use type 'quantized' for that"
+            )
+        if not self.min_saving >= 1:
+            raise ValueError(
+                f"compression.min_saving={self.min_saving} must be at least 1: below that, factors "
+                "are larger than what they replace"
+            )
+
+    @property
+    def factor_format(self) -> Wire:
+        """The format of factors on their way to the owner."""
+        return FORMATS[self.factor_wire]()
+
+    def largest_rank(self, slot: Slot) -> int:
+        """Return the largest rank that saves enough for a matrix, at most min(m, n) - 1."""
+        m, n = two_sides(slot)
+        dense, factor = self.up, self.factor_format
+        per_direction = factor.num_bytes(1024 * (m + n)) / 1024
+        most = int(dense.num_bytes(m * n) / (self.min_saving * per_direction))
+        return min(most, m - 1, n - 1)
+
+    def takes(self, slot: Slot) -> bool:
+        """Whether a slot travels in factors."""
+        if slot.is_small or not slot.is_whole or any(part in slot.name for part in self.exclude):
+            return False
+        return self.largest_rank(slot) >= min(self.rank, min(two_sides(slot)) - 1)
+
+    def is_dense_round(self, round: int) -> bool:
+        """Whether a round sends everything as `Quantized` does."""
+        every = self.full_round_every
+        return round <= self.dense_rounds or (every is not None and round % every == 0)
+
+    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+        """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
+        return LowRankChannel(self, fragment, peers, max_rank or self.rank)
+
+
+class LowRankChannel:
+    """The matrices in factors, the rest in codes.
+
+    `spectrum` `[max_rank + 1]`: of the matrices this cluster owns, in the round just ended, the
+    squared singular values kept, summed over matrices, and at the end those plus what the factors
+    miss, |(I - P P^T) mean M|_F^2, estimated from random probes g: M g travels with P. Zeros after
+    a dense round.
+    """
+
+    def __init__(self, method: LowRank, fragment: Fragment, peers: Peers, max_rank: int) -> None:
+        self._method = method
+        self._peers = peers
+        taken = [s for s in fragment.layout if method.takes(s)]
+        rest = [s for s in fragment.layout if not s.is_small and not method.takes(s)]
+        self._matrices = [
+            LowRankMatrix(
+                s, min(max_rank, method.largest_rank(s)), peers, (fragment.id + i), method
+            )
+            for i, s in enumerate(taken)
+        ]
+        self._rest = self._coded_parts(rest, fragment.id, 0)
+        self._dense = self._coded_parts(taken, fragment.id, 500)
+        self._small = SmallPart(method.small_wire, fragment.layout, peers)
+        self._rank = torch.zeros(1, dtype=torch.int64)  # of the round before; 0: none yet
+        self.spectrum = torch.zeros(max_rank + 1)
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """Warm starts, residuals, and the rank they are of."""
+        named: dict[str, Tensor] = {"rank": self._rank}
+        for matrix in self._matrices:
+            named[f"q.{matrix.name}"] = matrix.warm
+        for kind, parts in (("rest", self._rest), ("residual", self._dense)):
+            for index, part in enumerate(parts):
+                if part.residual is not None:
+                    named[f"{kind}.{index}"] = part.residual.stored
+        return named
+
+    def payload_bytes(self, launch: Launch) -> int:
+        """Return what a round with one power iteration sends, or a dense one."""
+        total = self._small.bytes_sent + sum(part.bytes_sent for part in self._rest)
+        if self._method.is_dense_round(launch.round):
+            return total + sum(part.bytes_sent for part in self._dense)
+        rank = launch.rank or self._method.rank
+        return total + sum(m.payload_bytes(min(rank, m.max_rank)) for m in self._matrices)
+
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
+        """Average `x` in place; all clusters decode the same bytes."""
+        self.spectrum.zero_()
+        parts: list[Generator[Swap, None, object]] = [
+            part.exchange(x, launch) for part in self._rest
+        ]
+        if self._method.is_dense_round(launch.round):
+            parts += [part.exchange(x, launch) for part in self._dense]
+        elif self._matrices:
+            parts.append(self._exchange_factors(x, launch))
+        yield from together(*parts, self._small.exchange(x))
+        return x
+
+    def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[Swap, None, None]:
+        rank = launch.rank or self._method.rank
+        is_cold = int(self._rank) != rank
+        for matrix in self._matrices:
+            matrix.begin(x, min(rank, matrix.max_rank), launch.round)
+        for part in self._dense:  # the same residual as in dense rounds
+            part.add_residual(x)
+        for iteration in range(2 if is_cold else 1):
+            for matrix in self._matrices:
+                matrix.encode_p()
+            yield from self._to_owners_and_back()
+            for matrix in self._matrices:
+                matrix.encode_q()
+            is_last = iteration == int(is_cold)
+            if is_last:
+                self._keep_residuals(x)
+            yield from self._to_owners_and_back()
+            for matrix in self._matrices:
+                matrix.take_q()
+        for matrix in self._matrices:
+            matrix.write_mean()
+            if matrix.is_owned:
+                squares = matrix.squares()
+                self.spectrum[: matrix.rank] += squares
+                self.spectrum[-1] += squares.sum() + matrix.missed_square
+        self._rank.fill_(rank)
+
+    def _to_owners_and_back(self) -> Generator[Swap, None, None]:
+        """Send every matrix's factor to its owner, and the owners' mean factors to all."""
+        clusters = range(self._peers.num_clusters)
+        own = [m for m in self._matrices if m.is_owned]
+        if self._peers.num_clusters > 1:
+            yield Swap(
+                [[m.sent for m in self._matrices if m.owner == c] for c in clusters],
+                [[m.received[c] for m in own] for c in clusters],
+            )
+        for matrix in own:
+            matrix.average()
+        if self._peers.num_clusters > 1:
+            yield to_all(
+                [m.mean for m in own],
+                [[m.mean for m in self._matrices if m.owner == c] for c in clusters],
+            )
+        for matrix in self._matrices:
+            matrix.decode_mean()
+
+    def _keep_residuals(self, x: Tensor) -> None:
+        """Let every residual be what the own factors miss of `x`."""
+        for part in self._dense:
+            if part.residual is not None:
+                with part.residual.opened() as residual:
+                    for matrix in self._matrices:
+                        matrix.write_lost(residual, part.start, part.stop)
+
+    def _coded_parts(self, slots: list[Slot], fragment: int, first: int) -> list[CodedPart]:
+        ranges = merged([(s.offset, s.offset + s.numel) for s in slots])
+        return [
+            CodedPart(self._method, a, b, self._peers, part_seed(fragment, first + i, self._peers))
+            for i, (a, b) in enumerate(ranges)
+        ]
+
+
+def two_sides(slot: Slot) -> tuple[int, int]:
+    """Return a parameter as a matrix: the first dimension by all the others."""
+    whole = slot.whole or slot.shape
+    rows = whole[0]
+    return rows, slot.numel // rows

@@ -1,0 +1,180 @@
+"""One matrix of a low-rank channel: its factors, its codes, and its owner's part.
+
+Factors are kept transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsx.comm.swap import Peers
+from dsx.compress.factors import DownCodec, UpCodec, product
+from dsx.types import Slot
+from dsx.wire.base import Kernels, Wire
+
+NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
+
+
+class FactorSettings(Protocol):
+    """What a matrix needs of the configuration."""
+
+    @property
+    def factor_format(self) -> Wire:
+        """The format of factors on their way to the owner."""
+        ...
+
+    @property
+    def kernels(self) -> Kernels:
+        """How codecs run."""
+        ...
+
+
+class LowRankMatrix:
+    """Buffers for ranks up to `max_rank`; one round is begin, encode_p, ..., write_mean."""
+
+    def __init__(
+        self, slot: Slot, max_rank: int, peers: Peers, number: int, settings: FactorSettings
+    ) -> None:
+        self.name = slot.name
+        self.max_rank = max_rank
+        self.owner = number % peers.num_clusters
+        self.is_owned = self.owner == peers.cluster_id
+        self._peers = peers
+        self._slot = slot
+        self._seed = number * 7_919 + 1
+        whole = slot.whole or slot.shape
+        self._m, self._n = whole[0], slot.numel // whole[0]
+        rows, longest = max_rank + NUM_PROBES, max(self._m, self._n)
+        self.warm = torch.zeros(max_rank, self._n)
+        self._p, self._q = torch.zeros(rows, self._m), torch.zeros(max_rank, self._n)
+        self._right = torch.zeros(rows, self._n)  # Q^T, and the probes below it
+        wire = settings.factor_format
+        self._up = {k: UpCodec(wire, rows, k, settings.kernels) for k in {self._m, self._n}}
+        self._down = {k: DownCodec(k, wire.is_exact) for k in {self._m, self._n}}
+        sizes = [(self._up[self._m].num_bytes(rows)), self._up[self._n].num_bytes(max_rank)]
+        self._sent = torch.zeros(max(sizes), dtype=torch.uint8)
+        copies = peers.num_clusters if self.is_owned else 0
+        self._received = torch.zeros(copies, max(sizes), dtype=torch.uint8)
+        self._sum = torch.zeros((rows if self.is_owned else 0) * longest)
+        down = max(self._down[k].num_bytes(max_rank) for k in (self._m, self._n))
+        self._mean = torch.zeros(down, dtype=torch.uint8)
+        self._codes_p, self._codes_q = torch.zeros_like(self._p), torch.zeros_like(self._q)
+        self.missed_square = 0.0
+
+    def begin(self, x: Tensor, rank: int, round: int) -> None:
+        """Start a round on the matrix inside `x`; from random columns where there are no others."""
+        slot = self._slot
+        self._matrix = x[slot.offset : slot.offset + slot.numel].view(self._m, self._n)
+        self.rank, self._round = rank, round
+        generator = torch.Generator().manual_seed(self._seed + 104_729 * round)
+        right = self._right[: rank + NUM_PROBES]
+        right.normal_(generator=generator)
+        known = min(rank, self._warm_rank())
+        right[:known].copy_(self.warm[:known])
+
+    def encode_p(self) -> None:
+        """Make P = M Q and the codes of it, with the probes'."""
+        p = self._p[: self.rank + NUM_PROBES]
+        torch.mm(self._right[: self.rank + NUM_PROBES], self._matrix.T, out=p)
+        self._encode(p, self._m)
+
+    def encode_q(self) -> None:
+        """Make Q = M^T P with the mean P, and the codes of it."""
+        q = self._q[: self.rank]
+        torch.mm(self._mean_p, self._matrix, out=q)
+        self._encode(q, self._n)
+
+    @property
+    def sent(self) -> Tensor:
+        """This cluster's codes of the factor in turn."""
+        return self._sent[: self._size]
+
+    @property
+    def received(self) -> list[Tensor]:
+        """The clusters' codes of the factor in turn; for the owner, whose own are among them."""
+        if not self.is_owned:
+            return []
+        received = [data[: self._size] for data in self._received]
+        received[self.owner] = self.sent
+        return received
+
+    @property
+    def mean(self) -> Tensor:
+        """The codes of the mean factor in turn: the owner's to send, the others' to receive."""
+        return self._mean[: self._down[self._length].num_bytes(self.rank)]
+
+    def average(self) -> None:
+        """As the owner: sum in cluster order, orthonormalise P, encode the mean."""
+        length, up = self._length, self._up[self._length]
+        rows = self._rows
+        mean = self._sum[: rows * length].view(rows, length)
+        received = self.received
+        up.decode(received[0], mean)
+        for data in received[1:]:
+            up.decode_add(data, mean)
+        mean.div_(len(received))
+        if self._is_p:
+            probes = mean[self.rank :]
+            mean = torch.linalg.qr(mean[: self.rank].T).Q.T.contiguous()
+            missed = probes - probes @ mean.T @ mean
+            self.missed_square = float(missed.square().sum()) / NUM_PROBES
+        self._down[length].encode(mean, self.mean)
+
+    def decode_mean(self) -> None:
+        """Take the mean factor from the bytes that everybody has."""
+        codes = (self._codes_p if self._is_p else self._codes_q)[: self.rank]
+        scales = self._down[self._length].decode(self.mean, codes)
+        if self._is_p:
+            self._scales_p = scales
+            self._mean_p = torch.mul(codes, scales, out=self._p[: self.rank])
+        else:
+            self._scales_q = scales
+
+    def take_q(self) -> None:
+        """Keep the mean Q as the next start."""
+        self.warm.zero_()
+        torch.mul(self._codes_q[: self.rank], self._scales_q, out=self.warm[: self.rank])
+        self._right[: self.rank].copy_(self.warm[: self.rank])
+
+    def write_mean(self) -> None:
+        """Overwrite the matrix with the mean, P Q^T of the integer codes and their scales."""
+        product(self._codes_p[: self.rank], self._codes_q[: self.rank], self._matrix)
+        self._matrix.mul_(self._scales_p.unsqueeze(1)).mul_(self._scales_q)
+
+    def write_lost(self, residual: Tensor, start: int, stop: int) -> None:
+        """Write what the own codes miss of the matrix to its place in a residual of start..stop."""
+        slot = self._slot
+        if not start <= slot.offset < stop:
+            return
+        place = slot.offset - start
+        lost = residual[place : place + slot.numel].view(self._m, self._n)
+        own = self._q[: self.rank]
+        self._up[self._n].decode(self.sent, own)
+        torch.mm(self._mean_p.T, own, out=lost)
+        torch.sub(self._matrix, lost, out=lost)
+
+    def squares(self) -> Tensor:
+        """Return the squared singular values of the mean, descending, from the r x r Gram of Q."""
+        warm = self.warm[: self.rank].double()
+        return torch.linalg.eigvalsh(warm @ warm.T).flip(0).clamp_(min=0).float()
+
+    def payload_bytes(self, rank: int, iterations: int = 1) -> int:
+        """Return what this cluster sends of the matrix in a round."""
+        others = self._peers.num_clusters - 1
+        up = self._up[self._m].num_bytes(rank + NUM_PROBES) + self._up[self._n].num_bytes(rank)
+        down = self._down[self._m].num_bytes(rank) + self._down[self._n].num_bytes(rank)
+        return iterations * (down * others if self.is_owned else up)
+
+    def _encode(self, factor: Tensor, length: int) -> None:
+        self._rows, self._length = factor.shape
+        self._is_p = factor.shape[0] > self.rank
+        self._size = self._up[length].num_bytes(self._rows)
+        seed = (self._seed * 31 + self._round) * 4_099 + self._peers.cluster_id
+        self._up[length].encode(factor, self.sent, seed)
+
+    def _warm_rank(self) -> int:
+        """Return how many directions are kept from the last round."""
+        return int(self.warm.any(dim=1).sum())

@@ -1,0 +1,49 @@
+"""A fragment's line to the other clusters: header, codes, notes, one transfer after another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from dsx.comm.reduce import ExactMean
+from dsx.comm.swap import Exchange, Peers
+from dsx.compress.base import Channel, Launch
+from dsx.guard import Guard, Verdict
+from dsx.notes import Notes, with_notes
+
+
+class Line:
+    """The guard and the channel of one fragment on this rank, and what a checkpoint keeps."""
+
+    def __init__(self, channel: Channel, peers: Peers) -> None:
+        self.channel = channel
+        self.guard = Guard(peers)
+        self._notes_mean = ExactMean(peers)
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """State by name: the channel's, and the guard's memory."""
+        named = {f"codec.{name}": tensor for name, tensor in self.channel.slots.items()}
+        return {**named, "guard.memory": self.guard.memory}
+
+    def exchange(
+        self,
+        x: Tensor,
+        is_finite: bool,
+        launch: Launch,
+        verdict: Verdict,
+        notes: Notes,
+        measure: Callable[[Tensor], Tensor] | None,
+    ) -> Exchange:
+        """Average `x` in place, with the notes; zeros, and nothing averaged, if refused."""
+        average = self._guarded(x, is_finite, launch, verdict)
+        return with_notes(average, notes, measure, self._notes_mean)
+
+    def _guarded(self, x: Tensor, is_finite: bool, launch: Launch, verdict: Verdict) -> Exchange:
+        yield from self.guard.exchange(is_finite, verdict)
+        if verdict.refused_by:
+            return x.zero_()
+        mean = yield from self.channel.exchange(x, launch)
+        self.guard.remember(launch.round, mean)
+        return mean
