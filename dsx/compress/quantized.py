@@ -57,6 +57,11 @@ class Quantized:
                 f"compression.feedback_decay={self.feedback_decay} must be above 0 and at most 1; "
                 "SparseLoCo uses 0.95, and 1 keeps everything"
             )
+        if self.error_feedback == "none" and self.feedback_decay != 1:
+            raise ValueError(
+                f"compression.feedback_decay={self.feedback_decay} has no effect while "
+                "compression.error_feedback='none'; name a storage, e.g. 'fp32', or leave it out"
+            )
         if self.wire in ("fp32", "bf16", "fp16", "ternary") and self.rounding != "nearest":
             raise ValueError(
                 f"compression.rounding={self.rounding!r}: {self.wire} rounds to nearest only; "
