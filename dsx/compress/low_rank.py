@@ -94,7 +94,8 @@ class LowRank(Quantized):
         """Whether a slot travels in factors."""
         if slot.is_small or not slot.is_whole or any(part in slot.name for part in self.exclude):
             return False
-        return self.largest_rank(slot) >= min(self.rank, min(two_sides(slot)) - 1)
+        needed = min(self.rank, min(two_sides(slot)) - 1)
+        return self.largest_rank(slot) >= max(needed, 1)
 
     def is_dense_round(self, round: int) -> bool:
         """Whether a round sends everything as `Quantized` does."""
