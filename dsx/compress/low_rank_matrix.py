@@ -16,6 +16,7 @@ from dsx.types import Slot
 from dsx.wire.base import Kernels, Wire
 
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
+_TINY = 2.0**-126  # the least normal number
 
 
 class FactorSettings(Protocol):
@@ -72,8 +73,7 @@ class LowRankMatrix:
         generator = torch.Generator().manual_seed(self._seed + 104_729 * round)
         right = self._right[: rank + NUM_PROBES]
         right.normal_(generator=generator)
-        known = min(rank, self._warm_rank())
-        right[:known].copy_(self.warm[:known])
+        self._start_from_warm(min(rank, self._warm_rank()))
 
     def encode_p(self) -> None:
         """Make P = M Q and the codes of it, with the probes'."""
@@ -137,7 +137,7 @@ class LowRankMatrix:
         """Keep the mean Q as the next start."""
         self.warm.zero_()
         torch.mul(self._codes_q[: self.rank], self._scales_q, out=self.warm[: self.rank])
-        self._right[: self.rank].copy_(self.warm[: self.rank])
+        self._start_from_warm(self.rank)
 
     def write_mean(self) -> None:
         """Overwrite the matrix with the mean, P Q^T of the integer codes and their scales."""
@@ -174,6 +174,11 @@ class LowRankMatrix:
         self._size = self._up[length].num_bytes(self._rows)
         seed = (self._seed * 31 + self._round) * 4_099 + self._peers.cluster_id
         self._up[length].encode(factor, self.sent, seed)
+
+    def _start_from_warm(self, count: int) -> None:
+        """Take the kept directions, at size 1: M Q would hold squares, which may not be finite."""
+        start = self._right[:count].copy_(self.warm[:count])
+        start.div_(start.abs().amax(dim=1, keepdim=True).clamp_(min=_TINY))
 
     def _warm_rank(self) -> int:
         """Return how many directions are kept from the last round."""
