@@ -1,0 +1,510 @@
+"""Low-rank channels: what is exact, what int8 factors cost, state, and what stays dense."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from dsx.comm.swap import Exchange, Swap
+from dsx.compress.base import Launch
+from dsx.compress.factors import product
+from dsx.compress.low_rank import LowRank
+from dsx.compress.quantized import Quantized
+from dsx.types import Fragment, Slot
+from tests.compress.channels import (
+    Clusters,
+    bits,
+    correlated,
+    drive,
+    exact_mean,
+    fragment_of,
+    nmse,
+)
+from tests.compress.test_quantized import decoded, mean_in_order
+
+# fp32 everywhere, and whatever saves a byte in factors: PowerSGD as published
+EXACT: dict[str, Any] = {
+    "wire": "fp32",
+    "mean_wire": "fp32",
+    "small_wire": "fp32",
+    "factor_wire": "fp32",
+    "min_saving": 1.0,
+}
+
+
+def orthonormal(numel: int, rank: int, generator: torch.Generator) -> Tensor:
+    return torch.linalg.qr(torch.randn(numel, rank, generator=generator)).Q
+
+
+def matrix(m: int, n: int, singular_values: Tensor, seed: int) -> Tensor:
+    """A random matrix of these singular values, flat."""
+    generator = torch.Generator().manual_seed(seed)
+    rank = len(singular_values)
+    left, right = orthonormal(m, rank, generator), orthonormal(n, rank, generator)
+    return ((left * singular_values) @ right.T).reshape(-1)
+
+
+def decaying(m: int, n: int, num_clusters: int, kind: str = "power", seed: int = 0) -> list[Tensor]:
+    """One matrix per cluster: a common one and a smaller own one, of a decaying spectrum."""
+    index = torch.arange(1.0, min(m, n) + 1)
+    values = 1 / index if kind == "power" else torch.exp(-index / 6)
+    common = matrix(m, n, values, seed)
+    return [common + 0.7 * matrix(m, n, values, 100 + seed + c) for c in range(num_clusters)]
+
+
+def side_by_side(*parts: list[Tensor]) -> list[Tensor]:
+    """The clusters' fragments of the clusters' parts."""
+    return [torch.cat(list(own)) for own in zip(*parts, strict=True)]
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 3, 4, 5])
+def test_a_matrix_of_that_rank_arrives_from_the_first_round_on(num_clusters: int) -> None:
+    """Rows in common, so that the mean has rank 8 as well; two matrices, a vector between."""
+    fragment = fragment_of((96, 80), (50,), (64, 120))
+    generator = torch.Generator().manual_seed(0)
+
+    def of_rank_8(m: int, n: int) -> list[Tensor]:
+        left = torch.randn(m, 8, generator=generator)
+        return [
+            (left @ torch.randn(8, n, generator=generator)).reshape(-1) for _ in range(num_clusters)
+        ]
+
+    values = side_by_side(of_rank_8(96, 80), correlated(50, num_clusters), of_rank_8(64, 120))
+    clusters = Clusters(LowRank(rank=8, **EXACT), fragment, num_clusters)
+    assert {"q.w0", "q.w2"} <= clusters.channels[0].slots.keys()
+    for _ in range(3):
+        mean = clusters.average(values)
+        assert nmse(mean, exact_mean(values)) ** 0.5 <= 1e-5
+
+
+@pytest.mark.parametrize("num_clusters", [2, 4])
+@pytest.mark.parametrize("kind", ["power", "exponential"])
+@pytest.mark.parametrize(("m", "n", "rank"), [(256, 128, 16), (96, 80, 8), (80, 200, 16)])
+def test_int8_factors_cost_next_to_nothing(
+    m: int, n: int, rank: int, kind: str, num_clusters: int
+) -> None:
+    """Against fp32 factors, over three rounds; and four bits would be seen."""
+    values = decaying(m, n, num_clusters, kind)
+    exact = exact_mean(values)
+    errors: dict[str, float] = {}
+    for factor_wire in ("fp32", "int8", "int4"):
+        method = LowRank(**{**EXACT, "rank": rank, "factor_wire": factor_wire})
+        clusters = Clusters(method, fragment_of((m, n)), num_clusters)
+        errors[factor_wire] = sum(nmse(clusters.average(values), exact) for _ in range(3)) / 3
+    best = torch.linalg.svdvals(exact.view(m, n)).square()
+    optimal = float(best[rank:].sum() / best.sum())
+    assert optimal * (1 - 1e-6) <= errors["fp32"] <= 1.25 * optimal
+    assert errors["int8"] <= 1.05 * errors["fp32"]
+    assert errors["int4"] > 1.02 * errors["fp32"]
+
+
+def test_what_int8_factors_lose_of_a_matrix_of_that_rank() -> None:
+    values = [matrix(128, 96, torch.linspace(3, 1, 8), 0)] * 2
+    clusters = Clusters(LowRank(rank=8, min_saving=1.0), fragment_of((128, 96)), 2)
+    assert "q.w0" in clusters.channels[0].slots
+    for _ in range(3):
+        assert nmse(clusters.average(values), values[0]) <= 5e-4
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("factor_wire", ["int8", "int4", "fp32"])
+def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> None:
+    """`average` compares the bits; the first round has two iterations and sends factors twice."""
+    shapes = [(96, 80), (50,), (100, 99), (20, 60), (30, 40)]
+    fragment = fragment_of(*shapes, names=["a", "b", "c", "embed", "d"], id=3)
+    wire: Any = "fp32" if factor_wire == "fp32" else "int4"
+    method = LowRank(
+        rank=8, wire=wire, factor_wire=factor_wire, min_saving=1.0, error_feedback="fp32"
+    )
+    clusters = Clusters(method, fragment, num_clusters)
+    assert taken(method, fragment) == {"a", "c", "d"}
+    for round in (1, 2, 3):
+        clusters.average(correlated(fragment.numel, num_clusters, seed=round))
+        announced = [channel.payload_bytes(Launch(round)) for channel in clusters.channels]
+        assert (clusters.bytes_sent == announced) == (round > 1 or num_clusters == 1)
+
+
+def test_bytes_of_a_round() -> None:
+    """Counted by hand: one matrix, owned by cluster 1, five clusters."""
+    fragment = fragment_of((128, 96), id=1)
+    clusters = Clusters(LowRank(rank=8), fragment, 5)
+    values = decaying(128, 96, 5)
+
+    def up(rows: int, length: int) -> int:
+        return rows + rows * length + 2 * -(-rows * length // 256)
+
+    sent = up(8 + 4, 128) + up(8, 96)  # P with four probes, and Q
+    mean = 8 * (128 + 96) + 2 * (128 + 96)
+    expected = [sent, 4 * mean, sent, sent, sent]
+    clusters.average(values)
+    assert clusters.bytes_sent == [2 * count for count in expected]  # two iterations
+    clusters.average(values)
+    assert clusters.bytes_sent == expected
+    assert expected == [channel.payload_bytes(Launch(2)) for channel in clusters.channels]
+
+
+@pytest.fixture
+def restored_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def with_threads(exchange: Exchange, count: int) -> Generator[Swap, None, Tensor]:
+    """Run an exchange as a machine with `count` cores would."""
+    while True:
+        torch.set_num_threads(count)
+        try:
+            swap = next(exchange)
+        except StopIteration as stop:
+            return stop.value
+        yield swap
+
+
+@pytest.mark.usefixtures("restored_threads")
+@pytest.mark.parametrize("num_clusters", [2, 5])
+def test_clusters_with_other_numbers_of_threads_decode_the_same(num_clusters: int) -> None:
+    fragment = fragment_of((512, 256), (300, 700))
+    method = LowRank(rank=32, error_feedback="fp32")
+    channels = Clusters(method, fragment, num_clusters).channels
+    for round in (1, 2, 3):
+        values = correlated(fragment.numel, num_clusters, seed=round)
+        exchanges = [
+            with_threads(channel.exchange(x.clone(), Launch(round)), 1 + index % 2)
+            for index, (channel, x) in enumerate(zip(channels, values, strict=True))
+        ]
+        means, _ = drive(exchanges)
+        assert all(torch.equal(bits(mean), bits(means[0])) for mean in means)
+        for name in ("q.w0", "q.w1"):
+            warm = [channel.slots[name] for channel in channels]
+            assert all(torch.equal(bits(w), bits(warm[0])) for w in warm)
+
+
+@pytest.mark.parametrize("rank", [1, 1024, 1500])
+def test_the_product_of_codes_is_exact_block_by_block(rank: int) -> None:
+    generator = torch.Generator().manual_seed(rank)
+    p = torch.randint(-127, 128, (rank, 40), generator=generator)
+    q = torch.randint(-127, 128, (rank, 30), generator=generator)
+    p[:, 0], q[:, 0] = 127, 127  # the largest sum there is
+    out = torch.empty(40, 30)
+    product(p.float(), q.float(), out)
+    blocks = [p[i : i + 1024].T @ q[i : i + 1024] for i in range(0, rank, 1024)]
+    assert all((block.abs() < 2**24).all() for block in blocks)
+    assert torch.equal(out, sum(block.float() for block in blocks))
+
+
+def taken(method: LowRank, fragment: Fragment) -> set[str]:
+    slots = Clusters(method, fragment, 1).channels[0].slots
+    return {name[2:] for name in slots if name.startswith("q.")}
+
+
+@pytest.mark.parametrize("rank", [1, 4, 16, 64])
+@pytest.mark.parametrize(("wire", "bits_dense"), [("int4", 4.25), ("ternary", 1.85), ("fp32", 32)])
+@pytest.mark.parametrize(("factor_wire", "bits_factor"), [("int8", 8.0625), ("int4", 4.25)])
+def test_the_skip_rule(
+    factor_wire: Any, bits_factor: float, wire: Any, bits_dense: float, rank: int
+) -> None:
+    """In factors only where those save a quarter or more; a rank short of the full one at most."""
+    shapes = [
+        (48, 48),
+        (82, 82),
+        (256, 256),
+        (1024, 110),
+        (2048, 2),
+        (4096, 1),
+        (1, 4096),
+        (35, 70),
+    ]
+    method = LowRank(rank=rank, wire=wire, factor_wire=factor_wire)
+    expected: set[str] = set()
+    for index, (m, n) in enumerate(shapes):
+        own = min(rank, m - 1, n - 1)
+        saving = own and m * n * bits_dense / (own * (m + n) * bits_factor)
+        assert abs(saving - 1.3) > 0.01  # scales of a last, short group count
+        if own and saving >= 1.3:
+            expected.add(f"w{index}")
+    assert taken(method, fragment_of(*shapes)) == expected
+
+
+def test_embeddings_vectors_and_parts_are_not_taken() -> None:
+    shapes = [(128, 128)] * 5 + [(20000,)]
+    names = ["tok_embeddings.weight", "h.0.weight", "lm_head.weight", "my_head.weight", "h.1", "v"]
+    fragment = fragment_of(*shapes, names=names)
+    assert taken(LowRank(rank=4), fragment) == {"h.0.weight", "my_head.weight", "h.1"}
+    assert taken(LowRank(rank=4, exclude=("h.", "v")), fragment) == {
+        "tok_embeddings.weight",
+        "lm_head.weight",
+        "my_head.weight",
+    }
+    part = Slot("part", (128 * 64,), 0, start=128, whole=(128, 128))
+    whole = Slot("whole", (128 * 128,), part.numel, whole=(128, 128))
+    assert taken(LowRank(rank=4), Fragment(0, 0, (part, whole))) == {"whole"}
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 5])
+def test_what_is_not_taken_travels_in_codes(num_clusters: int) -> None:
+    fragment = fragment_of((36, 36), (96, 96), (50,), (30, 50))
+    values = correlated(fragment.numel, num_clusters)
+    mean = Clusters(LowRank(rank=8, mean_wire="int8"), fragment, num_clusters).average(values)
+    for index in (0, 2, 3):
+        slot = fragment.layout[index]
+        own = [x[slot.offset : slot.offset + slot.numel] for x in values]
+        if index == 2:
+            expected = mean_in_order([x.bfloat16().float() for x in own])
+        else:
+            expected = mean_in_order([decoded("int4", x, 64) for x in own])
+            expected = decoded("int8", expected, 256) if num_clusters > 3 else expected
+        got = mean[slot.offset : slot.offset + slot.numel]
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("shape", [(4096, 1), (1, 2000), (2, 1024), (3, 3, 200)])
+@pytest.mark.parametrize("rank", [1, 64])
+def test_thin_matrices_are_averaged_too(shape: tuple[int, ...], rank: int) -> None:
+    values = correlated(fragment_of(shape).numel, 2)
+    mean = Clusters(LowRank(rank=rank, wire="fp32"), fragment_of(shape), 2).average(values)
+    assert nmse(mean, exact_mean(values)) < 0.7  # of noise, and rank 1 of 3 at worst
+
+
+def test_dense_rounds_are_those_of_quantized() -> None:
+    """The first two, and every fifth: numbered by the launch, so that a resumed run agrees."""
+    fragment = fragment_of((96, 80), (64, 64), (50,))
+    low = Clusters(LowRank(rank=4, dense_rounds=2, full_round_every=5), fragment, 2)
+    dense = Clusters(Quantized(), fragment, 2)
+    for round in range(1, 12):
+        values = correlated(fragment.numel, 2, seed=round)
+        mean, reference = low.average(values), dense.average(values)
+        is_dense = round in (1, 2, 5, 10)
+        assert torch.equal(mean, reference) == is_dense
+        assert (low.bytes_sent == dense.bytes_sent) == is_dense
+        spectrum = sum(c.spectrum for c in low.channels)
+        assert bool(spectrum.any()) == (not is_dense)
+        if is_dense or round not in (3,):  # the first low-rank round has two iterations
+            assert low.bytes_sent == [c.payload_bytes(Launch(round)) for c in low.channels]
+
+
+def test_a_warm_start_keeps_more() -> None:
+    """Of the same matrix each round more; a start from scratch stays where it was."""
+    values = decaying(256, 128, 2)
+    exact = exact_mean(values)
+    warm = Clusters(LowRank(rank=16), fragment_of((256, 128)), 2)
+    errors = [nmse(warm.average(values), exact) for _ in range(5)]
+    energies = torch.linalg.svdvals(exact.view(256, 128)).square()
+    optimal = float(energies[16:].sum() / energies.sum())
+    assert errors[4] < errors[1] < errors[0]
+    assert errors[4] - optimal < 0.5 * (errors[0] - optimal)
+    for _ in range(3):
+        cold = Clusters(LowRank(rank=16), fragment_of((256, 128)), 2)
+        assert nmse(cold.average(values), exact) == errors[0]
+
+
+def test_the_rank_follows_the_launch() -> None:
+    """Up and down, clamped per matrix; each time near what an SVD of that rank would keep."""
+    shapes = [(256, 128), (64, 64)]
+    fragment = fragment_of(*shapes)
+    values = side_by_side(decaying(256, 128, 2), decaying(64, 64, 2, seed=7))
+    clusters = Clusters(LowRank(rank=4, min_saving=1.0), fragment, 2, max_rank=40)
+    exact = exact_mean(values)
+    largest = int(64 * 64 * 4.25 / (128 * 8.0625))  # 16, for the small one
+    for rank in (4, 12, 12, 24, 6, 6, 40, 1, 8):
+        mean = clusters.average(values, rank)
+        for index, (m, _) in enumerate(shapes):
+            own = min(rank, largest if m == 64 else 40)
+            energies = torch.linalg.svdvals(clusters.matrix(index, exact)).square()
+            optimal = float(energies[own:].sum() / energies.sum())
+            error = nmse(clusters.matrix(index, mean), clusters.matrix(index, exact))
+            assert optimal * 0.999 <= error <= 1.4 * optimal
+            warm = clusters.channels[0].slots[f"q.w{index}"]
+            assert warm.any(dim=1).tolist() == [i < own for i in range(len(warm))]
+        kept = sum(c.spectrum for c in clusters.channels)[:-1]
+        assert kept[:rank].all() and not kept[rank:].any()
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 5])
+@pytest.mark.parametrize("factor_wire", ["fp32", "int8"])
+def test_the_spectrum_is_that_of_the_mean(factor_wire: Any, num_clusters: int) -> None:
+    """Kept energies as by an SVD, summed over matrices; the total from probes, so a few % off."""
+    shapes = [(256, 128), (80, 96), (128, 128), (100, 200)]
+    fragment = fragment_of(*shapes)
+    values = side_by_side(
+        *[decaying(m, n, num_clusters, seed=10 * i) for i, (m, n) in enumerate(shapes)]
+    )
+    method = LowRank(rank=12, factor_wire=factor_wire, wire="fp32")
+    clusters = Clusters(method, fragment, num_clusters)
+    exact = exact_mean(values)
+    energies = [torch.linalg.svdvals(clusters.matrix(i, exact)).square() for i in range(4)]
+    kept = torch.stack([e[:12] for e in energies]).sum(dim=0)
+    totals: list[float] = []
+    for _ in range(4):
+        clusters.average(values)
+        spectrum = sum(c.spectrum for c in clusters.channels).double()
+        assert float(spectrum[:12].sum()) == pytest.approx(float(kept.sum()), rel=0.02)
+        assert float(spectrum[0]) == pytest.approx(float(kept[0]), rel=0.01)
+        assert float(spectrum[-1]) == pytest.approx(float(exact.square().sum()), rel=0.05)
+        totals.append(float(spectrum[-1]))
+    assert len(set(totals)) == 4  # new probes each round
+    assert sum(totals) / 4 == pytest.approx(float(exact.square().sum()), rel=0.03)
+
+
+def residual_mean(clusters: Clusters) -> Tensor:
+    """The mean residual of a fragment of one run of matrices."""
+    return exact_mean([channel.slots["residual.0"] for channel in clusters.channels])
+
+
+@pytest.mark.parametrize(
+    ("num_clusters", "more"),
+    [
+        (1, {}),
+        (2, {}),
+        (5, {}),
+        (2, {"dense_rounds": 2, "full_round_every": 5, "wire": "int4"}),
+        (3, {"full_round_every": 3, "wire": "bf16"}),
+    ],
+)
+def test_what_is_applied_and_what_is_left_is_what_was_put_in(
+    num_clusters: int, more: dict[str, Any]
+) -> None:
+    """Through changes of rank, and dense rounds, which empty the same residual."""
+    fragment = fragment_of((96, 80), (64, 120))
+    method = LowRank(**{**EXACT, "rank": 4, "error_feedback": "fp32", **more})
+    clusters = Clusters(method, fragment, num_clusters, max_rank=12)
+    assert list(clusters.channels[0].slots) == ["rank", "q.w0", "q.w1", "residual.0"]
+    applied = torch.zeros(fragment.numel, dtype=torch.float64)
+    total = applied.clone()
+    for round, rank in enumerate((4, 4, 10, 10, 3, 3, 3, 3)):
+        values = correlated(fragment.numel, num_clusters, seed=round)
+        applied += clusters.average(values, rank)
+        total += exact_mean(values)
+        left = residual_mean(clusters)
+        assert (applied + left - total).norm() <= 1e-5 * total.norm()
+    assert residual_mean(clusters).norm() > 0.1 * total.norm()  # without it, that would not hold
+
+
+def test_int8_factors_with_feedback_lose_only_the_code_of_the_mean() -> None:
+    fragment = fragment_of((128, 96))
+    errors: dict[str, float] = {}
+    for feedback in ("fp32", "none"):
+        method: Any = LowRank(rank=8, error_feedback=feedback)
+        clusters = Clusters(method, fragment, 2)
+        inputs = [decaying(128, 96, 2, seed=round) for round in range(12)]
+        applied = torch.stack([clusters.average(values) for values in inputs]).double().sum(dim=0)
+        left = residual_mean(clusters) if feedback == "fp32" else 0
+        total = torch.stack([exact_mean(values) for values in inputs]).sum(dim=0)
+        errors[feedback] = nmse(applied + left, total)
+    assert errors["fp32"] <= 1e-3
+    assert errors["none"] > 50 * errors["fp32"]
+
+
+def test_the_residual_decays_before_it_is_added() -> None:
+    method = LowRank(rank=8, error_feedback="fp32", feedback_decay=0.5)
+    fragment = fragment_of((128, 96))
+    first = Clusters(method, fragment, 1)
+    values = decaying(128, 96, 2)
+    first.average(values[:1])
+    plain = first.resumed_by(Clusters(method, fragment, 1))
+    plain.channels[0].slots["residual.0"].zero_()
+    kept = first.channels[0].slots["residual.0"].clone()
+    assert kept.norm() > 0.1
+    ours, theirs = first.average(values[1:]), plain.average([values[1] + kept * 0.5])
+    assert torch.equal(bits(ours), bits(theirs))
+
+
+@pytest.mark.parametrize("storage", ["none", "fp32", "bf16", "int8"])
+@pytest.mark.parametrize("num_clusters", [1, 2, 5])
+def test_state_is_all_that_a_channel_remembers(num_clusters: int, storage: Any) -> None:
+    """Dense rounds before and in between, a rank that changes, a rest beside."""
+    fragment = fragment_of((96, 80), (40, 40), (96, 96), (50,))
+    method = LowRank(rank=8, error_feedback=storage, dense_rounds=1, full_round_every=5)
+    for stop in (1, 2, 4, 5):
+        first = Clusters(method, fragment, num_clusters, max_rank=9)
+        for round in range(stop):
+            first.average(correlated(fragment.numel, num_clusters, seed=round), 8)
+        second = first.resumed_by(Clusters(method, fragment, num_clusters, max_rank=9))
+        for round in range(stop, stop + 3):
+            values = correlated(fragment.numel, num_clusters, seed=round)
+            rank = 8 if round < 6 else 5
+            assert torch.equal(
+                bits(first.average(values, rank)), bits(second.average(values, rank))
+            )
+        for ours, theirs in zip(first.channels, second.channels, strict=True):
+            assert all(torch.equal(ours.slots[name], theirs.slots[name]) for name in ours.slots)
+            assert torch.equal(ours.spectrum, theirs.spectrum)
+
+
+SHAPE = st.one_of(
+    st.tuples(st.integers(0, 80)),
+    st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    st.sampled_from([(1024, 1), (1, 1500), (2, 900), (400, 3), (9, 4, 30)]),
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    shapes=st.lists(SHAPE, max_size=4),
+    num_clusters=st.integers(1, 5),
+    rank=st.integers(1, 70),
+    factor_wire=st.sampled_from(["fp32", "int8", "int4"]),
+    wire=st.sampled_from(["fp32", "int4"]),
+    feedback=st.sampled_from(["none", "fp32", "int8"]),
+    scale=st.sampled_from([0.0, 1e-25, 1.0, 1e25]),
+)
+def test_any_layout(
+    shapes: list[tuple[int, ...]],
+    num_clusters: int,
+    rank: int,
+    factor_wire: Any,
+    wire: Any,
+    feedback: Any,
+    scale: float,
+) -> None:
+    """Equal bits, announced bytes, zero for zero, and always nearer than nothing."""
+    fragment = fragment_of(*shapes)
+    method = LowRank(
+        rank=rank, factor_wire=factor_wire, wire=wire, error_feedback=feedback, min_saving=1.0
+    )
+    clusters = Clusters(method, fragment, num_clusters)
+    values = [x * scale for x in correlated(fragment.numel, num_clusters)]
+    exact = exact_mean(values)
+    for round in (1, 2):
+        mean = clusters.average(values)
+        assert mean.isfinite().all()
+        if round == 1 and fragment.numel:
+            assert (mean - exact).norm() <= exact.norm()
+    assert clusters.bytes_sent == [c.payload_bytes(Launch(2)) for c in clusters.channels]
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
+@pytest.mark.parametrize("factor_wire", ["fp32", "int8"])
+def test_the_size_of_the_values_does_not_matter(factor_wire: Any, scale: float) -> None:
+    """Neither squares nor what an outer optimizer's tiny rate leaves may fall out of range."""
+    values = decaying(96, 80, 2)
+    method = LowRank(rank=8, factor_wire=factor_wire, wire="fp32")
+    clusters, scaled = (Clusters(method, fragment_of((96, 80)), 2) for _ in range(2))
+    for _ in range(3):
+        error = nmse(clusters.average(values), exact_mean(values))
+        big = [x * scale for x in values]
+        assert nmse(scaled.average(big), exact_mean(big)) == pytest.approx(error, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"rank": 0}, r"compression\.rank=0 must be at least 1"),
+        ({"factor_wire": "bf16"}, r"compression\.factor_wire='bf16'"),
+        ({"dense_rounds": -1}, r"compression\.dense_rounds=-1"),
+        ({"full_round_every": 1}, r"compression\.full_round_every=1 must be at least 2"),
+        ({"min_saving": 0.9}, r"compression\.min_saving=0\.9 must be at least 1"),
+        ({"min_saving": float("nan")}, r"compression\.min_saving=nan"),
+        ({"wire": "int5"}, r"compression\.wire='int5'"),
+    ],
+)
+def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
+    LowRank().validate()
+    with pytest.raises(ValueError, match=said):
+        LowRank(**fields).validate()
