@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from pathlib import Path
 from typing import Any
 
@@ -71,17 +72,18 @@ def simulated(method: str, codec: str, num_clusters: int) -> Simulated:
     return Simulated(WideNet(), adamw, own, num_clusters)
 
 
-def train_over_gloo(num_clusters: int) -> dict[tuple[str, str], Any]:
-    def config(method: str, codec: str) -> dict[str, Any]:
-        clusters = {"num_clusters": num_clusters, "deadline_seconds": 20}
-        return {"dsx": {"preset": method, "clusters": clusters, **overrides(method, codec)}}
+def config(method: str, codec: str, num_clusters: int) -> dict[str, Any]:
+    clusters = {"num_clusters": num_clusters, "deadline_seconds": 20, "on_mismatch": "stop"}
+    return {"dsx": {"preset": method, "clusters": clusters, **overrides(method, codec)}}
 
-    world = dsx.init_distributed(config(*RUNS[0]))
+
+def train_over_gloo(num_clusters: int) -> dict[tuple[str, str], Any]:
+    world = dsx.init_distributed(config(*RUNS[0], num_clusters))
     results: dict[tuple[str, str], Any] = {}
     for run in RUNS:
         model = WideNet(seed=world.cluster_id)  # only cluster 0's start counts
         optimizer = adamw(model)
-        handle = dsx.attach(model, optimizer, config=config(*run))
+        handle = dsx.attach(model, optimizer, config=config(*run, num_clusters))
         for step in range(1, NUM_STEPS + 1):
             optimizer.zero_grad()
             loss(model, world.cluster_id, step).backward()
@@ -117,6 +119,28 @@ def test_real_processes_give_the_bits_of_the_in_process_run(num_clusters: int) -
             for name, value in state.items():
                 assert torch.equal(torch.from_numpy(got["state"][name]), value), name
             assert got["bytes_sent"] == run.loops[cluster].totals.bytes_sent
+
+
+def train_on_another_cpu() -> tuple[str, dict[tuple[str, str], Any]]:
+    """Cluster 1 as if its processor had no vector units, and with two threads."""
+    if os.environ["RANK"] == "1":
+        os.environ.update(ATEN_CPU_CAPABILITY="default", MKL_CBWR="COMPATIBLE")
+        torch.set_num_threads(2)
+    return torch.backends.cpu.get_cpu_capability(), train_over_gloo(2)
+
+
+def test_other_processors_decode_the_same_bits() -> None:
+    """Their encoders may differ, what they apply may not."""
+    (one, ours), (other, theirs) = run_distributed(train_on_another_cpu, 2)
+    if one == other:
+        pytest.skip(f"this processor has no more than {one}")
+    assert other == "DEFAULT"
+    for run in RUNS:
+        state, same = (results[run]["state"] for results in (ours, theirs))
+        names = [n for n in state if "residual" not in n]
+        assert "anchor" in names
+        assert ("codec.q.layers.0.weight" in names) == (run[1] == "low_rank")
+        assert all((state[name] == same[name]).all() for name in names)
 
 
 @pytest.mark.parametrize("codec", CODECS)
