@@ -16,7 +16,8 @@ from dsx.compress.base import Launch
 from dsx.compress.factors import product
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
-from dsx.types import Fragment, Slot
+from dsx.control.adaptive_rank import AdaptiveRank
+from dsx.types import Fragment, History, Knobs, Slot
 from tests.compress.channels import (
     Clusters,
     bits,
@@ -352,6 +353,34 @@ def test_the_spectrum_is_that_of_the_mean(factor_wire: Any, num_clusters: int) -
         missed.append(float((spectrum[-1] - spectrum[:-1].sum()) / (mean - exact).square().sum()))
     assert sum(missed) / 4 == pytest.approx(1, rel=0.15)
     assert max(missed) - min(missed) > 0.05  # an estimate, from new probes each round
+
+
+@pytest.mark.parametrize(("decay", "start"), [(8, 8), (8, 64), (14, 8), (14, 64)])
+def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> None:
+    """The one that keeps 95 %, +- 8, in ten rounds with a window of one; without feedback."""
+    shapes = [(256, 200), (160, 256)]
+    fragment = fragment_of(*shapes)
+    parts = [
+        matrix(m, n, torch.exp(-torch.arange(1.0, min(m, n) + 1) / decay), seed)
+        for seed, (m, n) in enumerate(shapes)
+    ]
+    values = [torch.cat(parts)] * 2
+    energies = torch.exp(-2 * torch.arange(1.0, 161) / decay)
+    wanted = 1 + int((energies.cumsum(0) / energies.sum() < 0.95).sum())
+    control = AdaptiveRank(
+        start, max_rank=96, window=1, min_interval=2, step_seconds=1.0, round_seconds=3.0
+    )
+    method = LowRank(rank=start, wire="fp32", min_saving=1.0)
+    clusters = Clusters(method, fragment, 2, max_rank=96)
+    history, initial = History(1, [fragment.numel]), Knobs(4)
+    for _ in range(10):
+        knobs = control.knobs(initial, history)
+        mean = clusters.average(values, knobs.rank)
+        spectrum = sum(c.spectrum for c in clusters.channels)
+        control.decide(spectrum.tolist(), knobs, initial, history)
+    rank = control.knobs(initial, history).rank
+    assert rank is not None and abs(rank - wanted) <= 8
+    assert nmse(mean, values[0]) <= 0.055
 
 
 def residual_mean(clusters: Clusters) -> Tensor:

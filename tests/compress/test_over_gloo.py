@@ -29,10 +29,13 @@ CODECS: dict[str, dict[str, Any]] = {
     },
 }
 STREAMING = {"fragments": {"num_fragments": 2}, "delay": {"steps": 2, "alpha": 0.3}}
+CONTROL = {"rank": 6, "max_rank": 12, "min_interval": 2, "window": 1}
+CONTROL |= {"step_seconds": 1.0, "round_seconds": 2.0}  # so that H stays
 METHODS: dict[str, dict[str, Any]] = {
     "diloco": {"schedule": {"interval": 3}},
     "diloco_delayed": {"schedule": {"interval": 3}},
     "streaming_diloco": {"schedule": {"interval": 4}, **STREAMING},
+    "dilocox": {"schedule": {"interval": 2}, "fragments": {"num_fragments": 2}, "control": CONTROL},
 }
 RUNS = [(method, codec) for method in ("diloco", "diloco_delayed") for codec in CODECS]
 
@@ -163,7 +166,7 @@ def test_codes_save_bytes_and_training_still_works(codec: str) -> None:
 
 @pytest.mark.parametrize("stop", range(1, 8))
 @pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("method", ["diloco_delayed", "streaming_diloco"])
+@pytest.mark.parametrize("method", ["diloco_delayed", "streaming_diloco", "dilocox"])
 def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Path) -> None:
     """At every offset of a period, with transfers in flight at some of them."""
     axes = resolve_method(method, overrides(method, codec))[1]
@@ -187,6 +190,8 @@ def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Pat
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
     for ours, theirs in zip(second.loops, whole.loops, strict=True):
         assert ours.totals.bytes_sent == theirs.totals.bytes_sent
+        assert ours.history == theirs.history
+        assert method != "dilocox" or ours.history.decisions["rank"] > 6  # it was moved
         for fragment in range(ours.history.num_fragments):
             state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
             assert state.keys() == expected.keys()
