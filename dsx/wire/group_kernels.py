@@ -89,7 +89,7 @@ def quantize(
     _round_up_scale(scales, form.top_value, inverse, new)
     torch.mul(x, inverse, out=codes)
     if form.mantissa_bits is not None:
-        _curve(codes, form.mantissa_bits, new)
+        _curve(form, codes, form.mantissa_bits, new)
     if noise is None:
         codes.add_(0.5).floor_()
     else:
@@ -215,37 +215,34 @@ def _quantize_ternary(
     scales.clamp_(MIN_SCALE, largest_scale(1.0)).mul_(nonzero)
 
 
-def _curve(x: Tensor, mantissa_bits: int, new: Scratch) -> None:
+def _curve(form: GroupFormat, x: Tensor, mantissa_bits: int, new: Scratch) -> None:
     """Map values to ranks in a small float's grid, in place: a piecewise linear logarithm."""
-    if mantissa_bits == 1:  # ranks of 0 .5 1 1.5 2 3 4 6: slope 2 up to 2, 1 up to 4, then 1/2
-        bounded = new("value", tuple(x.shape), torch.float32)
-        torch.clamp(x, -4.0, 4.0, out=bounded)
-        x.add_(bounded).mul_(0.5).add_(bounded.clamp_(-2.0, 2.0))
-        return
     shape = tuple(x.shape)
-    magnitude = new("value", shape, torch.float32)
-    bits = new("bits", shape, torch.int32)
     rank = new("rank", shape, torch.float32)
-    torch.abs(x, out=magnitude)
-    torch.sub(magnitude.view(torch.int32), 126 << 23, out=bits)
+    value = new("value", shape, torch.float32)
+    num_bends = math.ceil(math.log2(form.top_value)) - 1
+    if num_bends <= 5:  # with slope 1 up to 2, 1/2 up to 4, ...: a sum of clamped lines
+        rank.copy_(x.mul_(2.0**-num_bends))
+        for _ in range(num_bends):
+            rank.add_(torch.clamp(x, -1.0, 1.0, out=value))
+            x.mul_(2.0)
+        torch.mul(rank, 2.0**mantissa_bits, out=x)
+        return
+    bits = new("bits", shape, torch.int32)
+    torch.abs(x, out=value)
+    torch.sub(value.view(torch.int32), 126 << 23, out=bits)
     rank.copy_(bits).mul_(2.0**-23)  # 1 at 1, 2 at 2, 3 at 4, and below the value under 1
-    torch.maximum(rank, magnitude.clamp_(max=1.0), out=rank)
+    torch.maximum(rank, value.clamp_(max=1.0), out=rank)
     torch.copysign(rank.mul_(2.0**mantissa_bits), x, out=x)
 
 
 def _uncurve(rank: Tensor, mantissa_bits: int, new: Scratch) -> None:
-    """Map whole ranks to the values of the grid, in place; exact."""
-    if mantissa_bits == 1:
-        bounded = new("value", tuple(rank.shape), torch.float32)
-        torch.clamp(rank, -6.0, 6.0, out=bounded)
-        rank.mul_(2.0).sub_(bounded).sub_(bounded.clamp_(-4.0, 4.0).mul_(0.5))
-        return
+    """Map whole ranks to the values of the grid, in place, in integers."""
     shape = tuple(rank.shape)
-    magnitude = new("rank", shape, torch.float32)
     bits = new("bits", shape, torch.int32)
-    torch.abs(rank, out=magnitude).mul_(2.0**-mantissa_bits)
-    torch.clamp(magnitude, min=1.0, out=magnitude)
-    bits.copy_(magnitude.mul_(2.0**23)).add_(126 << 23)
-    small = magnitude
-    torch.abs(rank, out=small).mul_(2.0**-mantissa_bits).clamp_(max=1.0).sub_(1.0)
-    torch.copysign(small.add_(bits.view(torch.float32)), rank, out=rank)
+    exponent = new("exponent", shape, torch.int32)
+    value = new("rank", shape, torch.float32)
+    bits.copy_(rank).abs_()
+    torch.bitwise_right_shift(bits, mantissa_bits, out=exponent).sub_(1).clamp_(min=0)
+    bits.sub_(exponent, alpha=2**mantissa_bits).bitwise_left_shift_(exponent)
+    torch.copysign(value.copy_(bits).mul_(2.0**-mantissa_bits), rank, out=rank)
