@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from dsx.bench.command import app as bench_app
 from dsx.data.command import app as data_app
 
 app = typer.Typer(
@@ -18,6 +19,7 @@ app = typer.Typer(
     help="Train one run across sites joined by slow links.",
 )
 app.add_typer(data_app, name="data")
+app.add_typer(bench_app, name="bench")
 
 
 @app.callback()

@@ -127,17 +127,24 @@ class CastCodec:
         return message[start * size : (start + TILE) * size]
 
     def _encode(self, x: Tensor, part: Tensor) -> None:
-        sent = self._new("sent", (x.numel(),), self._dtype)
         if self._dtype is torch.float16:
             clamped = self._new("value", (x.numel(),), torch.float32)
             x = torch.clamp(x, -FP16_MAX, FP16_MAX, out=clamped)
-        part.copy_(sent.copy_(x).view(torch.uint8))
+        if self._is_aligned(part):
+            part.view(self._dtype).copy_(x)
+        else:
+            part.copy_(self._new("sent", (x.numel(),), self._dtype).copy_(x).view(torch.uint8))
 
     def _sent(self, part: Tensor) -> Tensor:
-        """Return the elements as sent, copied to an address that fits their type."""
+        """Return the elements as sent; copied, if they lie at an address that no load may use."""
+        if self._is_aligned(part):
+            return part.view(self._dtype)
         sent = self._new("sent", (part.numel() // self._dtype.itemsize,), self._dtype)
         sent.view(torch.uint8).copy_(part)
         return sent
+
+    def _is_aligned(self, part: Tensor) -> bool:
+        return part.storage_offset() % self._dtype.itemsize == 0
 
     def _values(self, part: Tensor) -> Tensor:
         sent = self._sent(part)

@@ -1,0 +1,1 @@
+"""Measurements of what dsx does on the machine at hand: `dsx bench`."""

@@ -1,0 +1,65 @@
+"""`dsx bench`: measure on this machine what a run will depend on.
+
+    dsx bench codec --formats int4,int8 --json codec.json
+
+A mistake of the user ends with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
+
+
+@app.callback()
+def bench() -> None:
+    """Measure what dsx does on this machine."""
+
+
+@app.command()
+def codec(
+    formats: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="Formats to measure; default: all.")
+    ] = None,
+    numel: Annotated[int, typer.Option(help="Elements of the vector.", min=1)] = 16 * 2**20,
+    kernels: Annotated[
+        str,
+        typer.Option(
+            metavar="auto|compiled|eager", help="auto: compiled where possible, else eager."
+        ),
+    ] = "auto",
+    group_size: Annotated[
+        int | None, typer.Option("--group-size", help="Of the group formats; default: their own.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(help="The best of so many passes counts.", min=1)] = 7,
+    pseudo_gradients: Annotated[
+        Path | None,
+        typer.Option(
+            "--pseudo-gradients", metavar="FILE.safetensors", help="Also measure the error on it."
+        ),
+    ] = None,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Measure speed, size and error of the wire formats, on the CPU and a GPU if there is one.
+
+    Speeds are of the fp32 side, one thread, wall time of the best pass, next to a copy of the same
+    vector in the same passes.
+    """
+    from dsx.bench.codec import BenchOptions, measure_codecs, print_table
+
+    try:
+        options = BenchOptions.parse(formats, numel, kernels, group_size, repeats)
+        figures = measure_codecs(options, pseudo_gradients)
+    except (ValueError, OSError, RuntimeError) as error:
+        typer.echo(f"dsx bench codec: {error}", err=True)
+        raise typer.Exit(2) from error
+    print_table(figures)
+    if json_file is not None:
+        json_file.write_text(json.dumps([figure.as_json() for figure in figures], indent=2) + "\n")
