@@ -105,7 +105,9 @@ def measure_codecs(
     and cannot be had. Uses one thread while it runs.
     """
     names = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    devices = [(torch.device(name), _kernels(options.kernels, name)) for name in names]
+    devices: list[tuple[torch.device, Kernels]] = [
+        (torch.device(name), _kernels(options.kernels, name)) for name in names
+    ]
     real = None if pseudo_gradients is None else load_flat(pseudo_gradients)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
