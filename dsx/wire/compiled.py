@@ -4,8 +4,8 @@ Compilation happens on the first call of each operation, for one fixed slice sha
 seconds to a minute. It needs a C++ compiler (CPU) or Triton (GPU) at run time; `unavailable`
 finds out by compiling a trivial function, once per kind of device.
 
-Bits: contraction of products and sums is off in both compilers and division is IEEE's, so the
-compiled kernels return what the eager ones do.
+Bits: contraction of products and sums is off in both compilers and division is IEEE's (on a GPU,
+where this torch has the option), so the compiled kernels return what the eager ones do.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ of Streaming DiLoCo (arXiv:2501.18512); ternary weights arXiv:1605.04711, whose 
 times the mean magnitude is kept, with the mean of what exceeds it as the scale. Deviations: e4m3
 codes are ranks, not the standard's bits, so that one grid serves all small floats.
 
-Ties go to the upper neighbour. For every element, with s the scale of its group:
+Nearest rounding sends ties to the upper neighbour; stochastic rounding takes either neighbour and
+is unbiased. With nearest, for every element, s being the scale of its group:
 `|x - decoded| <= s / 2` for the integers, `<= |x| / 3 + s / 2` for e3m0.
 """
 

@@ -93,7 +93,7 @@ def quantize(
     if noise is None:
         codes.add_(0.5).floor_()
     else:
-        codes.add_(noise).floor_().clamp_(max=form.top_rank)  # the sum may have been rounded up
+        codes.add_(noise).floor_().clamp_(-form.top_rank, form.top_rank)  # sums may be rounded up
 
 
 def dequantize(form: GroupFormat, codes: Tensor, scales: Tensor, new: Scratch) -> None:
@@ -240,9 +240,9 @@ def _uncurve(rank: Tensor, mantissa_bits: int, new: Scratch) -> None:
     """Map whole ranks to the values of the grid, in place, in integers."""
     shape = tuple(rank.shape)
     bits = new("bits", shape, torch.int32)
+    sign = new("sign", shape, torch.int32)
     exponent = new("exponent", shape, torch.int32)
-    value = new("rank", shape, torch.float32)
-    bits.copy_(rank).abs_()
-    torch.bitwise_right_shift(bits, mantissa_bits, out=exponent).sub_(1).clamp_(min=0)
+    torch.sign(bits.copy_(rank), out=sign)
+    torch.bitwise_right_shift(bits.abs_(), mantissa_bits, out=exponent).sub_(1).clamp_(min=0)
     bits.sub_(exponent, alpha=2**mantissa_bits).bitwise_left_shift_(exponent)
-    torch.copysign(value.copy_(bits).mul_(2.0**-mantissa_bits), rank, out=rank)
+    rank.copy_(bits.mul_(sign)).mul_(2.0**-mantissa_bits)

@@ -197,6 +197,18 @@ def test_zeros_stay_zeros(name: str) -> None:
     assert torch.equal(decoded, torch.zeros(1000))
 
 
+@pytest.mark.parametrize("name", GROUPED)
+def test_the_largest_number_stays_finite(name: str) -> None:
+    largest = torch.finfo(torch.float32).max
+    x = torch.tensor([largest, -largest, largest / 2, 0.0]).repeat(64)
+    decoded = roundtrip(make(name), x)[1]
+    assert decoded.isfinite().all()
+    torch.testing.assert_close(
+        decoded[0::4], x[0::4], rtol=0.01 if name != "ternary" else 0.2, atol=0
+    )
+    assert torch.equal(decoded[0::4], -decoded[1::4])
+
+
 @pytest.mark.parametrize("name", [name for name in GROUPED if name != "ternary"])
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed(name: str) -> None:
     wire = make(name, rounding="stochastic")
