@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from dsx.compress.base import Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
+from dsx.compress.top_k import TopK
 from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.control.base import Fixed
 from dsx.delay.average import Average
@@ -68,7 +69,7 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     "staleness": ("type", {"none": NoPenalty, "gap": GapPenalty}),
     "compression": (
         "type",
-        {"dense": Dense, "quantized": Quantized, "low_rank": LowRank},
+        {"dense": Dense, "quantized": Quantized, "low_rank": LowRank, "top_k": TopK},
     ),
     "control": ("type", {"fixed": Fixed, "adaptive_rank": AdaptiveRank}),
 }
