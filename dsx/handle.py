@@ -23,6 +23,7 @@ from dsx.export import exported
 from dsx.method import Method
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
+from dsx.routes import plan_routes
 from dsx.sync_records import SyncRecords
 from dsx.transfer import Totals
 
@@ -77,8 +78,11 @@ class Handle:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
         self._compare_layouts(backend, facts or {})
-        transport = world.connect(list(backend.fragments))
-        self.loop = OuterLoop(config.method, backend, transport, self._on_sync)
+        routes = plan_routes(config.method, backend)
+        pairs = zip(backend.fragments, routes, strict=True)
+        used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
+        transport = world.connect(used)
+        self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
         self.loop.start()
         self._begin_clock()
 

@@ -111,15 +111,20 @@ class Method:
             ) from None
 
     def _validate_rank(self) -> None:
-        """Require one rank, if both a controller and a codec name one."""
-        own, controlled = (
-            getattr(self.compression, "rank", None),
-            self.control.knobs(self.knobs, History(0)).rank,
-        )
+        """Require a rank for a codec that needs one, of its own or of a controller, not two."""
+        if not self.compression.captures_spectrum:
+            return
+        own = getattr(self.compression, "rank", None)
+        controlled = self.control.knobs(self.knobs, History(0)).rank
+        if own is None and controlled is None:
+            raise ValueError(
+                "compression.rank is missing: give it, e.g. 64, or let control.type="
+                "'adaptive_rank' choose it"
+            )
         if None not in (own, controlled) and own != controlled:
             raise ValueError(
                 f"compression.rank={own} and control.rank={controlled} are one rank, which the "
-                "controller starts from: set both to the same value"
+                "controller starts from: leave compression.rank out"
             )
 
     def _validate_anchor(self) -> None:

@@ -7,16 +7,15 @@ earlier. Methods differ in the policies they are made of, never in a branch here
     read -> contribution -> header, codes -> transport -> mean (-> staleness penalty)
          -> outer update -> anchor -> merge -> write
 
-Rules that keep clusters together: every decision is taken from the step count and other values
-equal on every rank, never from "has my transfer arrived"; a transfer that is late at its due
-step is waited for. A rank that owns nothing of a fragment takes the same decisions without
-sending anything.
+Every decision is taken from the step count and other values equal on every rank, never from "has
+my transfer arrived"; one that is late at its due step is waited for. A rank that owns nothing of
+a fragment takes the same decisions without sending anything.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +31,8 @@ from dsx.judge import Judge
 from dsx.method import Method
 from dsx.outer_optimizer import OuterContext
 from dsx.per_tensor import ShardedTensors
+from dsx.redistribution import Redistribution
+from dsx.routes import plan_routes
 from dsx.state import Berth, StateStore
 from dsx.transfer import Arrived, NothingYet, Totals, Transfer, sync_event
 from dsx.types import History, Knobs, SyncView
@@ -48,6 +49,7 @@ class OuterLoop:
         backend: Backend,
         transport: Transport,
         on_sync: Callable[[Event], None] | None = None,
+        routes: Sequence[Redistribution] | None = None,
     ) -> None:
         fragments = backend.fragments
         method.validate(num_fragments=len(fragments))
@@ -56,7 +58,9 @@ class OuterLoop:
         self.transport = transport
         num_tensors = [len(parameters) for parameters in backend.fragment_parameters]
         peers = Peers(transport.cluster_id, transport.num_clusters)
-        self.state = StateStore(method, fragments, num_tensors, peers, backend.device)
+        self.routes = plan_routes(method, backend) if routes is None else routes
+        wire = [route.wire for route in self.routes]
+        self.state = StateStore(method, fragments, num_tensors, wire, peers, backend.device)
         self.history = History(len(fragments), list(backend.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
@@ -190,7 +194,7 @@ class OuterLoop:
         if berth.kept is not None and delay.keeps == "contribution":
             berth.kept.copy_(contribution)
         norm = torch.linalg.vector_norm(contribution)
-        berth.wire.copy_(contribution)
+        self.routes[fragment].to_wire(contribution, berth.wire, self.backend.swap_in_cluster)
         berth.notes.averages.copy_(self.method.staleness.note(slots.staleness))
         pending = self._submit(Submission(fragment, step), berth, is_finite=bool(norm.isfinite()))
         interval = step - self.history.launched[fragment]
@@ -198,10 +202,9 @@ class OuterLoop:
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         is_early = is_in_backward and self.method.schedule.when == "before"
+        knobs = self._knobs()
         self.in_flight.append(
-            Transfer(
-                fragment, step, interval, pending, berth, norm, self._knobs(), is_early, shared_by
-            )
+            Transfer(fragment, step, interval, pending, berth, norm, knobs, is_early, shared_by)
         )
 
     def _submit(self, what: Submission, berth: Berth, is_finite: bool) -> Pending:
@@ -234,7 +237,8 @@ class OuterLoop:
             mean_on_wire = transfer.pending.wait()
             wait_seconds = time.perf_counter() - waited
             self._judge.judge(transfer)
-            mean = self.state.scratch(fragment, "mean").copy_(mean_on_wire)
+            mean = self.state.scratch(fragment, "mean")
+            self.routes[fragment].from_wire(mean_on_wire, mean, self.backend.swap_in_cluster)
             report["mean_norm"] = torch.linalg.vector_norm(mean)
             self._agree(transfer)
             if transfer.berth.verdict.refused_by:
@@ -256,8 +260,7 @@ class OuterLoop:
         """Bring what this transfer has agreed into the history."""
         notes = transfer.berth.notes
         seconds = transfer.pending.seconds / transfer.shared_by
-        fragment, knobs = transfer.fragment, transfer.knobs
-        self.agreement.take(notes, fragment, self.history, seconds, knobs)
+        self.agreement.take(notes, transfer.fragment, self.history, seconds, transfer.knobs)
 
     def _note_norm(self, fragment: int, mean: Tensor) -> None:
         """Keep the norm of the mean over all shards, for schedules that ask."""

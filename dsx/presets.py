@@ -9,7 +9,7 @@
 | cocodc | CoCoDC, arXiv:2504.17672 | adaptive transmission, delay compensation |
 | diloco_delayed | Eager Updates, arXiv:2502.12996, Alg. 2 | diloco, applied one round late |
 | eager | Eager Updates, arXiv:2502.12996, Alg. 3 | the same with one's own share at once |
-| dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, adaptive rank and H |
+| dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
 | co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty |
 | dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
 
@@ -17,13 +17,16 @@ Each is a function of the number of clusters, which only eager's outer rate depe
 rates are below 0.8 of what is stable (stability.py). A momentum of 0.9 needs many rounds
 (`rounds * (1 - momentum) >= 10`); for short runs use lr 0.7 and momentum 0.5 for the blocking and
 streaming ones, 0.7 and 0 for eager, 0.4 and 0.5 for the delayed ones. The papers' own values are
-under configs/paper. Any axis can be overridden in the "dsx" block.
+under configs/paper. Only dilocox compresses; `compression` goes with every preset that sends
+pseudo-gradients. Eager with `outer_steps` 2 needs lr 0.2 for 2 clusters, 0.1 for 4. Any axis can be
+overridden in the "dsx" block.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+from dsx.compress.low_rank import LowRank
 from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.delay.average import Average
 from dsx.delay.base import Replace
@@ -90,16 +93,14 @@ def eager(num_clusters: int) -> Method:
 
 
 def dilocox(num_clusters: int) -> Method:
-    """Fragments applied one round late, with rank and H from the last means' spectra.
-
-    Transfers are fp32 as long as there is no low-rank codec: the rank is measured and shown.
-    """
+    """Low-rank int4 fragments, applied one round late, with rank and H from the last spectra."""
     return Method(
         ByLayer(num_fragments=4, pattern="sequential"),
         Periodic(interval=125),
         OneStepDelay(),
         Nesterov(lr=0.2, momentum=0.9),
         control=AdaptiveRank(rank=64, max_rank=256),
+        compression=LowRank(factor_wire="int4", error_feedback="fp32", dense_rounds=5),
     )
 
 

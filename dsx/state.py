@@ -50,17 +50,20 @@ class Slots:
 
 
 class StateStore:
-    """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said."""
+    """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said.
+
+    `on_the_wire` are the fragments as they travel, where that differs (redistribution.py).
+    """
 
     def __init__(
         self,
         method: Method,
         fragments: Sequence[Fragment],
         num_tensors: Sequence[int],
+        on_the_wire: Sequence[Fragment],
         peers: Peers,
         device: torch.device,
     ) -> None:
-        num_clusters = peers.num_clusters
         self.device = device
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
@@ -69,13 +72,17 @@ class StateStore:
             _make_slots(method, f, count, device)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
-        self._berths = [
-            [_make_berth(method, f, count, num_clusters, device) for _ in range(method.num_berths)]
+        shapes = [
+            notes_shape(method, f, count, peers.num_clusters)
             for f, count in zip(fragments, num_tensors, strict=True)
+        ]
+        self._berths = [
+            [_make_berth(method, f, wire.numel, shape, device) for _ in range(method.num_berths)]
+            for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
         ]
         self.lines = [
             Line(method.compression.open(f, peers, method.control.largest_rank), peers)
-            for f in fragments
+            for f in on_the_wire
         ]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
@@ -158,13 +165,12 @@ def _make_slots(
 
 
 def _make_berth(
-    method: Method, fragment: Fragment, num_tensors: int, num_clusters: int, device: torch.device
+    method: Method, fragment: Fragment, wire_numel: int, shape: NotesShape, device: torch.device
 ) -> Berth:
     is_pinned = device.type == "cuda"
-    shape = notes_shape(method, fragment, num_tensors, num_clusters)
     kept = None if method.delay.keeps is None else torch.zeros(fragment.numel, device=device)
     return Berth(
-        wire=torch.zeros(fragment.numel, pin_memory=is_pinned),
+        wire=torch.zeros(wire_numel, pin_memory=is_pinned),
         notes=Notes(shape, torch.zeros(shape.numel, pin_memory=is_pinned)),
         kept=kept,
     )

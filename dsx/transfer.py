@@ -92,6 +92,8 @@ def sync_event(
     }
     if transfer.knobs.rank is not None:
         event["rank"] = transfer.knobs.rank
+        event["schedule_interval"] = transfer.knobs.interval
+        event["captured_energy"] = history.decisions.get("captured")
     verdict = transfer.berth.verdict
     if verdict.refused_by:
         event["refused_by"] = verdict.refused_by

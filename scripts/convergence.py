@@ -22,13 +22,13 @@ import multiprocessing
 import os
 import sys
 import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from convergence_report import BASELINE, plot, print_table
-from convergence_runs import Study, Task, run_task
+from convergence_runs import CODECS, Study, Task, run_task
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -84,13 +84,14 @@ def choose(arguments: argparse.Namespace, study: Study, kept: Path) -> dict[str,
     seed = arguments.seeds[0]
     if arguments.settings:
         rows = json.loads(arguments.settings.read_text())
-        found = {r["preset"]: Task(r["preset"], seed, r["lr"], r["momentum"]) for r in rows}
-        return {name: found[name] for name in arguments.presets}
+        found = {r["preset"]: (r["lr"], r["momentum"]) for r in rows}
+        return {n: Task(n, seed, *found[n.partition("+")[0]]) for n in arguments.presets}
+    plain = dict.fromkeys(name.partition("+")[0] for name in arguments.presets)
     grid = {
         name: [Task(name, seed)]
         if name in UNTUNED
         else [Task(name, seed, lr, mu) for mu in arguments.momenta for lr in arguments.rates]
-        for name in arguments.presets
+        for name in plain
     }
     tasks = [task for candidates in grid.values() for task in candidates]
     results = run_all(study, tasks, arguments.jobs, kept)
@@ -99,7 +100,19 @@ def choose(arguments: argparse.Namespace, study: Study, kept: Path) -> dict[str,
         value = results[task.key]["val_loss"]
         return value if math.isfinite(value) else math.inf
 
-    return {name: min(candidates, key=loss) for name, candidates in grid.items()}
+    best = {name: min(candidates, key=loss) for name, candidates in grid.items()}
+    return {n: replace(best[n.partition("+")[0]], preset=n) for n in arguments.presets}
+
+
+def preset_name(text: str) -> str:
+    """Return a name of --presets, PRESET or PRESET+CODEC, if there is such a thing."""
+    preset, plus, codec = text.partition("+")
+    if preset not in PRESETS or (plus and codec not in CODECS):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not PRESET or PRESET+CODEC; presets: {', '.join(PRESETS)}; "
+            f"codecs: {', '.join(CODECS)}"
+        )
+    return text
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -108,7 +121,11 @@ def parse_arguments() -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--data", type=Path, default=Path("data/stdlib"))
-    add("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
+    add(
+        "--presets", nargs="+", type=preset_name, default=list(PRESETS), metavar="PRESET[+CODEC]",
+        help=f"presets: {', '.join(PRESETS)}; codecs: {', '.join(CODECS)}. A codec runs with the "
+        "rate and momentum of its preset without one",
+    )  # fmt: skip
     add("--clusters", type=int, default=4)
     add("--steps", type=int, default=800, help="inner steps of every run")
     add("--interval", type=int, default=20, help="H")

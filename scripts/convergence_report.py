@@ -51,7 +51,7 @@ def plot(rows: list[dict[str, Any]], interval: int, file: Path) -> None:
     names.sort(key=lambda n: mean(r["gap_percent"] for r in rows if r["preset"] == n))
     figure = Figure(figsize=(11, 4.5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    colors = [f"C{i}" for i in range(10)]
+    colors = [f"C{i % 10}" for i in range(len(names))]
     for name, color in zip(names, colors, strict=False):
         own = [row for row in rows if row["preset"] == name]
         gaps = [

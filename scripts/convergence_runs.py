@@ -18,6 +18,22 @@ from torch import Tensor, nn
 import dsx
 from dsx.data import ClusterBatches, TokenWindows, read_summary
 
+_LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
+
+# What "PRESET+CODEC" means: the preset's choices, with its pseudo-gradients sent so.
+CODECS: dict[str, dict[str, Any]] = {
+    "bf16": {"type": "quantized", "wire": "bf16", "mean_wire": "bf16"},
+    "int8": {"type": "quantized", "wire": "int8"},
+    "int4": {"type": "quantized", "wire": "int4"},
+    "int4_ef": {"type": "quantized", "wire": "int4", "error_feedback": "fp32"},
+    "fp4_e3m0": {"type": "quantized", "wire": "fp4_e3m0"},
+    "ternary": {"type": "quantized", "wire": "ternary"},
+    "ternary_ef": {"type": "quantized", "wire": "ternary", "error_feedback": "fp32"},
+    "low_rank": {**_LOW_RANK},
+    "low_rank_dense_start": {**_LOW_RANK, "dense_rounds": 5},
+    "top_k": {"type": "top_k"},
+}
+
 
 @dataclass(frozen=True)
 class Study:
@@ -40,7 +56,10 @@ class Study:
 
 @dataclass(frozen=True)
 class Task:
-    """One run: a preset with an outer rate and momentum (None: as the preset has them)."""
+    """One run: a preset with an outer rate and momentum (None: as the preset has them).
+
+    `preset` may name a codec, too: "diloco+int4".
+    """
 
     preset: str
     seed: int
@@ -59,18 +78,21 @@ def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
     Times are in units of one inner step. CoCoDC may send half as often again as Streaming DiLoCo;
     DreamDDP's link leaves no idle time to fill; DiLoCoX's lets H fall to about a half.
     """
+    preset, _, codec = task.preset.partition("+")
     interval, layers = study.interval, study.num_layers
     axes: dict[str, dict[str, Any]] = {"schedule": {"interval": interval}}
     num_fragments = min(4, layers)
-    if task.preset in ("streaming_diloco", "cocodc", "dilocox"):
+    if codec:
+        axes["compression"] = CODECS[codec]
+    if preset in ("streaming_diloco", "cocodc", "dilocox"):
         axes["fragments"] = {"num_fragments": num_fragments}
-    if task.preset == "cocodc":
+    if preset == "cocodc":
         seconds = 0.4 * interval / (1.5 * num_fragments)
         axes["schedule"] |= {"gamma": 0.4, "step_seconds": 1.0, "transfer_seconds": seconds}
-    if task.preset == "dilocox":
+    if preset == "dilocox":
         control = {"rank": 16, "max_rank": 64, "step_seconds": 1.0, "round_seconds": 0.4 * interval}
         axes["control"] = {**control, "min_interval": num_fragments}
-    if task.preset == "dreamddp":
+    if preset == "dreamddp":
         axes["schedule"] |= {
             "backward_seconds": [1.0 / layers] * layers,
             "transfer_seconds": [1.0] * layers,
@@ -180,7 +202,7 @@ def train_preset(
 ) -> dict[str, Any]:
     """C clusters under a preset; the loss is that of the model a finished run hands out."""
     axes = overrides(study, task)
-    method = dsx.preset(task.preset, study.num_clusters, **axes)
+    method = dsx.preset(task.preset.partition("+")[0], study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
     clusters = dsx.SimulatedClusters(models, [make_optimizer(m, study) for m in models], method)
     curve: list[tuple[int, float]] = []

@@ -103,6 +103,7 @@ CASES: dict[str, Case] = {
         {
             "schedule": EVERY_H,
             "fragments": {"num_fragments": 2},
+            "compression": {"type": "dense"},  # its codecs are tested in tests/compress
             "control": {
                 "rank": 4, "max_rank": 6, "min_interval": 2,
                 "step_seconds": 1.0, "round_seconds": 3.0,
@@ -240,6 +241,7 @@ VARIANTS: dict[str, Case] = {
         {
             "schedule": EVERY_H,
             "fragments": {"num_fragments": 2},
+            "compression": {"type": "dense"},
             "control": {
                 "rank": 4, "max_rank": 6, "min_interval": 2, "window": 2,
                 "step_seconds": 1.0, "round_seconds": 1.0,

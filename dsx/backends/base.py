@@ -76,6 +76,20 @@ class Backend(Protocol):
         """Return the elementwise largest of the cluster's ranks. Collective, like the sum."""
         ...
 
+    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return the fragments of every rank that shares them, and this rank's place there.
+
+        Collective. One entry, this rank's own, where every rank holds all of the parameters.
+        """
+        ...
+
+    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send `outgoing[r]` to rank r of the cluster, fill `incoming[r]` from it; fp32 vectors.
+
+        Collective; the own rank's place is copied.
+        """
+        ...
+
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
         """Call back with a fragment when all its gradients of this inner step are complete.
 

@@ -16,7 +16,7 @@ Where the masters are is found by the attributes of the optimizer wrapper, not b
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from dsx.backends.base import Masters, Piece
 from dsx.fragment import Fragmenter
 from dsx.schedule.periodic import BackwardTrigger
-from dsx.types import ParameterShape, Stage
+from dsx.types import Fragment, ParameterShape, Stage
 
 
 class DeepSpeedBackend:
@@ -85,10 +85,32 @@ class DeepSpeedBackend:
         """Return the elementwise largest of the cluster's ranks."""
         return torch.stack(self._gather(values)).amax(0)
 
+    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return every rank's fragments; this one's alone under ZeRO-0, where all hold all."""
+        if self._engine.zero_optimization_stage() == 0:
+            return [self.fragments], 0
+        everyone: list[Any] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(everyone, self.fragments)
+        return everyone, torch.distributed.get_rank()
+
+    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Exchange shards over the cluster's world, on the device of its backend."""
+        device = self._collective_device()
+        sent = torch.cat([t.to(device) for t in outgoing])
+        received = torch.empty(sum(t.numel() for t in incoming), device=device)
+        here, away = [[t.numel() for t in tensors] for tensors in (incoming, outgoing)]
+        torch.distributed.all_to_all_single(received, sent, here, away)
+        for tensor, part in zip(incoming, received.split(here), strict=True):
+            tensor.copy_(part)
+
+    def _collective_device(self) -> torch.device:
+        """Return where the backend of the cluster's world takes tensors."""
+        is_nccl = torch.distributed.get_backend() == "nccl"
+        return self.device if is_nccl else torch.device("cpu")
+
     def _gather(self, values: Tensor) -> list[Tensor]:
-        """Return every rank's values; the backend of the cluster's world says on which device."""
-        backend = torch.distributed.get_backend()
-        own = values.to(self.device if backend == "nccl" else "cpu")
+        """Return every rank's values."""
+        own = values.to(self._collective_device())
         everyone = [torch.empty_like(own) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(everyone, own)
         return [other.to(values.device) for other in everyone]

@@ -12,7 +12,7 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from dsx.backends.backward_watch import BackwardWatch
 from dsx.backends.base import Masters, Piece
 from dsx.fragment import Fragmenter
 from dsx.schedule.periodic import BackwardTrigger
-from dsx.types import ParameterShape, Stage
+from dsx.types import Fragment, ParameterShape, Stage
 
 
 class TorchBackend:
@@ -88,6 +88,14 @@ class TorchBackend:
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return `values`: the cluster is one rank."""
         return values
+
+    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return this rank's fragments alone."""
+        return [self.fragments], 0
+
+    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Copy: the cluster is one rank."""
+        incoming[0].copy_(outgoing[0])
 
     def on_inner_step(self, callback: Callable[[], object]) -> None:
         """Call back after every `optimizer.step()`."""

@@ -30,7 +30,6 @@ from torch import Tensor
 from dsx.comm.base import PeerLost, Submission
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.comm.swap import Exchange, Peers, Swap
-from dsx.types import Fragment
 
 
 class GlooPending:
@@ -202,7 +201,7 @@ class GlooTransport:
 
     def __init__(
         self,
-        fragments: Sequence[Fragment],
+        fragments: Sequence[int],
         connect: Callable[[str], Any],
         cluster_id: int,
         num_clusters: int,
@@ -212,18 +211,17 @@ class GlooTransport:
         self.num_clusters = num_clusters
         self._groups: dict[int, FragmentGroup] = {}
         self._fifos: dict[int, Fifo] = {}
-        is_alone = num_clusters == 1 or not any(f.numel for f in fragments)
+        is_alone = num_clusters == 1 or not fragments
         self._announcements = Announcements(
             None if is_alone else connect("announcements"), cluster_id, num_clusters,
             deadline_seconds,
         )  # fmt: skip
         for fragment in fragments:
-            if fragment.numel:
-                group = connect(f"fragment {fragment.id}") if num_clusters > 1 else None
-                self._groups[fragment.id] = FragmentGroup(
-                    group, cluster_id, num_clusters, deadline_seconds
-                )
-                self._fifos[fragment.id] = Fifo(f"dsx-fragment-{fragment.id}")
+            group = connect(f"fragment {fragment}") if num_clusters > 1 else None
+            self._groups[fragment] = FragmentGroup(
+                group, cluster_id, num_clusters, deadline_seconds
+            )
+            self._fifos[fragment] = Fifo(f"dsx-fragment-{fragment}")
 
     def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
         """Run the exchange on the fragment's thread and return at once."""

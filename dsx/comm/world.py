@@ -20,7 +20,6 @@ from dsx.comm.gloo import GlooTransport, connect_gloo
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import LauncherEnvironment, Place, split_world
-from dsx.types import Fragment
 
 
 @dataclass(frozen=True)
@@ -84,8 +83,11 @@ class World:
         self._attachments += 1
         return dist.PrefixStore(f"attachment_{self._attachments}", self._cluster_store)
 
-    def connect(self, fragments: list[Fragment]) -> GlooTransport:
-        """Connect this rank to its peers, the ranks with the same number in the other clusters."""
+    def connect(self, fragments: list[int]) -> GlooTransport:
+        """Connect this rank to its peers, the ranks with the same number in the other clusters.
+
+        `fragments` are the ids of those that this rank has to do with.
+        """
         meeting = self._meeting
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsx.comm.reduce import ExactMean
 from dsx.comm.swap import Exchange, Peers
-from dsx.types import Fragment
+from dsx.types import Fragment, Slot
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,15 @@ class Compressor(Protocol):
         ...
 
     @property
+    def needs_whole_matrices(self) -> bool:
+        """Whether shards have to be put together before coding."""
+        ...
+
+    def takes(self, slot: Slot) -> bool:
+        """Whether a whole parameter is one of those."""
+        ...
+
+    @property
     def captures_spectrum(self) -> bool:
         """Whether its channels tell of the rank, by `spectrum`."""
         ...
@@ -80,6 +89,11 @@ class Dense:
 
     is_exact = True
     captures_spectrum = False
+    needs_whole_matrices = False
+
+    def takes(self, slot: Slot) -> bool:
+        """No parameter has to be whole."""
+        return False
 
     def validate(self) -> None:
         """Nothing to check."""

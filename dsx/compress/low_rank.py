@@ -13,10 +13,12 @@ Each matrix has one owner, round-robin over the clusters: the others send it the
 in cluster order, does the QR, and sends codes of the mean that everybody, itself included, decodes
 (factors.py: an exact integer product, so all clusters apply the same bits).
 
-Matrices for which that saves less than `min_saving` against `wire`, those whose name contains one
-of `exclude` (embeddings, output heads) and those this rank holds a part of travel as `Quantized`
-does; so does everything in the first `dense_rounds` and in every `full_round_every`-th round,
-since low-rank rounds from the start, or alone, keep the training in one subspace.
+A matrix that is split over ranks is put together on one of them first (redistribution.py), so the
+result does not depend on shards. Matrices for which factors save less than `min_saving` against
+`wire`, and those whose name contains one of `exclude` (embeddings, output heads), travel as
+`Quantized` does; so does everything in the first `dense_rounds` and in every
+`full_round_every`-th round, since low-rank rounds from the start, or alone, keep the training in
+one subspace.
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from dsx.wire.base import Wire
 from dsx.wire.formats import FORMATS
 
 FactorWire = Literal["fp32", "int8", "int4"]
+LEAST_RANK = 4  # what a matrix must allow where the rank is a controller's
 HEADS = ("embed", "wte", "wpe", "lm_head", "output_layer")
 
 
@@ -45,11 +48,11 @@ HEADS = ("embed", "wte", "wpe", "lm_head", "output_layer")
 class LowRank(Quantized):
     """PowerSGD's factors, quantized; the fields of `Quantized` are for everything else.
 
-    `rank` is r, unless a controller moves it; `factor_wire` what clusters send (means return in
-    int8, or in fp32 if it is fp32, which is then exact only between machines that round alike).
+    `rank` is r; None leaves it to a controller. `factor_wire` is what clusters send. Means return
+    in int8; in fp32 if that is fp32, which all apply alike only where GEMMs round alike.
     """
 
-    rank: int = 64
+    rank: int | None = None
     factor_wire: FactorWire = "int8"
     dense_rounds: int = 0
     full_round_every: int | None = None
@@ -57,12 +60,13 @@ class LowRank(Quantized):
     exclude: tuple[str, ...] = HEADS
 
     captures_spectrum = True
+    needs_whole_matrices = True
 
     def validate(self) -> None:
         """Require what `Quantized` does, a rank of at least 1, and sensible rounds."""
         super().validate()
         require_choice("compression.factor_wire", self.factor_wire, FactorWire)
-        if self.rank < 1:
+        if self.rank is not None and self.rank < 1:
             raise ValueError(f"compression.rank={self.rank} must be at least 1")
         if self.dense_rounds < 0:
             raise ValueError(f"compression.dense_rounds={self.dense_rounds} must be at least 0")
@@ -94,7 +98,7 @@ class LowRank(Quantized):
         """Whether a slot travels in factors."""
         if slot.is_small or not slot.is_whole or any(part in slot.name for part in self.exclude):
             return False
-        needed = min(self.rank, min(two_sides(slot)) - 1)
+        needed = min(self.rank or LEAST_RANK, min(two_sides(slot)) - 1)
         return self.largest_rank(slot) >= max(needed, 1)
 
     def is_dense_round(self, round: int) -> bool:
@@ -104,7 +108,7 @@ class LowRank(Quantized):
 
     def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
         """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
-        return LowRankChannel(self, fragment, peers, max_rank or self.rank)
+        return LowRankChannel(self, fragment, peers, max_rank or self.rank or 0)
 
 
 class LowRankChannel:
@@ -122,9 +126,7 @@ class LowRankChannel:
         taken = [s for s in fragment.layout if method.takes(s)]
         rest = [s for s in fragment.layout if not s.is_small and not method.takes(s)]
         self._matrices = [
-            LowRankMatrix(
-                s, min(max_rank, method.largest_rank(s)), peers, (fragment.id + i), method
-            )
+            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), peers, fragment.id + i, method)
             for i, s in enumerate(taken)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
@@ -150,7 +152,7 @@ class LowRankChannel:
         total = self._small.bytes_sent + sum(part.bytes_sent for part in self._rest)
         if self._method.is_dense_round(launch.round):
             return total + sum(part.bytes_sent for part in self._dense)
-        rank = launch.rank or self._method.rank
+        rank = self._rank_of(launch)
         return total + sum(m.payload_bytes(min(rank, m.max_rank)) for m in self._matrices)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
@@ -167,7 +169,7 @@ class LowRankChannel:
         return x
 
     def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[Swap, None, None]:
-        rank = launch.rank or self._method.rank
+        rank = self._rank_of(launch)
         is_cold = int(self._rank) != rank
         for matrix in self._matrices:
             matrix.begin(x, min(rank, matrix.max_rank), launch.round)
@@ -192,6 +194,11 @@ class LowRankChannel:
                 self.spectrum[: matrix.rank] += squares
                 self.spectrum[-1] += squares.sum() + matrix.missed_square
         self._rank.fill_(rank)
+
+    def _rank_of(self, launch: Launch) -> int:
+        rank = launch.rank or self._method.rank
+        assert rank is not None, "validate() requires a rank of the codec or of a controller"
+        return rank
 
     def _to_owners_and_back(self) -> Generator[Swap, None, None]:
         """Send every matrix's factor to its owner, and the owners' mean factors to all."""

@@ -6,6 +6,7 @@ Factors are kept transposed, `[rank, m]` and `[rank, n]`, so that a direction is
 from __future__ import annotations
 
 from typing import Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -45,7 +46,7 @@ class LowRankMatrix:
         self.is_owned = self.owner == peers.cluster_id
         self._peers = peers
         self._slot = slot
-        self._seed = number * 7_919 + 1
+        self._seed = crc32(slot.name.encode())  # the same wherever the matrix is put together
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
         rows, longest = max_rank + NUM_PROBES, max(self._m, self._n)

@@ -44,6 +44,11 @@ class Quantized:
 
     is_exact = False
     captures_spectrum = False
+    needs_whole_matrices = False
+
+    def takes(self, slot: Slot) -> bool:
+        """No parameter has to be whole: groups need no shape."""
+        return False
 
     def validate(self) -> None:
         """Require known formats, sizes that they take, and a decay in (0, 1]."""

@@ -108,27 +108,26 @@ class AdaptiveRank:
     ) -> None:
         """Add a transfer's measurements to the window; at its end, move r and H.
 
-        Those of a transfer launched before r moved are left out: they are of the old r.
+        Those of a transfer launched before r moved are left out: they are of the old r. A window
+        in which nothing was measured (dense rounds) moves H alone.
         """
         state = history.decisions
         if not state:
-            state.update(rank=self.rank, interval=initial.interval, kept=[], needed=[])
-        if launched_with.rank != state["rank"]:
-            return
+            state.update(rank=self.rank, interval=initial.interval, seen=0, kept=[], needed=[])
+        state["seen"] += 1
         *squares, total = measured
-        if total > 0:
-            state["kept"].append(sum(squares[: state["rank"]]) / total)
+        if total > 0 and launched_with.rank == state["rank"]:
+            state["captured"] = sum(squares[: state["rank"]]) / total  # the last one, to be shown
+            state["kept"].append(state["captured"])
             state["needed"].append(self._needed(squares, total, state["rank"]))
-        if len(state["kept"]) < self.window * history.num_fragments:
+        if state["seen"] < self.window * history.num_fragments:
             return
-        kept = sum(state["kept"]) / len(state["kept"])
-        needed = sum(state["needed"]) / len(state["needed"])
-        state.update(
-            rank=self.next_rank(state["rank"], kept, needed),
-            interval=self.next_interval(state["interval"], initial.interval, history),
-            kept=[],
-            needed=[],
-        )
+        if state["kept"]:
+            kept = sum(state["kept"]) / len(state["kept"])
+            needed = sum(state["needed"]) / len(state["needed"])
+            state["rank"] = self.next_rank(state["rank"], kept, needed)
+        interval = self.next_interval(state["interval"], initial.interval, history)
+        state.update(interval=interval, seen=0, kept=[], needed=[])
 
     def knobs(self, initial: Knobs, history: History) -> Knobs:
         """Return the H and r decided last."""

@@ -77,6 +77,7 @@ def test_every_cluster_takes_the_same_decision_in_a_run() -> None:
         "dilocox",
         schedule={"interval": 8},
         fragments={"num_fragments": 2},
+        compression={"type": "dense"},
         control={
             "rank": 6, "min_rank": 1, "max_rank": 6, "window": 4, "min_interval": 2, "target": 0.5,
             "step_seconds": 1.0, "round_seconds": 3.4,

@@ -182,6 +182,7 @@ def test_nothing_is_lost_when_a_delayed_run_is_drained() -> None:
         overrides: dict[str, Any] = {"outer_optimizer": {"type": "sgd", "lr": 1.0}}
         if name == "dilocox":
             overrides |= {"control": {"type": "fixed"}, "fragments": {"num_fragments": 2}}
+            overrides["compression"] = {"type": "dense"}
         method = preset(name, schedule=EVERY_4, **overrides)
         assert method.outer_optimizer == SGD(1.0)
         run = Simulated(TinyNet(), adamw, method, 2)

@@ -32,11 +32,12 @@ LAYERS = [
         "notes",
         "guard",
         "line",
+        "redistribution",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
     ["transfer", "agreement", "comm.topology"],
-    ["judge"],
+    ["judge", "routes"],
     ["outer_loop"],
     [
         "comm",

@@ -92,6 +92,7 @@ def drawn_methods(draw: st.DrawFn) -> tuple[str, dict[str, Any], Recipe, list[in
         axes["schedule"] |= {"gamma": 1.0, "step_seconds": 1.0, "transfer_seconds": 0.6}
         axes["delay"] = {"steps": tau, "strength": 50.0}
     if name == "dilocox":
+        axes["compression"] = {"type": "dense"}
         axes["control"] = {"rank": 2, "min_rank": 1, "max_rank": 4, "min_interval": count,
                            "step_seconds": 1.0, "round_seconds": interval / 1.15}  # fmt: skip
     num_clusters = draw(st.integers(1, 5))
