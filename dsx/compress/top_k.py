@@ -38,7 +38,7 @@ from dsx.comm.swap import Exchange, Peers, together
 from dsx.compress.base import Channel, Launch
 from dsx.compress.error_feedback import Residual, Storage
 from dsx.compress.quantized import SmallPart, SmallWire, runs
-from dsx.types import Fragment
+from dsx.types import Fragment, Slot
 from dsx.wire.base import Buffers, Codec, Kernels, require_sizes
 from dsx.wire.group_kernels import MIN_SCALE, largest_scale
 
@@ -63,6 +63,11 @@ class TopK:
 
     is_exact = False
     captures_spectrum = False
+    needs_whole_matrices = False
+
+    def takes(self, slot: Slot) -> bool:
+        """No parameter has to be whole: chunks need no shape."""
+        return False
 
     def validate(self) -> None:
         """Require indices of 12 bits, at least one value a chunk, and a decay in (0, 1]."""
