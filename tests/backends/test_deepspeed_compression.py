@@ -22,6 +22,7 @@ LOW_RANK = {"type": "low_rank", "rank": 6, "wire": "fp32", "mean_wire": "fp32", 
 COMPRESSIONS: dict[str, dict[str, Any]] = {
     "factors in fp32": {**LOW_RANK, "factor_wire": "fp32", "small_wire": "fp32"},
     "factors in int8, feedback": {**LOW_RANK, "factor_wire": "int8", "error_feedback": "fp32"},
+    "top-k": {"type": "top_k", "k": 8, "chunk": 256},
     "int4, feedback": {"type": "quantized", "wire": "int4", "error_feedback": "bf16"},
 }
 

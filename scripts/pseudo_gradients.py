@@ -1,0 +1,81 @@
+"""Pseudo-gradients of the quickstart's model on real text, to measure codecs on.
+
+    dsx data build --from stdlib --out data/stdlib
+    python scripts/pseudo_gradients.py --out runs/pseudo_gradients.safetensors
+    dsx bench codec --pseudo-gradients runs/pseudo_gradients.safetensors
+
+Two clusters in one process train from the same weights with DiLoCo, H = 20; what cluster 0 would
+send at the end of the last round is saved by parameter name. About a minute on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+from pathlib import Path
+
+import torch
+from gpt import GPT, GPTConfig
+from safetensors.torch import save_file
+from torch import nn
+
+import dsx
+from dsx.data import ClusterBatches, TokenWindows, read_summary
+
+NUM_CLUSTERS, INTERVAL, BATCH_SIZE = 2, 20, 4
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, default=Path("data/stdlib"))
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
+    parser.add_argument("--rounds", type=int, default=2)
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse_arguments()
+    config = GPTConfig(sequence_length=128, vocab_size=read_summary(arguments.data).vocab_size)
+    windows = TokenWindows(arguments.data / "train", config.sequence_length)
+    batches = [
+        ClusterBatches(
+            windows, BATCH_SIZE, cluster_id=m, num_clusters=NUM_CLUSTERS,
+            rank=0, world_size=1, seed=0,
+        )
+        for m in range(NUM_CLUSTERS)
+    ]  # fmt: skip
+    model = GPT(config, 0)
+    models = [copy.deepcopy(model) for _ in range(NUM_CLUSTERS)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1.5e-3, betas=(0.9, 0.95)) for m in models]
+    method = dsx.preset("diloco", NUM_CLUSTERS, schedule={"interval": INTERVAL})
+    clusters = dsx.SimulatedClusters(models, optimizers, method)
+    start = weights(models[0])
+    sent: dict[str, torch.Tensor] = {}
+    for step in range(1, arguments.rounds * INTERVAL + 1):
+        for own, optimizer, source in zip(models, optimizers, batches, strict=True):
+            tokens = next(source)
+            optimizer.zero_grad()
+            own(tokens[:, :-1], tokens[:, 1:]).backward()
+            nn.utils.clip_grad_norm_(own.parameters(), 1.0)
+            optimizer.step()
+        if step % INTERVAL == 0:
+            sent = {name: start[name] - now for name, now in weights(models[0]).items()}
+        clusters.step()
+        if step % INTERVAL == 0:
+            start = weights(models[0])
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    save_file(sent, str(arguments.out))
+    norm = sum(float(d.square().sum()) for d in sent.values()) ** 0.5
+    numel = sum(d.numel() for d in sent.values())
+    print(f"{numel:,} values of round {arguments.rounds}, norm {norm:.3f}: {arguments.out}")
+
+
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return copies of the trained parameters by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+if __name__ == "__main__":
+    main()
