@@ -11,6 +11,7 @@ for a cache. What does not fill a slice is done in tiles, whatever the backend: 
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -175,7 +176,7 @@ def choose_backend(name: str, numel: int, device: torch.device, kernels: Kernels
     Raises ValueError for an unknown choice, RuntimeError for "compiled" where that cannot be.
     """
     require_choice("kernels", kernels, Kernels)
-    backend, reason = "eager", "asked for"
+    backend, reason, level = "eager", "asked for", logging.INFO
     if kernels == "auto" and numel < COMPILE_FROM:
         reason = f"{numel} elements are fewer than {COMPILE_FROM}, from where compiling pays"
     elif kernels != "eager":
@@ -190,13 +191,16 @@ def choose_backend(name: str, numel: int, device: torch.device, kernels: Kernels
             )
         else:
             reason = f"nothing can be compiled on {device.type}: {problem}"
+            level = logging.WARNING  # slower than it should be
     if (name, device.type, backend) not in _announced:
         _announced.add((name, device.type, backend))
-        logger.info("%s on %s: %s kernels (%s)", name, device.type, backend, reason)
+        logger.log(level, "%s on %s: %s kernels (%s)", name, device.type, backend, reason)
     return backend
 
 
+@functools.cache
 def _compile(operation: str, form: GroupFormat) -> Callable[..., None]:
+    """Return one kernel for all codecs of a format."""
     function: Callable[..., None] = getattr(group_slice, operation)
 
     def kernel(*tensors: Tensor) -> None:

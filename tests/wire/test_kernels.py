@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,28 @@ def outcomes(wire: Wire, kernels: str, device: torch.device = CPU) -> list[Tenso
 def test_compiled_kernels_write_the_bits_of_eager_ones(wire: Wire) -> None:
     for compiled, eager in zip(outcomes(wire, "compiled"), outcomes(wire, "eager"), strict=True):
         assert torch.equal(compiled, eager)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_threads_compile_and_run_side_by_side() -> None:
+    """Every fragment has a thread of its own, and all may need a kernel for the first time."""
+    numel, wire, cpu = 2**21 + 77, FORMATS["int4"](), torch.device("cpu")
+
+    def work(seed: int) -> bool:
+        x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
+        message = torch.zeros(wire.num_bytes(numel), dtype=torch.uint8)
+        values = {}
+        for kernels in ("compiled", "eager"):
+            codec, out = wire.codec(numel, cpu, kernels), torch.zeros(numel)  # type: ignore[arg-type]
+            codec.encode_with_feedback(x.clone(), torch.zeros(numel), message)
+            codec.decode(message, out)
+            codec.decode_add(message, out)
+            values[kernels] = out
+        return torch.equal(values["compiled"], values["eager"])
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 @pytest.mark.gpu
