@@ -115,9 +115,8 @@ class LowRankChannel:
     """The matrices in factors, the rest in codes.
 
     `spectrum` `[max_rank + 1]`: of the matrices this cluster owns, in the round just ended, the
-    squared singular values kept, summed over matrices, and at the end those plus what the factors
-    miss, |(I - P P^T) mean M|_F^2, estimated from random probes g: M g travels with P. Zeros after
-    a dense round.
+    squared singular values kept, summed over matrices, and at the end |mean M|_F^2 to match, from
+    what random probes g tell of what is missed: M g travels with P. Zeros after a dense round.
     """
 
     def __init__(self, method: LowRank, fragment: Fragment, peers: Peers, max_rank: int) -> None:
@@ -170,6 +169,7 @@ class LowRankChannel:
 
     def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[Swap, None, None]:
         rank = self._rank_of(launch)
+        has_residual = any(part.residual is not None for part in self._dense)
         is_cold = int(self._rank) != rank
         for matrix in self._matrices:
             matrix.begin(x, min(rank, matrix.max_rank), launch.round)
@@ -190,9 +190,9 @@ class LowRankChannel:
         for matrix in self._matrices:
             matrix.write_mean()
             if matrix.is_owned:
-                squares = matrix.squares()
+                squares, total = matrix.spectrum(has_residual)
                 self.spectrum[: matrix.rank] += squares
-                self.spectrum[-1] += squares.sum() + matrix.missed_square
+                self.spectrum[-1] += total
         self._rank.fill_(rank)
 
     def _rank_of(self, launch: Launch) -> int:

@@ -18,6 +18,7 @@ from dsx.wire.base import Kernels, Wire
 
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
 _TINY = 2.0**-126  # the least normal number
+_LEAST_SHARE = 1e-3  # that factors are taken to keep
 
 
 class FactorSettings(Protocol):
@@ -64,23 +65,27 @@ class LowRankMatrix:
         down = max(self._down[k].num_bytes(max_rank) for k in (self._m, self._n))
         self._mean = torch.zeros(down, dtype=torch.uint8)
         self._codes_p, self._codes_q = torch.zeros_like(self._p), torch.zeros_like(self._q)
-        self.missed_square = 0.0
+        self._total_square = self._missed_square = 0.0
 
     def begin(self, x: Tensor, rank: int, round: int) -> None:
-        """Start a round on the matrix inside `x`; from random columns where there are no others."""
+        """Start a round on the matrix inside `x`; from random columns where there are no others.
+
+        The probes see the matrix before a residual is added: what a residual has collected says
+        nothing of the rank that pseudo-gradients need.
+        """
         slot = self._slot
         self._matrix = x[slot.offset : slot.offset + slot.numel].view(self._m, self._n)
         self.rank, self._round = rank, round
         generator = torch.Generator().manual_seed(self._seed + 104_729 * round)
         right = self._right[: rank + NUM_PROBES]
         right.normal_(generator=generator)
+        torch.mm(right[rank:], self._matrix.T, out=self._p[rank : rank + NUM_PROBES])
         self._start_from_warm(min(rank, self._warm_rank()))
 
     def encode_p(self) -> None:
         """Make P = M Q and the codes of it, with the probes'."""
-        p = self._p[: self.rank + NUM_PROBES]
-        torch.mm(self._right[: self.rank + NUM_PROBES], self._matrix.T, out=p)
-        self._encode(p, self._m)
+        torch.mm(self._right[: self.rank], self._matrix.T, out=self._p[: self.rank])
+        self._encode(self._p[: self.rank + NUM_PROBES], self._m)
 
     def encode_q(self) -> None:
         """Make Q = M^T P with the mean P, and the codes of it."""
@@ -121,7 +126,8 @@ class LowRankMatrix:
             probes = mean[self.rank :]
             mean = torch.linalg.qr(mean[: self.rank].T).Q.T.contiguous()
             missed = probes - probes @ mean.T @ mean
-            self.missed_square = float(missed.square().sum()) / NUM_PROBES
+            self._total_square = float(probes.square().sum()) / NUM_PROBES
+            self._missed_square = float(missed.square().sum()) / NUM_PROBES
         self._down[length].encode(mean, self.mean)
 
     def decode_mean(self) -> None:
@@ -157,10 +163,19 @@ class LowRankMatrix:
         torch.mm(self._mean_p.T, own, out=lost)
         torch.sub(self._matrix, lost, out=lost)
 
-    def squares(self) -> Tensor:
-        """Return the squared singular values of the mean, descending, from the r x r Gram of Q."""
+    def spectrum(self, has_residual: bool) -> tuple[Tensor, float]:
+        """Return the squared singular values of the mean, descending, and |M|_F^2 to match.
+
+        The values are those of the r x r Gram of Q. With a residual that holds what residuals have
+        collected, too, of which the probes see nothing: they then tell of the share that is missed.
+        """
         warm = self.warm[: self.rank].double()
-        return torch.linalg.eigvalsh(warm @ warm.T).flip(0).clamp_(min=0).float()
+        squares = torch.linalg.eigvalsh(warm @ warm.T).flip(0).clamp_(min=0).float()
+        kept = float(squares.sum())
+        if not has_residual:
+            return squares, kept + self._missed_square
+        share = 1 - min(self._missed_square / max(self._total_square, _TINY), 1 - _LEAST_SHARE)
+        return squares, kept / share
 
     def payload_bytes(self, rank: int, iterations: int = 1) -> int:
         """Return what this cluster sends of the matrix in a round."""

@@ -72,6 +72,10 @@ class Quantized:
                 f"compression.rounding={self.rounding!r}: {self.wire} rounds to nearest only; "
                 "leave rounding out"
             )
+        if self.wire in ("fp32", "bf16", "fp16") and self.group_size != Quantized.group_size:
+            raise ValueError(
+                f"compression.group_size={self.group_size}: {self.wire} has no groups; leave it out"
+            )
         self.up.validate()
         self.down.validate()
 

@@ -5,8 +5,9 @@ share of the squared norm of the averaged pseudo-gradients that their r leading 
 
     kept = sum_{i <= r} lambda_i / |M|_F^2,    lambda: squared singular values, summed over matrices
 
-over the last c rounds. Mean kept below `target`: r grows by half. The target reached by fewer
-than 0.7 r directions on average: r falls to 1.15 of what is needed. Then the window starts anew.
+over the last c rounds. Mean kept below `target` by more than its standard error (codecs estimate
+|M|_F): r grows by half. Else r falls to 1.15 of the directions that reach the target, if that is
+below 0.9 r. Then the window starts anew.
 H follows the seconds that a round of transfers takes, over those of an inner step, within
 [`min_interval`, H_1], once the two differ by more than a quarter.
 
@@ -21,13 +22,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import torch
 from torch import Tensor
 
 from dsx.types import Fragment, History, Knobs
 
-_GROWTH, _SHRINK_BELOW, _MARGIN = 1.5, 0.7, 1.15
+_GROWTH, _SHRINK_BELOW, _MARGIN = 1.5, 0.9, 1.15
 _TOLERATED_CHANGE = 0.25
 
 
@@ -123,8 +125,8 @@ class AdaptiveRank:
         if state["seen"] < self.window * history.num_fragments:
             return
         if state["kept"]:
-            kept = sum(state["kept"]) / len(state["kept"])
-            needed = sum(state["needed"]) / len(state["needed"])
+            kept = fmean(state["kept"]) + _standard_error(state["kept"])
+            needed = fmean(state["needed"])
             state["rank"] = self.next_rank(state["rank"], kept, needed)
         interval = self.next_interval(state["interval"], initial.interval, history)
         state.update(interval=interval, seen=0, kept=[], needed=[])
@@ -135,12 +137,11 @@ class AdaptiveRank:
         return Knobs(state.get("interval", initial.interval), state.get("rank", self.rank))
 
     def next_rank(self, rank: int, kept: float, needed: float) -> int:
-        """Return the rank after a window with these means."""
+        """Return the rank after a window that kept and needed so much at the most."""
         if kept < self.target:
             return min(math.ceil(_GROWTH * rank), self.max_rank)
-        if needed < _SHRINK_BELOW * rank:
-            return max(math.ceil(_MARGIN * needed), self.min_rank)
-        return rank
+        wanted = max(math.ceil(_MARGIN * needed), self.min_rank)
+        return wanted if wanted < _SHRINK_BELOW * rank else rank
 
     def next_interval(self, interval: int, largest: int, history: History) -> int:
         """Return the H that one round of transfers hides behind, or the old one if close."""
@@ -162,6 +163,10 @@ class AdaptiveRank:
             if reached >= self.target * total:
                 return count
         return rank
+
+
+def _standard_error(values: Sequence[float]) -> float:
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def leading_squares(matrix: Tensor, rank: int) -> Tensor:
