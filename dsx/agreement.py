@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from statistics import median
 
+import torch
 from torch import Tensor
 
 from dsx.backends.base import Backend
@@ -32,7 +33,8 @@ class Agreement:
         self._method = method
         self._backend = backend
         self._cluster_id = cluster_id
-        self._is_active = method.uses_seconds or method.control.note_numel(method.knobs) > 0
+        measures = method.control.note_numel(method.knobs) > 0 or method.schedule.uses_norms
+        self._is_active = method.uses_seconds or measures
         self._step_seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._transfer_seconds: dict[int, float] = {}
         self._boundary_ended: float | None = None
@@ -63,15 +65,26 @@ class Agreement:
 
         A codec that sees the spectrum anyway tells of it: each cluster of the matrices it owns.
         """
-        control = self._method.control
-        if self._method.compression.captures_spectrum and control.note_numel(self._method.knobs):
-            return lambda mean: _spectrum(channel) * num_clusters
+        control, uses_norms = self._method.control, self._method.schedule.uses_norms
+        numel, layout = control.note_numel(self._method.knobs), self._backend.fragments[fragment]
         is_owner = fragment % num_clusters == self._cluster_id
-        if not is_owner or not control.note_numel(self._method.knobs):
+        tells_spectrum = self._method.compression.captures_spectrum and numel > 0
+        if not tells_spectrum and not (is_owner and (numel or uses_norms)):
             return None
-        layout = self._backend.fragments[fragment]
-        # averaged like everything in the notes, the others' parts being 0
-        return lambda mean: control.measure(mean, layout, knobs) * num_clusters
+
+        def measure(mean: Tensor) -> Tensor:
+            parts: list[Tensor] = []
+            if tells_spectrum:
+                assert channel.spectrum is not None
+                parts.append(channel.spectrum)
+            elif numel:
+                parts.append(control.measure(mean, layout, knobs))
+            if uses_norms:
+                parts.append(torch.dot(mean, mean).view(1) * is_owner)
+            # averaged like everything in the notes, the others' parts being 0
+            return torch.cat(parts) * num_clusters
+
+        return measure
 
     def take(
         self, notes: Notes, fragment: int, history: History, seconds: float, launched_with: Knobs
@@ -79,7 +92,7 @@ class Agreement:
         """Bring the averaged notes of a transfer into `history`, in place.
 
         Collective over the cluster's ranks if the method measures anything. `seconds` is this
-        rank's own measurement of the transfer.
+        rank's own measurement of the transfer. A refused round measures nothing: its mean is 0.
         """
         if seconds > 0:
             before = self._transfer_seconds.get(fragment)
@@ -93,15 +106,16 @@ class Agreement:
                 history.transfer_seconds[fragment] = transfer
             if backward:
                 history.backward_seconds[fragment] = backward
-        control = self._method.control
-        if control.note_numel(self._method.knobs):
-            measured = self._backend.sum_over_shards(notes.of_owner.clone())
-            control.decide(measured.tolist(), launched_with, self._method.knobs, history)
-
-
-def _spectrum(channel: Channel) -> Tensor:
-    assert channel.spectrum is not None
-    return channel.spectrum
+        control, initial = self._method.control, self._method.knobs
+        if not notes.of_owner.numel():
+            return
+        measured = self._backend.sum_over_shards(notes.of_owner.clone()).tolist()
+        if self._method.schedule.uses_norms:
+            square = measured.pop()
+            if square > 0:
+                history.mean_norm[fragment] = square**0.5
+        if measured:
+            control.decide(measured, launched_with, initial, history)
 
 
 def _average(before: float | None, now: float) -> float:

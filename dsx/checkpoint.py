@@ -27,7 +27,7 @@ from dsx.outer_loop import OuterLoop
 from dsx.transfer import Arrived, NothingYet, Totals, Transfer
 from dsx.types import Fragment, History, Knobs
 
-FORMAT = 3
+FORMAT = 4
 COMPLETE_MARK = "dsx.json"
 logger = logging.getLogger(__name__)
 

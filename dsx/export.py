@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dsx.comm.base import Pending, Submission
+from dsx.comm.base import EXPORT, Pending, Submission
 from dsx.comm.reduce import ExactMean
 from dsx.comm.swap import Peers
 from dsx.outer_loop import OuterLoop
@@ -40,7 +40,7 @@ def begin_export(loop: OuterLoop) -> list[Pending]:
     for fragment in loop.backend.fragments:
         if fragment.numel:
             wire = _read_copy(loop, fragment.id).to("cpu")
-            what = Submission(fragment.id, loop.history.step, is_export=True)
+            what = Submission(fragment.id, loop.history.step, EXPORT)
             average = ExactMean(Peers(loop.transport.cluster_id, loop.transport.num_clusters))
             pending.append(loop.transport.submit(what, average.exchange(wire)))
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +21,10 @@ from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import DsxConfig
 from dsx.export import exported
-from dsx.method import Method
+from dsx.method import Method, SettingWarning
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
-from dsx.routes import plan_routes
+from dsx.routes import factored, plan_routes
 from dsx.sync_records import SyncRecords
 from dsx.transfer import Totals
 
@@ -84,6 +85,8 @@ class Handle:
         transport = world.connect(used)
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
         self.loop.start()
+        if world.rank == 0 and world.cluster_id == 0:
+            _tell_what_is_factored(config.method, backend)
         self._begin_clock()
 
     @property
@@ -148,6 +151,9 @@ class Handle:
                 self.loop.backend.publish()
             self._syncs.flush()
             steps = self._world.rendezvous.gather("end of training", self.step)
+            if len(set(steps)) == 1:
+                judge, history = self.loop.judge, self.loop.history
+                judge.end_comparison(judge.begin_comparison(history.step), history)
         self.log("finish", bytes_sent=self._syncs.bytes_sent)
         if len(set(steps)) > 1:
             taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
@@ -257,3 +263,19 @@ class Handle:
             self._metrics.flush()
             kept = f"resume from {self._last_checkpoint}" if self._last_checkpoint else "none saved"
             raise PeerLost(f"{error}; last checkpoint: {kept}") from None
+
+
+def _tell_what_is_factored(method: Method, backend: Backend) -> None:
+    """Log how a low-rank codec treats this model; warn if it finds nothing to factor."""
+    fragments = factored(method, backend)
+    for index, (taken, rest) in enumerate(fragments):
+        others = f"; as codes: {', '.join(rest)}" if rest else ""
+        logger.info("fragment %d: %d matrices travel in factors%s", index, len(taken), others)
+    if fragments and not any(taken for taken, _ in fragments):
+        warnings.warn(
+            "compression.type='low_rank' finds no matrix to factor in this model: all are too "
+            "small to save compression.min_saving at this rank, or in compression.exclude, and "
+            "travel in codes; lower compression.rank, or use type 'quantized'",
+            SettingWarning,
+            stacklevel=2,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from dsx.comm.reduce import ExactMean
@@ -40,9 +41,16 @@ class Line:
         average = self._guarded(x, is_finite, launch, verdict)
         return with_notes(average, notes, measure, self._notes_mean)
 
+    def confirm(self, verdict: Verdict) -> Exchange:
+        """Exchange headers alone, after the last transfer: no later one tells of its mean."""
+        yield from self.guard.exchange(True, verdict)
+        return torch.empty(0)
+
     def _guarded(self, x: Tensor, is_finite: bool, launch: Launch, verdict: Verdict) -> Exchange:
         yield from self.guard.exchange(is_finite, verdict)
         if verdict.refused_by:
+            if self.channel.spectrum is not None:
+                self.channel.spectrum.zero_()  # or the last round's would be told once more
             return x.zero_()
         mean = yield from self.channel.exchange(x, launch)
         self.guard.remember(launch.round, mean)

@@ -32,6 +32,7 @@ from dsx.method import Method
 from dsx.outer_optimizer import OuterContext
 from dsx.per_tensor import ShardedTensors
 from dsx.redistribution import Redistribution
+from dsx.round_starts import RoundStarts
 from dsx.routes import plan_routes
 from dsx.state import Berth, StateStore
 from dsx.transfer import Arrived, NothingYet, Totals, Transfer, sync_event
@@ -65,7 +66,7 @@ class OuterLoop:
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
         self.agreement = Agreement(method, backend, transport.cluster_id)
-        self._judge = Judge(method, backend, transport, self.state)
+        self.judge = Judge(method, backend, transport, self.state)
         self._on_sync = on_sync
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         self._per_tensor = [
@@ -78,6 +79,7 @@ class OuterLoop:
             )
             for fragment, parameters in zip(fragments, backend.fragment_parameters, strict=True)
         ]
+        self._round_starts = RoundStarts(method, backend, self.state, self._per_tensor)
 
     @torch.no_grad()
     def start(self) -> None:
@@ -132,7 +134,7 @@ class OuterLoop:
         due = [p for p in self._due(step) if self.history.launched[p] < step]
         self.history.step = step
         self._complete.clear()
-        self._observe_first_steps()
+        self._round_starts.observe_first_steps(self.history)
         for fragment in due:
             self._launch(fragment, step, shared_by=len(due))
         self.totals.blocked_seconds += time.perf_counter() - started
@@ -144,7 +146,7 @@ class OuterLoop:
         ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
         for transfer in ripe:
             self._apply(transfer)
-        self._keep_round_starts()
+        self._round_starts.keep(self.history)
         self.method.schedule.advance(self.history, self._knobs())
         self.agreement.end_boundary()
         self.totals.blocked_seconds += time.perf_counter() - started
@@ -196,7 +198,8 @@ class OuterLoop:
         norm = torch.linalg.vector_norm(contribution)
         self.routes[fragment].to_wire(contribution, berth.wire, self.backend.swap_in_cluster)
         berth.notes.averages.copy_(self.method.staleness.note(slots.staleness))
-        pending = self._submit(Submission(fragment, step), berth, is_finite=bool(norm.isfinite()))
+        is_finite = self.judge.is_finite(norm, berth.notes.averages)
+        pending = self._submit(Submission(fragment, step), berth, is_finite)
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
         self.history.launches[fragment] += 1
@@ -209,7 +212,7 @@ class OuterLoop:
 
     def _submit(self, what: Submission, berth: Berth, is_finite: bool) -> Pending:
         berth.verdict = Verdict()
-        if not berth.wire.numel():
+        if not self.state.is_sent(what.fragment):
             return Arrived(berth.wire)
         knobs = self._knobs()
         self.agreement.post(berth.notes, what.fragment, self.history)
@@ -236,7 +239,7 @@ class OuterLoop:
             waited = time.perf_counter()
             mean_on_wire = transfer.pending.wait()
             wait_seconds = time.perf_counter() - waited
-            self._judge.judge(transfer)
+            self.judge.judge(fragment, transfer.launched, transfer.berth.verdict, self.history)
             mean = self.state.scratch(fragment, "mean")
             self.routes[fragment].from_wire(mean_on_wire, mean, self.backend.swap_in_cluster)
             report["mean_norm"] = torch.linalg.vector_norm(mean)
@@ -247,26 +250,32 @@ class OuterLoop:
             else:
                 self.history.rounds[fragment] += 1
                 self.history.intervals[fragment] = transfer.interval
-                self._note_norm(fragment, mean)
                 self._step_anchor(transfer, mean)
-        self._merge(transfer, mean, report)
+        if isinstance(transfer, Transfer) and self.judge.restarts(transfer.berth.verdict):
+            self._restart()
+        else:
+            self._merge(transfer, mean, report)
         self.history.under_way[fragment] -= 1
         if isinstance(transfer, Transfer):
             transfer.berth.is_free = True
             self.history.applied[fragment] = self.history.step
             self._account(transfer, wait_seconds, report)
 
+    def _restart(self) -> None:
+        """Go on from the anchors: this cluster's progress is not finite, nor its next will be."""
+        for anchor, slots, fragment in zip(
+            self.state.anchor, self.state.slots, self.backend.fragments, strict=True
+        ):
+            self.method.delay.begin(anchor, slots.delay)
+            if "start" in slots.staleness:
+                slots.staleness["start"].copy_(anchor)
+            self.backend.write(fragment.id, anchor)
+
     def _agree(self, transfer: Transfer) -> None:
         """Bring what this transfer has agreed into the history."""
         notes = transfer.berth.notes
         seconds = transfer.pending.seconds / transfer.shared_by
         self.agreement.take(notes, transfer.fragment, self.history, seconds, transfer.knobs)
-
-    def _note_norm(self, fragment: int, mean: Tensor) -> None:
-        """Keep the norm of the mean over all shards, for schedules that ask."""
-        if self.method.schedule.uses_norms:
-            squares = self._per_tensor[fragment].norms(mean).square().tolist()
-            self.history.mean_norm[fragment] = sum(squares) ** 0.5
 
     def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
         fragment, outer = transfer.fragment, self.method.outer_optimizer
@@ -319,26 +328,6 @@ class OuterLoop:
             report=report,
         )
         self.backend.write(fragment, delay.merge(view))
-
-    def _observe_first_steps(self) -> None:
-        """Measure how far the first inner step of a round has gone, for the penalty."""
-        if not self.method.staleness.is_active:
-            return
-        for p, launched in enumerate(self.history.launched):
-            if launched == self.history.step - 1:
-                slots = self.state.slots[p].staleness
-                displacement = self.state.scratch(p, "local")
-                self.backend.read(p, displacement)
-                displacement.sub_(slots.get("start", self.state.anchor[p]))
-                self.method.staleness.observe(displacement, slots, self._per_tensor[p])
-
-    def _keep_round_starts(self) -> None:
-        """Keep where a round starts, for fragments launched at this boundary."""
-        if not self.method.keeps_round_start:
-            return
-        for p, launched in enumerate(self.history.launched):
-            if launched == self.history.step:
-                self.backend.read(p, self.state.slots[p].staleness["start"])
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
         self.totals.bytes_sent += transfer.pending.bytes_sent

@@ -122,9 +122,12 @@ class SimulatedClusters:
         return [float(loss) for loss in losses]
 
     def finish(self) -> None:
-        """Apply what is under way; at the end of training."""
+        """Apply what is under way and compare what was applied last; at the end of training."""
         for loop in self.loops:
             loop.drain()
+        compared = [loop.judge.begin_comparison(loop.history.step) for loop in self.loops]
+        for loop, started in zip(self.loops, compared, strict=True):
+            loop.judge.end_comparison(started, loop.history)
 
     @contextmanager
     def averaged(self) -> Generator[nn.Module, None, None]:

@@ -84,6 +84,7 @@ class StateStore:
             Line(method.compression.open(f, peers, method.control.largest_rank), peers)
             for f in on_the_wire
         ]
+        self._wire_numel = [wire.numel for wire in on_the_wire]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
 
@@ -93,6 +94,10 @@ class StateStore:
         assert free, f"fragment {fragment} has more transfers under way than its policy said"
         free[0].is_free = False
         return free[0]
+
+    def is_sent(self, fragment: int) -> bool:
+        """Whether this rank has anything of a fragment, as it lies or as it travels."""
+        return self._numel[fragment] + self._wire_numel[fragment] > 0
 
     def free_berths(self) -> None:
         """Take every berth back: nothing is under way any more."""
@@ -141,7 +146,7 @@ def notes_shape(
     return NotesShape(
         averages=method.staleness.note_numel(fragment, num_tensors),
         by_cluster=3 if method.uses_seconds else 0,
-        of_owner=method.control.note_numel(method.knobs),
+        of_owner=method.control.note_numel(method.knobs) + method.schedule.uses_norms,
         num_clusters=num_clusters,
     )
 

@@ -104,7 +104,8 @@ class History:
     lists have one entry per fragment:
 
     - `launched`, `applied`: step of the last launch and of the last apply;
-    - `launches`: transfers launched; `rounds`: outer steps taken;
+    - `launches`: transfers launched; `rounds`: outer steps taken; `refusals`: rounds refused, the
+      last ones in a row;
     - `intervals`: launch to launch, of the transfer applied last;
     - `under_way`: launched and not applied, beyond those the delay policy always keeps;
     - `mean_norm`: L2 norm of the mean applied last, over all shards, if the schedule asks;
@@ -121,6 +122,7 @@ class History:
     applied: list[int] = field(default_factory=list[int])
     launches: list[int] = field(default_factory=list[int])
     rounds: list[int] = field(default_factory=list[int])
+    refusals: list[int] = field(default_factory=list[int])
     intervals: list[int] = field(default_factory=list[int])
     under_way: list[int] = field(default_factory=list[int])
     mean_norm: list[float | None] = field(default_factory=list[float | None])
@@ -131,8 +133,8 @@ class History:
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
-        clocks = (self.launched, self.applied, self.intervals)
-        for counts in (*clocks, self.fragment_numel, self.launches, self.rounds, self.under_way):
+        clocks = (self.launched, self.applied, self.intervals, self.fragment_numel)
+        for counts in (*clocks, self.launches, self.rounds, self.refusals, self.under_way):
             if not counts:
                 counts.extend([0] * self.num_fragments)
         for values in (self.mean_norm, self.transfer_seconds, self.backward_seconds):

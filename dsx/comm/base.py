@@ -14,6 +14,9 @@ from torch import Tensor
 
 from dsx.comm.swap import Exchange
 
+VERBS = ("launched", "averaged for export", "compared")
+TRAINING, EXPORT, COMPARISON = range(3)
+
 
 class PeerLost(RuntimeError):
     """Another cluster closed its connection or missed a deadline; the message names both."""
@@ -21,15 +24,14 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Submission:
-    """What is averaged: a fragment, at an inner step, for training or for the exported model."""
+    """What is exchanged: of a fragment, at an inner step; `purpose` is an index of `VERBS`."""
 
     fragment: int
     step: int
-    is_export: bool = False
+    purpose: int = TRAINING
 
     def __str__(self) -> str:
-        verb = "averaged for export" if self.is_export else "launched"
-        return f"fragment {self.fragment} {verb} at step {self.step}"
+        return f"fragment {self.fragment} {VERBS[self.purpose]} at step {self.step}"
 
 
 class Pending(Protocol):

@@ -100,7 +100,7 @@ class Announcements:
         """
         until = time.monotonic() + self._deadline_seconds
         works = _Works(self._group, str(what), until, self._deadline_seconds, tag=number)
-        own = torch.tensor([what.fragment, what.step, what.is_export])
+        own = torch.tensor([what.fragment, what.step, what.purpose])
         theirs = {peer: torch.empty_like(own) for peer in self._peers}
         for peer in self._peers:
             works.receive(theirs[peer], peer)
@@ -108,11 +108,10 @@ class Announcements:
         works.wait()
         for peer, other in theirs.items():
             if not torch.equal(own, other):
-                fragment, step, is_export = other.tolist()
                 raise PeerLost(
-                    f"{what}, but cluster {peer} has "
-                    f"{Submission(fragment, step, bool(is_export))}: the clusters have lost step; "
-                    "give all of them the same configuration and the same number of batches"
+                    f"{what}, but cluster {peer} has {Submission(*other.tolist())}: the clusters "
+                    "have lost step; give all of them the same configuration and the same number "
+                    "of batches"
                 )
         return HEADER_BYTES * len(self._peers)
 

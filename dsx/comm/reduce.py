@@ -16,6 +16,7 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from math import lcm
 
 import torch
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from dsx.comm.swap import Exchange, Peers, Swap, to_all
 from dsx.compress.error_feedback import Residual
-from dsx.wire.base import Kernels, Wire
+from dsx.wire.base import Codec, Kernels, Wire
 
 HEADER_BYTES = 24  # fragment, step and purpose as int64, once per exchange and peer
 GATHERED_UP_TO = 3  # clusters
@@ -118,16 +119,26 @@ class CodedMean:
         scattered = sum(self._outgoing[m].numel() for m in peers.others)
         return scattered + self._means[peers.cluster_id].numel() * others
 
-    def exchange(self, x: Tensor, residual: Residual | None = None, seed: int = 0) -> Exchange:
+    @property
+    def mean_numel(self) -> int:
+        """Elements whose mean this cluster encodes anew; 0 where all codes are gathered."""
+        start, stop = self._bounds[self._peers.cluster_id] if not self._is_gathered else (0, 0)
+        return stop - start
+
+    def exchange(
+        self,
+        x: Tensor,
+        residual: Residual | None = None,
+        seed: int = 0,
+        of_mean: Residual | None = None,
+    ) -> Exchange:
         """Average `x`, fp32 `[numel]` on the CPU, in place.
 
-        With a residual, it is added before encoding and becomes what encoding lost.
+        With a residual, it is added before encoding and becomes what encoding lost; so is
+        `of_mean` `[mean_numel]` to the mean that this cluster encodes.
         """
-        if residual is None:
-            self._encode(x, None, seed)
-        else:
-            with residual.opened() as lost:
-                self._encode(x, lost, seed)
+        with _opened(residual) as lost:
+            self._encode(x, lost, seed)
         if self._is_gathered:
             yield to_all([self._outgoing[0]], [[data] for data in self._incoming])
             self._decode_mean(x)
@@ -136,7 +147,8 @@ class CodedMean:
         yield Swap([[out] for out in self._outgoing], [[data] for data in self._incoming])
         start, stop = self._bounds[own]
         self._decode_mean(x[start:stop])
-        self._mean_codec.encode(x[start:stop], self._means[own], seed)
+        with _opened(of_mean) as lost:
+            _encode(self._mean_codec, x[start:stop], lost, self._means[own], seed)
         yield to_all([self._means[own]], [[mean] for mean in self._means])
         for (start, stop), mean in zip(self._bounds, self._means, strict=True):
             self._mean_codec.decode(mean, x[start:stop])
@@ -144,11 +156,8 @@ class CodedMean:
 
     def _encode(self, x: Tensor, residual: Tensor | None, seed: int) -> None:
         for m, (start, stop) in enumerate(self._bounds):
-            part, out, own_seed = x[start:stop], self._outgoing[m], seed + 7_919 * m
-            if residual is None:
-                self._codec.encode(part, out, own_seed)
-            else:
-                self._codec.encode_with_feedback(part, residual[start:stop], out, own_seed)
+            lost = None if residual is None else residual[start:stop]
+            _encode(self._codec, x[start:stop], lost, self._outgoing[m], seed + 7_919 * m)
 
     def _decode_mean(self, out: Tensor) -> None:
         """Write the mean of the received codes into `out`, summed in cluster order."""
@@ -156,6 +165,17 @@ class CodedMean:
         for data in self._incoming[1:]:
             self._codec.decode_add(data, out)
         out.div_(self._peers.num_clusters)
+
+
+def _opened(residual: Residual | None) -> AbstractContextManager[Tensor | None]:
+    return nullcontext() if residual is None else residual.opened()
+
+
+def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed: int) -> None:
+    if residual is None:
+        codec.encode(x, out, seed)
+    else:
+        codec.encode_with_feedback(x, residual, out, seed)
 
 
 def _buffer(num_bytes: int) -> Tensor:

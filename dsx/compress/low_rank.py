@@ -34,7 +34,15 @@ from dsx.choices import require_choice
 from dsx.comm.swap import Exchange, Peers, Swap, to_all, together
 from dsx.compress.base import Channel, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix
-from dsx.compress.quantized import CodedPart, Quantized, SmallPart, merged, part_seed
+from dsx.compress.quantized import (
+    CodedPart,
+    Feedback,
+    Quantized,
+    SmallPart,
+    merged,
+    part_seed,
+    residuals,
+)
 from dsx.types import Fragment, Slot
 from dsx.wire.base import Wire
 from dsx.wire.formats import FORMATS
@@ -48,10 +56,12 @@ HEADS = ("embed", "wte", "wpe", "lm_head", "output_layer")
 class LowRank(Quantized):
     """PowerSGD's factors, quantized; the fields of `Quantized` are for everything else.
 
-    `rank` is r; None leaves it to a controller. `factor_wire` is what clusters send. Means return
+    Error feedback is on: without it what the factors miss is lost. `rank` is r; None leaves it to
+    a controller. `factor_wire` is what clusters send. Means return
     in int8; in fp32 if that is fp32, which all apply alike only where GEMMs round alike.
     """
 
+    error_feedback: Feedback = "fp32"
     rank: int | None = None
     factor_wire: FactorWire = "int8"
     dense_rounds: int = 0
@@ -74,6 +84,11 @@ class LowRank(Quantized):
             raise ValueError(
                 f"compression.full_round_every={self.full_round_every} must be at least 2: every "
                 "round would be dense; use type 'quantized' for that"
+            )
+        if not all(self.exclude):
+            raise ValueError(
+                f"compression.exclude={self.exclude!r}: an empty text is part of every name; give "
+                "parts of parameters' names, or an empty list"
             )
         if not self.min_saving >= 1:
             raise ValueError(
@@ -140,11 +155,7 @@ class LowRankChannel:
         named: dict[str, Tensor] = {"rank": self._rank}
         for matrix in self._matrices:
             named[f"q.{matrix.name}"] = matrix.warm
-        for kind, parts in (("rest", self._rest), ("residual", self._dense)):
-            for index, part in enumerate(parts):
-                if part.residual is not None:
-                    named[f"{kind}.{index}"] = part.residual.stored
-        return named
+        return {**named, **residuals("rest", self._rest), **residuals("residual", self._dense)}
 
     def payload_bytes(self, launch: Launch) -> int:
         """Return what a round with one power iteration sends, or a dense one."""

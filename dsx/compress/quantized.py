@@ -26,6 +26,7 @@ from dsx.wire.formats import FORMATS
 
 Feedback = Literal["none", "fp32", "bf16", "int8"]
 WireName = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary"]
+CASTS = ("fp32", "bf16", "fp16")
 SmallWire = Literal["fp32", "bf16"]
 
 
@@ -67,14 +68,24 @@ class Quantized:
                 f"compression.feedback_decay={self.feedback_decay} has no effect while "
                 "compression.error_feedback='none'; name a storage, e.g. 'fp32', or leave it out"
             )
-        if self.wire in ("fp32", "bf16", "fp16", "ternary") and self.rounding != "nearest":
+        if self.wire in (*CASTS, "ternary") and self.rounding != "nearest":
             raise ValueError(
                 f"compression.rounding={self.rounding!r}: {self.wire} rounds to nearest only; "
                 "leave rounding out"
             )
-        if self.wire in ("fp32", "bf16", "fp16") and self.group_size != Quantized.group_size:
+        if self.wire in CASTS and self.group_size != Quantized.group_size:
             raise ValueError(
                 f"compression.group_size={self.group_size}: {self.wire} has no groups; leave it out"
+            )
+        if self.wire == "fp32" and self.error_feedback != "none" and type(self) is Quantized:
+            raise ValueError(
+                f"compression.error_feedback={self.error_feedback!r}: fp32 loses nothing; leave it "
+                "out, or choose a narrower compression.wire"
+            )
+        if self.kernels != "auto" and self.wire in CASTS and self.mean_wire in CASTS:
+            raise ValueError(
+                f"compression.kernels={self.kernels!r}: {self.wire} is a cast, of which there is "
+                "one kind only; leave it out"
             )
         self.up.validate()
         self.down.validate()
@@ -121,11 +132,7 @@ class QuantizedChannel:
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """The residuals of the runs."""
-        return {
-            f"residual.{index}": part.residual.stored
-            for index, part in enumerate(self._parts)
-            if part.residual is not None
-        }
+        return residuals("residual", self._parts)
 
     def payload_bytes(self, launch: Launch) -> int:
         """Return the same for every round."""
@@ -147,17 +154,29 @@ class CodedPart:
         self._mean = CodedMean(stop - start, method.up, method.down, peers, method.kernels)
         self.bytes_sent = self._mean.bytes_sent
         self.residual = method.residual(stop - start)
+        loses = not method.down.is_exact and self._mean.mean_numel > 0
+        self.of_mean = method.residual(self._mean.mean_numel) if loses else None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
         seed = self._seed + 1_000_003 * launch.round
-        return self._mean.exchange(x[self.start : self.stop], self.residual, seed)
+        return self._mean.exchange(x[self.start : self.stop], self.residual, seed, self.of_mean)
 
     def add_residual(self, x: Tensor) -> None:
         """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""
         if self.residual is not None:
             with self.residual.opened() as residual:
                 x[self.start : self.stop].add_(residual)
+
+
+def residuals(kind: str, parts: Sequence[CodedPart]) -> dict[str, Tensor]:
+    """Return what runs keep of what coding lost, by name: of the values sent, and of the means."""
+    named: dict[str, Tensor] = {}
+    for index, part in enumerate(parts):
+        for suffix, residual in (("", part.residual), (".mean", part.of_mean)):
+            if residual is not None:
+                named[f"{kind}.{index}{suffix}"] = residual.stored
+    return named
 
 
 class SmallPart:

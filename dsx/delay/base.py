@@ -71,7 +71,7 @@ class DelayPolicy(Protocol):
         ...
 
     def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Set the policy's buffers, in place, when training starts from `anchor`."""
+        """Set the policy's buffers, in place, when training starts (again) from `anchor`."""
         ...
 
     def validate(self, interval: int) -> None:

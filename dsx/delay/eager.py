@@ -51,7 +51,9 @@ class Eager:
         return ("start", *outer_slots)
 
     def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Start the first round from the anchor."""
+        """Start the first round from the anchor, the look-ahead from nothing."""
+        for slot in slots.values():
+            slot.zero_()
         slots["start"].copy_(anchor)
 
     def validate(self, interval: int) -> None:

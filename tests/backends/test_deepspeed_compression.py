@@ -32,7 +32,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        sides = [WIDTH, 40, 64, 33, WIDTH]
+        sides = [WIDTH, 64, 36, 33, WIDTH]
         generator = torch.Generator().manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sides, sides[1:], strict=False))
         for parameter in self.parameters():
@@ -49,8 +49,35 @@ def loss_of_part(model: nn.Module, cluster: int, step: int, rank: int) -> torch.
     return model(torch.randn(4, WIDTH, generator=generator))
 
 
+RUNS = {
+    **{name: ("diloco_delayed", {"compression": codec}) for name, codec in COMPRESSIONS.items()},
+    "penalty, layers": (
+        "co2",
+        {
+            "compression": COMPRESSIONS["factors in fp32"],
+            "fragments": {"by": "layer", "num_fragments": 4},
+        },
+    ),
+    "a NaN in one shard": ("diloco", {"compression": COMPRESSIONS["factors in int8, feedback"]}),
+}
+
+
 def overrides(name: str) -> dict[str, Any]:
-    return {"schedule": {"interval": 4}, "compression": COMPRESSIONS[name]}
+    return {"schedule": {"interval": 4}, **RUNS[name][1]}
+
+
+def lose_one_value(loop: Any) -> None:
+    """Let the last rank of cluster 1 read a NaN from its shard at the second launch."""
+    if torch.distributed.get_rank() != 1 or loop.transport.cluster_id != 1:
+        return
+    read = loop.backend.read
+
+    def read_nan(fragment: int, out: torch.Tensor) -> None:
+        read(fragment, out)
+        if loop.history.step == 8 and loop.history.launched[0] == 4:
+            out[0] = float("nan")
+
+    loop.backend.read = read_nan
 
 
 def train_all() -> dict[str, Any]:
@@ -58,7 +85,7 @@ def train_all() -> dict[str, Any]:
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     results: dict[str, Any] = {}
-    for name in COMPRESSIONS:
+    for name, (method, _) in RUNS.items():
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,
@@ -66,7 +93,7 @@ def train_all() -> dict[str, Any]:
             "zero_optimization": {"stage": 1},
             "steps_per_print": 10**9,
             "dsx": {
-                "preset": "diloco_delayed",
+                "preset": method,
                 "clusters": {"num_clusters": 2, "deadline_seconds": 30},
                 **overrides(name),
             },
@@ -76,6 +103,8 @@ def train_all() -> dict[str, Any]:
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
         engine = dsx.initialize(model=model, optimizer=optimizer, config=config)[0]
+        if "NaN" in name:
+            lose_one_value(engine.dsx.loop)
         for step in range(1, NUM_STEPS + 1):
             loss = loss_of_part(engine, engine.dsx.cluster_id, step, engine.global_rank)
             engine.backward(loss)
@@ -88,6 +117,9 @@ def train_all() -> dict[str, Any]:
             "split": sum(not s.is_whole for f in loop.backend.fragments for s in f.layout),
             "moved": loop.routes[0].is_needed,
             "bytes": loop.totals.bytes_sent,
+            "refused": loop.totals.refused,
+            "sent": [f.numel for f in (route.wire for route in loop.routes)],
+            "held": [f.numel for f in loop.backend.fragments],
         }
         engine.dsx.close()
     return results
@@ -98,22 +130,48 @@ def trained() -> list[dict[str, Any]]:
     return run_distributed(train_all, 4, timeout_seconds=200)
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", RUNS)
 def test_all_clusters_apply_the_same_bits(name: str, trained: list[dict[str, Any]]) -> None:
     for rank in (0, 1):
         first, second = trained[rank][name], trained[rank + 2][name]
         assert all((a == b).all() for a, b in zip(first["anchors"], second["anchors"], strict=True))
     assert all(result[name]["split"] for result in trained)  # otherwise it proves nothing
-    assert {result[name]["moved"] for result in trained} == {"low_rank" in str(COMPRESSIONS[name])}
+    is_low_rank = "low_rank" in str(RUNS[name])
+    if name != "penalty, layers":
+        assert {result[name]["moved"] for result in trained} == {is_low_rank}
 
 
-def test_shards_give_the_factors_of_the_whole_matrices(trained: list[dict[str, Any]]) -> None:
+def test_a_nan_in_one_shard_is_refused_by_all_ranks(trained: list[dict[str, Any]]) -> None:
+    """Its matrix may be another rank's to send; codecs keep their state on every rank."""
+    results = [result["a NaN in one shard"] for result in trained]
+    assert [result["refused"] for result in results] == [1] * 4
+    for result in results:
+        assert all(np.isfinite(w).all() for w in (*result["weights"], *result["anchors"]))
+
+
+def test_some_rank_holds_a_shard_of_a_fragment_and_sends_nothing_of_it(
+    trained: list[dict[str, Any]],
+) -> None:
+    """The run below must agree in that case too: its notes still have to travel."""
+    pairs = [
+        pair
+        for result in trained
+        for pair in zip(
+            result["penalty, layers"]["held"], result["penalty, layers"]["sent"], strict=True
+        )
+    ]
+    assert any(held and not sent for held, sent in pairs)
+
+
+@pytest.mark.parametrize("name", ["factors in fp32", "penalty, layers"])
+def test_shards_give_the_factors_of_the_whole_matrices(
+    name: str, trained: list[dict[str, Any]]
+) -> None:
     """The same run with every matrix whole, in one process; and far fewer bytes than fp32."""
-    name = "factors in fp32"
     run = Simulated(
         Net(),
         lambda m: torch.optim.SGD(m.parameters(), lr=0.2),
-        preset("diloco_delayed", **overrides(name)),
+        preset(RUNS[name][0], **overrides(name)),
         2,
     )
     start = [p.detach().clone() for p in run.models[0].parameters()]

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsx.compress.low_rank import LowRank
+
 # fp32 everywhere, and whatever saves a byte in factors: PowerSGD as published
 EXACT: dict[str, Any] = {
     "wire": "fp32",
@@ -40,3 +42,8 @@ def decaying(m: int, n: int, num_clusters: int, kind: str = "power", seed: int =
 def side_by_side(*parts: list[Tensor]) -> list[Tensor]:
     """The clusters' fragments of the clusters' parts."""
     return [torch.cat(list(own)) for own in zip(*parts, strict=True)]
+
+
+def plain_low_rank(**fields: Any) -> LowRank:
+    """Without error feedback, unless asked for: what one round makes of its input alone."""
+    return LowRank(**{"error_feedback": "none", **fields})

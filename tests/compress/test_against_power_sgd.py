@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.compress.low_rank import LowRank
 from tests.compress.channels import Clusters, correlated, fragment_of, nmse
-from tests.compress.matrices import EXACT
+from tests.compress.matrices import EXACT, plain_low_rank
 from tests.distributed import run_distributed
 
 SHAPES = [(64, 48), (20,), (40, 72)]
@@ -84,7 +83,7 @@ def run_hook_both_ways() -> tuple[list[tuple[Any, Any]], list[tuple[Any, Any]]]:
 
 def run_channels(feedback: Any) -> list[tuple[Tensor, list[Tensor]]]:
     """Every round's mean, and the clusters' residuals of the whole fragment."""
-    method = LowRank(**{**EXACT, "rank": RANK, "error_feedback": feedback})
+    method = plain_low_rank(**{**EXACT, "rank": RANK, "error_feedback": feedback})
     clusters = Clusters(method, FRAGMENT, NUM_CLUSTERS)
     for channel in clusters.channels:
         channel.slots["rank"].fill_(RANK)

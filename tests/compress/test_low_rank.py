@@ -25,7 +25,7 @@ from tests.compress.channels import (
     fragment_of,
     nmse,
 )
-from tests.compress.matrices import EXACT, decaying, matrix, side_by_side
+from tests.compress.matrices import EXACT, decaying, matrix, plain_low_rank, side_by_side
 from tests.compress.test_quantized import decoded, mean_in_order
 
 
@@ -42,7 +42,7 @@ def test_a_matrix_of_that_rank_arrives_from_the_first_round_on(num_clusters: int
         ]
 
     values = side_by_side(of_rank_8(96, 80), correlated(50, num_clusters), of_rank_8(64, 120))
-    clusters = Clusters(LowRank(rank=8, **EXACT), fragment, num_clusters)
+    clusters = Clusters(plain_low_rank(rank=8, **EXACT), fragment, num_clusters)
     assert {"q.w0", "q.w2"} <= clusters.channels[0].slots.keys()
     for _ in range(3):
         mean = clusters.average(values)
@@ -60,7 +60,7 @@ def test_int8_factors_cost_next_to_nothing(
     exact = exact_mean(values)
     errors: dict[str, float] = {}
     for factor_wire in ("fp32", "int8", "int4"):
-        method = LowRank(**{**EXACT, "rank": rank, "factor_wire": factor_wire})
+        method = plain_low_rank(**{**EXACT, "rank": rank, "factor_wire": factor_wire})
         clusters = Clusters(method, fragment_of((m, n)), num_clusters)
         errors[factor_wire] = sum(nmse(clusters.average(values), exact) for _ in range(3)) / 3
     best = torch.linalg.svdvals(exact.view(m, n)).square()
@@ -72,7 +72,7 @@ def test_int8_factors_cost_next_to_nothing(
 
 def test_what_int8_factors_lose_of_a_matrix_of_that_rank() -> None:
     values = [matrix(128, 96, torch.linspace(3, 1, 8), 0)] * 2
-    clusters = Clusters(LowRank(rank=8, min_saving=1.0), fragment_of((128, 96)), 2)
+    clusters = Clusters(plain_low_rank(rank=8, min_saving=1.0), fragment_of((128, 96)), 2)
     assert "q.w0" in clusters.channels[0].slots
     for _ in range(3):
         assert nmse(clusters.average(values), values[0]) <= 5e-4
@@ -85,7 +85,7 @@ def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> 
     shapes = [(96, 80), (50,), (100, 99), (20, 60), (30, 40)]
     fragment = fragment_of(*shapes, names=["a", "b", "c", "embed", "d"], id=3)
     wire: Any = "fp32" if factor_wire == "fp32" else "int4"
-    method = LowRank(
+    method = plain_low_rank(
         rank=8, wire=wire, factor_wire=factor_wire, min_saving=1.0, error_feedback="fp32"
     )
     clusters = Clusters(method, fragment, num_clusters)
@@ -99,7 +99,7 @@ def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> 
 def test_bytes_of_a_round() -> None:
     """Counted by hand: one matrix, owned by cluster 1, five clusters."""
     fragment = fragment_of((128, 96), id=1)
-    clusters = Clusters(LowRank(rank=8), fragment, 5)
+    clusters = Clusters(plain_low_rank(rank=8), fragment, 5)
     values = decaying(128, 96, 5)
 
     def up(rows: int, length: int) -> int:
@@ -137,7 +137,7 @@ def with_threads(exchange: Exchange, count: int) -> Generator[Swap, None, Tensor
 @pytest.mark.parametrize("num_clusters", [2, 5])
 def test_clusters_with_other_numbers_of_threads_decode_the_same(num_clusters: int) -> None:
     fragment = fragment_of((512, 256), (300, 700))
-    method = LowRank(rank=32, error_feedback="fp32")
+    method = plain_low_rank(rank=32, error_feedback="fp32")
     channels = Clusters(method, fragment, num_clusters).channels
     for round in (1, 2, 3):
         values = correlated(fragment.numel, num_clusters, seed=round)
@@ -189,7 +189,7 @@ def test_the_skip_rule(
         (1, 4096),
         (35, 70),
     ]
-    method = LowRank(rank=rank, wire=wire, factor_wire=factor_wire)
+    method = plain_low_rank(rank=rank, wire=wire, factor_wire=factor_wire)
     expected: set[str] = set()
     for index, (m, n) in enumerate(shapes):
         own = min(rank, m - 1, n - 1)
@@ -204,22 +204,24 @@ def test_embeddings_vectors_and_parts_are_not_taken() -> None:
     shapes = [(128, 128)] * 5 + [(20000,)]
     names = ["tok_embeddings.weight", "h.0.weight", "lm_head.weight", "my_head.weight", "h.1", "v"]
     fragment = fragment_of(*shapes, names=names)
-    assert taken(LowRank(rank=4), fragment) == {"h.0.weight", "my_head.weight", "h.1"}
-    assert taken(LowRank(rank=4, exclude=("h.", "v")), fragment) == {
+    assert taken(plain_low_rank(rank=4), fragment) == {"h.0.weight", "my_head.weight", "h.1"}
+    assert taken(plain_low_rank(rank=4, exclude=("h.", "v")), fragment) == {
         "tok_embeddings.weight",
         "lm_head.weight",
         "my_head.weight",
     }
     part = Slot("part", (128 * 64,), 0, start=128, whole=(128, 128))
     whole = Slot("whole", (128 * 128,), part.numel, whole=(128, 128))
-    assert taken(LowRank(rank=4), Fragment(0, 0, (part, whole))) == {"whole"}
+    assert taken(plain_low_rank(rank=4), Fragment(0, 0, (part, whole))) == {"whole"}
 
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 5])
 def test_what_is_not_taken_travels_in_codes(num_clusters: int) -> None:
     fragment = fragment_of((36, 36), (96, 96), (50,), (30, 50))
     values = correlated(fragment.numel, num_clusters)
-    mean = Clusters(LowRank(rank=8, mean_wire="int8"), fragment, num_clusters).average(values)
+    mean = Clusters(plain_low_rank(rank=8, mean_wire="int8"), fragment, num_clusters).average(
+        values
+    )
     for index in (0, 2, 3):
         slot = fragment.layout[index]
         own = [x[slot.offset : slot.offset + slot.numel] for x in values]
@@ -236,7 +238,7 @@ def test_what_is_not_taken_travels_in_codes(num_clusters: int) -> None:
 @pytest.mark.parametrize("rank", [1, 64])
 def test_thin_matrices_are_averaged_too(shape: tuple[int, ...], rank: int) -> None:
     values = correlated(fragment_of(shape).numel, 2)
-    mean = Clusters(LowRank(rank=rank, wire="fp32"), fragment_of(shape), 2).average(values)
+    mean = Clusters(plain_low_rank(rank=rank, wire="fp32"), fragment_of(shape), 2).average(values)
     assert nmse(mean, exact_mean(values)) < 0.7  # of noise, and rank 1 of 3 at worst
 
 
@@ -268,7 +270,7 @@ def test_any_layout(
 ) -> None:
     """Equal bits, announced bytes, zero for zero, and always nearer than nothing."""
     fragment = fragment_of(*shapes)
-    method = LowRank(
+    method = plain_low_rank(
         rank=rank, factor_wire=factor_wire, wire=wire, error_feedback=feedback, min_saving=1.0
     )
     clusters = Clusters(method, fragment, num_clusters)
@@ -287,7 +289,7 @@ def test_any_layout(
 def test_the_size_of_the_values_does_not_matter(factor_wire: Any, scale: float) -> None:
     """Neither squares nor what an outer optimizer's tiny rate leaves may fall out of range."""
     values = decaying(96, 80, 2)
-    method = LowRank(rank=8, factor_wire=factor_wire, wire="fp32")
+    method = plain_low_rank(rank=8, factor_wire=factor_wire, wire="fp32")
     clusters, scaled = (Clusters(method, fragment_of((96, 80)), 2) for _ in range(2))
     for _ in range(3):
         error = nmse(clusters.average(values), exact_mean(values))
@@ -308,6 +310,6 @@ def test_the_size_of_the_values_does_not_matter(factor_wire: Any, scale: float) 
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
-    LowRank().validate()
+    plain_low_rank().validate()
     with pytest.raises(ValueError, match=said):
-        LowRank(**fields).validate()
+        plain_low_rank(**fields).validate()

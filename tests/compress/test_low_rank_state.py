@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
-from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
 from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.types import History, Knobs
@@ -21,13 +20,13 @@ from tests.compress.channels import (
     fragment_of,
     nmse,
 )
-from tests.compress.matrices import EXACT, decaying, matrix, side_by_side
+from tests.compress.matrices import EXACT, decaying, matrix, plain_low_rank, side_by_side
 
 
 def test_dense_rounds_are_those_of_quantized() -> None:
     """The first two, and every fifth: numbered by the launch, so that a resumed run agrees."""
     fragment = fragment_of((96, 80), (64, 64), (50,))
-    low = Clusters(LowRank(rank=4, dense_rounds=2, full_round_every=5), fragment, 2)
+    low = Clusters(plain_low_rank(rank=4, dense_rounds=2, full_round_every=5), fragment, 2)
     dense = Clusters(Quantized(), fragment, 2)
     for round in range(1, 12):
         values = correlated(fragment.numel, 2, seed=round)
@@ -45,14 +44,14 @@ def test_a_warm_start_keeps_more() -> None:
     """Of the same matrix each round more; a start from scratch stays where it was."""
     values = decaying(256, 128, 2)
     exact = exact_mean(values)
-    warm = Clusters(LowRank(rank=16), fragment_of((256, 128)), 2)
+    warm = Clusters(plain_low_rank(rank=16), fragment_of((256, 128)), 2)
     errors = [nmse(warm.average(values), exact) for _ in range(5)]
     energies = torch.linalg.svdvals(exact.view(256, 128)).square()
     optimal = float(energies[16:].sum() / energies.sum())
     assert errors[4] < errors[1] < errors[0]
     assert errors[4] - optimal < 0.5 * (errors[0] - optimal)
     for _ in range(3):
-        cold = Clusters(LowRank(rank=16), fragment_of((256, 128)), 2)
+        cold = Clusters(plain_low_rank(rank=16), fragment_of((256, 128)), 2)
         assert nmse(cold.average(values), exact) == errors[0]
 
 
@@ -61,7 +60,7 @@ def test_the_rank_follows_the_launch() -> None:
     shapes = [(256, 128), (64, 64)]
     fragment = fragment_of(*shapes)
     values = side_by_side(decaying(256, 128, 2), decaying(64, 64, 2, seed=7))
-    clusters = Clusters(LowRank(rank=4, min_saving=1.0), fragment, 2, max_rank=40)
+    clusters = Clusters(plain_low_rank(rank=4, min_saving=1.0), fragment, 2, max_rank=40)
     exact = exact_mean(values)
     largest = int(64 * 64 * 4.25 / (128 * 8.0625))  # 16, for the small one
     for rank in (4, 12, 12, 24, 6, 6, 40, 1, 8):
@@ -87,7 +86,7 @@ def test_the_spectrum_is_that_of_the_mean(factor_wire: Any, num_clusters: int) -
     values = side_by_side(
         *[decaying(m, n, num_clusters, seed=10 * i) for i, (m, n) in enumerate(shapes)]
     )
-    method = LowRank(rank=12, factor_wire=factor_wire, wire="fp32")
+    method = plain_low_rank(rank=12, factor_wire=factor_wire, wire="fp32")
     clusters = Clusters(method, fragment, num_clusters)
     exact = exact_mean(values)
     energies = [torch.linalg.svdvals(clusters.matrix(i, exact)).square() for i in range(4)]
@@ -119,7 +118,7 @@ def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> No
     control = AdaptiveRank(
         start, max_rank=96, window=1, min_interval=2, step_seconds=1.0, round_seconds=3.0
     )
-    method = LowRank(rank=start, wire="fp32", min_saving=1.0)
+    method = plain_low_rank(rank=start, wire="fp32", min_saving=1.0)
     clusters = Clusters(method, fragment, 2, max_rank=96)
     history, initial = History(1, [fragment.numel]), Knobs(4)
     for _ in range(10):
@@ -152,7 +151,7 @@ def test_what_is_applied_and_what_is_left_is_what_was_put_in(
 ) -> None:
     """Through changes of rank, and dense rounds, which empty the same residual."""
     fragment = fragment_of((96, 80), (64, 120))
-    method = LowRank(**{**EXACT, "rank": 4, "error_feedback": "fp32", **more})
+    method = plain_low_rank(**{**EXACT, "rank": 4, "error_feedback": "fp32", **more})
     clusters = Clusters(method, fragment, num_clusters, max_rank=12)
     assert list(clusters.channels[0].slots) == ["rank", "q.w0", "q.w1", "residual.0"]
     applied = torch.zeros(fragment.numel, dtype=torch.float64)
@@ -170,7 +169,7 @@ def test_int8_factors_with_feedback_lose_only_the_code_of_the_mean() -> None:
     fragment = fragment_of((128, 96))
     errors: dict[str, float] = {}
     for feedback in ("fp32", "none"):
-        method: Any = LowRank(rank=8, error_feedback=feedback)
+        method: Any = plain_low_rank(rank=8, error_feedback=feedback)
         clusters = Clusters(method, fragment, 2)
         inputs = [decaying(128, 96, 2, seed=round) for round in range(12)]
         applied = torch.stack([clusters.average(values) for values in inputs]).double().sum(dim=0)
@@ -182,7 +181,7 @@ def test_int8_factors_with_feedback_lose_only_the_code_of_the_mean() -> None:
 
 
 def test_the_residual_decays_before_it_is_added() -> None:
-    method = LowRank(rank=8, error_feedback="fp32", feedback_decay=0.5)
+    method = plain_low_rank(rank=8, error_feedback="fp32", feedback_decay=0.5)
     fragment = fragment_of((128, 96))
     first = Clusters(method, fragment, 1)
     values = decaying(128, 96, 2)
@@ -200,7 +199,7 @@ def test_the_residual_decays_before_it_is_added() -> None:
 def test_state_is_all_that_a_channel_remembers(num_clusters: int, storage: Any) -> None:
     """Dense rounds before and in between, a rank that changes, a rest beside."""
     fragment = fragment_of((96, 80), (40, 40), (96, 96), (50,))
-    method = LowRank(rank=8, error_feedback=storage, dense_rounds=1, full_round_every=5)
+    method = plain_low_rank(rank=8, error_feedback=storage, dense_rounds=1, full_round_every=5)
     for stop in (1, 2, 4, 5):
         first = Clusters(method, fragment, num_clusters, max_rank=9)
         for round in range(stop):

@@ -120,14 +120,20 @@ def residual_of(clusters: Clusters, index: int, channel: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("wire", ["int4", "ternary"])
-@pytest.mark.parametrize("num_clusters", [1, 2])
+@pytest.mark.parametrize("num_clusters", [1, 2, 5])
 def test_what_is_applied_and_what_is_left_is_what_was_put_in(num_clusters: int, wire: Any) -> None:
+    """What owners keep of the means they encode is left, too, where there are means to encode."""
     clusters = Clusters(Quantized(wire=wire, error_feedback="fp32"), FRAGMENT, num_clusters)
     inputs = rounds_of(num_clusters, 8)
     applied = torch.stack([clusters.average(values) for values in inputs]).double().sum(dim=0)
     total = sum(exact_mean(values) for values in inputs)
     for index, (start, stop) in enumerate(CODED):
         left = exact_mean([residual_of(clusters, index, m) for m in range(num_clusters)])
+        if num_clusters > 3:
+            slots = [channel.slots for channel in clusters.channels]
+            of_means = torch.cat([s.get(f"residual.{index}.mean", torch.empty(0)) for s in slots])
+            assert of_means.norm() > 1e-4 * total[start:stop].norm()
+            left += of_means
         error = applied[start:stop] + left - total[start:stop]
         assert error.norm() <= 1e-5 * total[start:stop].norm()
         assert left.norm() > 1e-2 * total[start:stop].norm()  # and the residual is needed for it
@@ -193,7 +199,7 @@ def test_state_is_all_that_a_channel_remembers(num_clusters: int, storage: Any) 
     for values in inputs[3:]:
         assert torch.equal(bits(first.average(values)), bits(second.average(values)))
     for ours, theirs in zip(first.channels, second.channels, strict=True):
-        assert len(ours.slots) == 2
+        assert len(ours.slots) == (2 if num_clusters <= 3 else 4)
         assert all(torch.equal(ours.slots[name], theirs.slots[name]) for name in ours.slots)
 
 

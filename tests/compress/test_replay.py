@@ -128,9 +128,9 @@ def test_the_record_is_like_that_of_a_large_model(num_clusters: int) -> None:
         (Quantized(mean_wire="int4"), 0.02),
         (Quantized(wire="fp4_e2m1"), 0.02),
         (Quantized(wire="ternary", error_feedback="fp32"), 0.01),
-        (low_rank(error_feedback="fp32"), 0.01),
+        (low_rank(), 0.01),
         (low_rank(error_feedback="bf16"), 0.01),
-        (low_rank(error_feedback="fp32", factor_wire="int4"), 0.01),
+        (low_rank(factor_wire="int4"), 0.01),
     ],
     ids=str,
 )
@@ -143,8 +143,8 @@ def test_the_displacement(method: Compressor, limit: float, num_clusters: int) -
     [
         (Quantized(), 1e-3),
         (Quantized(wire="ternary"), 0.02),
-        (low_rank(), 0.01),
-        (low_rank(error_feedback="fp32", rank=4), 0.01),
+        (low_rank(error_feedback="none"), 0.01),
+        (low_rank(rank=4), 0.01),
     ],
     ids=str,
 )
@@ -154,7 +154,7 @@ def test_the_limits_tell_codecs_apart(method: Compressor, limit: float) -> None:
 
 
 def test_dense_rounds_first_and_in_between_help_a_low_rank() -> None:
-    bare = replayed(low_rank(error_feedback="fp32", dense_rounds=0))
-    assert replayed(low_rank(error_feedback="fp32")) < bare
-    every_fifth = low_rank(error_feedback="fp32", dense_rounds=0, full_round_every=5)
+    bare = replayed(low_rank(dense_rounds=0))
+    assert replayed(low_rank()) < bare
+    every_fifth = low_rank(dense_rounds=0, full_round_every=5)
     assert replayed(every_fifth) < 0.5 * bare

@@ -18,6 +18,7 @@ from dsx.comm.gloo import FragmentGroup, connect_gloo
 from dsx.comm.swap import Peers
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
+from tests.compress.matrices import plain_low_rank
 from dsx.compress.quantized import Quantized
 from dsx.compress.top_k import TopK
 from dsx.types import Fragment, Slot
@@ -35,7 +36,7 @@ fragment = Fragment(0, 0, tuple(slots))
 digests = []
 for compression in (
     Quantized(error_feedback="fp32"), Quantized(wire="ternary"), Quantized(wire="fp8"), TopK(),
-    LowRank(rank=12, error_feedback="fp32"), LowRank(rank=12, factor_wire="int4"),
+    plain_low_rank(rank=12, error_feedback="fp32"), plain_low_rank(rank=12, factor_wire="int4"),
 ):
     channel = compression.open(fragment, Peers(rank, count), 0)
     for round in range(1, 4):

@@ -98,6 +98,8 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     expected += (2 + berths) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
     if case.preset == "dilocox":
         expected += num_fragments * berths * (6 + 1)  # notes: a spectrum and a norm
+    if run.method.schedule.uses_norms:
+        expected += num_fragments * berths  # a norm in the notes
     scratch = loop.state.scratch_numel
     assert loop.state.num_bytes == 4 * (expected + scratch)
     assert scratch <= 4 * longest

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsx.comm.swap import Peers
+from dsx.compress.quantized import Quantized
 from dsx.config import preset
 from dsx.guard import Guard
-from dsx.judge import ParityError
+from dsx.judge import NonFiniteError, ParityError
 from dsx.method import Method
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -54,40 +56,107 @@ def test_the_hash_does_not_depend_on_the_threads() -> None:
     assert len(hashes) == 1
 
 
-@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "diloco_delayed", "cocodc"])
-def test_a_round_with_a_nan_is_refused_by_all(name: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Cluster 1 has a NaN when fragment 0 is launched; all go on with the anchor as it was."""
-    events: list[dict] = []
-    run = Simulated(TinyNet(), sgd, ALL_CASES[name].method(3), 3)
-    for loop in run.loops:
-        loop._on_sync = events.append  # type: ignore[assignment]
-    while not run.loops[0].history.launched[0]:
-        if run.loops[0].history.step + 1 in (4, 6):  # the first step that may launch it
-            pass
-        before = [loop.state.anchor[0].clone() for loop in run.loops]
-        for cluster, model in enumerate(run.models):
-            run.optimizers[cluster].zero_grad()
-            mean_loss(model, cluster, run.num_steps + 1).backward()
-            run.optimizers[cluster].step()
-        run.models[1].layers[0].bias.data[0] = float("nan")
-        run.step()
+class WideNet(torch.nn.Module):
+    """One matrix large enough to be coded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(40, 40)
+
+
+def wide_loss(model: torch.nn.Module, cluster: int, step: int) -> torch.Tensor:
+    x = torch.randn(8, 40, generator=torch.Generator().manual_seed(100 * cluster + step))
+    return (model.layer(x) - x.roll(1, 1)).square().mean()  # type: ignore[operator]
+
+
+RECOVERING = ["diloco", "streaming_diloco", "diloco_delayed", "cocodc", "eager", "co2", "dilocox"]
+
+
+def run_with_nan(name: str, step: int, make_optimizer: Any = sgd) -> tuple[Simulated, list[Any]]:
+    """Three clusters; after the inner step `step`, one weight of cluster 1 is a NaN."""
+    run = Simulated(TinyNet(), make_optimizer, ALL_CASES[name].method(3), 3)
+    events: list[Any] = []
+    run.loops[0]._on_sync = events.append
+    for _ in range(step - 1):
+        run.train_step(mean_loss)
+    for cluster, model in enumerate(run.models):
+        run.optimizers[cluster].zero_grad()
+        mean_loss(model, cluster, step).backward()
+        run.optimizers[cluster].step()
+    run.models[1].layers[0].bias.data[0] = float("nan")
+    run.step()
+    return run, events
+
+
+@pytest.mark.parametrize("step", [2, 6, 9])
+@pytest.mark.parametrize("name", RECOVERING)
+def test_a_round_with_a_nan_is_refused_by_all_and_its_cluster_starts_again(
+    name: str, step: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody applies it, all name cluster 1, which is back among the others some rounds later."""
+    run, events = run_with_nan(name, step)
     with caplog.at_level(logging.ERROR):
-        for _ in range(8):
+        for _ in range(40):
             run.train_step(mean_loss)
+            for loop in run.loops:
+                assert loop.history == run.loops[0].history
+                for own, first in zip(loop.state.anchor, run.loops[0].state.anchor, strict=True):
+                    assert torch.isfinite(own).all() and torch.equal(own, first)
         run.finish()
-    assert "fragment 0 launched at step" in caplog.text
-    assert "cluster 1 sent values that are not finite" in caplog.text
-    assert all(loop.totals.refused >= 1 for loop in run.loops)
-    assert any(event.get("refused_by") == [1] for event in events)
-    for loop in run.loops:
-        assert loop.history == run.loops[0].history
-        assert all(torch.isfinite(anchor).all() for anchor in loop.state.anchor)
-        assert torch.equal(loop.state.anchor[0], run.loops[0].state.anchor[0])
-    assert len(before) == 3
+    refused = [event for event in events if "refused_by" in event]
+    assert refused and all(event["refused_by"] == [1] for event in refused)
+    assert run.loops[2].totals.refused == len(refused)
+    assert max(event["applied_step"] for event in refused) <= step + 25
+    assert not any(run.loops[0].history.refusals)
+    assert all(torch.isfinite(p).all() for p in run.models[1].parameters())
+    assert f"launched at step {refused[0]['launched_step']}: cluster 1 sent values" in caplog.text
 
 
-def corrupt_once(run: Simulated, cluster: int) -> None:
-    """Let one cluster decode one bit of the next mean of fragment 0 differently."""
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "eager"])
+def test_a_cluster_that_stays_lost_ends_the_run(name: str) -> None:
+    """An inner optimizer with a NaN in its momentum makes every later step one, too."""
+
+    def momentum(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    run, events = run_with_nan(name, 2, momentum)
+    for parameter, state in run.optimizers[1].state.items():
+        state["momentum_buffer"] = torch.full_like(parameter, float("nan"))
+    with pytest.raises(
+        NonFiniteError, match=r"cluster 1 sent .* \d rounds in a row .*; resume from a"
+    ):
+        for _ in range(100):
+            run.train_step(mean_loss)
+    refused = [event for event in events if "refused_by" in event]
+    assert 2 + run.method.delay.rounds_under_way <= len(refused) <= 12
+
+
+def test_a_residual_is_not_spent_in_a_round_that_is_refused() -> None:
+    """Codecs keep their state as it was: the next round sends what this one did not."""
+    method = replace(
+        preset("diloco", schedule={"interval": 4}),
+        compression=Quantized(wire="int4", error_feedback="fp32"),
+    )
+    run = Simulated(WideNet(), sgd, method, 3)
+    for _ in range(7):
+        run.train_step(wide_loss)
+    before = [{n: t.clone() for n, t in loop.state.lines[0].slots.items()} for loop in run.loops]
+    assert all(slots["codec.residual.0"].any() for slots in before)
+    for cluster, model in enumerate(run.models):
+        run.optimizers[cluster].zero_grad()
+        wide_loss(model, cluster, 8).backward()
+        run.optimizers[cluster].step()
+    next(run.models[1].parameters()).data[0] = float("inf")
+    run.step()
+    assert run.loops[0].totals.refused == 1
+    for loop, slots in zip(run.loops, before, strict=True):
+        for name, tensor in loop.state.lines[0].slots.items():
+            assert torch.equal(tensor, slots[name]), name
+
+
+def corrupt_once(run: Simulated, cluster: int, places: slice) -> None:
+    """Let one cluster decode one bit of the next mean of fragment 0 differently, in `places`."""
     line = run.loops[cluster].state.lines[0]
     exchange = line.channel.exchange
     is_done = False
@@ -96,18 +165,18 @@ def corrupt_once(run: Simulated, cluster: int) -> None:
         nonlocal is_done
         mean = yield from exchange(x, launch)  # type: ignore[arg-type]
         if not is_done:
-            mean.view(torch.int32)[3] ^= 1 << 20
+            mean.view(torch.int32)[places] ^= 1 << 20
             is_done = True
         return mean
 
     line.channel.exchange = corrupted  # type: ignore[method-assign]
 
 
-def corrupted_run(method: Method) -> Simulated:
+def corrupted_run(method: Method, places: slice = slice(3, 4)) -> Simulated:
     run = Simulated(TinyNet(), sgd, method, 3)
     for _ in range(4):
         run.train_step(mean_loss)
-    corrupt_once(run, 2)
+    corrupt_once(run, 2, places)
     return run
 
 
@@ -128,6 +197,38 @@ def test_a_mean_decoded_differently_is_found_named_and_mended(
             assert torch.equal(run.loops[0].state.anchor[p], run.loops[m].state.anchor[p])
     assert "cluster 2 decoded another mean than cluster 0 in round" in caplog.text
     assert "fragment 0 launched at step" in caplog.text
+
+
+def test_a_decision_does_not_rest_on_a_mean_that_differs() -> None:
+    """The norm that CoCoDC chooses by is the owner's, so histories stay equal until it is found."""
+    run = corrupted_run(ALL_CASES["cocodc"].method(3), places=slice(0, 40))
+    came_apart = False
+    for _ in range(24):
+        run.train_step(mean_loss)
+        came_apart |= not torch.equal(run.loops[0].state.anchor[0], run.loops[2].state.anchor[0])
+        assert run.loops[2].history == run.loops[0].history
+    assert came_apart and torch.equal(run.loops[0].state.anchor[0], run.loops[2].state.anchor[0])
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_the_last_mean_is_compared_too(is_stopping: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """No later header tells of it: finish() exchanges headers once more."""
+    method = preset("diloco", schedule={"interval": 4})
+    if is_stopping:
+        method = replace(method, on_mismatch="stop")
+    run = corrupted_run(method)
+    for _ in range(4):
+        run.train_step(mean_loss)
+    first, last = (run.loops[m].state.anchor[0] for m in (0, 2))
+    assert not torch.equal(first, last)
+    with caplog.at_level(logging.ERROR):
+        if is_stopping:
+            with pytest.raises(ParityError, match="cluster 2 decoded another mean .* in round 2"):
+                run.finish()
+        else:
+            run.finish()
+            assert torch.equal(first, last)
+            assert "cluster 2 decoded another mean than cluster 0 in round 2" in caplog.text
 
 
 def test_it_can_stop_instead() -> None:

@@ -37,7 +37,7 @@ LAYERS = [
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
     ["transfer", "agreement", "comm.topology"],
-    ["judge", "routes"],
+    ["judge", "round_starts", "routes"],
     ["outer_loop"],
     [
         "comm",
