@@ -67,15 +67,15 @@ def overrides(name: str) -> dict[str, Any]:
 
 
 def lose_one_value(loop: Any) -> None:
-    """Let the last rank of cluster 1 read a NaN from its shard at the second launch."""
-    if torch.distributed.get_rank() != 1 or loop.transport.cluster_id != 1:
+    """Let rank 0 of cluster 1 read a NaN at the second launch, in what rank 1 sends for it."""
+    if torch.distributed.get_rank() != 0 or loop.transport.cluster_id != 1:
         return
     read = loop.backend.read
 
     def read_nan(fragment: int, out: torch.Tensor) -> None:
         read(fragment, out)
         if loop.history.step == 8 and loop.history.launched[0] == 4:
-            out[0] = float("nan")
+            out[-1] = float("nan")
 
     loop.backend.read = read_nan
 
