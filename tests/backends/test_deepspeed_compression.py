@@ -118,6 +118,7 @@ def train_all() -> dict[str, Any]:
             "moved": loop.routes[0].is_needed,
             "bytes": loop.totals.bytes_sent,
             "refused": loop.totals.refused,
+            "state": [t.clone().numpy() for t in loop.state.named_state(0).values()],
             "sent": [f.numel for f in (route.wire for route in loop.routes)],
             "held": [f.numel for f in loop.backend.fragments],
         }
@@ -146,7 +147,7 @@ def test_a_nan_in_one_shard_is_refused_by_all_ranks(trained: list[dict[str, Any]
     results = [result["a NaN in one shard"] for result in trained]
     assert [result["refused"] for result in results] == [1] * 4
     for result in results:
-        assert all(np.isfinite(w).all() for w in (*result["weights"], *result["anchors"]))
+        assert all(np.isfinite(x).all() for x in (*result["weights"], *result["state"]))
 
 
 def test_some_rank_holds_a_shard_of_a_fragment_and_sends_nothing_of_it(
