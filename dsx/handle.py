@@ -86,7 +86,7 @@ class Handle:
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
         self.loop.start()
         if world.rank == 0 and world.cluster_id == 0:
-            _tell_what_is_factored(config.method, backend)
+            tell_what_is_factored(config.method, backend)
         self._begin_clock()
 
     @property
@@ -265,7 +265,7 @@ class Handle:
             raise PeerLost(f"{error}; last checkpoint: {kept}") from None
 
 
-def _tell_what_is_factored(method: Method, backend: Backend) -> None:
+def tell_what_is_factored(method: Method, backend: Backend) -> None:
     """Log how a low-rank codec treats this model; warn if it finds nothing to factor."""
     fragments = factored(method, backend)
     for index, (taken, rest) in enumerate(fragments):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator, Iterator
 from typing import Any
 
@@ -10,11 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import LayerNorm
 
+from dsx.backends.torch import TorchBackend
 from dsx.comm.swap import Exchange, Swap
 from dsx.compress.base import Launch
 from dsx.compress.factors import product
 from dsx.compress.low_rank import LowRank
+from dsx.config import preset
+from dsx.fragment import ByLayer
+from dsx.handle import tell_what_is_factored
+from dsx.method import SettingWarning
+from dsx.routes import factored
 from dsx.types import Fragment, Slot
 from tests.compress.channels import (
     Clusters,
@@ -307,9 +315,31 @@ def test_the_size_of_the_values_does_not_matter(factor_wire: Any, scale: float) 
         ({"min_saving": 0.9}, r"compression\.min_saving=0\.9 must be at least 1"),
         ({"min_saving": float("nan")}, r"compression\.min_saving=nan"),
         ({"wire": "int5"}, r"compression\.wire='int5'"),
+        ({"exclude": ("wte", "")}, r"compression\.exclude=.* an empty text is part of every name"),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
     plain_low_rank().validate()
     with pytest.raises(ValueError, match=said):
         plain_low_rank(**fields).validate()
+
+
+def test_a_user_is_told_what_travels_in_factors(caplog: pytest.LogCaptureFixture) -> None:
+    """Per fragment, and with a warning where there is nothing to factor in the whole model."""
+    model = torch.nn.ModuleDict(
+        {"wte": torch.nn.Embedding(64, 48), "up": torch.nn.Linear(96, 80), "norm": LayerNorm(80)}
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    backend = TorchBackend(model, optimizer, ByLayer(), 1)
+    method = preset("diloco", compression={"type": "low_rank", "rank": 4})
+    taken = {name for names, _ in factored(method, backend) for name in names}
+    rest = {name for _, names in factored(method, backend) for name in names}
+    assert (taken, rest) == ({"up.weight"}, {"wte.weight"})
+    with caplog.at_level(logging.INFO):
+        tell_what_is_factored(method, backend)
+    assert "1 matrices travel in factors" in caplog.text
+    assert "0 matrices travel in factors; as codes: wte.weight" in caplog.text
+    too_much = preset("diloco", compression={"type": "low_rank", "rank": 64})
+    with pytest.warns(SettingWarning, match="finds no matrix to factor .* lower compression.rank"):
+        tell_what_is_factored(too_much, backend)
+    assert not factored(preset("diloco"), backend)

@@ -246,6 +246,12 @@ def test_any_layout(
         ({"feedback_decay": 0.0}, r"compression\.feedback_decay=0\.0 must be above 0"),
         ({"feedback_decay": 1.5}, r"compression\.feedback_decay=1\.5 must be above 0"),
         ({"feedback_decay": float("nan")}, r"compression\.feedback_decay=nan"),
+        ({"wire": "bf16", "group_size": 128}, "group_size=128: bf16 has no groups"),
+        ({"wire": "fp32", "error_feedback": "bf16"}, "error_feedback='bf16': fp32 loses nothing"),
+        (
+            {"wire": "bf16", "mean_wire": "fp32", "kernels": "compiled"},
+            "kernels='compiled': bf16 is a cast",
+        ),
         ({"feedback_decay": 0.95}, "has no effect while compression.error_feedback='none'"),
         ({"wire": "ternary", "rounding": "stochastic"}, "ternary rounds to nearest only"),
         ({"wire": "bf16", "rounding": "stochastic"}, "bf16 rounds to nearest only"),
