@@ -149,24 +149,27 @@ def print_table(figures: list[CodecFigures]) -> None:
     from rich.table import Table
 
     has_real = any(figure.nmse_pseudo_gradients is not None for figure in figures)
-    titles = ["encode", "decode", "encode+EF", f"reduce {NUM_PEERS}", "memcpy", "B/element", "NMSE"]
-    table = Table(caption="GB/s of fp32 and % of memcpy; one thread, best pass; NMSE: Gaussian")
+    titles = ["encode", "decode", "encode+EF", f"reduce {NUM_PEERS}", "memcpy", "bytes", "NMSE"]
+    table = Table(
+        caption="GB/s of fp32 and % of memcpy, one thread, best pass; "
+        "bytes per element; NMSE of a Gaussian"
+    )
     table.add_column("format", no_wrap=True)
     table.add_column("kernels", no_wrap=True)
-    for title in [*titles, *(["NMSE given"] if has_real else [])]:
+    for title in [*titles, *(["of file"] if has_real else [])]:
         table.add_column(title, justify="right", no_wrap=True)
     for figure in figures:
         errors = [figure.nmse_gaussian, figure.nmse_pseudo_gradients]
         table.add_row(
             figure.format if figure.device == "cpu" else f"{figure.format} {figure.device}",
             figure.backend,
-            *(f"{figure.speeds[op]:.2f} {figure.percent(op):3.0f}%" for op in OPERATIONS),
-            f"{figure.memcpy:.2f}",
+            *(f"{figure.speeds[op]:.1f} {figure.percent(op):3.0f}%" for op in OPERATIONS),
+            f"{figure.memcpy:.1f}",
             f"{figure.bytes_per_element:.4f}",
             *(f"{error:.2g}" for error in errors if error is not None),
         )
     console = Console(highlight=False)
-    console.width = max(console.width, 110)
+    console.width = max(console.width, 112)
     console.print(table)
 
 
