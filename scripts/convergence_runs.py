@@ -22,6 +22,7 @@ _LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedb
 
 # What "PRESET+CODEC" means: the preset's choices, with its pseudo-gradients sent so.
 CODECS: dict[str, dict[str, Any]] = {
+    "fp32": {"type": "dense"},
     "bf16": {"type": "quantized", "wire": "bf16", "mean_wire": "bf16"},
     "int8": {"type": "quantized", "wire": "int8"},
     "int4": {"type": "quantized", "wire": "int4"},
