@@ -136,7 +136,7 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
     facts = {"train_batch_size": engine.train_batch_size()}  # the mean is not weighted
     handle = Handle(backend, world, settings, facts)
     backend.on_inner_step(handle.after_inner_step)
-    carry_outer_state(engine, backend, handle, world)
+    carry_outer_state(engine, handle, world)
     engine.dsx = handle
     return handle
 

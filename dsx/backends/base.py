@@ -6,6 +6,7 @@ when in a step they are fresh, and how a change reaches the model's own (bit16) 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,8 +110,10 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of one parameter whose fp32 master this rank owns: a live view and its place.
+    """The part of one parameter whose fp32 master this rank owns, and its place there and here.
 
+    `master` is the engine's own tensor, in which the piece starts at `offset`. It is looked into
+    at every access: an engine may replace its storage, and we must not keep the old one alive.
     `shape` is the parameter's own where the piece is all of it, else `(numel,)`; `start` is the
     first element in the flattened parameter.
     """
@@ -118,10 +121,29 @@ class Piece:
     master: Tensor
     shape: tuple[int, ...]
     start: int = 0
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return math.prod(self.shape)
+
+    def view(self) -> Tensor:
+        """Return the live elements `[numel]`; not to be kept."""
+        return self.master.detach().view(-1)[self.offset : self.offset + self.numel]
+
+    def cut(self, first: int, last: int) -> Piece | None:
+        """Return what lies between two elements of the flattened parameter, if anything does."""
+        first, last = max(first, self.start), min(last, self.start + self.numel)
+        if last <= first:
+            return None
+        if last - first == self.numel:
+            return self
+        return Piece(self.master, (last - first,), first, self.offset + first - self.start)
 
 
 class Masters:
-    """Reads and writes a rank's masters by fragment, through live views."""
+    """Reads and writes a rank's masters by fragment, where they are at that time."""
 
     def __init__(
         self,
@@ -134,17 +156,17 @@ class Masters:
         self.fragment_numel = [sum(p.numel for p in ps) for ps in self.fragment_parameters]
         places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
         self.fragments = lay_out(assignment, places, {p.name: p.shape for p in parameters})
-        self._views = [
-            [(slot.offset, slot.numel, pieces[slot.name].master) for slot in fragment.layout]
+        self._pieces = [
+            [(slot.offset, pieces[slot.name]) for slot in fragment.layout]
             for fragment in self.fragments
         ]
 
     def read(self, fragment: int, out: Tensor) -> None:
         """Copy the masters of a fragment into `out` `[numel]`, in place."""
-        for offset, numel, master in self._views[fragment]:
-            out[offset : offset + numel].copy_(master.detach().reshape(-1))
+        for offset, piece in self._pieces[fragment]:
+            out[offset : offset + piece.numel].copy_(piece.view())
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
-        for offset, numel, master in self._views[fragment]:
-            master.detach().view(-1).copy_(source[offset : offset + numel])
+        for offset, piece in self._pieces[fragment]:
+            piece.view().copy_(source[offset : offset + piece.numel])

@@ -13,13 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsx.backends.deepspeed import DeepSpeedBackend
 from dsx.checkpoint import COMPLETE_MARK, common_tag, complete_tags, mark_complete
 from dsx.comm.world import World
 from dsx.handle import Handle
 
 
-def carry_outer_state(engine: Any, backend: DeepSpeedBackend, handle: Handle, world: World) -> None:
+def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
     """Replace the engine's two checkpoint methods by ones that carry the outer state, too."""
     save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 
@@ -71,7 +70,6 @@ def carry_outer_state(engine: Any, backend: DeepSpeedBackend, handle: Handle, wo
             str(cluster_dir), tag, load_module_strict, True, load_lr_scheduler_states, False,
             custom_load_fn,
         )  # fmt: skip
-        backend.refresh_views()
         handle.load(cluster_dir / tag)
         handle.saved(cluster_dir / tag)
         return result

@@ -12,13 +12,15 @@ import torch
 import dsx
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.guard import GUARD_BYTES
-from tests.backends.test_deepspeed import (
+from tests.backends.engines import (
     GROUPS,
+    Kind,
     build_engine,
     ds_config,
     make_optimizer,
     quiet,
     train_step,
+    weights,
 )
 from tests.distributed import run_distributed
 from tests.tiny import CASES, TinyNet
@@ -42,14 +44,20 @@ class Position:
         self.value = state_dict["value"]
 
 
-def weights(engine: Any) -> list[torch.Tensor]:
-    return [p.detach().clone() for p in engine.module.parameters()]
+RESUMED = [
+    Kind(0, "fp32", "two", "adamw"),
+    Kind(1, "fp32", "two", "adamw"),
+    Kind(1, "bf16", "two", "adamw"),
+    Kind(1, "fp32", "two", "adamw", "eager"),
+    Kind(1, "fp32", "two", "adamw", "co2"),
+    Kind(2, "bf16", "two", "adamw", zero=("offload",)),
+    Kind(3, "fp32", "two", "adamw", zero=("none_persistent",)),
+    Kind(3, "bf16", "two", "adamw", zero=("sub_groups", "some_persistent")),
+]
 
 
-def stop_and_resume(base: str, stage: int, precision: str, preset: str) -> dict[str, Any]:
-    quiet()
-    case = (stage, precision, "two", "adamw", preset)
-    engine = build_engine(case)
+def stop_and_resume(base: str, kind: Kind) -> dict[str, Any]:
+    engine = build_engine(kind)
     position = Position()
     engine.dsx.track(data=position)
     in_flight = []
@@ -60,9 +68,11 @@ def stop_and_resume(base: str, stage: int, precision: str, preset: str) -> dict[
             in_flight.append(len(engine.dsx.loop.in_flight))
             engine.save_checkpoint(base, tag=f"step{step}")
     expected = weights(engine)
+    engine.dsx.close()
+    engine.destroy()
     equal, positions = [], []
     for stop in (None, *STOPS):  # None: the newest
-        resumed = build_engine(case)
+        resumed = build_engine(kind)
         position = Position()
         resumed.dsx.track(data=position)
         path, _ = resumed.load_checkpoint(base, tag=f"step{stop}" if stop else None)
@@ -70,31 +80,27 @@ def stop_and_resume(base: str, stage: int, precision: str, preset: str) -> dict[
         positions.append(position.value)
         for step in range(resumed.dsx.step + 1, NUM_STEPS + 1):
             train_step(resumed, step)
-        pairs = zip(weights(resumed), expected, strict=True)
-        equal.append(all(torch.equal(a, b) for a, b in pairs))
+        equal.append(all(torch.equal(w, expected[name]) for name, w in weights(resumed).items()))
+        resumed.dsx.close()
+        resumed.destroy()
     return {"equal": equal, "positions": positions, "in_flight": in_flight}
 
 
-@pytest.mark.parametrize(
-    ("stage", "precision", "preset"),
-    [
-        (0, "fp32", "streaming_diloco"),
-        (1, "fp32", "streaming_diloco"),
-        (1, "bf16", "streaming_diloco"),
-        (1, "fp32", "eager"),
-        (1, "fp32", "co2"),
-    ],
-)
-def test_resume_is_bit_for_bit(stage: int, precision: str, preset: str, tmp_path: Path) -> None:
-    results = run_distributed(
-        stop_and_resume, 4, str(tmp_path), stage, precision, preset, timeout_seconds=120
-    )
-    for result in results:
-        assert result["equal"] == [True] * 5
-        assert result["positions"] == [8, 5, 6, 7, 8]
-        assert max(result["in_flight"]) >= 1
-    assert (tmp_path / "cluster_0" / "latest").read_text() == "step8"
-    assert (tmp_path / "cluster_1" / "step8" / "dsx.json").exists()
+def stop_and_resume_all(base: str) -> list[dict[str, Any]]:
+    quiet()
+    return [stop_and_resume(f"{base}/{index}", kind) for index, kind in enumerate(RESUMED)]
+
+
+def test_resume_is_bit_for_bit(tmp_path: Path) -> None:
+    for results in run_distributed(stop_and_resume_all, 4, str(tmp_path), timeout_seconds=280):
+        for kind, result in zip(RESUMED, results, strict=True):
+            assert result["equal"] == [True] * 5, kind
+            assert result["positions"] == [8, 5, 6, 7, 8]
+            assert max(result["in_flight"]) >= 1
+    for index in range(len(RESUMED)):
+        base = tmp_path / str(index)
+        assert (base / "cluster_0" / "latest").read_text() == "step8"
+        assert (base / "cluster_1" / "step8" / "dsx.json").exists()
 
 
 def records(path: Path) -> list[dict[str, Any]]:

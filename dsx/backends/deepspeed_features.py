@@ -1,0 +1,60 @@
+"""What of DeepSpeed's configuration the adapter does not serve, refused by name before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def refuse_unsupported(engine: Any) -> None:
+    """Raise ValueError, naming the setting, what is served, and what to do."""
+    for setting, advice in {**_refused_parallelism(engine), **_refused_zero(engine)}.items():
+        raise ValueError(f"dsx does not serve {setting} of DeepSpeed: {advice}")
+    if not hasattr(engine, "_take_model_step"):
+        raise RuntimeError(
+            f"this DeepSpeed has no {type(engine).__name__}._take_model_step, the step boundary "
+            "that dsx counts; use a version that pyproject.toml names"
+        )
+
+
+def _refused_parallelism(engine: Any) -> dict[str, str]:
+    data_parallel = "inside a cluster it serves data parallelism, ZeRO stages 0 to 3"
+    tensor, sequence = engine.autotp_size(), engine.sequence_parallel_size
+    features = {
+        "pipeline parallelism": bool(engine.pipeline_parallelism),
+        f"tensor_parallel.autotp_size={tensor}": tensor > 1 or engine.mp_world_size > 1,
+        f"sequence_parallel_size={sequence}": sequence > 1,
+        "mixture of experts": bool(engine.has_moe_layers),
+    }
+    return {name: f"{data_parallel}; leave it out" for name, used in features.items() if used}
+
+
+def _refused_zero(engine: Any) -> dict[str, str]:
+    zero = engine._config.zero_config
+    on_host = "optimizer states may stay on the device or go to the host; use device 'cpu'"
+    native = "use the data type sections 'bf16' or 'fp16', whose masters are fp32"
+    stage_3 = "use stage 3 without it"
+    whole = "the whole optimizer goes to the host, or none of it; use ratio 1.0"
+    plain = "use offload_optimizer with device 'cpu' alone"
+    found: dict[str, str] = {}
+    for part in ("offload_optimizer", "offload_param"):
+        offload = getattr(zero, part)
+        if offload is not None and offload.device == "nvme":
+            found[f"zero_optimization.{part}.device='nvme'"] = on_host
+    optimizer = zero.offload_optimizer
+    if optimizer is not None and optimizer.ratio != 1.0:
+        found[f"zero_optimization.offload_optimizer.ratio={optimizer.ratio}"] = whole
+    if optimizer is not None and optimizer.super_offload:
+        found["zero_optimization.offload_optimizer.super_offload=true"] = plain
+    if zero.zenflow is not None:
+        found["zero_optimization.zenflow"] = plain
+    if zero.zero_hpz_partition_size > 1:
+        size = zero.zero_hpz_partition_size
+        found[f"zero_optimization.zero_hpz_partition_size={size}"] = stage_3
+    for key in ("weights", "nontrainable_weights", "gradients"):
+        if getattr(zero, f"zero_quantized_{key}"):
+            found[f"zero_optimization.zero_quantized_{key}=true"] = stage_3
+    if engine.torch_autocast_enabled():
+        found["torch_autocast"] = native
+    if engine.is_deepcompile_enabled():
+        found["compile.deepcompile=true"] = "use torch.compile on the model instead"
+    return found
