@@ -131,6 +131,10 @@ def allow_fp16() -> None:
 
 def build_engine(kind: tuple[Any, ...], **changes: Any) -> Any:
     """Return an engine with dsx attached; `changes` go into its configuration."""
+    return dsx.initialize(**engine_arguments(kind, **changes))[0]
+
+
+def engine_arguments(kind: tuple[Any, ...], **changes: Any) -> dict[str, Any]:
     kind = Kind(*kind)
     config = {**ds_config(kind.stage, kind.precision, kind.preset, kind.zero), **changes}
     if dsx.comm.world.current_world() is None:
@@ -142,10 +146,9 @@ def build_engine(kind: tuple[Any, ...], **changes: Any) -> Any:
     if kind.optimizer == "json":
         params = {"lr": 0.01, "torch_adam": True, "weight_decay": 0.01}
         config["optimizer"] = {"type": "AdamW", "params": params}
-        arguments = {"model_parameters": groups}
-    else:
-        arguments = {"optimizer": make_optimizer(kind.optimizer, groups)}
-    return dsx.initialize(model=model, config=config, **arguments)[0]
+        return {"model": model, "config": config, "model_parameters": groups}
+    optimizer = make_optimizer(kind.optimizer, groups)
+    return {"model": model, "config": config, "optimizer": optimizer}
 
 
 def make_model(seed: int, kind: Kind, config: dict[str, Any]) -> nn.Module:
@@ -162,10 +165,12 @@ def make_model(seed: int, kind: Kind, config: dict[str, Any]) -> nn.Module:
     return model
 
 
-def train_step(engine: Any, step: int, poison: bool = False) -> None:
+def train_step(engine: Any, step: int, poison: bool = False, cluster: int | None = None) -> None:
+    """Take one step; `cluster` for an engine without dsx."""
+    cluster = engine.dsx.cluster_id if cluster is None else cluster
     for micro in range(ACCUMULATION):
         part = engine.global_rank * ACCUMULATION + micro
-        x, y = batch(engine.dsx.cluster_id, step, part)
+        x, y = batch(cluster, step, part)
         dtype = next(engine.module.parameters()).dtype
         loss = engine(x.to(dtype), y)
         engine.backward(loss * float("inf") if poison else loss)
