@@ -1,4 +1,4 @@
-"""Coded transfers from ZeRO-1 shards: two clusters of two ranks."""
+"""Coded transfers from the shards of ZeRO stages: two clusters of two ranks."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 import dsx
 from dsx.config import preset
+from tests.backends.engines import weights
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
 
@@ -59,7 +60,20 @@ RUNS = {
         },
     ),
     "a NaN in one shard": ("diloco", {"compression": COMPRESSIONS["factors in int8, feedback"]}),
+    **{
+        f"{name}, ZeRO-{stage}": ("diloco_delayed", {"compression": COMPRESSIONS[name]})
+        for stage, name in (
+            (0, "factors in fp32"),
+            (0, "int4, feedback"),
+            (3, "factors in fp32"),
+            (3, "top-k"),
+        )
+    },
 }
+
+
+def stage_of(name: str) -> int:
+    return int(name[-1]) if "ZeRO" in name else 1
 
 
 def overrides(name: str) -> dict[str, Any]:
@@ -90,7 +104,7 @@ def train_all() -> dict[str, Any]:
             "train_micro_batch_size_per_gpu": 4,
             "gradient_clipping": 0.0,
             "zero_allow_untested_optimizer": True,
-            "zero_optimization": {"stage": 1},
+            "zero_optimization": {"stage": stage_of(name)},
             "steps_per_print": 10**9,
             "dsx": {
                 "preset": method,
@@ -113,7 +127,7 @@ def train_all() -> dict[str, Any]:
         loop = engine.dsx.loop
         results[name] = {
             "anchors": [a.clone().numpy() for a in loop.state.anchor],
-            "weights": [p.detach().clone().numpy() for p in engine.module.parameters()],
+            "weights": [w.numpy() for w in weights(engine).values()],
             "split": sum(not s.is_whole for f in loop.backend.fragments for s in f.layout),
             "moved": loop.routes[0].is_needed,
             "bytes": loop.totals.bytes_sent,
@@ -164,7 +178,10 @@ def test_some_rank_holds_a_shard_of_a_fragment_and_sends_nothing_of_it(
     assert any(held and not sent for held, sent in pairs)
 
 
-@pytest.mark.parametrize("name", ["factors in fp32", "penalty, layers"])
+@pytest.mark.parametrize(
+    "name",
+    ["factors in fp32", "penalty, layers", "factors in fp32, ZeRO-0", "factors in fp32, ZeRO-3"],
+)
 def test_shards_give_the_factors_of_the_whole_matrices(
     name: str, trained: list[dict[str, Any]]
 ) -> None:
