@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.zero import GatheredParameters
 from gpt import GPT, GPTConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -290,8 +291,8 @@ def conclude(run: Run, total: Counters, started: float) -> None:
     val_losses, speeds, utilizations, sent = zip(*handle.gather(mine), strict=True)
     with handle.averaged():
         average = evaluate(run)
-        if run.world.cluster_id == 0 and run.world.rank == 0:
-            export_model(run.engine.module, run_dir)
+        if run.world.cluster_id == 0:
+            export_model(run.engine.module, run_dir, is_writer=run.world.rank == 0)
     if run.console is None:
         return
     if run.world.cluster_id:
@@ -299,7 +300,8 @@ def conclude(run: Run, total: Counters, started: float) -> None:
         run.console.print(f"validation loss: {losses}; cluster 0 writes summary and figure")
         return
     num_clusters = run.world.num_clusters
-    model_bytes = sum(parameter.nbytes for parameter in run.engine.module.parameters())
+    parameters = run.engine.module.parameters()  # empty between steps of ZeRO-3
+    model_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
     ring_bytes = 2 * (num_clusters - 1) * model_bytes // num_clusters  # of an all-reduce
     summary = {
         "steps": handle.step,
@@ -316,11 +318,19 @@ def conclude(run: Run, total: Counters, started: float) -> None:
     report(run_dir)
 
 
-def export_model(model: GPT, run_dir: Path) -> None:
-    """Write the weights and the shape that `GPTConfig(**shape)` takes."""
-    weights = {name: w.detach().to("cpu", copy=True) for name, w in model.state_dict().items()}
-    save_file(weights, run_dir / "model.safetensors")
-    (run_dir / "model.json").write_text(json.dumps(asdict(model.config), indent=2) + "\n")
+def export_model(model: GPT, run_dir: Path, is_writer: bool) -> None:
+    """Write the weights and the shape that `GPTConfig(**shape)` takes; all ranks of a cluster call.
+
+    ZeRO-3 has taken the parameters apart: they are gathered one by one.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for name, weight in model.state_dict(keep_vars=True).items():
+        with GatheredParameters([weight]):
+            if is_writer:
+                weights[name] = weight.detach().to("cpu", copy=True)
+    if is_writer:
+        save_file(weights, run_dir / "model.safetensors")
+        (run_dir / "model.json").write_text(json.dumps(asdict(model.config), indent=2) + "\n")
 
 
 def prepare_process() -> None:
