@@ -27,9 +27,9 @@ from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.zero import GatheredParameters
 from gpt import GPT, GPTConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -325,7 +325,7 @@ def export_model(model: GPT, run_dir: Path, is_writer: bool) -> None:
     """
     weights: dict[str, torch.Tensor] = {}
     for name, weight in model.state_dict(keep_vars=True).items():
-        with GatheredParameters([weight]):
+        with deepspeed.zero.GatheredParameters([weight]):
             if is_writer:
                 weights[name] = weight.detach().to("cpu", copy=True)
     if is_writer:
