@@ -1,6 +1,6 @@
 """DeepSpeed as the inner engine: ZeRO-0 to ZeRO-3, fp32, bf16 and fp16, unmodified.
 
-The outer update happens inside the inner step, in the step hook of `engine.basic_optimizer`: the
+The outer update happens inside the inner step, in the step hook of the basic optimizer: the
 fp32 masters are updated, the bit16 weights not yet gathered, so DeepSpeed's own copy and all-gather
 carry our change and nothing is sent twice. Traps that the code answers:
 
@@ -26,7 +26,12 @@ from torch import Tensor
 
 from dsx.backends.base import Masters
 from dsx.backends.deepspeed_features import refuse_unsupported
-from dsx.backends.deepspeed_masters import locate, require_fp32, trained_parameters, whole_shape
+from dsx.backends.deepspeed_masters import locate, require_fp32
+from dsx.backends.deepspeed_parameters import (
+    stepping_optimizer,
+    trained_parameters,
+    whole_shape,
+)
 from dsx.backends.shares import Shares
 from dsx.fragment import Fragmenter
 from dsx.schedule.periodic import BackwardTrigger
@@ -77,7 +82,7 @@ class DeepSpeedBackend:
 
     def inner_lr(self) -> float:
         """Return the first parameter group's rate."""
-        return float(self._engine.basic_optimizer.param_groups[0]["lr"])
+        return float(stepping_optimizer(self._engine).param_groups[0]["lr"])
 
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the shards' sum in rank order."""
@@ -158,7 +163,7 @@ class DeepSpeedBackend:
             if not self._is_passed and callback():  # overflow: the optimizer did not step
                 self.publish()
 
-        engine.basic_optimizer.register_step_post_hook(after_optimizer)
+        stepping_optimizer(engine).register_step_post_hook(after_optimizer)
         engine._take_model_step = take
 
     def _bring_together(self, fragments: Sequence[int]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.backends.base import Piece
+from dsx.backends.deepspeed_parameters import whole_shape
 
 
 class MasterPlace(Protocol):
@@ -71,20 +72,6 @@ def locate(engine: Any) -> MasterPlace:
     return Weights(wrapper)
 
 
-def trained_parameters(engine: Any) -> dict[str, Any]:
-    """Return the parameters that the optimizer holds, by name; frozen ones are not among them."""
-    wrapper = engine.optimizer
-    for attribute in ("bit16_groups", "bf16_groups", "fp16_groups"):
-        if hasattr(wrapper, attribute):
-            groups = getattr(wrapper, attribute)
-            break
-    else:
-        groups = [group["params"] for group in wrapper.param_groups]
-    held = {id(p) for group in groups for p in group}
-    named = engine.module.named_parameters()
-    return {name: p for name, p in named if p.requires_grad and id(p) in held}
-
-
 def require_fp32(pieces: Mapping[str, Piece]) -> None:
     """Raise ValueError for masters of another type."""
     for name, piece in pieces.items():
@@ -93,11 +80,6 @@ def require_fp32(pieces: Mapping[str, Piece]) -> None:
                 f"the master copy of {name} is {piece.master.dtype}, not fp32; unset "
                 "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
             )
-
-
-def whole_shape(parameter: Any) -> tuple[int, ...]:
-    """Return the shape of all of a parameter, also where ZeRO-3 has taken it apart."""
-    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class Weights:

@@ -96,6 +96,8 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
 
         engine.FusedAdam = Fused
         return Fused(groups, lr=0.01)
+    if name == "adagrad":  # ZeRO replaces it by another of the class
+        return torch.optim.Adagrad(groups, lr=0.05)
     return torch.optim.AdamW(groups, lr=0.01)
 
 
@@ -202,7 +204,8 @@ def weights(engine: Any) -> dict[str, Tensor]:
 
 def max_bit16_difference(engine: Any) -> float:
     """How far this rank's part of the model's weights is from its rounded masters. Local."""
-    from dsx.backends.deepspeed_masters import locate, trained_parameters
+    from dsx.backends.deepspeed_masters import locate
+    from dsx.backends.deepspeed_parameters import trained_parameters
 
     worst = 0.0
     parameters = trained_parameters(engine)
@@ -233,7 +236,7 @@ def reference(
     kind: Kind, num_steps: int, skipped: list[tuple[int, int]] | None = None
 ) -> list[dict[str, Tensor]]:
     """Every cluster's weights after the same training in plain torch, in fp32."""
-    optimizer = "sgd" if kind.optimizer == "sgd" else "adamw"
+    optimizer = kind.optimizer if kind.optimizer in ("sgd", "adagrad") else "adamw"
     return train_reference(
         OddNet(0),
         lambda model: make_optimizer(optimizer, GROUPS[kind.groups](model)),

@@ -44,6 +44,7 @@ FP32 = [
     Kind(1, groups="two", zero=("offload",)),
     Kind(1, groups="two", zero=("round_robin",)),
     Kind(2, groups="two", zero=("aligned",)),
+    Kind(1, optimizer="adagrad"),
     Kind(2, groups="two"),
     Kind(2, groups="two", optimizer="json"),
     Kind(2, zero=("overlap",)),
@@ -53,6 +54,7 @@ FP32 = [
     Kind(3, groups="two", optimizer="json"),
     Kind(3, groups="two", optimizer="adamw", preset="co2"),
     Kind(3, optimizer="adamw", preset="cocodc"),
+    Kind(3, optimizer="adagrad"),
     Kind(3, zero=("sub_groups_100",)),
     Kind(3, groups="two", zero=("sub_groups", "some_persistent", "no_overlap")),
     Kind(3, zero=("none_persistent",)),
@@ -114,7 +116,8 @@ def train_kinds(kinds: list[Kind]) -> list[dict[str, Any]]:
 
 def poison_padding(engine: Any) -> None:
     """Put NaN where ZeRO-3 has padding, which is uninitialised memory: it must not travel."""
-    from dsx.backends.deepspeed_masters import locate, trained_parameters
+    from dsx.backends.deepspeed_masters import locate
+    from dsx.backends.deepspeed_parameters import trained_parameters
 
     flats = getattr(engine.optimizer, "fp32_partitioned_groups_flat", [])
     pieces = locate(engine).pieces(trained_parameters(engine)).values()

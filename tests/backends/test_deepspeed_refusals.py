@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+import dsx
 from dsx.backends.base import Piece
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.backends.deepspeed_masters import require_fp32
-from tests.backends.engines import Kind, build_engine, ds_config, quiet
+from tests.backends.engines import Kind, build_engine, ds_config, engine_arguments, quiet
 from tests.distributed import run_distributed
 
 pytest.importorskip("deepspeed")
@@ -66,6 +67,9 @@ def try_everything() -> dict[str, str]:
 
     quiet()
     messages = {"layerwise": message_of(build_engine, Kind(1, preset="dreamddp"))}
+    arguments = engine_arguments(Kind(0))  # with ZeRO, DeepSpeed itself refuses
+    arguments["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    messages["not the model's"] = message_of(dsx.initialize, **arguments)
     engine = build_engine(Kind(1))
     served = engine._config
     for name, setting in SETTINGS.items():
@@ -99,6 +103,10 @@ def test_a_launch_inside_the_backward_is_refused_with_what_works_instead(
     message = messages["layerwise"]
     assert "launches a layer inside the backward, where DeepSpeed's gradients" in message
     assert "use schedule.type='streaming' with delay.type='average'" in message
+
+
+def test_trained_parameters_outside_the_model_are_refused(messages: dict[str, str]) -> None:
+    assert "trains 10 parameters, 9 of them in the model" in messages["not the model's"]
 
 
 def test_masters_that_are_not_fp32_are_refused() -> None:
