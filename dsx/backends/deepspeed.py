@@ -61,7 +61,7 @@ class DeepSpeedBackend:
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
         self.fragment_parameters = self._masters.fragment_parameters
-        self._written: list[int] = []  # since they were brought together last
+        self._written: dict[int, None] = {}  # fragments, since they were brought together last
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()
         self._is_passed = False
@@ -73,7 +73,7 @@ class DeepSpeedBackend:
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite this rank's masters of a fragment, in place."""
         self._masters.write(fragment, source)
-        self._written.append(fragment)
+        self._written[fragment] = None
 
     def publish(self) -> None:
         """Copy masters to bit16 weights and gather them; collective in the cluster."""
@@ -151,7 +151,7 @@ class DeepSpeedBackend:
             if self._stepped >= self._expected:
                 self._is_passed = True
                 if callback():
-                    self._bring_together(self._written)
+                    self._bring_together(list(self._written))
                     self._place.recopy()
 
         def take(*args: Any, **kwargs: Any) -> None:
@@ -170,7 +170,7 @@ class DeepSpeedBackend:
         """Give every rank what the others have written. Collective: all wrote the same ones."""
         if self._shares is not None:
             self._shares.bring_together(fragments)
-        self._written = []
+        self._written.clear()
 
 
 def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:
