@@ -25,6 +25,7 @@ from dsx.method import Method, SettingWarning
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
 from dsx.routes import factored, plan_routes
+from dsx.stop import StopAgreement
 from dsx.sync_records import SyncRecords
 from dsx.transfer import Totals
 
@@ -63,12 +64,20 @@ class Handle:
         self._config = config
         self._tracked: dict[str, Resumable] = {}
         self._last_checkpoint: Path | None = None
+        method = config.method
         directory = config.metrics.dir if world.rank == 0 else None
         self._metrics = Metrics(
             Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
         )
+        store = world.attachment_store()
+        self._stop = StopAgreement(
+            world.rendezvous,
+            f"stop/{world.num_attachments}",
+            method.schedule.interval,
+            method.delay.rounds_under_way,
+        )
         self._syncs = SyncRecords(
-            world.attachment_store(),
+            store,
             (world.rank, world.world_size),
             backend.fragment_numel,
             lambda record: self._metrics.event("sync", record),
@@ -139,6 +148,19 @@ class Handle:
     def track(self, **objects: Resumable) -> None:
         """Let the position of these objects travel with every checkpoint, under their names."""
         self._tracked.update(objects)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all clusters to stop early, at one step; from any rank, a signal handler, too."""
+        self._stop.request(reason)
+
+    def should_stop(self) -> bool:
+        """Whether to leave the training loop: at the same step on every rank of every cluster.
+
+        To be asked once per step, on every rank, where stops may be requested: it is `n + 3`
+        periods of H steps after a request at the latest, n being the rounds under way.
+        """
+        with self._naming_last_checkpoint():
+            return self._stop.is_due(self.step)
 
     def finish(self) -> None:
         """Drain what is in flight, at the end of training. Every cluster calls it.

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -80,6 +80,31 @@ class Rendezvous:
     def group_store(self, name: str) -> dist.Store:
         """Return a key space for one group's own connection setup."""
         return dist.PrefixStore(name, self._store)
+
+    @property
+    def cluster_id(self) -> int:
+        """This cluster."""
+        return self._place.cluster_id
+
+    def say_once(self, name: str, value: str) -> str:
+        """Set a value that only the first one to say it sets; return what was set."""
+        return self._call(name, lambda: self._store.compare_set(name, "", value)).decode()
+
+    def look(self, name: str) -> str | None:
+        """Return what has been said under a name, without waiting for it."""
+
+        def read() -> str | None:
+            return self._store.get(name).decode() if self._store.check([name]) else None
+
+        return self._call(name, read)
+
+    def _call(self, name: str, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"{name}: the rendezvous store does not answer: {str(error).splitlines()[0]}"
+            ) from error
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return one JSON value per cluster, in cluster order, on every rank of every cluster.

@@ -83,6 +83,11 @@ class World:
         self._attachments += 1
         return dist.PrefixStore(f"attachment_{self._attachments}", self._cluster_store)
 
+    @property
+    def num_attachments(self) -> int:
+        """Key spaces handed out so far, the same on every rank of every cluster."""
+        return self._attachments
+
     def connect(self, fragments: list[int]) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.
 

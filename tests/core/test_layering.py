@@ -50,6 +50,7 @@ LAYERS = [
         "report",
         "data",
         "sync_records",
+        "stop",
     ],
     ["config", "simulate"],
     ["handle", "backends.deepspeed_checkpoint"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 import numpy as np
@@ -205,6 +206,36 @@ def finish_after(steps: list[int]) -> str:
 def test_the_end_of_training_is_agreed(steps: list[int], said: str) -> None:
     for message in run_distributed(finish_after, 2, steps):
         assert said in message
+
+
+STOPS = [("diloco", 0), ("streaming_diloco", 7), ("eager", 10), ("cocodc", 11)]
+
+
+def stop_when_asked() -> list[tuple[int, int]]:
+    """Rank 0 of cluster 1 asks for a stop at a step; return the steps it comes at, and H."""
+    world = dsx.init_distributed(block("diloco", 2))
+    stopped: list[tuple[int, int]] = []
+    for name, asked_at in STOPS:
+        model = TinyNet()
+        optimizer = adamw(model)
+        handle = dsx.attach(model, optimizer, config=block(name, 2))
+        while not handle.should_stop():
+            assert handle.step < 200
+            if handle.step == asked_at and world.cluster_id == 1:
+                handle.request_stop("its hour is over")
+            train(model, optimizer, world.cluster_id, 1)
+            if world.cluster_id == 1:
+                time.sleep(0.01)  # the other one runs ahead as far as it can
+        handle.finish()
+        stopped.append((handle.step, handle.method.schedule.interval))
+    return stopped
+
+
+def test_a_stop_is_agreed() -> None:
+    first, second = run_distributed(stop_when_asked, 2)
+    assert first == second
+    for (step, interval), (_, asked_at) in zip(first, STOPS, strict=True):
+        assert asked_at < step <= asked_at + 5 * interval
 
 
 def skip_in_one_cluster() -> list[tuple[int, bool]]:
