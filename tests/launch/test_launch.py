@@ -1,4 +1,4 @@
-"""Both ways to launch, through the real `deepspeed` command, and how launches fail."""
+"""The ways to launch, through the real `deepspeed` and `torchrun`, and how launches fail."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,13 @@ def write_config(path: Path, **clusters: Any) -> Path:
 
 
 class Launcher:
-    """One `deepspeed` command in a process group of its own, its output in a file."""
+    """One launcher's command in a process group of its own, its output in a file."""
 
-    def __init__(self, directory: Path, name: str, num_ranks: int, *args: Any) -> None:
+    def __init__(self, directory: Path, name: str, how: int | list[Any], *args: Any) -> None:
         self.log = directory / f"{name}.log"
-        command = [BIN / "deepspeed", "--num_gpus", num_ranks, "--master_port", free_port()]
+        own = ["--num_gpus", how, "--master_port", free_port()]
+        command = how if isinstance(how, list) else ["deepspeed", *own]
+        command = [BIN / command[0], *command[1:]]
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -98,8 +102,8 @@ class Launcher:
 def launch(tmp_path: Path) -> Any:
     started: list[Launcher] = []
 
-    def start(name: str, num_ranks: int, *args: Any) -> Launcher:
-        started.append(Launcher(tmp_path, name, num_ranks, *args))
+    def start(name: str, how: int | list[Any], *args: Any) -> Launcher:
+        started.append(Launcher(tmp_path, name, how, *args))
         return started[-1]
 
     yield start
@@ -112,29 +116,63 @@ def results(out: Path) -> list[list[dict[str, Any]]]:
     return [json.loads(Path(f"{out}.{m}").read_text()) for m in range(2)]
 
 
-def test_both_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) -> None:
-    """One launcher over both clusters; then one per cluster, meeting at a store of its own."""
+def test_all_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) -> None:
+    """Over one host or two nodes, by one launcher or one per cluster, by deepspeed or torchrun."""
+    config = ["--deepspeed_config", write_config(tmp_path / "ds.json")]
+
+    def finished(way: str, *launchers: Launcher) -> list[list[dict[str, Any]]]:
+        for launcher in launchers:
+            assert launcher.wait() == 0, launcher.output()
+        return results(tmp_path / way)
+
+    def per_cluster(way: str, port: int, store: str, hows: list[Any]) -> list[list[dict[str, Any]]]:
+        common = [*config, "--out", tmp_path / way, "--dsx-store", store]
+        common += ["--dsx-rendezvous", f"tcp://127.0.0.1:{port}", "--dsx-cluster-id"]
+        started = [launch(f"{way}{m}", how, *common, m) for m, how in enumerate(hows)]
+        return finished(way, *started)
+
+    one = finished("one", launch("one", 4, *config, "--out", tmp_path / "one"))
+    with standalone_store() as port:
+        assert per_cluster("two", port, "standalone", [2, 2]) == one
+    torchruns = [["torchrun", "--nproc-per-node", 2, "--master-port", free_port()] for _ in "ab"]
+    assert per_cluster("torchruns", free_port(), "cluster_0", torchruns) == one
+    (tmp_path / "hosts").write_text("node_a slots=2\nnode_b slots=2\n")
+    where = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
+    nodes = [
+        launch(
+            f"node{rank}",
+            [
+                "deepspeed",
+                "--hostfile",
+                tmp_path / "hosts",
+                "--no_ssh",
+                "--node_rank",
+                rank,
+                *where,
+            ],
+            *config,
+            "--out",
+            tmp_path / "nodes",
+        )  # fmt: skip
+        for rank in range(2)
+    ]
+    assert finished("nodes", *nodes) == one
+    first, second = one
+    assert first == second and len(first) == 2
+    assert first[0]["checksum"] == first[1]["checksum"]
+
+
+@contextmanager
+def standalone_store() -> Generator[int, None, None]:
     port = free_port()
-    config = write_config(tmp_path / "ds.json")
-    one = launch("one", 4, "--deepspeed_config", config, "--out", tmp_path / "one")
-    assert one.wait() == 0, one.output()
     command = [BIN / "dsx", "rendezvous", "--port", str(port), "--host", "127.0.0.1"]
     store = subprocess.Popen([str(c) for c in command], stdout=subprocess.PIPE, text=True)
     try:
         assert "listening" in store.stdout.readline()  # type: ignore[union-attr]
-        common = ["--deepspeed_config", config, "--out", tmp_path / "two"]
-        common += ["--dsx-rendezvous", f"tcp://127.0.0.1:{port}", "--dsx-store", "standalone"]
-        common += ["--dsx-cluster-id"]
-        clusters = [launch(f"two{m}", 2, *common, m) for m in range(2)]
-        for cluster in clusters:
-            assert cluster.wait() == 0, cluster.output()
-        assert results(tmp_path / "two") == results(tmp_path / "one")
+        yield port
     finally:
         store.send_signal(signal.SIGTERM)
         assert store.wait(10) == 0
-    first, second = results(tmp_path / "one")
-    assert first == second and len(first) == 2
-    assert first[0]["checksum"] == first[1]["checksum"]
 
 
 def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
