@@ -221,7 +221,7 @@ def overflow_on_a_due_step(kinds: list[Kind]) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def overflown() -> list[list[dict[str, Any]]]:
-    return run_distributed(overflow_on_a_due_step, 4, OVERFLOWS, timeout_seconds=90)
+    return run_distributed(overflow_on_a_due_step, 4, OVERFLOWS, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("kind", OVERFLOWS, ids=name_of)

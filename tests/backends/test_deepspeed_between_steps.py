@@ -110,7 +110,7 @@ def run_all() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, Any]]:
-    return run_distributed(run_all, 4, timeout_seconds=120)
+    return run_distributed(run_all, 4, timeout_seconds=240)
 
 
 def name_of(kind: Kind) -> str:

@@ -129,7 +129,7 @@ def train_with_metrics(base: str) -> bool:
 
 
 def test_metrics_are_for_the_cluster_and_survive_a_resume(tmp_path: Path) -> None:
-    assert run_distributed(train_with_metrics, 4, str(tmp_path), timeout_seconds=120)
+    assert run_distributed(train_with_metrics, 4, str(tmp_path), timeout_seconds=240)
     recipe = CASES["streaming_diloco"].recipe
     numel = {n: p.numel() for n, p in TinyNet().named_parameters()}
     for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
@@ -183,7 +183,7 @@ def load_what_is_not_there(base: str) -> list[str]:
 
 
 def test_missing_checkpoints_are_hard_errors(tmp_path: Path) -> None:
-    for messages in run_distributed(load_what_is_not_there, 4, str(tmp_path), timeout_seconds=90):
+    for messages in run_distributed(load_what_is_not_there, 4, str(tmp_path), timeout_seconds=240):
         assert len(messages) == 4
         assert "no complete checkpoint that all clusters hold" in messages[0]
         assert "no complete checkpoint 'step99' that all clusters hold" in messages[1]

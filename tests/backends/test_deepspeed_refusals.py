@@ -87,7 +87,7 @@ def try_everything() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def messages() -> dict[str, str]:
-    return run_distributed(try_everything, 4, timeout_seconds=90)[0]
+    return run_distributed(try_everything, 4, timeout_seconds=240)[0]
 
 
 @pytest.mark.parametrize("name", [*SETTINGS, *ATTRIBUTES])

@@ -83,7 +83,7 @@ def compare_traffic(kinds: list[Kind]) -> list[tuple[list[Traffic], list[Traffic
 
 @pytest.fixture(scope="module")
 def measured() -> list[list[tuple[list[Traffic], list[Traffic]]]]:
-    return run_distributed(compare_traffic, 4, KINDS, timeout_seconds=120)
+    return run_distributed(compare_traffic, 4, KINDS, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join([*map(str, k[:-1]), *k.zero]))
