@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
 
 from dsx.backends.base import Backend
 from dsx.comm.base import COMPARISON, Pending, Submission, Transport
@@ -42,18 +41,6 @@ class Judge:
         self._backend = backend
         self._transport = transport
         self._state = state
-
-    def is_finite(self, norm: Tensor, note: Tensor) -> bool:
-        """Whether a contribution, by its norm, and what is noted beside it are finite.
-
-        For codecs with state, on all ranks of the cluster: whole matrices are made of all ranks'
-        shards, and a residual must not be spent in a round that is refused because of another
-        rank. Collective for these.
-        """
-        is_lost = torch.tensor([0.0 if norm.isfinite() and note.isfinite().all() else 1.0])
-        if not self._method.compression.is_exact:
-            is_lost = self._backend.max_over_ranks(is_lost)
-        return not bool(is_lost)
 
     def judge(self, fragment: int, launched: int, verdict: Verdict, history: History) -> None:
         """Agree in the cluster on a transfer's verdict, in place; repair or stop if means differ.

@@ -31,13 +31,16 @@ class Line:
     def exchange(
         self,
         x: Tensor,
-        is_finite: bool,
+        is_finite: Callable[[], bool],
         launch: Launch,
         verdict: Verdict,
         notes: Notes,
         measure: Callable[[Tensor], Tensor] | None,
     ) -> Exchange:
-        """Average `x` in place, with the notes; zeros, and nothing averaged, if refused."""
+        """Average `x` in place, with the notes; zeros, and nothing averaged, if refused.
+
+        `is_finite` is asked first, and returns once `x` is there.
+        """
         average = self._guarded(x, is_finite, launch, verdict)
         return with_notes(average, notes, measure, self._notes_mean)
 
@@ -46,8 +49,10 @@ class Line:
         yield from self.guard.exchange(True, verdict)
         return torch.empty(0)
 
-    def _guarded(self, x: Tensor, is_finite: bool, launch: Launch, verdict: Verdict) -> Exchange:
-        yield from self.guard.exchange(is_finite, verdict)
+    def _guarded(
+        self, x: Tensor, is_finite: Callable[[], bool], launch: Launch, verdict: Verdict
+    ) -> Exchange:
+        yield from self.guard.exchange(is_finite(), verdict)
         if verdict.refused_by:
             if self.channel.spectrum is not None:
                 self.channel.spectrum.zero_()  # or the last round's would be told once more

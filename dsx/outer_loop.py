@@ -26,6 +26,7 @@ from dsx.backends.base import Backend
 from dsx.comm.base import Pending, Submission, Transport
 from dsx.comm.swap import Peers
 from dsx.compress.base import Launch
+from dsx.departure import Departure, Departures
 from dsx.guard import Verdict
 from dsx.judge import Judge
 from dsx.method import Method
@@ -66,6 +67,7 @@ class OuterLoop:
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
         self.agreement = Agreement(method, backend, transport.cluster_id)
+        self._departures = Departures(method, backend, self.routes, self.state.device)
         self.judge = Judge(method, backend, transport, self.state)
         self._on_sync = on_sync
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
@@ -188,29 +190,27 @@ class OuterLoop:
     ) -> None:
         delay, slots = self.method.delay, self.state.slots[fragment]
         berth = self.state.take_berth(fragment)
-        local = self.state.scratch(fragment, "mean")
+        local = self.state.outgoing(fragment)
         self.backend.read(fragment, local)
         if berth.kept is not None and delay.keeps == "local":
             berth.kept.copy_(local)
         contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
         if berth.kept is not None and delay.keeps == "contribution":
             berth.kept.copy_(contribution)
-        norm = torch.linalg.vector_norm(contribution)
-        self.routes[fragment].to_wire(contribution, berth.wire, self.backend.swap_in_cluster)
-        berth.notes.averages.copy_(self.method.staleness.note(slots.staleness))
-        is_finite = self.judge.is_finite(norm, berth.notes.averages)
-        pending = self._submit(Submission(fragment, step), berth, is_finite)
+        note = self.method.staleness.note(slots.staleness)
+        departure = self._departures.start(fragment, contribution, note, berth)
+        pending = self._submit(Submission(fragment, step), berth, departure)
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         is_early = is_in_backward and self.method.schedule.when == "before"
-        knobs = self._knobs()
+        knobs, norm = self._knobs(), departure.norm
         self.in_flight.append(
             Transfer(fragment, step, interval, pending, berth, norm, knobs, is_early, shared_by)
         )
 
-    def _submit(self, what: Submission, berth: Berth, is_finite: bool) -> Pending:
+    def _submit(self, what: Submission, berth: Berth, departure: Departure) -> Pending:
         berth.verdict = Verdict()
         if not self.state.is_sent(what.fragment):
             return Arrived(berth.wire)
@@ -219,7 +219,9 @@ class OuterLoop:
         line, clusters = self.state.lines[what.fragment], self.transport.num_clusters
         measure = self.agreement.owner_measure(what.fragment, clusters, knobs, line.channel)
         launch = Launch(self.history.launches[what.fragment] + 1, knobs.rank)
-        exchange = line.exchange(berth.wire, is_finite, launch, berth.verdict, berth.notes, measure)
+        exchange = line.exchange(
+            berth.wire, departure.is_finite, launch, berth.verdict, berth.notes, measure
+        )
         return self.transport.submit(what, exchange)
 
     def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:

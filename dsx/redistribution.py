@@ -78,7 +78,7 @@ class Redistribution:
     def from_wire(self, mean: Tensor, out: Tensor, swap: SwapInCluster) -> None:
         """Write what came over the wire to `out` `[numel]`, as the masters lie."""
         if not self.is_needed:
-            out.copy_(mean)
+            out.copy_(mean, non_blocking=True)  # the next one who writes there waits for this
             return
         for moves, buffer in zip(self._here, self._received, strict=True):
             _pack(mean, [(m.wire_offset, m.numel) for m in moves], buffer)

@@ -111,6 +111,16 @@ class StateStore:
             self._scratch[purpose] = torch.zeros(self._longest, device=self.device)
         return self._scratch[purpose][: self._numel[fragment]]
 
+    def outgoing(self, fragment: int) -> Tensor:
+        """Return where a contribution is made.
+
+        On an accelerator new memory every time: its copy to the host may still be reading when
+        the next fragment's is made.
+        """
+        if self.device.type == "cuda":
+            return torch.empty(self._numel[fragment], device=self.device)
+        return self.scratch(fragment, "mean")
+
     def named_state(self, fragment: int) -> Mapping[str, Tensor]:
         """Return what a checkpoint holds of a fragment beside its transfers, by name."""
         named = {**self.slots[fragment].named(), **self.lines[fragment].slots}

@@ -77,6 +77,10 @@ class Backend(Protocol):
         """Return the elementwise largest of the cluster's ranks. Collective, like the sum."""
         ...
 
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start the same without waiting; the result is for any thread to ask for, once."""
+        ...
+
     def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return the fragments of every rank that shares them, and this rank's place there.
 

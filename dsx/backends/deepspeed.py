@@ -95,6 +95,17 @@ class DeepSpeedBackend:
         """Return the elementwise largest of the cluster's ranks."""
         return torch.stack(self._gather(values, None)).amax(0)
 
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start finding the elementwise largest of the cluster's ranks."""
+        largest = values.to(self._collective_device(), copy=True)
+        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
+
+        def wait() -> Tensor:
+            work.wait()
+            return largest.cpu()
+
+        return wait
+
     def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return every rank's fragments."""
         everyone: list[Any] = [None] * dist.get_world_size(self._group)
