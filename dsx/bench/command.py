@@ -63,3 +63,33 @@ def codec(
     print_table(figures)
     if json_file is not None:
         json_file.write_text(json.dumps([figure.as_json() for figure in figures], indent=2) + "\n")
+
+
+@app.command()
+def launch(
+    numel: Annotated[
+        str, typer.Option(metavar="N,N", help="Elements of the fragment.")
+    ] = "1048576,16777216,67108864",
+    repeats: Annotated[int, typer.Option(help="The median of so many launches.", min=1)] = 9,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
+    ] = None,
+) -> None:
+    """Measure what launching a fragment costs the training thread, next to its copies alone."""
+    import torch
+
+    from dsx.bench.launch import as_json, measure_launch, print_launch
+
+    try:
+        sizes = [int(part) for part in numel.split(",")]
+        if min(sizes) < 1:
+            raise ValueError
+    except ValueError:
+        typer.echo(f"dsx bench launch: --numel={numel} must be numbers above 0", err=True)
+        raise typer.Exit(2) from None
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    codecs = [{"type": "dense"}, {"type": "quantized", "wire": "int4"}]
+    figures = [measure_launch(n, device, codec, repeats) for n in sizes for codec in codecs]
+    print_launch(figures)
+    if json_file is not None:
+        json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")

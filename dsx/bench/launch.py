@@ -1,0 +1,104 @@
+"""What a launch costs the training thread: `dsx bench launch`.
+
+A fragment is launched as in a run, with one cluster, so that the transfer's own thread has only
+the copy to wait for. Next to it, in the same passes, what no launch can go without: reading the
+masters, forming the pseudo-gradient, and the copy to where transfers start. The rest is what dsx
+adds. On an accelerator the copy runs beside the compute stream, and only what it takes to start
+it is the training thread's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+
+from dsx.backends.torch import TorchBackend
+from dsx.comm.gloo import GlooTransport
+from dsx.config import preset
+from dsx.outer_loop import OuterLoop
+
+_DEADLINE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class LaunchFigures:
+    """Median milliseconds of the training thread, per launch of `numel` elements."""
+
+    numel: int
+    device: str
+    compression: str
+    launch_ms: float
+    copy_ms: float
+    added_ms: float
+
+
+def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int) -> LaunchFigures:
+    """Return what launches of one fragment cost."""
+    model = nn.ParameterDict({"w": torch.zeros(numel, device=device)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    changed: dict[str, Any] = {
+        "schedule": {"interval": 2},
+        "delay": {"steps": 1},
+        "fragments": {"by": "model"},
+        "compression": codec,
+    }
+    method = preset("streaming_diloco", 1, **changed)
+    backend = TorchBackend(model, optimizer, method.fragments, 1)
+    transport = GlooTransport([0], lambda what: None, 0, 1, _DEADLINE_SECONDS)
+    loop = OuterLoop(method, backend, transport)
+    loop.start()
+    berth, local = loop.state.take_berth(0), loop.state.outgoing(0)
+    berth.is_free = True
+    anchor = loop.state.anchor[0]
+
+    def copies() -> None:
+        backend.read(0, local)
+        torch.sub(anchor, local, out=local)
+        if torch.device(device).type == "cpu":
+            berth.wire.copy_(local)
+
+    passes: list[tuple[float, float]] = []
+    for _ in range(repeats + 1):  # the first one allocates
+        loop.after_inner_step()
+        copied = _seconds(copies, local)
+        launched = _seconds(loop.launch_due, local)
+        loop.apply_ripe()
+        passes.append((launched, copied))
+    transport.close()
+    launch, copy = (1000 * median(p[i] for p in passes[1:]) for i in range(2))
+    added = 1000 * median(a - b for a, b in passes[1:])
+    return LaunchFigures(numel, device, str(codec["type"]), launch, copy, added)
+
+
+def _seconds(call: Callable[[], object], at: Tensor) -> float:
+    if at.is_cuda:
+        torch.cuda.synchronize(at.device)
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+def print_launch(figures: list[LaunchFigures]) -> None:
+    """Print a table, one row per size and codec."""
+    table = Table(caption="ms of the training thread per launch, median")
+    for title in ("elements", "device", "compression", "launch", "copies alone", "added"):
+        table.add_column(title, justify="left" if title in ("device", "compression") else "right")
+    for figure in figures:
+        values = (figure.launch_ms, figure.copy_ms, figure.added_ms)
+        table.add_row(
+            f"{figure.numel:,}", figure.device, figure.compression, *(f"{v:.2f}" for v in values)
+        )
+    Console(highlight=False).print(table)
+
+
+def as_json(figures: list[LaunchFigures]) -> list[dict[str, Any]]:
+    """Return the figures as JSON values."""
+    return [asdict(figure) for figure in figures]

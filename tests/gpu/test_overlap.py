@@ -1,0 +1,107 @@
+"""A launch on an accelerator leaves the compute stream alone: `pytest -m gpu tests/gpu`."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsx.backends.torch import TorchBackend
+from dsx.comm.gloo import GlooTransport
+from dsx.config import preset
+from dsx.outer_loop import OuterLoop
+from tests.simulated import Simulated
+from tests.tiny import ALL_CASES, TinyNet, batch, mean_loss
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+NUMEL = 256 * 2**20  # 1 GiB: some 20 to 50 ms to the host
+
+
+def large_loop() -> tuple[OuterLoop, torch.nn.Parameter]:
+    """One cluster with one large fragment on the device, on the transport of real runs."""
+    model = torch.nn.ParameterDict({"w": torch.zeros(NUMEL // 4096, 4096, device="cuda")})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = preset("streaming_diloco", 1, schedule={"interval": 4}, delay={"steps": 2},
+                    fragments={"by": "model"})  # fmt: skip
+    backend = TorchBackend(model, optimizer, method.fragments, 1)
+    transport = GlooTransport([0], lambda what: None, 0, 1, 60.0)
+    loop = OuterLoop(method, backend, transport)
+    loop.start()
+    return loop, model["w"]
+
+
+def launch_and_compute(loop: OuterLoop, matrix: torch.Tensor, num_products: int) -> float:
+    """Go to the boundary that launches, then give the compute stream work; return its seconds."""
+    while (loop.history.step + 1) % loop.method.schedule.interval:
+        loop.after_inner_step()
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    loop.launch_due()
+    issued = time.perf_counter() - started
+    for _ in range(num_products):
+        matrix @ matrix
+    return issued
+
+
+def test_the_copy_runs_beside_the_compute_stream(tmp_path: Path) -> None:
+    """In a trace, kernels of the compute stream run while the fragment is copied to the host."""
+    loop, _ = large_loop()
+    matrix = torch.randn(4096, 4096, device="cuda")
+    launch_and_compute(loop, matrix, 3)  # everything once: streams, pinned memory, kernels
+    loop.apply_ripe()
+    activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities) as profile:
+        launch_and_compute(loop, matrix, 60)
+        torch.cuda.synchronize()
+    loop.apply_ripe()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    events: list[dict[str, Any]] = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    timed = [e for e in events if e.get("ph") == "X" and "dur" in e]
+    copies = [e for e in timed if "DtoH" in e["name"]]
+    copy = max(copies, key=lambda e: e["dur"])
+    kernels = [e for e in timed if e.get("cat") == "kernel" and "gemm" in e["name"].lower()]
+    inside = [
+        e for e in kernels
+        if copy["ts"] < e["ts"] and e["ts"] + e["dur"] < copy["ts"] + copy["dur"]
+    ]  # fmt: skip
+    assert len(inside) >= 3, f"the copy took {copy['dur']} us, {len(kernels)} products beside it"
+    assert {e["args"]["stream"] for e in inside} != {copy["args"]["stream"]}
+    loop.transport.close()
+
+
+def test_a_launch_returns_long_before_the_copy_has_ended() -> None:
+    loop, weight = large_loop()
+    for _ in range(3):
+        issued = launch_and_compute(loop, weight[:64], 0)
+        copied = loop.in_flight[-1]
+        started = time.perf_counter()
+        copied.pending.wait()  # type: ignore[union-attr]
+        arrived = time.perf_counter() - started
+        loop.apply_ripe()
+    assert issued < 0.25 * arrived
+    loop.transport.close()
+
+
+@pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "eager", "cocodc", "co2"])
+def test_a_run_on_the_device_equals_one_on_the_host(name: str) -> None:
+    """The copies' order is right: nothing is read or written too early."""
+    method = ALL_CASES[name].method(2)
+
+    def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1)
+
+    host = Simulated(TinyNet(), sgd, method, 2)
+    device = Simulated(TinyNet().cuda(), sgd, method, 2)
+    for _ in range(24):
+        host.train_step(mean_loss)
+        device.train_step(lambda model, c, t: model(*(x.cuda() for x in batch(c, t))))
+    for ours, theirs in zip(device.parameters(), host.parameters(), strict=True):
+        for key, value in theirs.items():
+            assert (ours[key].cpu() - value).abs().max() < 1e-5
