@@ -40,6 +40,15 @@ def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tu
     return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
 
 
+def mean_numel(numel: int, wire: Wire, mean_wire: Wire, peers: Peers) -> int:
+    """Return the elements whose mean a cluster encodes anew; 0 where all codes are gathered."""
+    if peers.num_clusters <= GATHERED_UP_TO:
+        return 0
+    granularity = lcm(wire.granularity, mean_wire.granularity)
+    start, stop = slice_bounds(numel, peers.num_clusters, granularity)[peers.cluster_id]
+    return stop - start
+
+
 class ExactMean:
     """The fp32 mean of vectors; its receive buffers are kept from call to call."""
 

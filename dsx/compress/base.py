@@ -82,6 +82,10 @@ class Compressor(Protocol):
         """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`."""
         ...
 
+    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
+        """Return what that channel's `slots` take: residuals, warm starts."""
+        ...
+
 
 @dataclass(frozen=True)
 class Dense:
@@ -101,6 +105,10 @@ class Dense:
     def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> DenseChannel:
         """Return a channel that averages in fp32."""
         return DenseChannel(fragment.numel, peers)
+
+    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
+        """Nothing is kept."""
+        return 0
 
 
 class DenseChannel:

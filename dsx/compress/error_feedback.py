@@ -27,6 +27,12 @@ from dsx.wire.formats import FORMATS
 
 Storage = Literal["fp32", "bf16", "int8"]
 
+
+def residual_bytes(numel: int, storage: Storage) -> int:
+    """Return what a residual of `numel` elements takes."""
+    return FORMATS[storage]().num_bytes(numel)
+
+
 _lock = threading.Lock()
 _shared = torch.empty(0)  # fp32 work space for residuals that are stored in less
 

@@ -125,6 +125,20 @@ class LowRank(Quantized):
         """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
         return LowRankChannel(self, fragment, peers, max_rank or self.rank or 0)
 
+    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
+        """Return what residuals and warm starts take."""
+        taken = [s for s in fragment.layout if self.takes(s)]
+        rest = [s for s in fragment.layout if not s.is_small and not self.takes(s)]
+        parts = [merged([(s.offset, s.offset + s.numel) for s in slots]) for slots in (taken, rest)]
+        residuals = sum(self._run_bytes(b - a, peers) for part in parts for a, b in part)
+        return residuals + _warm_bytes(self, taken, max_rank or self.rank or 0)
+
+
+def _warm_bytes(method: LowRank, slots: list[Slot], max_rank: int) -> int:
+    """Return what the warm starts of matrices take, and the rank they are of."""
+    ranks = [min(max_rank, method.largest_rank(s)) for s in slots]
+    return 8 + sum(4 * r * two_sides(s)[1] for r, s in zip(ranks, slots, strict=True))
+
 
 class LowRankChannel:
     """The matrices in factors, the rest in codes.

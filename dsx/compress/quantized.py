@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from dsx.choices import require_choice
-from dsx.comm.reduce import CodedMean
+from dsx.comm.reduce import CodedMean, mean_numel
 from dsx.comm.swap import Exchange, Peers, together
 from dsx.compress.base import Channel, Launch
-from dsx.compress.error_feedback import Residual, Storage
+from dsx.compress.error_feedback import Residual, Storage, residual_bytes
 from dsx.types import Fragment, Slot
 from dsx.wire.base import Kernels, Rounding, Wire
 from dsx.wire.formats import FORMATS
@@ -103,6 +103,17 @@ class Quantized:
     def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
         """Return the channel of one fragment."""
         return QuantizedChannel(self, fragment, peers)
+
+    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
+        """Return what residuals take."""
+        return sum(self._run_bytes(b - a, peers) for a, b in runs(fragment.layout))
+
+    def _run_bytes(self, numel: int, peers: Peers) -> int:
+        """Return what the residuals of one run take: of the values sent, and of the mean."""
+        if self.error_feedback == "none":
+            return 0
+        own = 0 if self.down.is_exact else mean_numel(numel, self.up, self.down, peers)
+        return sum(residual_bytes(n, self.error_feedback) for n in (numel, own))
 
     def residual(self, numel: int) -> Residual | None:
         """Return a residual of `numel` elements, or None without error feedback."""

@@ -36,7 +36,7 @@ from dsx.choices import require_choice
 from dsx.comm.reduce import CodedMean
 from dsx.comm.swap import Exchange, Peers, together
 from dsx.compress.base import Channel, Launch
-from dsx.compress.error_feedback import Residual, Storage
+from dsx.compress.error_feedback import Residual, Storage, residual_bytes
 from dsx.compress.quantized import SmallPart, SmallWire, runs
 from dsx.types import Fragment, Slot
 from dsx.wire.base import Buffers, Codec, Kernels, require_sizes
@@ -98,6 +98,10 @@ class TopK:
     def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
         """Return the channel of one fragment."""
         return TopKChannel(self, fragment, peers)
+
+    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
+        """Return what residuals take."""
+        return sum(residual_bytes(b - a, self.error_feedback) for a, b in runs(fragment.layout))
 
 
 class TopKChannel:

@@ -37,7 +37,7 @@ LAYERS = [
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
     ["transfer", "agreement", "comm.topology"],
-    ["departure", "judge", "round_starts", "routes"],
+    ["departure", "judge", "memory", "round_starts", "routes"],
     ["outer_loop"],
     [
         "comm",

@@ -1,0 +1,90 @@
+"""What outer training takes on a rank, from numbers alone: also for a run that is only planned.
+
+With n fp32 elements of masters on the rank (its ZeRO shard), w of them as they travel (other than n
+only where whole matrices are put together), b = 1 + rounds under way, L the largest fragment:
+
+    anchor 4n, outer optimizer 4n per slot, delay policy 4n per slot (+ 4nb for what it keeps),
+    staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
+    work space: up to 4 vectors of L, shared by all fragments
+
+Codecs' own buffers (codes of one round, C of them where they are gathered) come on top of it: at
+most C + 1 times the bytes of one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsx.comm.swap import Peers
+from dsx.method import Method
+from dsx.state import notes_shape
+from dsx.types import Fragment
+
+_MOST_SCRATCH = 4
+
+
+@dataclass(frozen=True)
+class OuterMemory:
+    """Bytes of one rank by what they are for; `codec` and `transfers` are always on the host."""
+
+    anchor: int
+    outer_optimizer: int
+    delay: int
+    staleness: int
+    codec: int
+    transfers: int
+    work_space: int
+
+    @property
+    def total(self) -> int:
+        """All of it, the work space fully in use."""
+        return sum(vars(self).values())
+
+    def __str__(self) -> str:
+        named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
+        parts = ", ".join(f"{name} {_in_units(size)}" for name, size in named)
+        return f"{_in_units(self.total)} ({parts})"
+
+
+def predict(
+    method: Method,
+    fragments: Sequence[Fragment],
+    num_tensors: Sequence[int],
+    on_the_wire: Sequence[Fragment],
+    num_clusters: int,
+) -> OuterMemory:
+    """Return the bytes that a rank's outer state takes.
+
+    `fragments` are the rank's, with `num_tensors` parameters in each whole fragment;
+    `on_the_wire` the same as they travel.
+    """
+    numel = sum(f.numel for f in fragments)
+    outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
+    berths = method.num_berths
+    pairs = list(zip(fragments, num_tensors, strict=True))
+    kept = berths * numel if delay.keeps is not None else 0
+    of_staleness = sum(sum(staleness.slots(f, count).values()) for f, count in pairs)
+    if method.keeps_round_start:
+        of_staleness += numel
+    notes = sum(notes_shape(method, f, count, num_clusters).numel for f, count in pairs)
+    wire = sum(f.numel for f in on_the_wire)
+    rank = method.control.largest_rank
+    peers = [Peers(m, num_clusters) for m in range(num_clusters)]
+    codec = [sum(method.compression.state_bytes(f, p, rank) for f in on_the_wire) for p in peers]
+    return OuterMemory(
+        anchor=4 * numel if outer.keeps_anchor else 0,
+        outer_optimizer=4 * numel * len(outer.slots),
+        delay=4 * (numel * len(delay.slots(outer.slots)) + kept),
+        staleness=4 * of_staleness,
+        codec=max(codec),
+        transfers=4 * berths * (wire + notes),
+        work_space=4 * _MOST_SCRATCH * max((f.numel for f in fragments), default=0),
+    )
+
+
+def _in_units(num_bytes: int) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
