@@ -61,12 +61,13 @@ class DeepSpeedBackend:
         self.device = self._place.stepped()[0].device
         located = self._place.pieces(parameters)
         require_fp32(located)
-        pieces = {n: piece for n, piece in located.items() if n not in self._ties.replicas}
+        copies = {n: piece for n, piece in located.items() if n in self._ties.replicas}
+        pieces = {n: piece for n, piece in located.items() if n not in copies}
         self._shares: Shares | None = None
         if not self._place.is_sharded:
             self._shares = Shares(assignment, pieces, self._group, self._collective_device())
             pieces = self._shares.pieces
-        self._ties.locate(assignment, {**located, **pieces})
+        self._ties.locate(assignment, {**copies, **pieces})
         self._masters = Masters(shapes, assignment, pieces, self.stage.index)
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
