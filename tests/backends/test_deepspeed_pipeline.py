@@ -116,12 +116,11 @@ def keep_in_touch(base: str) -> dict[str, Any]:
     for step in range(1, NUM_STEPS + 1):
         train_batch(engine, step)
     engine.dsx.finish()
-    before = own_weights(engine)
+    before, sent = own_weights(engine), engine.dsx.totals.bytes_sent
     with engine.dsx.averaged():
         exported, tied = own_weights(engine), tied_bits(engine)
         apart = max_bit16_difference(engine)
     restored = own_weights(engine)
-    sent = engine.dsx.totals.bytes_sent
     engine.dsx.close()
     engine.destroy()
     return {
