@@ -82,7 +82,8 @@ def own_weights(engine: Any) -> dict[str, torch.Tensor]:
 
 def tied_bits(engine: Any) -> list[Any]:
     """The tied weight as trained and its master, where this rank holds any."""
-    from dsx.backends.deepspeed_masters import locate, trained_parameters
+    from dsx.backends.deepspeed_masters import locate
+    from dsx.backends.deepspeed_parameters import trained_parameters
 
     name = "tied_modules.ends.weight"
     parameters = trained_parameters(engine)
