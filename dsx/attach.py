@@ -8,6 +8,7 @@ torch.distributed world per cluster and must run before anything else touches to
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from dsx.backends.torch import TorchBackend
 from dsx.comm.world import Meeting, World, current_world, join
-from dsx.config import DsxConfig, load_config, with_launch_arguments
+from dsx.config import DsxConfig, load_config, read_json, with_launch_arguments
 from dsx.handle import Handle
 
 Config = str | Path | Mapping[str, Any]
@@ -44,11 +45,18 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     `config` is the DeepSpeed JSON with a "dsx" block; `args` may carry what
     `add_config_arguments` has parsed. Raises ConfigError, RuntimeError (launcher environment
     missing, or torch.distributed already initialised) or PeerLost (a cluster that does not come).
+    In a script that has imported deepspeed, DeepSpeed takes the same world at once, so that a
+    `PipelineModule` can be built next.
     """
     keys = ("cluster_id", "rendezvous", "store", "interface")
     given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
     clusters = with_launch_arguments(load_config(config), given).clusters
-    return join(Meeting(**clusters.model_dump(exclude={"on_mismatch"})))
+    world = join(Meeting(**clusters.model_dump(exclude={"on_mismatch"})))
+    if "deepspeed" in sys.modules:
+        from dsx.backends.deepspeed import adopt_world
+
+        adopt_world()
+    return world
 
 
 def initialize(
@@ -68,11 +76,13 @@ def initialize(
 ) -> tuple[Any, Any, Any, Any]:
     """Mirror `deepspeed.initialize`; the engine returned has a `Handle` as `engine.dsx`.
 
-    `training_data` is cut to this cluster's part, so that clusters never train on the same
+    A `PipelineModule` is built after `init_distributed`, and each of its stages is synchronised on
+    its own. `training_data` is cut to this cluster's part, so that clusters never train on the same
     samples; a dataloader of your own is yours to split (`dsx.data.ClusterShard`). Arguments that
     shape the distributed world are refused: that world is the cluster's, made by dsx.
     """
     from dsx.backends.deepspeed import start_engine
+    from dsx.backends.deepspeed_features import refuse_sharded_pipeline
     from dsx.data import ClusterShard
 
     _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
@@ -83,6 +93,7 @@ def initialize(
             "no DeepSpeed configuration: pass config=... or run with --deepspeed_config FILE"
         )
     world = current_world() or init_distributed(source, args)
+    refuse_sharded_pipeline(model, read_json(source))
     if training_data is not None:
         training_data = ClusterShard(training_data, world.cluster_id, world.num_clusters)
     engine, wrapped, loader, scheduler = start_engine(
@@ -133,7 +144,10 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
     backend = DeepSpeedBackend(engine, settings.method.fragments)
-    facts = {"train_batch_size": engine.train_batch_size()}  # the mean is not weighted
+    facts = {
+        "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
+        "pipeline_stage": [backend.stage.index, backend.stage.count],
+    }
     handle = Handle(backend, world, settings, facts)
     backend.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, handle, world)

@@ -127,7 +127,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
 
     Raises ConfigError for anything that is missing, unknown, ignored or impossible.
     """
-    document = _read_json(source)
+    document = read_json(source)
     if "dsx" not in document:
         raise ConfigError('the DeepSpeed config has no "dsx" block; add {"dsx": {"preset": ...}}')
     block = document["dsx"]
@@ -237,7 +237,8 @@ def _check_clusters(clusters: ClustersConfig) -> None:
         )
 
 
-def _read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a DeepSpeed JSON as it is written; ConfigError if there is none."""
     if isinstance(source, Mapping):
         return source
     try:

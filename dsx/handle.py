@@ -78,7 +78,8 @@ class Handle:
         )
         self._syncs = SyncRecords(
             store,
-            (world.rank, world.world_size),
+            backend.stage,
+            backend.shard,
             backend.fragment_numel,
             lambda record: self._metrics.event("sync", record),
             world.deadline_seconds,
@@ -169,8 +170,8 @@ class Handle:
         steps.
         """
         with self._naming_last_checkpoint():
-            if self.loop.drain():
-                self.loop.backend.publish()
+            self.loop.drain()
+            self.loop.backend.publish()  # whatever this stage had under way: all stages take part
             self._syncs.flush()
             steps = self._world.rendezvous.gather("end of training", self.step)
             if len(set(steps)) == 1:

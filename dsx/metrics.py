@@ -80,7 +80,8 @@ class Metrics:
         step = line.get("step", line.get("applied_step"))
         prefix = line["kind"]
         if prefix == "sync":
-            prefix = f"sync/fragment_{line['fragment']}"
+            stage = f"stage_{line['stage']}/" if "stage" in line else ""
+            prefix = f"sync/{stage}fragment_{line['fragment']}"
         for key, value in line.items():
             if isinstance(value, (int, float)) and key not in ("time", "step", "cluster"):
                 self._board.add_scalar(f"{prefix}/{key}", value, step)  # type: ignore[union-attr]

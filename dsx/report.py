@@ -127,7 +127,7 @@ def _read_clusters(directory: Path) -> list[_ClusterRecords]:
             f"{directory} holds no metrics*.jsonl: train with dsx.metrics.dir set to it"
         )
     steps: dict[int, dict[int, Record]] = {}
-    syncs: dict[int, dict[tuple[Any, Any], Record]] = {}
+    syncs: dict[int, dict[tuple[Any, ...], Record]] = {}
     for path in paths:
         for record in _read_records(path):
             cluster = int(record.get("cluster") or 0)
@@ -135,7 +135,7 @@ def _read_clusters(directory: Path) -> list[_ClusterRecords]:
                 key = 2 * int(record["step"]) + (record["kind"] == "finish")
                 steps.setdefault(cluster, {})[key] = record
             elif record.get("kind") == "sync":
-                key = (record.get("fragment"), record.get("round"))
+                key = tuple(record.get(name) for name in ("stage", "fragment", "round"))
                 syncs.setdefault(cluster, {})[key] = record
     if not steps:
         raise ValueError(f"{directory} holds no records of inner steps yet: wait for the first")
@@ -222,7 +222,7 @@ def _synchronous_bytes(clusters: list[_ClusterRecords], summary: Record) -> int 
     totals = _summarize_cluster(clusters[0])
     if not totals.syncs:
         return None
-    num_fragments = len({s.get("fragment") for s in clusters[0].syncs})
+    num_fragments = len({(s.get("stage"), s.get("fragment")) for s in clusters[0].syncs})
     return totals.bytes_sent * num_fragments * totals.steps // totals.syncs
 
 

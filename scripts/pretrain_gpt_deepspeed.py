@@ -4,9 +4,10 @@
     deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py \
         --deepspeed_config configs/quickstart.json
 
-What dsx adds to a DeepSpeed script: `dsx.init_distributed`, `dsx.initialize`, and the verbs of
-`engine.dsx`. The run directory receives metrics.jsonl (one more file per further cluster),
-plot.png, summary.json, checkpoints/, and the average of the clusters as model.safetensors.
+With `--pipeline-stages N` each cluster is a pipeline of N stages (gpt_pipeline.py). What dsx adds
+to a DeepSpeed script: `dsx.init_distributed`, `dsx.initialize`, and the verbs of `engine.dsx`. The
+run directory receives metrics.jsonl (one more file per further cluster), plot.png, summary.json,
+checkpoints/, and the average of the clusters as model.safetensors.
 
 Losses are in nats per token; bytes are payload that one cluster sent to the others. Utilization is
 1 - blocked / elapsed: blocked is the time that training threads spent inside dsx (copying, outer
@@ -31,6 +32,7 @@ import deepspeed
 import torch
 import torch.distributed as dist
 from gpt import GPT, GPTConfig
+from gpt_pipeline import as_pipeline, gather_weights, with_targets
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
@@ -88,9 +90,26 @@ class Run:
     validation: TokenWindows
     world: dsx.World
     engine: Any
+    shape: GPTConfig
+    num_parameters: int
     batches: ClusterBatches
     checkpoints: str
     console: Console | None  # only a process that reports has one
+
+    @property
+    def is_pipeline(self) -> bool:
+        """Whether a rank holds one stage of the model only."""
+        return self.arguments.pipeline_stages > 1
+
+    @property
+    def data_rank(self) -> int:
+        """This rank among those that read other data than each other."""
+        return dist.get_rank(self.engine.data_parallel_group)
+
+    @property
+    def num_data_ranks(self) -> int:
+        """Return how many read data: in a pipeline, all stages of a replica read the same."""
+        return self.engine.dp_world_size
 
 
 class Meter:
@@ -98,6 +117,7 @@ class Meter:
 
     def __init__(self, run: Run) -> None:
         self._handle = run.engine.dsx
+        self._num_data_ranks = run.num_data_ranks
         self._ranks = torch.zeros(run.world.world_size, 3, device=run.engine.device).double()
         # bytes count from 0: the first step of a resumed run brings what was sent before
         self._last = (time.perf_counter(), self._handle.totals.blocked_seconds, 0)
@@ -114,7 +134,7 @@ class Meter:
         return Counters(
             steps=steps,
             loss_sum=steps * sum(losses) / len(losses),
-            tokens=tokens * len(losses),
+            tokens=tokens * self._num_data_ranks,
             seconds=seconds,
             blocked_seconds=max(blocked),
             bytes_sent=int(sum(sent)),
@@ -131,6 +151,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--data", type=Path, default=Path("data/stdlib"), help="built by `dsx data build`")
     add("--run-dir", type=Path, help="where results go; none: dsx.metrics.dir of the config")
     add("--steps", type=positive, default=160, help="inner steps, also of the LR schedule")
+    add("--pipeline-stages", type=positive, default=1, help="inside a cluster; 1: no pipeline")
     add("--layers", type=positive, default=4, help="transformer layers")
     add("--hidden", type=positive, default=256, help="width of the model")
     add("--heads", type=positive, default=4, help="attention heads")
@@ -181,20 +202,24 @@ def set_up(arguments: argparse.Namespace) -> Run:
     train = TokenWindows(arguments.data / "train", arguments.sequence_length)
     validation = TokenWindows(arguments.data / "validation", arguments.sequence_length)
     size = (arguments.layers, arguments.hidden, arguments.heads, arguments.sequence_length)
-    model = GPT(GPTConfig(*size, vocab_size=dataset.vocab_size), arguments.seed)
+    shape = GPTConfig(*size, vocab_size=dataset.vocab_size)
+    model: Any = GPT(shape, arguments.seed)
+    num_parameters = model.num_parameters()
     world = dsx.init_distributed(config, args=arguments)
     checkpoints = arguments.run_dir / "checkpoints"
     if world.rank == 0 and not arguments.resume:
         (arguments.run_dir / "summary.json").unlink(missing_ok=True)
         set_aside(checkpoints / f"cluster_{world.cluster_id}")
+    if arguments.pipeline_stages > 1:
+        model = as_pipeline(model, arguments.pipeline_stages)
     engine, *_ = dsx.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches = ClusterBatches(
         train,
         engine.train_micro_batch_size_per_gpu(),
         cluster_id=world.cluster_id,
         num_clusters=world.num_clusters,
-        rank=world.rank,
-        world_size=world.world_size,
+        rank=dist.get_rank(engine.data_parallel_group),
+        world_size=engine.dp_world_size,
         seed=arguments.seed,
     )
     engine.dsx.track(data=batches)
@@ -208,7 +233,10 @@ def set_up(arguments: argparse.Namespace) -> Run:
                 f"the checkpoint stands at step {engine.dsx.step}: --steps {arguments.steps} "
                 "leaves nothing to do; give a larger number"
             )
-    return Run(arguments, dataset, validation, world, engine, batches, str(checkpoints), console)
+    return Run(
+        arguments, dataset, validation, world, engine, shape, num_parameters, batches,
+        str(checkpoints), console,
+    )  # fmt: skip
 
 
 def set_aside(directory: Path) -> None:
@@ -253,15 +281,18 @@ def open_bar(console: Console | None) -> Progress:
 def train_step(run: Run) -> tuple[float, int]:
     """Take one inner step; return this rank's mean loss and number of tokens."""
     engine = run.engine
-    loss_sum, tokens = 0.0, 0
-    for _ in range(engine.gradient_accumulation_steps()):
-        windows = next(run.batches).to(engine.device)
+    batches = [next(run.batches) for _ in range(engine.gradient_accumulation_steps())]
+    tokens = sum(windows[:, 1:].numel() for windows in batches)
+    if run.is_pipeline:
+        return engine.train_batch(with_targets(batches)).item(), tokens
+    loss_sum = 0.0
+    for windows in batches:
+        windows = windows.to(engine.device)
         loss = engine(windows[:, :-1], windows[:, 1:])
         engine.backward(loss)
         engine.step()
         loss_sum += loss.item()
-        tokens += windows[:, 1:].numel()
-    return loss_sum / engine.gradient_accumulation_steps(), tokens
+    return loss_sum / len(batches), tokens
 
 
 @torch.no_grad()
@@ -269,14 +300,19 @@ def evaluate(run: Run) -> float:
     """Return the mean loss on evenly spread held-out windows, shared out to the ranks."""
     engine, validation = run.engine, run.validation
     batch_size = engine.train_micro_batch_size_per_gpu()
-    wanted = run.arguments.validation_batches * batch_size * run.world.world_size
-    count = min(wanted, len(validation))
+    round_size = batch_size * run.num_data_ranks
+    count = min(run.arguments.validation_batches * round_size, len(validation))
+    if run.is_pipeline:
+        count -= count % round_size  # it takes whole micro-batches, as many on every rank
     chosen = [i * len(validation) // count for i in range(count)]
-    own = chosen[run.world.rank :: run.world.world_size]
+    own = chosen[run.data_rank :: run.num_data_ranks]
+    starts = range(0, len(own), batch_size)
+    batches = [torch.stack([validation[i] for i in own[s : s + batch_size]]) for s in starts]
+    if run.is_pipeline:
+        return engine.eval_batch(with_targets(batches), num_micro_batches=len(batches)).item()
     loss_sum = torch.zeros((), dtype=torch.float64, device=engine.device)
     engine.eval()
-    for start in range(0, len(own), batch_size):
-        windows = torch.stack([validation[i] for i in own[start : start + batch_size]])
+    for windows in batches:
         windows = windows.to(engine.device)
         loss_sum += engine(windows[:, :-1], windows[:, 1:]).double() * len(windows)
     engine.train()
@@ -292,7 +328,7 @@ def conclude(run: Run, total: Counters, started: float) -> None:
     with handle.averaged():
         average = evaluate(run)
         if run.world.cluster_id == 0:
-            export_model(run.engine.module, run_dir, is_writer=run.world.rank == 0)
+            export_model(run)
     if run.console is None:
         return
     if run.world.cluster_id:
@@ -300,8 +336,7 @@ def conclude(run: Run, total: Counters, started: float) -> None:
         run.console.print(f"validation loss: {losses}; cluster 0 writes summary and figure")
         return
     num_clusters = run.world.num_clusters
-    parameters = run.engine.module.parameters()  # empty between steps of ZeRO-3
-    model_bytes = sum(getattr(p, "ds_numel", p.numel()) * p.element_size() for p in parameters)
+    model_bytes = run.num_parameters * next(run.engine.module.parameters()).element_size()
     ring_bytes = 2 * (num_clusters - 1) * model_bytes // num_clusters  # of an all-reduce
     summary = {
         "steps": handle.step,
@@ -318,19 +353,23 @@ def conclude(run: Run, total: Counters, started: float) -> None:
     report(run_dir)
 
 
-def export_model(model: GPT, run_dir: Path, is_writer: bool) -> None:
+def export_model(run: Run) -> None:
     """Write the weights and the shape that `GPTConfig(**shape)` takes; all ranks of a cluster call.
 
     ZeRO-3 has taken the parameters apart: they are gathered one by one.
     """
     weights: dict[str, torch.Tensor] = {}
-    for name, weight in model.state_dict(keep_vars=True).items():
-        with deepspeed.zero.GatheredParameters([weight]):
-            if is_writer:
-                weights[name] = weight.detach().to("cpu", copy=True)
+    is_writer, run_dir = run.world.rank == 0, run.arguments.run_dir
+    if run.is_pipeline:
+        weights = gather_weights(run.engine)
+    else:
+        for name, weight in run.engine.module.state_dict(keep_vars=True).items():
+            with deepspeed.zero.GatheredParameters([weight]):
+                if is_writer:
+                    weights[name] = weight.detach().to("cpu", copy=True)
     if is_writer:
         save_file(weights, run_dir / "model.safetensors")
-        (run_dir / "model.json").write_text(json.dumps(asdict(model.config), indent=2) + "\n")
+        (run_dir / "model.json").write_text(json.dumps(asdict(run.shape), indent=2) + "\n")
 
 
 def prepare_process() -> None:

@@ -24,22 +24,27 @@ class Backend(Protocol):
 
     @property
     def fragments(self) -> Sequence[Fragment]:
-        """This rank's layout; the ids are the same on every rank."""
+        """This rank's layout; the ids are the same on every rank of a stage."""
         ...
 
     @property
     def fragment_numel(self) -> Sequence[int]:
-        """Elements of each whole fragment, wherever in the cluster they lie."""
+        """Elements of each whole fragment, wherever in the stage they lie."""
         ...
 
     @property
     def fragment_parameters(self) -> Sequence[Sequence[ParameterShape]]:
-        """The whole parameters of each fragment, wherever in the cluster they lie."""
+        """The whole parameters of each fragment, wherever in the stage they lie."""
         ...
 
     @property
     def stage(self) -> Stage:
         """The pipeline stage this rank belongs to."""
+        ...
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This rank's number among those of the cluster that share its fragments, and how many."""
         ...
 
     @property
@@ -74,7 +79,7 @@ class Backend(Protocol):
         ...
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the cluster's ranks. Collective, like the sum."""
+        """Return the elementwise largest of the shards' values. Collective, like the sum."""
         ...
 
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
@@ -89,9 +94,9 @@ class Backend(Protocol):
         ...
 
     def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send `outgoing[r]` to rank r of the cluster, fill `incoming[r]` from it; fp32 vectors.
+        """Send `outgoing[r]` to shard r of the cluster, fill `incoming[r]` from it; fp32 vectors.
 
-        Collective; the own rank's place is copied.
+        Collective like the sum; the own place is copied.
         """
         ...
 
@@ -154,12 +159,14 @@ class Masters:
         parameters: Sequence[ParameterShape],
         assignment: Sequence[Sequence[str]],
         pieces: Mapping[str, Piece],
+        stage: int = 0,
     ) -> None:
         shapes = {p.name: p for p in parameters}
         self.fragment_parameters = [[shapes[name] for name in names] for names in assignment]
         self.fragment_numel = [sum(p.numel for p in ps) for ps in self.fragment_parameters]
         places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
-        self.fragments = lay_out(assignment, places, {p.name: p.shape for p in parameters})
+        wholes = {p.name: p.shape for p in parameters}
+        self.fragments = lay_out(assignment, places, wholes, stage)
         self._pieces = [
             [(slot.offset, pieces[slot.name]) for slot in fragment.layout]
             for fragment in self.fragments

@@ -1,4 +1,4 @@
-"""DeepSpeed as the inner engine: ZeRO-0 to ZeRO-3, fp32, bf16 and fp16, unmodified.
+"""DeepSpeed as the inner engine: ZeRO-0 to ZeRO-3, pipelines, fp32, bf16 and fp16, unmodified.
 
 The outer update happens inside the inner step, in the step hook of the basic optimizer: the
 fp32 masters are updated, the bit16 weights not yet gathered, so DeepSpeed's own copy and all-gather
@@ -9,10 +9,12 @@ carry our change and nothing is sent twice. Traps that the code answers:
 - it does not fire on an overflow step: the boundary still counts (`_take_model_step` is wrapped),
   or the clusters' clocks would drift apart, and what was written is published by a collective;
 - whether to publish is decided from the schedule, never from "do I own something": it is a
-  collective and a rank may own nothing of a fragment.
+  collective and a rank may own nothing of a fragment;
+- the stages of a pipeline launch and apply at steps of their own: every collective of the outer
+  step runs over the ranks of one stage, only tied weights go further (deepspeed_pipeline.py).
 
-Where the masters are is known in deepspeed_masters.py. Without ZeRO all ranks of a cluster hold
-all of them, and share the outer step out (shares.py).
+Where the masters are is known in deepspeed_masters.py. Without ZeRO all ranks of a stage hold
+all of its masters, and share the outer step out (shares.py).
 """
 
 from __future__ import annotations
@@ -32,10 +34,11 @@ from dsx.backends.deepspeed_parameters import (
     trained_parameters,
     whole_shape,
 )
+from dsx.backends.deepspeed_pipeline import Ties, assign_stage, name_in_model, stage_of
 from dsx.backends.shares import Shares
 from dsx.fragment import Fragmenter
 from dsx.schedule.periodic import BackwardTrigger
-from dsx.types import Fragment, ParameterShape, Stage
+from dsx.types import Fragment, ParameterShape
 
 
 class DeepSpeedBackend:
@@ -46,18 +49,26 @@ class DeepSpeedBackend:
         self._engine = engine
         self._group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
         self._place = locate(engine)
-        parameters = trained_parameters(engine)
-        shapes = [ParameterShape(n, whole_shape(p)) for n, p in parameters.items()]
-        assignment = fragmenter.assign(shapes)
-        self.stage = Stage()
+        self.stage = stage_of(engine)
+        parameters = name_in_model(engine, trained_parameters(engine))
+        self._ties = Ties(engine, parameters, self._collective_device())
+        shapes = [
+            ParameterShape(n, whole_shape(p))
+            for n, p in parameters.items()
+            if n not in self._ties.replicas
+        ]
+        assignment = assign_stage(fragmenter, shapes, self.stage)
         self.device = self._place.stepped()[0].device
-        pieces = self._place.pieces(parameters)
-        require_fp32(pieces)
+        located = self._place.pieces(parameters)
+        require_fp32(located)
+        copies = {n: piece for n, piece in located.items() if n in self._ties.replicas}
+        pieces = {n: piece for n, piece in located.items() if n not in copies}
         self._shares: Shares | None = None
         if not self._place.is_sharded:
             self._shares = Shares(assignment, pieces, self._group, self._collective_device())
             pieces = self._shares.pieces
-        self._masters = Masters(shapes, assignment, pieces)
+        self._ties.locate(assignment, {**copies, **pieces})
+        self._masters = Masters(shapes, assignment, pieces, self.stage.index)
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
         self.fragment_parameters = self._masters.fragment_parameters
@@ -78,6 +89,7 @@ class DeepSpeedBackend:
     def publish(self) -> None:
         """Copy masters to bit16 weights and gather them; collective in the cluster."""
         self._bring_together(range(len(self.fragments)))
+        self._ties.hand_on(range(len(self.fragments)))
         self._place.publish()
 
     def inner_lr(self) -> float:
@@ -87,18 +99,23 @@ class DeepSpeedBackend:
     def sum_over_shards(self, values: Tensor) -> Tensor:
         """Return the shards' sum in rank order."""
         total = torch.zeros_like(values)
-        for shard in self._gather(values, self._group):
+        for shard in self._gather(values):
             total.add_(shard)
         return total
 
     def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the cluster's ranks."""
-        return torch.stack(self._gather(values, None)).amax(0)
+        """Return the elementwise largest of the shards' values."""
+        return torch.stack(self._gather(values)).amax(0)
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Return this rank's place in its stage."""
+        return dist.get_rank(self._group), dist.get_world_size(self._group)
 
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start finding the elementwise largest of the cluster's ranks."""
+        """Start finding the elementwise largest of the shards' values."""
         largest = values.to(self._collective_device(), copy=True)
-        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, async_op=True)
+        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def wait() -> Tensor:
             work.wait()
@@ -108,9 +125,10 @@ class DeepSpeedBackend:
 
     def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return every rank's fragments."""
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        rank, count = self.shard
+        everyone: list[Any] = [None] * count
         dist.all_gather_object(everyone, self.fragments, group=self._group)
-        return everyone, dist.get_rank(self._group)
+        return everyone, rank
 
     def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Exchange shards over the ranks that share them, on the device of their backend."""
@@ -127,11 +145,11 @@ class DeepSpeedBackend:
         is_nccl = dist.get_backend() == "nccl"
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
-    def _gather(self, values: Tensor, group: Any) -> list[Tensor]:
-        """Return the values of every rank of a group, None for all of the cluster's."""
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        """Return the values of every rank that shares the fragments."""
         own = values.to(self._collective_device())
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, own, group=group)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, own, group=self._group)
         return [other.to(values.device) for other in everyone]
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
@@ -161,8 +179,7 @@ class DeepSpeedBackend:
             self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             if self._stepped >= self._expected:
                 self._is_passed = True
-                if callback():
-                    self._bring_together(list(self._written))
+                if self._pass_on(callback()):
                     self._place.recopy()
 
         def take(*args: Any, **kwargs: Any) -> None:
@@ -171,11 +188,18 @@ class DeepSpeedBackend:
             self._is_passed = False
             take_model_step(*args, **kwargs)
             self._expected = None
-            if not self._is_passed and callback():  # overflow: the optimizer did not step
-                self.publish()
+            if not self._is_passed and self._pass_on(callback()):
+                self._place.publish()  # overflow: the optimizer did not step
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)
         engine._take_model_step = take
+
+    def _pass_on(self, was_written: bool) -> bool:
+        """Give what this stage has written to all who hold it; return whether masters changed."""
+        written = list(self._written)
+        if was_written:
+            self._bring_together(written)
+        return self._ties.hand_on(written) or was_written
 
     def _bring_together(self, fragments: Sequence[int]) -> None:
         """Give every rank what the others have written. Collective: all wrote the same ones."""
@@ -184,11 +208,11 @@ class DeepSpeedBackend:
         self._written.clear()
 
 
-def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Call `deepspeed.initialize`, without its shared-memory collective on CPU-only hosts.
+def adopt_world() -> None:
+    """Let DeepSpeed take this cluster's world, which a `PipelineModule` needs to be built.
 
-    That one serves inference only, needs a C++ build of a minute or two at the first start, and
-    ignores process groups.
+    Without its shared-memory collective on CPU-only hosts: that one serves inference only, needs
+    a C++ build of a minute or two at the first start, and ignores process groups.
     """
     import deepspeed
     from deepspeed.accelerator import get_accelerator
@@ -197,5 +221,14 @@ def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:
     accelerator: Any = get_accelerator()
     if accelerator.device_name() == "cpu":
         __compatible_ops__["deepspeed_shm_comm"] = False
+    init_distributed: Any = deepspeed.init_distributed
+    init_distributed()
+
+
+def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:
+    """Call `deepspeed.initialize` in this cluster's world."""
+    import deepspeed
+
+    adopt_world()
     start: Any = deepspeed.initialize
     return start(**arguments)

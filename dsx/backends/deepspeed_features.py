@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -17,15 +18,17 @@ def refuse_unsupported(engine: Any) -> None:
 
 
 def _refused_parallelism(engine: Any) -> dict[str, str]:
-    data_parallel = "inside a cluster it serves data parallelism, ZeRO stages 0 to 3"
+    served = "inside a cluster it serves data parallelism with ZeRO stages 0 to 3, and pipelines"
     tensor, sequence = engine.autotp_size(), engine.sequence_parallel_size
+    is_pipeline = bool(engine.pipeline_parallelism)
+    sliced = engine.grid.model_parallel_size if is_pipeline else engine.mp_world_size
     features = {
-        "pipeline parallelism": bool(engine.pipeline_parallelism),
-        f"tensor_parallel.autotp_size={tensor}": tensor > 1 or engine.mp_world_size > 1,
+        f"a topology with {sliced} slices of each layer": is_pipeline and sliced > 1,
+        f"tensor_parallel.autotp_size={tensor}": tensor > 1 or (sliced > 1 and not is_pipeline),
         f"sequence_parallel_size={sequence}": sequence > 1,
         "mixture of experts": bool(engine.has_moe_layers),
     }
-    return {name: f"{data_parallel}; leave it out" for name, used in features.items() if used}
+    return {name: f"{served}; leave it out" for name, used in features.items() if used}
 
 
 def _refused_zero(engine: Any) -> dict[str, str]:
@@ -58,3 +61,16 @@ def _refused_zero(engine: Any) -> dict[str, str]:
     if engine.is_deepcompile_enabled():
         found["compile.deepcompile=true"] = "use torch.compile on the model instead"
     return found
+
+
+def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a pipeline under ZeRO-2/3, before DeepSpeed's own assertion."""
+    from deepspeed.pipe import PipelineModule
+
+    stage = config.get("zero_optimization", {}).get("stage", 0)
+    if isinstance(model, PipelineModule) and stage > 1:
+        raise ValueError(
+            f"zero_optimization.stage={stage} with a PipelineModule: DeepSpeed's pipelines keep "
+            "all gradients of a stage until its step, which ZeRO-2 and ZeRO-3 take apart; use "
+            "stage 0 or 1"
+        )

@@ -61,6 +61,7 @@ class TorchBackend:
         self._watch: BackwardWatch | None = None
         self._is_stepping_fragment = False
         self.stage = Stage()
+        self.shard = (0, 1)
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
         self.fragment_parameters = self._masters.fragment_parameters

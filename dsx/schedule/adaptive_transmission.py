@@ -8,7 +8,8 @@ those of one fragment's transfer:
 
 A decision comes at `ceil(j * H / N)` steps after N last changed, j = 1, 2, ... It takes the
 stalest fragment if one has waited H steps, else the one with the largest R_p (ties: the lowest).
-A fragment under way is not eligible; with none eligible, nothing is sent.
+A fragment under way is not eligible; with none eligible, nothing is sent. The S stages of a
+pipeline share the link: each sends n = max(P, floor(N / S)), stage s floor(s*H/(n*S)) later.
 
 Deviations: the paper's spacing floor(H/N) overshoots gamma; I_p is counted from launch to launch,
 since that is the progress D_p holds. T_c and T_s are measured locally, so they travel with the
@@ -81,8 +82,11 @@ class AdaptiveTransmission:
 
     def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
         """Return the fragment chosen at this boundary, if it is one of decision."""
-        plan = history.plan
-        count, since = plan["transmissions"], step - plan["epoch"]
+        plan, num_fragments = history.plan, history.num_fragments
+        count = max(num_fragments, plan["transmissions"] // stage.count)
+        # an epoch begins when a transfer is applied, which is a shifted one
+        start = max(0, plan["epoch"] - _shift(stage, num_fragments, knobs.interval))
+        since = step - start - _shift(stage, count, knobs.interval)
         decision = since * count // knobs.interval
         if decision < 1 or -(-decision * knobs.interval // count) != since:
             return ()
@@ -152,6 +156,11 @@ class AdaptiveTransmission:
                 "interval >= %d",
                 knobs.interval, history.num_fragments, transfer, compute, needed,
             )  # fmt: skip
+
+
+def _shift(stage: Stage, count: int, interval: int) -> int:
+    """Return how much later than the first stage this one decides, of `count` times in H steps."""
+    return stage.index * interval // (count * stage.count)
 
 
 def _interval_needed(num_fragments: int, step_seconds: float, transfer_seconds: float) -> int:

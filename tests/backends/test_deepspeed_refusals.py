@@ -48,7 +48,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "compile.deepcompile=true": {"compile": {"deepcompile": True}},
 }
 ATTRIBUTES = {
-    "pipeline parallelism": ("pipeline_parallelism", True),
     "mixture of experts": ("has_moe_layers", True),
     "sequence_parallel_size=2": ("sequence_parallel_size", 2),
 }

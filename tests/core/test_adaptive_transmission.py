@@ -23,6 +23,7 @@ def run(
     num_fragments: int,
     num_steps: int,
     norms: Callable[[int], float],
+    stage: Stage = Stage(),  # noqa: B008 - frozen
 ) -> list[tuple[int, int]]:
     """Every launch applied at once, with the given norm of its mean per fragment."""
     history = History(num_fragments)
@@ -30,7 +31,7 @@ def run(
     schedule.advance(history, knobs)
     launches = []
     for step in range(1, num_steps + 1):
-        due = schedule.due(step, history, knobs, Stage())
+        due = schedule.due(step, history, knobs, stage)
         history.step = step
         for p in due:
             history.intervals[p] = step - history.launched[p]
@@ -51,6 +52,17 @@ def test_as_often_as_the_link_carries() -> None:
     steps = [step for step, _ in launches[1:]]
     assert steps == [epoch + math.ceil(j * 20 / 6) for j in range(1, len(steps) + 1)]
     assert len(steps) == 30
+
+
+def test_stages_share_the_link_and_take_turns() -> None:
+    """N = 12 in H = 24 steps: six each from two stages, four each from three."""
+    schedule = AdaptiveTransmission(24, gamma=0.5, step_seconds=1.0, transfer_seconds=1.0)
+    for count, each in ((2, 6), (3, 4)):
+        stages = [run(schedule, 3, 250, lambda p: 1.0, Stage(s, count)) for s in range(count)]
+        steps = [[step for step, _ in launches] for launches in stages]
+        assert [len([t for t in own if 48 < t <= 240]) for own in steps] == [8 * each] * count
+        together = [t for own in steps for t in own if t > 48]
+        assert len(set(together)) == len(together)
 
 
 def test_a_slow_link_carries_each_fragment_once() -> None:
