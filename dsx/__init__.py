@@ -12,6 +12,7 @@ from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import ConfigError, load_config, preset
 from dsx.handle import Handle
+from dsx.judge import NonFiniteError, ParityError
 from dsx.method import Method, SettingWarning
 from dsx.simulate import SimulatedClusters
 
@@ -19,6 +20,8 @@ __all__ = [
     "ConfigError",
     "Handle",
     "Method",
+    "NonFiniteError",
+    "ParityError",
     "PeerLost",
     "SettingWarning",
     "SimulatedClusters",

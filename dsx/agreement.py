@@ -87,12 +87,18 @@ class Agreement:
         return measure
 
     def take(
-        self, notes: Notes, fragment: int, history: History, seconds: float, launched_with: Knobs
+        self,
+        notes: Notes,
+        fragment: int,
+        history: History,
+        seconds: float,
+        launched_with: Knobs,
+        is_refused: bool = False,
     ) -> None:
         """Bring the averaged notes of a transfer into `history`, in place.
 
         Collective over the cluster's ranks if the method measures anything. `seconds` is this
-        rank's own measurement of the transfer. A refused round measures nothing: its mean is 0.
+        rank's own measurement of the transfer. A refused round measures no mean.
         """
         if seconds > 0:
             before = self._transfer_seconds.get(fragment)
@@ -110,10 +116,10 @@ class Agreement:
         if not notes.of_owner.numel():
             return
         measured = self._backend.sum_over_shards(notes.of_owner.clone()).tolist()
+        if is_refused:
+            return
         if self._method.schedule.uses_norms:
-            square = measured.pop()
-            if square > 0:
-                history.mean_norm[fragment] = square**0.5
+            history.mean_norm[fragment] = measured.pop() ** 0.5
         if measured:
             control.decide(measured, launched_with, initial, history)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,10 +20,12 @@ from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import DsxConfig
 from dsx.export import exported
-from dsx.method import Method, SettingWarning
+from dsx.judge import NonFiniteError, ParityError
+from dsx.last_comparison import begin_comparison, end_comparison
+from dsx.method import Method
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
-from dsx.routes import factored, plan_routes
+from dsx.routes import plan_routes, tell_what_is_factored
 from dsx.stop import StopAgreement
 from dsx.sync_records import SyncRecords
 from dsx.transfer import Totals
@@ -171,12 +172,11 @@ class Handle:
         """
         with self._naming_last_checkpoint():
             self.loop.drain()
-            self.loop.backend.publish()  # whatever this stage had under way: all stages take part
             self._syncs.flush()
             steps = self._world.rendezvous.gather("end of training", self.step)
             if len(set(steps)) == 1:
-                judge, history = self.loop.judge, self.loop.history
-                judge.end_comparison(judge.begin_comparison(history.step), history)
+                end_comparison(self.loop, begin_comparison(self.loop))
+            self.loop.backend.publish()  # whatever this stage had under way: all stages take part
         self.log("finish", bytes_sent=self._syncs.bytes_sent)
         if len(set(steps)) > 1:
             taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
@@ -206,6 +206,11 @@ class Handle:
     def save(self, directory: Path) -> None:
         """Write this rank's outer state into a checkpoint's directory. Every rank calls it."""
         self._syncs.flush()
+        if any(refusals.in_a_row for refusals in self.loop.history.refusals):
+            logger.warning(
+                "the checkpoint of step %d is of a time when rounds are refused: a cluster's "
+                "weights or moments may not be finite in it", self.step,
+            )  # fmt: skip
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
         states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
         with self._naming_last_checkpoint():
@@ -279,26 +284,10 @@ class Handle:
 
     @contextmanager
     def _naming_last_checkpoint(self) -> Generator[None, None, None]:
-        """Add to a lost peer's message what can be resumed from."""
+        """Add to the message of what ends a run what it can be resumed from."""
         try:
             yield
-        except PeerLost as error:
+        except (PeerLost, ParityError, NonFiniteError) as error:
             self._metrics.flush()
-            kept = f"resume from {self._last_checkpoint}" if self._last_checkpoint else "none saved"
-            raise PeerLost(f"{error}; last checkpoint: {kept}") from None
-
-
-def tell_what_is_factored(method: Method, backend: Backend) -> None:
-    """Log how a low-rank codec treats this model; warn if it finds nothing to factor."""
-    fragments = factored(method, backend)
-    for index, (taken, rest) in enumerate(fragments):
-        others = f"; as codes: {', '.join(rest)}" if rest else ""
-        logger.info("fragment %d: %d matrices travel in factors%s", index, len(taken), others)
-    if fragments and not any(taken for taken, _ in fragments):
-        warnings.warn(
-            "compression.type='low_rank' finds no matrix to factor in this model: all are too "
-            "small to save compression.min_saving at this rank, or in compression.exclude, and "
-            "travel in codes; lower compression.rank, or use type 'quantized'",
-            SettingWarning,
-            stacklevel=2,
-        )
+            kept = self._last_checkpoint or "none saved"
+            raise type(error)(f"{error}; last checkpoint: {kept}") from None

@@ -2,7 +2,7 @@
 
 A cluster whose values are not finite has lost its progress and goes on from the anchors. Where
 that does not help (say, its inner optimizer's moments are not finite either), all clusters stop
-after some rounds, rather than train on without it unnoticed.
+after some rounds, rather than train on without it unnoticed; at once, where there is no anchor.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import logging
 import torch
 
 from dsx.backends.base import Backend
-from dsx.comm.base import COMPARISON, Pending, Submission, Transport
+from dsx.comm.base import Transport
 from dsx.guard import Verdict
 from dsx.method import Method
 from dsx.state import StateStore
-from dsx.transfer import Arrived
-from dsx.types import History
+from dsx.types import History, Refusals
 
 MOST_REFUSALS = 3  # of one fragment in a row, and one for each round that is under way
 logger = logging.getLogger(__name__)
@@ -58,46 +57,36 @@ class Judge:
         )
         verdict.round = int(flags[2, 0])
         what = f"fragment {fragment} launched at step {launched}"
-        history.refusals[fragment] = history.refusals[fragment] + 1 if verdict.refused_by else 0
+        refusals = history.refusals[fragment]
+        refusals.count(verdict.refused_by, launched)
         if verdict.refused_by:
-            lost = _names(verdict.refused_by)
-            refusals = history.refusals[fragment]
-            if refusals >= MOST_REFUSALS + self._method.delay.rounds_under_way:
-                raise NonFiniteError(
-                    f"{what}: {lost} sent values that are not finite, and {refusals} rounds in a "
-                    "row have been left out: training has diverged there; resume from a "
-                    "checkpoint, with a lower learning rate or other data"
-                )
-            logger.error(
-                "%s: %s sent values that are not finite; all clusters leave this round out", what,
-                lost,
-            )  # fmt: skip
+            self._refuse(what, verdict.refused_by, refusals)
         if verdict.differing:
             self._mend(fragment, verdict, what)
 
     def restarts(self, verdict: Verdict) -> bool:
         """Whether this cluster has lost its progress and goes on from the anchor."""
-        has_anchor = self._method.outer_optimizer.keeps_anchor
-        return has_anchor and self._transport.cluster_id in verdict.refused_by
+        return self._has_anchor and self._transport.cluster_id in verdict.refused_by
 
-    def begin_comparison(self, step: int) -> list[tuple[Verdict, Pending]]:
-        """Start exchanging headers once more, at the end: no later transfer tells of the last."""
-        started: list[tuple[Verdict, Pending]] = []
-        for fragment, line in zip(self._backend.fragments, self._state.lines, strict=True):
-            if self._state.is_sent(fragment.id):
-                verdict, what = Verdict(), Submission(fragment.id, step, COMPARISON)
-                pending = self._transport.submit(what, line.confirm(verdict))
-                started.append((verdict, pending))
-            else:
-                started.append((Verdict(), Arrived(torch.empty(0))))
-        return started
+    @property
+    def _has_anchor(self) -> bool:
+        return self._method.outer_optimizer.keeps_anchor
 
-    def end_comparison(self, started: list[tuple[Verdict, Pending]], history: History) -> None:
-        """Judge what the headers told. Collective, like `judge`."""
-        for _, pending in started:
-            pending.wait()
-        for fragment, (verdict, _) in enumerate(started):
-            self.judge(fragment, history.launched[fragment], verdict, history)
+    def _refuse(self, what: str, refused_by: list[int], refusals: Refusals) -> None:
+        """Tell of a refusal; NonFiniteError where the cluster is not going to recover."""
+        what = f"{what}: {_names(refused_by)} sent values that are not finite"
+        if not self._has_anchor:
+            raise NonFiniteError(
+                f"{what}, and there is no anchor to go on from; resume from a checkpoint, with a "
+                "lower learning rate or other data there"
+            )
+        if refusals.in_a_row >= MOST_REFUSALS + self._method.delay.rounds_under_way:
+            raise NonFiniteError(
+                f"{what}, and {refusals.in_a_row} rounds in a row have been left out: training has "
+                f"diverged there; resume from a checkpoint of before step {refusals.since}, with a "
+                "lower learning rate or other data"
+            )
+        logger.error("%s; all clusters leave this round out", what)
 
     def _mend(self, fragment: int, verdict: Verdict, what: str) -> None:
         message = (
@@ -106,14 +95,14 @@ class Judge:
         )
         if self._method.on_mismatch == "stop":
             raise ParityError(f"{message} (on_mismatch is 'stop'); resume from a checkpoint")
+        if not self._has_anchor:
+            logger.error("%s; the next mean, or the exported one, brings them together", message)
+            return
         logger.error("%s; taking cluster 0's outer state of the fragment", message)
         self._repair(fragment)
 
     def _repair(self, fragment: int) -> None:
-        """Take cluster 0's outer state of a fragment, in fp32.
-
-        Averaged parameters (no anchor) need no repair: the next mean brings them together.
-        """
+        """Take cluster 0's outer state of a fragment, in fp32."""
         slots = self._state.slots[fragment]
         shared = [slots.staleness[name] for name in self._method.staleness.shared_slots]
         for tensor in (self._state.anchor[fragment], *slots.outer.values(), *shared):

@@ -54,8 +54,6 @@ class Line:
     ) -> Exchange:
         yield from self.guard.exchange(is_finite(), verdict)
         if verdict.refused_by:
-            if self.channel.spectrum is not None:
-                self.channel.spectrum.zero_()  # or the last round's would be told once more
             return x.zero_()
         mean = yield from self.channel.exchange(x, launch)
         self.guard.remember(launch.round, mean)

@@ -264,20 +264,29 @@ class OuterLoop:
             self._account(transfer, wait_seconds, report)
 
     def _restart(self) -> None:
-        """Go on from the anchors: this cluster's progress is not finite, nor its next will be."""
+        """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
+
+        What is kept of transfers under way is of the path that ends here: the new one starts with
+        no progress of its own.
+        """
         for anchor, slots, fragment in zip(
             self.state.anchor, self.state.slots, self.backend.fragments, strict=True
         ):
             self.method.delay.begin(anchor, slots.delay)
-            if "start" in slots.staleness:
-                slots.staleness["start"].copy_(anchor)
+            for sizes in slots.staleness.values():
+                sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
             self.backend.write(fragment.id, anchor)
+        under_way = [t for t in self.in_flight if isinstance(t, Transfer)]
+        for transfer in under_way if self.method.delay.keeps == "local" else ():
+            if transfer.berth.kept is not None:
+                transfer.berth.kept.copy_(self.state.anchor[transfer.fragment])
 
     def _agree(self, transfer: Transfer) -> None:
         """Bring what this transfer has agreed into the history."""
         notes = transfer.berth.notes
         seconds = transfer.pending.seconds / transfer.shared_by
-        self.agreement.take(notes, transfer.fragment, self.history, seconds, transfer.knobs)
+        knobs, is_refused = transfer.knobs, bool(transfer.berth.verdict.refused_by)
+        self.agreement.take(notes, transfer.fragment, self.history, seconds, knobs, is_refused)
 
     def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
         fragment, outer = transfer.fragment, self.method.outer_optimizer

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
+import warnings
+
 from dsx.backends.base import Backend
-from dsx.method import Method
+from dsx.method import Method, SettingWarning
 from dsx.redistribution import Redistribution
 from dsx.types import Slot
+
+logger = logging.getLogger(__name__)
 
 
 def plan_routes(method: Method, backend: Backend) -> list[Redistribution]:
@@ -39,3 +44,19 @@ def factored(method: Method, backend: Backend) -> list[tuple[list[str], list[str
         rest = [s.name for s in slots if not s.is_small and s.name not in taken]
         found.append((taken, rest))
     return found
+
+
+def tell_what_is_factored(method: Method, backend: Backend) -> None:
+    """Log how a low-rank codec treats this model; warn if it finds nothing to factor."""
+    fragments = factored(method, backend)
+    for index, (taken, rest) in enumerate(fragments):
+        others = f"; as codes: {', '.join(rest)}" if rest else ""
+        logger.info("fragment %d: %d matrices travel in factors%s", index, len(taken), others)
+    if fragments and not any(taken for taken, _ in fragments):
+        warnings.warn(
+            "compression.type='low_rank' finds no matrix to factor in this model: all are too "
+            "small to save compression.min_saving at this rank, or in compression.exclude, and "
+            "travel in codes; lower compression.rank, or use type 'quantized'",
+            SettingWarning,
+            stacklevel=2,
+        )

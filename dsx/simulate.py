@@ -23,8 +23,10 @@ from torch.optim import Optimizer
 from dsx.backends.torch import TorchBackend
 from dsx.comm.in_process import InProcessHub, step_together
 from dsx.export import begin_export, end_export, finish_export
+from dsx.last_comparison import begin_comparison, end_comparison
 from dsx.method import Method, SettingWarning
 from dsx.outer_loop import Event, OuterLoop
+from dsx.routes import tell_what_is_factored
 
 _NO_SECONDS = (
     "this method decides from measured seconds, and simulated transfers take none: it stays as it "
@@ -77,6 +79,7 @@ class SimulatedClusters:
         ]
         for loop in self.loops:
             loop.start()
+        tell_what_is_factored(method, self._backends[0])
 
     @property
     def num_clusters(self) -> int:
@@ -125,9 +128,9 @@ class SimulatedClusters:
         """Apply what is under way and compare what was applied last; at the end of training."""
         for loop in self.loops:
             loop.drain()
-        compared = [loop.judge.begin_comparison(loop.history.step) for loop in self.loops]
+        compared = [begin_comparison(loop) for loop in self.loops]
         for loop, started in zip(self.loops, compared, strict=True):
-            loop.judge.end_comparison(started, loop.history)
+            end_comparison(loop, started)
 
     @contextmanager
     def averaged(self) -> Generator[nn.Module, None, None]:

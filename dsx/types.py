@@ -97,6 +97,24 @@ class Stage:
 
 
 @dataclass
+class Refusals:
+    """Rounds of one fragment refused one after another because of the same clusters."""
+
+    in_a_row: int = 0
+    since: int = 0  # launched at that step
+    because_of: list[int] = field(default_factory=list[int])
+
+    def count(self, refused_by: list[int], launched: int) -> None:
+        """Take a round into account: refused because of these clusters, or not refused."""
+        again = sorted(set(refused_by) & set(self.because_of))
+        if again:
+            self.in_a_row, self.because_of = self.in_a_row + 1, again
+        else:
+            self.in_a_row, self.because_of = int(bool(refused_by)), list(refused_by)
+            self.since = launched if refused_by else 0
+
+
+@dataclass
 class History:
     """The clock and what was launched, applied and agreed; equal on every rank of a stage.
 
@@ -104,8 +122,8 @@ class History:
     lists have one entry per fragment:
 
     - `launched`, `applied`: step of the last launch and of the last apply;
-    - `launches`: transfers launched; `rounds`: outer steps taken; `refusals`: rounds refused, the
-      last ones in a row;
+    - `launches`: transfers launched; `rounds`: outer steps taken; `refusals`: of those, rounds
+      refused since the last one that was not;
     - `intervals`: launch to launch, of the transfer applied last;
     - `under_way`: launched and not applied, beyond those the delay policy always keeps;
     - `mean_norm`: L2 norm of the mean applied last, over all shards, if the schedule asks;
@@ -122,7 +140,7 @@ class History:
     applied: list[int] = field(default_factory=list[int])
     launches: list[int] = field(default_factory=list[int])
     rounds: list[int] = field(default_factory=list[int])
-    refusals: list[int] = field(default_factory=list[int])
+    refusals: list[Refusals] = field(default_factory=list["Refusals"])
     intervals: list[int] = field(default_factory=list[int])
     under_way: list[int] = field(default_factory=list[int])
     mean_norm: list[float | None] = field(default_factory=list[float | None])
@@ -134,7 +152,9 @@ class History:
 
     def __post_init__(self) -> None:
         clocks = (self.launched, self.applied, self.intervals, self.fragment_numel)
-        for counts in (*clocks, self.launches, self.rounds, self.refusals, self.under_way):
+        if not self.refusals:
+            self.refusals = [Refusals() for _ in range(self.num_fragments)]
+        for counts in (*clocks, self.launches, self.rounds, self.under_way):
             if not counts:
                 counts.extend([0] * self.num_fragments)
         for values in (self.mean_norm, self.transfer_seconds, self.backward_seconds):
@@ -148,7 +168,9 @@ class History:
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> History:
         """Rebuild what `state_dict` returned."""
-        return cls(**state)
+        history = cls(**state)
+        history.refusals = [Refusals(**entry) for entry in state["refusals"]]
+        return history
 
 
 @dataclass

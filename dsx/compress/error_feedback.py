@@ -5,8 +5,8 @@
 Source: EF-SGD (arXiv:1901.09847, Alg. 1), with the decay of SparseLoCo (arXiv:2508.15706). The
 residual belongs to this rank and fragment, is updated when codes are made (never when the mean
 returns), and travels with checkpoints. The owner of a slice keeps one of the mean it encodes, too,
-so that what clusters apply adds up to what they have sent; the mean factors of a low-rank codec are
-without (their int8 adds 0.04 to 0.4 % to the error that factors make).
+so that what clusters apply adds up to what they have sent. Matrices in factors are without: the
+int8 of their mean adds 0.04 to 0.4 % to the error that factors make.
 
 `storage` is fp32 (4 bytes per element; decoded + residual is the input to one rounding), bf16 (2)
 or int8 in groups of 256 (1.008), whose own rounding is then lost.

@@ -57,8 +57,8 @@ class LowRank(Quantized):
     """PowerSGD's factors, quantized; the fields of `Quantized` are for everything else.
 
     Error feedback is on: without it what the factors miss is lost. `rank` is r; None leaves it to
-    a controller. `factor_wire` is what clusters send. Means return
-    in int8; in fp32 if that is fp32, which all apply alike only where GEMMs round alike.
+    a controller. `factor_wire` is what clusters send. Means return in int8; in fp32 if that is
+    fp32, which all apply alike only where GEMMs round alike.
     """
 
     error_feedback: Feedback = "fp32"
@@ -109,6 +109,16 @@ class LowRank(Quantized):
         most = int(dense.num_bytes(m * n) / (self.min_saving * per_direction))
         return min(most, m - 1, n - 1)
 
+    @property
+    def sends_exactly(self) -> bool:
+        """Never: factors miss something."""
+        return False
+
+    @property
+    def coded_formats(self) -> tuple[str, ...]:
+        """The factors' too."""
+        return (*super().coded_formats, self.factor_wire)
+
     def takes(self, slot: Slot) -> bool:
         """Whether a slot travels in factors."""
         if slot.is_small or not slot.is_whole or any(part in slot.name for part in self.exclude):
@@ -129,9 +139,11 @@ class LowRank(Quantized):
         """Return what residuals and warm starts take."""
         taken = [s for s in fragment.layout if self.takes(s)]
         rest = [s for s in fragment.layout if not s.is_small and not self.takes(s)]
-        parts = [merged([(s.offset, s.offset + s.numel) for s in slots]) for slots in (taken, rest)]
-        residuals = sum(self._run_bytes(b - a, peers) for part in parts for a, b in part)
-        return residuals + _warm_bytes(self, taken, max_rank or self.rank or 0)
+        kept = _warm_bytes(self, taken, max_rank or self.rank or 0)
+        for slots, keeps_mean in ((taken, False), (rest, True)):
+            for start, stop in merged([(s.offset, s.offset + s.numel) for s in slots]):
+                kept += self._run_bytes(stop - start, peers, keeps_mean)
+        return kept
 
 
 def _warm_bytes(method: LowRank, slots: list[Slot], max_rank: int) -> int:
@@ -158,7 +170,7 @@ class LowRankChannel:
             for i, s in enumerate(taken)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
-        self._dense = self._coded_parts(taken, fragment.id, 500)
+        self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
         self._small = SmallPart(method.small_wire, fragment.layout, peers)
         self._rank = torch.zeros(1, dtype=torch.int64)  # of the round before; 0: none yet
         self.spectrum = torch.zeros(max_rank + 1)
@@ -252,11 +264,14 @@ class LowRankChannel:
                     for matrix in self._matrices:
                         matrix.write_lost(residual, part.start, part.stop)
 
-    def _coded_parts(self, slots: list[Slot], fragment: int, first: int) -> list[CodedPart]:
+    def _coded_parts(
+        self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True
+    ) -> list[CodedPart]:
         ranges = merged([(s.offset, s.offset + s.numel) for s in slots])
+        seeds = [part_seed(fragment, first + i, self._peers) for i in range(len(ranges))]
         return [
-            CodedPart(self._method, a, b, self._peers, part_seed(fragment, first + i, self._peers))
-            for i, (a, b) in enumerate(ranges)
+            CodedPart(self._method, a, b, self._peers, seed, keeps_mean)
+            for (a, b), seed in zip(ranges, seeds, strict=True)
         ]
 
 

@@ -77,18 +77,28 @@ class Quantized:
             raise ValueError(
                 f"compression.group_size={self.group_size}: {self.wire} has no groups; leave it out"
             )
-        if self.wire == "fp32" and self.error_feedback != "none" and type(self) is Quantized:
+        if self.sends_exactly and self.error_feedback != "none":
             raise ValueError(
                 f"compression.error_feedback={self.error_feedback!r}: fp32 loses nothing; leave it "
                 "out, or choose a narrower compression.wire"
             )
-        if self.kernels != "auto" and self.wire in CASTS and self.mean_wire in CASTS:
+        if self.kernels != "auto" and all(format in CASTS for format in self.coded_formats):
             raise ValueError(
                 f"compression.kernels={self.kernels!r}: {self.wire} is a cast, of which there is "
                 "one kind only; leave it out"
             )
         self.up.validate()
         self.down.validate()
+
+    @property
+    def sends_exactly(self) -> bool:
+        """Whether what a cluster sends loses nothing."""
+        return self.wire == "fp32"
+
+    @property
+    def coded_formats(self) -> tuple[str, ...]:
+        """The formats of all but the small rest."""
+        return self.wire, self.mean_wire
 
     @property
     def up(self) -> Wire:
@@ -108,11 +118,12 @@ class Quantized:
         """Return what residuals take."""
         return sum(self._run_bytes(b - a, peers) for a, b in runs(fragment.layout))
 
-    def _run_bytes(self, numel: int, peers: Peers) -> int:
+    def _run_bytes(self, numel: int, peers: Peers, keeps_mean: bool = True) -> int:
         """Return what the residuals of one run take: of the values sent, and of the mean."""
         if self.error_feedback == "none":
             return 0
-        own = 0 if self.down.is_exact else mean_numel(numel, self.up, self.down, peers)
+        keeps_mean = keeps_mean and not self.down.is_exact
+        own = mean_numel(numel, self.up, self.down, peers) if keeps_mean else 0
         return sum(residual_bytes(n, self.error_feedback) for n in (numel, own))
 
     def residual(self, numel: int) -> Residual | None:
@@ -157,16 +168,28 @@ class QuantizedChannel:
 
 
 class CodedPart:
-    """One run of elements, averaged in codes."""
+    """One run of elements, averaged in codes.
 
-    def __init__(self, method: Quantized, start: int, stop: int, peers: Peers, seed: int) -> None:
+    `keeps_mean`: whether the owner of a slice keeps what coding the mean loses; not for what
+    travels in codes now and then only.
+    """
+
+    def __init__(
+        self,
+        method: Quantized,
+        start: int,
+        stop: int,
+        peers: Peers,
+        seed: int,
+        keeps_mean: bool = True,
+    ) -> None:
         self.start, self.stop = start, stop
         self._seed = seed
         self._mean = CodedMean(stop - start, method.up, method.down, peers, method.kernels)
         self.bytes_sent = self._mean.bytes_sent
         self.residual = method.residual(stop - start)
-        loses = not method.down.is_exact and self._mean.mean_numel > 0
-        self.of_mean = method.residual(self._mean.mean_numel) if loses else None
+        keeps_mean = keeps_mean and not method.down.is_exact and self._mean.mean_numel > 0
+        self.of_mean = method.residual(self._mean.mean_numel) if keeps_mean else None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""

@@ -20,9 +20,8 @@ from dsx.compress.factors import product
 from dsx.compress.low_rank import LowRank
 from dsx.config import preset
 from dsx.fragment import ByLayer
-from dsx.handle import tell_what_is_factored
 from dsx.method import SettingWarning
-from dsx.routes import factored
+from dsx.routes import factored, tell_what_is_factored
 from dsx.types import Fragment, Slot
 from tests.compress.channels import (
     Clusters,
@@ -322,6 +321,13 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
     plain_low_rank().validate()
     with pytest.raises(ValueError, match=said):
         plain_low_rank(**fields).validate()
+
+
+def test_kernels_are_those_of_the_factors_where_all_else_is_a_cast() -> None:
+    plain_low_rank(wire="bf16", mean_wire="bf16", kernels="eager").validate()
+    with pytest.raises(ValueError, match="kernels='eager'"):
+        casts = {"wire": "bf16", "mean_wire": "bf16", "factor_wire": "fp32"}
+        plain_low_rank(**casts, kernels="eager").validate()
 
 
 def test_a_user_is_told_what_travels_in_factors(caplog: pytest.LogCaptureFixture) -> None:

@@ -131,6 +131,33 @@ def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> No
     assert nmse(mean, values[0]) <= 0.055
 
 
+@pytest.mark.parametrize(("decay", "most"), [(8, 1.7), (14, 2.0)])
+def test_with_feedback_the_rank_settles_above_what_one_round_needs(decay: int, most: float) -> None:
+    """Directions serve what is left of earlier rounds, too; but growth comes to an end."""
+    shapes = [(256, 200), (160, 256)]
+    fragment = fragment_of(*shapes)
+    parts = [
+        matrix(m, n, torch.exp(-torch.arange(1.0, min(m, n) + 1) / decay), seed)
+        for seed, (m, n) in enumerate(shapes)
+    ]
+    values = [torch.cat(parts)] * 2
+    energies = torch.exp(-2 * torch.arange(1.0, 161) / decay)
+    needed = 1 + int((energies.cumsum(0) / energies.sum() < 0.95).sum())
+    control = AdaptiveRank(8, max_rank=96, min_interval=2, step_seconds=1.0, round_seconds=3.0)
+    method = plain_low_rank(rank=8, wire="fp32", min_saving=1.0, error_feedback="fp32")
+    clusters = Clusters(method, fragment, 2, max_rank=96)
+    history, initial = History(1, [fragment.numel]), Knobs(4)
+    ranks: list[int] = []
+    for _ in range(80):
+        knobs = control.knobs(initial, history)
+        clusters.average(values, knobs.rank)
+        spectrum = sum(c.spectrum for c in clusters.channels)
+        control.decide(spectrum.tolist(), knobs, initial, history)
+        ranks.append(knobs.rank or 0)
+    assert needed <= ranks[-1] <= most * needed
+    assert max(ranks) <= 2.2 * needed
+
+
 def residual_mean(clusters: Clusters) -> Tensor:
     """The mean residual of a fragment of one run of matrices."""
     return exact_mean([channel.slots["residual.0"] for channel in clusters.channels])

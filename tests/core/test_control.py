@@ -52,6 +52,37 @@ def test_the_rank_falls_to_what_is_needed_and_stays() -> None:
     assert set(ranks[2:]) == {ranks[2]}  # a fixed spectrum: no drift, up or down
 
 
+@pytest.mark.parametrize("decays", [(2, 20), (2, 26), (2, 30), (3, 60), (5, 5)])
+def test_fragments_with_different_spectra_share_one_rank_that_settles(
+    decays: tuple[int, int],
+) -> None:
+    """Exact spectra that stay: the rank ends where all fragments together keep the target."""
+    control = AdaptiveRank(rank=20, max_rank=128, step_seconds=1.0, round_seconds=1.0)
+    history, initial = History(2), Knobs(100)
+    energies = [torch.exp(-2 * torch.arange(1.0, 129) / decay) for decay in decays]
+    ranks: list[int] = []
+    for _ in range(120):
+        knobs = control.knobs(initial, history)
+        assert knobs.rank is not None
+        for values in energies:
+            kept = torch.where(torch.arange(128) < knobs.rank, values, 0.0)
+            measured = [*kept.tolist(), float(values.sum())]
+            control.decide(measured, knobs, initial, history)
+        ranks.append(knobs.rank)
+    assert len(set(ranks[-60:])) == 1
+    total = sum(energies)
+    share = total.cumsum(0) / total.sum()
+    needed = 1 + int((share < 0.95).sum())
+    assert share[ranks[-1] - 1] >= 0.95 and ranks[-1] <= 1.5 * needed + 1
+
+
+def test_a_rank_that_was_too_low_is_not_taken_again_soon() -> None:
+    control = AdaptiveRank(rank=20, min_rank=1, max_rank=128, window=1)
+    assert control.next_rank(30, 0.99, 17.0) == 20
+    assert control.next_rank(30, 0.99, 17.0, too_low=20) == 30
+    assert control.next_rank(30, 0.99, 17.0, too_low=19) == 20
+
+
 def test_the_rank_grows_by_half_where_it_keeps_too_little() -> None:
     flat = torch.linalg.qr(matrix_of_rank(20, 20, 20)).Q  # all directions alike
     ranks = decide_rounds(AdaptiveRank(rank=4, min_rank=1, max_rank=20, window=2), flat, 10)

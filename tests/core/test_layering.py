@@ -51,6 +51,7 @@ LAYERS = [
         "data",
         "sync_records",
         "stop",
+        "last_comparison",
     ],
     ["config", "simulate"],
     ["handle", "backends.deepspeed_checkpoint"],

@@ -238,6 +238,39 @@ def test_a_stop_is_agreed() -> None:
         assert asked_at < step <= asked_at + 5 * interval
 
 
+def end_with_a_wrong_bit() -> tuple[Any, Any, int]:
+    """Cluster 1 decodes one bit of the last mean differently; return its model and anchor."""
+    world = dsx.init_distributed(block("diloco", 2))
+    model = TinyNet()
+    optimizer = adamw(model)
+    handle = dsx.attach(model, optimizer, config=block("diloco", 2))
+    interval = handle.method.schedule.interval
+    train(model, optimizer, world.cluster_id, 2 * interval - 1)
+    if world.cluster_id == 1:
+        channel = handle.loop.state.lines[0].channel
+        exchange = channel.exchange
+
+        def corrupted(x: torch.Tensor, launch: Any) -> Any:
+            mean = yield from exchange(x, launch)
+            mean.view(torch.int32)[3] ^= 1 << 20
+            return mean
+
+        channel.exchange = corrupted  # type: ignore[method-assign]
+    train(model, optimizer, world.cluster_id, 1)
+    before = handle.loop.state.anchor[0].clone()
+    handle.finish()
+    parameters = [p.detach().numpy() for p in model.parameters()]
+    return before.numpy(), parameters, handle.totals.bytes_sent
+
+
+def test_the_last_mean_is_compared_and_the_model_mended() -> None:
+    (right, first, sent), (wrong, second, _) = run_distributed(end_with_a_wrong_bit, 2)
+    assert (right != wrong).sum() == 1
+    assert all((a == b).all() for a, b in zip(first, second, strict=True))
+    numel = sum(p.size for p in first)
+    assert sent == 2 * 4 * numel + 3 * 48  # two rounds; a guard's and an announcement's header
+
+
 def skip_in_one_cluster() -> list[tuple[int, bool]]:
     """Cluster 1 skips step 2, as a GradScaler would; return its launches from step 3 on."""
     world = dsx.init_distributed(block("dreamddp", 2))
