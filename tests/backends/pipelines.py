@@ -140,6 +140,10 @@ def param_groups(named: dict[str, Any], groups: str) -> list[dict[str, Any]]:
 
 
 def build_pipeline(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> Any:
+    return dsx.initialize(**engine_arguments(kind, dsx_changes))[0]
+
+
+def engine_arguments(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> dict[str, Any]:
     config = ds_config(kind.stage, kind.precision, "diloco")
     clusters = config["dsx"]["clusters"]
     overrides = {**OVERRIDES.get(kind.preset, {}), **(dsx_changes or {})}
@@ -149,13 +153,11 @@ def build_pipeline(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> Any
 
         dsx.init_distributed(config)
     model = make_module(kind, seed=dsx.comm.world.current_world().cluster_id)
-    optimizer = make_optimizer(
-        kind.optimizer, param_groups(dict(model.named_parameters()), kind.groups)
-    )
-    return dsx.initialize(model=model, config=config, optimizer=optimizer)[0]
+    groups = param_groups(dict(model.named_parameters()), kind.groups)
+    return {"model": model, "config": config, "optimizer": make_optimizer(kind.optimizer, groups)}
 
 
-def make_module(kind: Kind, seed: int, num_stages: int = NUM_STAGES) -> Any:
+def make_module(kind: Kind, seed: int) -> Any:
     """Layers of other weights in every cluster: cluster 0's are taken."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -170,18 +172,20 @@ def make_module(kind: Kind, seed: int, num_stages: int = NUM_STAGES) -> Any:
         layers = [LayerSpec(Block, i + shift) for i in range(6)]
     return PipelineModule(
         layers,
-        num_stages=num_stages,
+        num_stages=NUM_STAGES,
         loss_fn=lambda x, y: F.mse_loss(x.float(), y.float()),
         partition_method="uniform",
     )
 
 
-def train_batch(engine: Any, step: int, poison: bool = False) -> float:
+def train_batch(engine: Any, step: int, poison: bool = False, cluster: int | None = None) -> float:
+    """Take one step; `cluster` for an engine without dsx."""
+    cluster = engine.dsx.cluster_id if cluster is None else cluster
     dtype = next(engine.module.parameters()).dtype
     batches = []
     for micro in range(ACCUMULATION):
         part = engine.grid.get_data_parallel_rank() * ACCUMULATION + micro
-        x, y = batch(engine.dsx.cluster_id, step, part)
+        x, y = batch(cluster, step, part)
         batches.append(((x * float("inf") if poison else x).to(dtype), y))
     return engine.train_batch(iter(batches)).item()
 

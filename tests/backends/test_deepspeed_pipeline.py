@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from dsx.backends.deepspeed import start_engine
 from tests.backends.engines import (
     ACCUMULATION,
     NUM_CLUSTERS,
@@ -20,11 +22,14 @@ from tests.backends.pipelines import (
     NUM_STAGES,
     Kind,
     build_pipeline,
+    engine_arguments,
     fragments_of,
     reference,
     train_batch,
 )
+from tests.backends.test_deepspeed_traffic import Collectives
 from tests.distributed import run_distributed
+from tests.tiny import WIDTH, H
 
 pytest.importorskip("deepspeed")
 
@@ -57,6 +62,7 @@ SHARDED = [
 RESUMED = [Kind(1, is_tied=True, groups="two", optimizer="adamw")]
 STOPS, LAST_STEP = (5, 6), 9
 OVERFLOWN = Kind(1, "fp16", is_tied=True, groups="two")
+TALKING = [Kind(1, preset="diloco"), Kind(1, is_tied=True, groups="two", preset="diloco")]
 SKIPPED = (4, 6, 7)  # what stage 0 launches and applies, and stage 1 launches and applies
 DECIDING: dict[str, tuple[str, dict[str, Any]]] = {
     "measured": (
@@ -189,6 +195,29 @@ def overflow_on_due_steps() -> dict[str, Any]:
     return result
 
 
+def traffic(kind: Kind) -> list[Counter[tuple[str, int]]]:
+    """What dsx adds to the collectives of each step."""
+    engine = build_pipeline(kind)
+    cluster = engine.dsx.cluster_id
+    arguments = engine_arguments(kind)
+    seen = []
+    for alone in (False, True):
+        if alone:
+            engine = start_engine(**arguments)[0]
+        seen.append([])
+        for step in range(1, 9):
+            with Collectives() as collectives:
+                train_batch(engine, step, cluster=cluster)
+            seen[-1].append(collectives.seen)
+        if not alone:
+            engine.dsx.close()
+        engine.destroy()
+    for both, one in zip(*seen, strict=True):
+        assert sum(one.values()) > 0
+        both.subtract(one)
+    return [Counter({k: n for k, n in step.items() if n}) for step in seen[0]]
+
+
 def refusals() -> dict[str, str]:
     messages = {}
     settings: dict[str, tuple[Kind, dict[str, Any]]] = {
@@ -211,6 +240,7 @@ def run_all(base: str) -> dict[str, Any]:
         "resumed": [stop_and_resume(f"{base}/{i}", kind) for i, kind in enumerate(RESUMED)],
         "deciding": decide_by_stage(),
         "overflow": overflow_on_due_steps(),
+        "traffic": [traffic(kind) for kind in TALKING],
         "refusals": refusals(),
         "base": base,
     }
@@ -362,6 +392,18 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(outcomes: Any) -> N
     skipped = [(0, step) for step in SKIPPED]
     assert_equals_the_reference(OVERFLOWN, results, skipped, 5e-3)
     assert_copies_are_equal(results)
+
+
+def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> None:
+    """And one number per tied weight; at a sync the verdict, and the tied weight."""
+    verdict = Counter({("allgather_", 2 * 3 * NUM_CLUSTERS): 1})  # over the one rank of a stage
+    flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
+    for rank in outcomes:
+        plain, tied = rank["traffic"]
+        for step in range(2, 9):
+            is_sync = step % H == 0
+            assert plain[step - 1] == (verdict if is_sync else Counter())
+            assert tied[step - 1] == flag + (verdict + weight if is_sync else Counter())
 
 
 def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str, Any]]) -> None:
