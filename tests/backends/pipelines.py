@@ -139,11 +139,15 @@ def param_groups(named: dict[str, Any], groups: str) -> list[dict[str, Any]]:
     return [{"params": [p for p in named.values() if p.dim() > 1]}, {"params": vectors, "lr": 0.05}]
 
 
-def build_pipeline(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> Any:
-    return dsx.initialize(**engine_arguments(kind, dsx_changes))[0]
+def build_pipeline(
+    kind: Kind, dsx_changes: dict[str, Any] | None = None, num_stages: int = NUM_STAGES
+) -> Any:
+    return dsx.initialize(**engine_arguments(kind, dsx_changes, num_stages))[0]
 
 
-def engine_arguments(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> dict[str, Any]:
+def engine_arguments(
+    kind: Kind, dsx_changes: dict[str, Any] | None = None, num_stages: int = NUM_STAGES
+) -> dict[str, Any]:
     config = ds_config(kind.stage, kind.precision, "diloco")
     clusters = config["dsx"]["clusters"]
     overrides = {**OVERRIDES.get(kind.preset, {}), **(dsx_changes or {})}
@@ -152,12 +156,12 @@ def engine_arguments(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> d
         import deepspeed  # noqa: F401 - which then joins the world
 
         dsx.init_distributed(config)
-    model = make_module(kind, seed=dsx.comm.world.current_world().cluster_id)
+    model = make_module(kind, dsx.comm.world.current_world().cluster_id, num_stages)
     groups = param_groups(dict(model.named_parameters()), kind.groups)
     return {"model": model, "config": config, "optimizer": make_optimizer(kind.optimizer, groups)}
 
 
-def make_module(kind: Kind, seed: int) -> Any:
+def make_module(kind: Kind, seed: int, num_stages: int) -> Any:
     """Layers of other weights in every cluster: cluster 0's are taken."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -172,7 +176,7 @@ def make_module(kind: Kind, seed: int) -> Any:
         layers = [LayerSpec(Block, i + shift) for i in range(6)]
     return PipelineModule(
         layers,
-        num_stages=NUM_STAGES,
+        num_stages=num_stages,
         loss_fn=lambda x, y: F.mse_loss(x.float(), y.float()),
         partition_method="uniform",
     )

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+import dsx
 from dsx.backends.deepspeed import start_engine
+from dsx.backends.deepspeed_features import refuse_unsupported
 from tests.backends.engines import (
     ACCUMULATION,
     NUM_CLUSTERS,
@@ -230,6 +232,18 @@ def refusals() -> dict[str, str]:
             build_pipeline(kind, changes)
         except ValueError as error:
             messages[name] = str(error)
+    cluster = dsx.comm.world.current_world().cluster_id
+    try:
+        build_pipeline(Kind(0), num_stages=NUM_STAGES - cluster)
+    except ValueError as error:
+        messages["cut"] = str(error)
+    engine = build_pipeline(Kind(0))
+    engine.grid.model_parallel_size = 2  # as with an axis "model" in the topology
+    try:
+        refuse_unsupported(engine)
+    except ValueError as error:
+        messages["slices"] = str(error)
+    engine.dsx.close()
     return messages
 
 
@@ -413,3 +427,6 @@ def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str,
     assert messages["fragments"].startswith("pipeline stage 0 of 2, which is cut into fragments")
     assert "num_fragments=4 exceeds the model's 3 layers" in messages["fragments"]
     assert "launches a layer inside the backward" in messages["layerwise"]
+    for rank in outcomes:
+        assert "a topology with 2 slices of each layer" in rank["refusals"]["slices"]
+        assert rank["refusals"]["cut"].startswith("clusters do not match at pipeline_stage")
