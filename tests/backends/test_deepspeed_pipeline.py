@@ -165,11 +165,13 @@ def stop_and_resume(base: str, kind: Kind) -> dict[str, Any]:
     return {"equal": equal, "in_flight": in_flight}
 
 
-def decide_by_stage() -> dict[str, Any]:
+def decide_by_stage(num_stages: int) -> dict[str, Any]:
     """Stages that measure, code and choose for themselves: other bits, other steps."""
     results = {}
     for name, (preset, changes) in DECIDING.items():
-        engine = build_pipeline(Kind(1, is_tied=True, preset=preset), changes)
+        if num_stages > 2:  # of one layer or two
+            changes = {**changes, "fragments": {"num_fragments": 1}}
+        engine = build_pipeline(Kind(1, is_tied=True, preset=preset), changes, num_stages)
         tied = []
         for step in range(1, NUM_STEPS + 1):
             train_batch(engine, step)
@@ -252,7 +254,7 @@ def run_all(base: str) -> dict[str, Any]:
         "kinds": train_kinds(KINDS),
         "touch": keep_in_touch(f"{base}/metrics"),
         "resumed": [stop_and_resume(f"{base}/{i}", kind) for i, kind in enumerate(RESUMED)],
-        "deciding": decide_by_stage(),
+        "deciding": decide_by_stage(NUM_STAGES),
         "overflow": overflow_on_due_steps(),
         "traffic": [traffic(kind) for kind in TALKING],
         "refusals": refusals(),
@@ -316,14 +318,14 @@ def assert_copies_are_equal(results: list[dict[str, Any]]) -> None:
     for cluster in range(NUM_CLUSTERS):
         own = results[cluster * ranks : (cluster + 1) * ranks]
         for step in range(NUM_STEPS):
-            tied = [result["tied"][step] for result in own]
-            assert len({weight.tobytes() for weight, *_ in tied}) == 1
+            tied = [(r["stage"], *r["tied"][step]) for r in own if r["tied"][step]]
+            assert len({weight.tobytes() for _, weight, *_ in tied}) == 1
             wholes = []
-            for stage in range(NUM_STAGES):
-                pieces = [t[1:] for t, r in zip(tied, own, strict=True) if r["stage"] == stage]
+            for holder in sorted({stage for stage, *_ in tied}):
+                pieces = [master for stage, _, *master in tied if stage == holder]
                 held = {start: piece for start, piece in filter(None, pieces)}
                 wholes.append(b"".join(held[start].tobytes() for start in sorted(held)))
-            assert wholes[0] == wholes[1]
+            assert len(wholes) == NUM_STAGES and wholes[0] == wholes[1]
     first = results[0]["tied"]
     assert first[0][0].tobytes() != first[-1][0].tobytes()
 
@@ -391,9 +393,23 @@ def test_resume_is_bit_for_bit(kind: Kind, outcomes: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("name", DECIDING)
 def test_copies_stay_equal_whatever_stages_decide(name: str, outcomes: Any) -> None:
-    results = [rank["deciding"][name] for rank in outcomes]
+    check_decisions([rank["deciding"][name] for rank in outcomes])
+
+
+@pytest.mark.slow
+def test_copies_stay_equal_on_the_first_and_the_last_of_four_stages() -> None:
+    """Those between hold none."""
+    decided = run_distributed(decide_by_stage, 8, 4, timeout_seconds=280)
+    for name in DECIDING:
+        results = [rank[name] for rank in decided]
+        assert [bool(result["tied"][0]) for result in results[:4]] == [True, False, False, True]
+        check_decisions(results)
+
+
+def check_decisions(results: list[dict[str, Any]]) -> None:
     assert_copies_are_equal(results)
-    for ours, theirs in zip(results[:2], results[2:], strict=True):
+    ranks = len(results) // NUM_CLUSTERS
+    for ours, theirs in zip(results[:ranks], results[ranks:], strict=True):
         assert ours["rounds"] == theirs["rounds"]
         pairs = zip(ours["anchors"], theirs["anchors"], strict=True)
         assert all((a == b).all() for a, b in pairs)
