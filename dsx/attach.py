@@ -145,8 +145,8 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
         raise ValueError("this engine has a dsx handle already: attach it once")
     backend = DeepSpeedBackend(engine, settings.method.fragments)
     facts = {
-        "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
         "pipeline_stage": [backend.stage.index, backend.stage.count],
+        "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
     }
     handle = Handle(backend, world, settings, facts)
     backend.on_inner_step(handle.after_inner_step)

@@ -65,7 +65,10 @@ class Slot:
 
 @dataclass(frozen=True)
 class Fragment:
-    """A set of parameter pieces that is synchronised as one; `numel` may be 0 on a rank."""
+    """A set of parameter pieces that is synchronised as one; `numel` may be 0 on a rank.
+
+    `id` counts within the pipeline stage.
+    """
 
     id: int
     stage: int

@@ -139,7 +139,15 @@ def param_groups(named: dict[str, Any], groups: str) -> list[dict[str, Any]]:
     return [{"params": [p for p in named.values() if p.dim() > 1]}, {"params": vectors, "lr": 0.05}]
 
 
-def build_pipeline(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> Any:
+def build_pipeline(
+    kind: Kind, dsx_changes: dict[str, Any] | None = None, num_stages: int = NUM_STAGES
+) -> Any:
+    return dsx.initialize(**engine_arguments(kind, dsx_changes, num_stages))[0]
+
+
+def engine_arguments(
+    kind: Kind, dsx_changes: dict[str, Any] | None = None, num_stages: int = NUM_STAGES
+) -> dict[str, Any]:
     config = ds_config(kind.stage, kind.precision, "diloco")
     clusters = config["dsx"]["clusters"]
     overrides = {**OVERRIDES.get(kind.preset, {}), **(dsx_changes or {})}
@@ -148,14 +156,12 @@ def build_pipeline(kind: Kind, dsx_changes: dict[str, Any] | None = None) -> Any
         import deepspeed  # noqa: F401 - which then joins the world
 
         dsx.init_distributed(config)
-    model = make_module(kind, seed=dsx.comm.world.current_world().cluster_id)
-    optimizer = make_optimizer(
-        kind.optimizer, param_groups(dict(model.named_parameters()), kind.groups)
-    )
-    return dsx.initialize(model=model, config=config, optimizer=optimizer)[0]
+    model = make_module(kind, dsx.comm.world.current_world().cluster_id, num_stages)
+    groups = param_groups(dict(model.named_parameters()), kind.groups)
+    return {"model": model, "config": config, "optimizer": make_optimizer(kind.optimizer, groups)}
 
 
-def make_module(kind: Kind, seed: int, num_stages: int = NUM_STAGES) -> Any:
+def make_module(kind: Kind, seed: int, num_stages: int) -> Any:
     """Layers of other weights in every cluster: cluster 0's are taken."""
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
@@ -176,12 +182,14 @@ def make_module(kind: Kind, seed: int, num_stages: int = NUM_STAGES) -> Any:
     )
 
 
-def train_batch(engine: Any, step: int, poison: bool = False) -> float:
+def train_batch(engine: Any, step: int, poison: bool = False, cluster: int | None = None) -> float:
+    """Take one step; `cluster` for an engine without dsx."""
+    cluster = engine.dsx.cluster_id if cluster is None else cluster
     dtype = next(engine.module.parameters()).dtype
     batches = []
     for micro in range(ACCUMULATION):
         part = engine.grid.get_data_parallel_rank() * ACCUMULATION + micro
-        x, y = batch(engine.dsx.cluster_id, step, part)
+        x, y = batch(cluster, step, part)
         batches.append(((x * float("inf") if poison else x).to(dtype), y))
     return engine.train_batch(iter(batches)).item()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import dsx
+from dsx.backends.deepspeed import start_engine
+from dsx.backends.deepspeed_features import refuse_unsupported
 from tests.backends.engines import (
     ACCUMULATION,
     NUM_CLUSTERS,
@@ -20,11 +24,14 @@ from tests.backends.pipelines import (
     NUM_STAGES,
     Kind,
     build_pipeline,
+    engine_arguments,
     fragments_of,
     reference,
     train_batch,
 )
+from tests.backends.test_deepspeed_traffic import Collectives
 from tests.distributed import run_distributed
+from tests.tiny import WIDTH, H
 
 pytest.importorskip("deepspeed")
 
@@ -57,6 +64,7 @@ SHARDED = [
 RESUMED = [Kind(1, is_tied=True, groups="two", optimizer="adamw")]
 STOPS, LAST_STEP = (5, 6), 9
 OVERFLOWN = Kind(1, "fp16", is_tied=True, groups="two")
+TALKING = [Kind(1, preset="diloco"), Kind(1, is_tied=True, groups="two", preset="diloco")]
 SKIPPED = (4, 6, 7)  # what stage 0 launches and applies, and stage 1 launches and applies
 DECIDING: dict[str, tuple[str, dict[str, Any]]] = {
     "measured": (
@@ -157,11 +165,13 @@ def stop_and_resume(base: str, kind: Kind) -> dict[str, Any]:
     return {"equal": equal, "in_flight": in_flight}
 
 
-def decide_by_stage() -> dict[str, Any]:
+def decide_by_stage(num_stages: int) -> dict[str, Any]:
     """Stages that measure, code and choose for themselves: other bits, other steps."""
     results = {}
     for name, (preset, changes) in DECIDING.items():
-        engine = build_pipeline(Kind(1, is_tied=True, preset=preset), changes)
+        if num_stages > 2:  # of one layer or two
+            changes = {**changes, "fragments": {"num_fragments": 1}}
+        engine = build_pipeline(Kind(1, is_tied=True, preset=preset), changes, num_stages)
         tied = []
         for step in range(1, NUM_STEPS + 1):
             train_batch(engine, step)
@@ -189,6 +199,29 @@ def overflow_on_due_steps() -> dict[str, Any]:
     return result
 
 
+def traffic(kind: Kind) -> list[Counter[tuple[str, int]]]:
+    """What dsx adds to the collectives of each step."""
+    engine = build_pipeline(kind)
+    cluster = engine.dsx.cluster_id
+    arguments = engine_arguments(kind)
+    seen = []
+    for alone in (False, True):
+        if alone:
+            engine = start_engine(**arguments)[0]
+        seen.append([])
+        for step in range(1, 9):
+            with Collectives() as collectives:
+                train_batch(engine, step, cluster=cluster)
+            seen[-1].append(collectives.seen)
+        if not alone:
+            engine.dsx.close()
+        engine.destroy()
+    for both, one in zip(*seen, strict=True):
+        assert sum(one.values()) > 0
+        both.subtract(one)
+    return [Counter({k: n for k, n in step.items() if n}) for step in seen[0]]
+
+
 def refusals() -> dict[str, str]:
     messages = {}
     settings: dict[str, tuple[Kind, dict[str, Any]]] = {
@@ -201,6 +234,18 @@ def refusals() -> dict[str, str]:
             build_pipeline(kind, changes)
         except ValueError as error:
             messages[name] = str(error)
+    cluster = dsx.comm.world.current_world().cluster_id
+    try:
+        build_pipeline(Kind(0), num_stages=NUM_STAGES - cluster)
+    except ValueError as error:
+        messages["cut"] = str(error)
+    engine = build_pipeline(Kind(0))
+    engine.grid.model_parallel_size = 2  # as with an axis "model" in the topology
+    try:
+        refuse_unsupported(engine)
+    except ValueError as error:
+        messages["slices"] = str(error)
+    engine.dsx.close()
     return messages
 
 
@@ -209,8 +254,9 @@ def run_all(base: str) -> dict[str, Any]:
         "kinds": train_kinds(KINDS),
         "touch": keep_in_touch(f"{base}/metrics"),
         "resumed": [stop_and_resume(f"{base}/{i}", kind) for i, kind in enumerate(RESUMED)],
-        "deciding": decide_by_stage(),
+        "deciding": decide_by_stage(NUM_STAGES),
         "overflow": overflow_on_due_steps(),
+        "traffic": [traffic(kind) for kind in TALKING],
         "refusals": refusals(),
         "base": base,
     }
@@ -272,14 +318,14 @@ def assert_copies_are_equal(results: list[dict[str, Any]]) -> None:
     for cluster in range(NUM_CLUSTERS):
         own = results[cluster * ranks : (cluster + 1) * ranks]
         for step in range(NUM_STEPS):
-            tied = [result["tied"][step] for result in own]
-            assert len({weight.tobytes() for weight, *_ in tied}) == 1
+            tied = [(r["stage"], *r["tied"][step]) for r in own if r["tied"][step]]
+            assert len({weight.tobytes() for _, weight, *_ in tied}) == 1
             wholes = []
-            for stage in range(NUM_STAGES):
-                pieces = [t[1:] for t, r in zip(tied, own, strict=True) if r["stage"] == stage]
+            for holder in sorted({stage for stage, *_ in tied}):
+                pieces = [master for stage, _, *master in tied if stage == holder]
                 held = {start: piece for start, piece in filter(None, pieces)}
                 wholes.append(b"".join(held[start].tobytes() for start in sorted(held)))
-            assert wholes[0] == wholes[1]
+            assert len(wholes) == NUM_STAGES and wholes[0] == wholes[1]
     first = results[0]["tied"]
     assert first[0][0].tobytes() != first[-1][0].tobytes()
 
@@ -347,9 +393,23 @@ def test_resume_is_bit_for_bit(kind: Kind, outcomes: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("name", DECIDING)
 def test_copies_stay_equal_whatever_stages_decide(name: str, outcomes: Any) -> None:
-    results = [rank["deciding"][name] for rank in outcomes]
+    check_decisions([rank["deciding"][name] for rank in outcomes])
+
+
+@pytest.mark.slow
+def test_copies_stay_equal_on_the_first_and_the_last_of_four_stages() -> None:
+    """Those between hold none."""
+    decided = run_distributed(decide_by_stage, 8, 4, timeout_seconds=280)
+    for name in DECIDING:
+        results = [rank[name] for rank in decided]
+        assert [bool(result["tied"][0]) for result in results[:4]] == [True, False, False, True]
+        check_decisions(results)
+
+
+def check_decisions(results: list[dict[str, Any]]) -> None:
     assert_copies_are_equal(results)
-    for ours, theirs in zip(results[:2], results[2:], strict=True):
+    ranks = len(results) // NUM_CLUSTERS
+    for ours, theirs in zip(results[:ranks], results[ranks:], strict=True):
         assert ours["rounds"] == theirs["rounds"]
         pairs = zip(ours["anchors"], theirs["anchors"], strict=True)
         assert all((a == b).all() for a, b in pairs)
@@ -364,6 +424,18 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(outcomes: Any) -> N
     assert_copies_are_equal(results)
 
 
+def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> None:
+    """And one number per tied weight; at a sync the verdict, and the tied weight."""
+    verdict = Counter({("allgather_", 2 * 3 * NUM_CLUSTERS): 1})  # over the one rank of a stage
+    flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
+    for rank in outcomes:
+        plain, tied = rank["traffic"]
+        for step in range(2, 9):
+            is_sync = step % H == 0
+            assert plain[step - 1] == (verdict if is_sync else Counter())
+            assert tied[step - 1] == flag + (verdict + weight if is_sync else Counter())
+
+
 def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str, Any]]) -> None:
     messages = outcomes[0]["refusals"]
     assert messages["zero"].startswith("zero_optimization.stage=2 with a PipelineModule: ")
@@ -371,3 +443,6 @@ def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str,
     assert messages["fragments"].startswith("pipeline stage 0 of 2, which is cut into fragments")
     assert "num_fragments=4 exceeds the model's 3 layers" in messages["fragments"]
     assert "launches a layer inside the backward" in messages["layerwise"]
+    for rank in outcomes:
+        assert "a topology with 2 slices of each layer" in rank["refusals"]["slices"]
+        assert rank["refusals"]["cut"].startswith("clusters do not match at pipeline_stage")
