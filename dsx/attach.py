@@ -126,7 +126,10 @@ def attach(
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings)
     method = settings.method
-    backend = TorchBackend(engine, optimizer, method.fragments, method.schedule.backwards)
+    is_on_host = settings.state.device == "host"
+    backend = TorchBackend(
+        engine, optimizer, method.fragments, method.schedule.backwards, is_on_host
+    )
     handle = Handle(backend, world, settings)
     backend.on_inner_step(handle.after_inner_step)
     return handle
@@ -143,7 +146,8 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
         )
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
-    backend = DeepSpeedBackend(engine, settings.method.fragments)
+    is_on_host = settings.state.device == "host"
+    backend = DeepSpeedBackend(engine, settings.method.fragments, is_on_host)
     facts = {
         "pipeline_stage": [backend.stage.index, backend.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted

@@ -103,6 +103,14 @@ class MetricsConfig(BaseModel):
     tensorboard: bool = False
 
 
+class StateConfig(BaseModel):
+    """Where anchor, momentum and the like live: with the masters, or in pinned host memory."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    device: Literal["masters", "host"] = "masters"
+
+
 @dataclass(frozen=True)
 class DsxConfig:
     """The "dsx" block, resolved: `method` is what runs, `axes` the same as plain JSON values."""
@@ -110,6 +118,7 @@ class DsxConfig:
     preset: str
     clusters: ClustersConfig
     metrics: MetricsConfig
+    state: StateConfig
     method: Method
     axes: dict[str, Any]
 
@@ -134,7 +143,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     if not isinstance(block, Mapping):
         raise ConfigError(f'"dsx" must be an object, not {block!r}')
     block = cast(Mapping[str, Any], block)
-    _require_known("dsx", block, ["preset", "clusters", "metrics", *AXES])
+    _require_known("dsx", block, ["preset", "clusters", "metrics", "state", *AXES])
     if "preset" not in block:
         raise ConfigError(f"dsx.preset is missing; choose one of {', '.join(PRESETS)}")
     if "clusters" not in block:
@@ -149,6 +158,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         preset=block["preset"],
         clusters=clusters,
         metrics=metrics,
+        state=_section("state", StateConfig, block.get("state", {})),
         method=dataclasses.replace(method, on_mismatch=clusters.on_mismatch),
         axes=axes,
     )

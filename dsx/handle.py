@@ -22,6 +22,7 @@ from dsx.config import DsxConfig
 from dsx.export import exported
 from dsx.judge import NonFiniteError, ParityError
 from dsx.last_comparison import begin_comparison, end_comparison
+from dsx.memory import predict
 from dsx.method import Method
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
@@ -98,6 +99,10 @@ class Handle:
         self.loop.start()
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, backend)
+            counts = [len(parameters) for parameters in backend.fragment_parameters]
+            wire = [route.wire for route in routes]
+            memory = predict(config.method, backend.fragments, counts, wire, world.num_clusters)
+            logger.info("outer state of this rank, on %s: %s", backend.device, memory)
         self._begin_clock()
 
     @property

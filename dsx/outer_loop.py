@@ -62,7 +62,7 @@ class OuterLoop:
         peers = Peers(transport.cluster_id, transport.num_clusters)
         self.routes = plan_routes(method, backend) if routes is None else routes
         wire = [route.wire for route in self.routes]
-        self.state = StateStore(method, fragments, num_tensors, wire, peers, backend.device)
+        self.state = StateStore(method, backend, num_tensors, wire, peers)
         self.history = History(len(fragments), list(backend.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()

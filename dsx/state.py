@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dsx.backends.base import Backend
 from dsx.comm.swap import Peers
 from dsx.guard import Verdict
 from dsx.line import Line
@@ -58,18 +59,19 @@ class StateStore:
     def __init__(
         self,
         method: Method,
-        fragments: Sequence[Fragment],
+        backend: Backend,
         num_tensors: Sequence[int],
         on_the_wire: Sequence[Fragment],
         peers: Peers,
-        device: torch.device,
     ) -> None:
-        self.device = device
+        fragments = backend.fragments
+        self.device = backend.device
+        self._new = _Zeros(backend.device, backend.pins_host_memory)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
-        self.anchor = [torch.zeros(n if has_anchor else 0, device=device) for n in self._numel]
+        self.anchor = [self._new(n if has_anchor else 0) for n in self._numel]
         self.slots = [
-            _make_slots(method, f, count, device)
+            _make_slots(method, f, count, self._new)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         shapes = [
@@ -77,7 +79,7 @@ class StateStore:
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         self._berths = [
-            [_make_berth(method, f, wire.numel, shape, device) for _ in range(method.num_berths)]
+            [_make_berth(method, f, wire.numel, shape, self._new) for _ in range(method.num_berths)]
             for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
         ]
         self.lines = [
@@ -108,7 +110,7 @@ class StateStore:
     def scratch(self, fragment: int, purpose: str) -> Tensor:
         """Return the shared work vector for a purpose, cut to the fragment's length."""
         if purpose not in self._scratch:
-            self._scratch[purpose] = torch.zeros(self._longest, device=self.device)
+            self._scratch[purpose] = self._new(self._longest)
         return self._scratch[purpose][: self._numel[fragment]]
 
     def outgoing(self, fragment: int) -> Tensor:
@@ -161,31 +163,40 @@ def notes_shape(
     )
 
 
-def _make_slots(
-    method: Method, fragment: Fragment, num_tensors: int, device: torch.device
-) -> Slots:
+@dataclass(frozen=True)
+class _Zeros:
+    """Makes buffers of outer state; on the host pinned, if an accelerator copies to and from it."""
+
+    device: torch.device
+    is_pinned: bool
+
+    def __call__(self, numel: int) -> Tensor:
+        if self.device.type == "cpu":
+            return self.on_host(numel)
+        return torch.zeros(numel, device=self.device)
+
+    def on_host(self, numel: int) -> Tensor:
+        """Return one for what travels."""
+        return torch.zeros(numel, pin_memory=self.is_pinned)
+
+
+def _make_slots(method: Method, fragment: Fragment, num_tensors: int, new: _Zeros) -> Slots:
     numel = fragment.numel
     outer, delay = method.outer_optimizer, method.delay
     staleness = {
-        name: torch.zeros(count, device=device)
-        for name, count in method.staleness.slots(fragment, num_tensors).items()
+        name: new(count) for name, count in method.staleness.slots(fragment, num_tensors).items()
     }
     if method.keeps_round_start:
-        staleness["start"] = torch.zeros(numel, device=device)
+        staleness["start"] = new(numel)
     return Slots(
-        outer={name: torch.zeros(numel, device=device) for name in outer.slots},
-        delay={name: torch.zeros(numel, device=device) for name in delay.slots(outer.slots)},
+        outer={name: new(numel) for name in outer.slots},
+        delay={name: new(numel) for name in delay.slots(outer.slots)},
         staleness=staleness,
     )
 
 
 def _make_berth(
-    method: Method, fragment: Fragment, wire_numel: int, shape: NotesShape, device: torch.device
+    method: Method, fragment: Fragment, wire_numel: int, shape: NotesShape, new: _Zeros
 ) -> Berth:
-    is_pinned = device.type == "cuda"
-    kept = None if method.delay.keeps is None else torch.zeros(fragment.numel, device=device)
-    return Berth(
-        wire=torch.zeros(wire_numel, pin_memory=is_pinned),
-        notes=Notes(shape, torch.zeros(shape.numel, pin_memory=is_pinned)),
-        kept=kept,
-    )
+    kept = None if method.delay.keeps is None else new(fragment.numel)
+    return Berth(new.on_host(wire_numel), Notes(shape, new.on_host(shape.numel)), kept)

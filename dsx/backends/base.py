@@ -49,7 +49,12 @@ class Backend(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Where the masters live."""
+        """Where outer state lives: with the masters, or on the host if that was asked for."""
+        ...
+
+    @property
+    def pins_host_memory(self) -> bool:
+        """Whether masters are on an accelerator: copies to and from it want pinned memory."""
         ...
 
     def read(self, fragment: int, out: Tensor) -> None:

@@ -44,7 +44,9 @@ from dsx.types import Fragment, ParameterShape
 class DeepSpeedBackend:
     """One rank's masters inside a `DeepSpeedEngine`."""
 
-    def __init__(self, engine: Any, fragmenter: Fragmenter) -> None:
+    def __init__(
+        self, engine: Any, fragmenter: Fragmenter, keeps_state_on_host: bool = False
+    ) -> None:
         refuse_unsupported(engine)
         self._engine = engine
         self._group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
@@ -58,7 +60,9 @@ class DeepSpeedBackend:
             if n not in self._ties.replicas
         ]
         assignment = assign_stage(fragmenter, shapes, self.stage)
-        self.device = self._place.stepped()[0].device
+        masters = self._place.stepped()[0].device
+        self.pins_host_memory = masters.type == "cuda"
+        self.device = torch.device("cpu") if keeps_state_on_host else masters
         located = self._place.pieces(parameters)
         require_fp32(located)
         copies = {n: piece for n, piece in located.items() if n in self._ties.replicas}

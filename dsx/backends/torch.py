@@ -34,6 +34,7 @@ class TorchBackend:
         optimizer: torch.optim.Optimizer,
         fragmenter: Fragmenter,
         backwards: int = 1,
+        keeps_state_on_host: bool = False,
     ) -> None:
         optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
         parameters = {n: p for n, p in model.named_parameters() if id(p) in optimized}
@@ -65,7 +66,9 @@ class TorchBackend:
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
         self.fragment_parameters = self._masters.fragment_parameters
-        self.device = next(iter(parameters.values())).device
+        masters = next(iter(parameters.values())).device
+        self.pins_host_memory = masters.type == "cuda"
+        self.device = torch.device("cpu") if keeps_state_on_host else masters
 
     def read(self, fragment: int, out: Tensor) -> None:
         """Copy the parameters of a fragment into `out`, in place."""

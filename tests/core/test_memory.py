@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from dsx.config import preset
+from dsx.backends.torch import TorchBackend
+from dsx.config import ConfigError, load_config, preset
+from dsx.fragment import WholeModel
 from dsx.memory import predict
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -59,6 +61,17 @@ def require_predicted(run: Simulated) -> None:
             own = sum(t.numel() * t.element_size() for t in tensors)
             assert own <= size <= own + 0.2 * memory.codec
     assert str(memory).startswith(f"{memory.total / 1e3:.3g} kB (")
+
+
+def test_where_state_lives_is_a_choice() -> None:
+    block = {"preset": "diloco", "clusters": {"num_clusters": 2}}
+    assert load_config({"dsx": block}).state.device == "masters"
+    assert load_config({"dsx": {**block, "state": {"device": "host"}}}).state.device == "host"
+    with pytest.raises(ConfigError, match="dsx.state.device='gpu': input should be 'masters' or"):
+        load_config({"dsx": {**block, "state": {"device": "gpu"}}})
+    model = nn.Linear(3, 3, device="meta")
+    backends = [TorchBackend(model, sgd(model), WholeModel(), 1, host) for host in (False, True)]
+    assert [backend.device.type for backend in backends] == ["meta", "cpu"]
 
 
 @pytest.mark.parametrize("name", ALL_CASES)

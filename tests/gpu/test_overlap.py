@@ -12,6 +12,7 @@ import torch
 
 from dsx.backends.torch import TorchBackend
 from dsx.comm.gloo import GlooTransport
+from dsx.comm.in_process import InProcessHub, step_together
 from dsx.config import preset
 from dsx.outer_loop import OuterLoop
 from tests.simulated import Simulated
@@ -105,3 +106,27 @@ def test_a_run_on_the_device_equals_one_on_the_host(name: str) -> None:
     for ours, theirs in zip(device.parameters(), host.parameters(), strict=True):
         for key, value in theirs.items():
             assert (ours[key].cpu() - value).abs().max() < 1e-5
+
+
+def test_state_on_the_host_takes_nothing_on_the_device_and_gives_the_same() -> None:
+    method = ALL_CASES["streaming_diloco"].method(2)
+    results: list[list[torch.Tensor]] = []
+    for is_on_host in (False, True):
+        hub, models, loops = InProcessHub(2), [TinyNet().cuda() for _ in range(2)], []
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
+        for model, optimizer, transport in zip(models, optimizers, hub.transports(), strict=True):
+            backend = TorchBackend(model, optimizer, method.fragments, 1, is_on_host)
+            loops.append(OuterLoop(method, backend, transport))
+            assert loops[-1].state.anchor[0].is_cuda != is_on_host
+            assert not is_on_host or loops[-1].state.anchor[0].is_pinned()
+        for loop in loops:
+            loop.start()
+        for step in range(1, 25):
+            for cluster, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+                optimizer.zero_grad()
+                model(*(x.cuda() for x in batch(cluster, step))).backward()
+                optimizer.step()
+            step_together(loops)
+        results.append([p.detach().cpu() for p in models[1].parameters()])
+    for ours, theirs in zip(*results, strict=True):
+        assert (ours - theirs).abs().max() < 1e-5
