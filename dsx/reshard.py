@@ -52,7 +52,7 @@ class Resharding:
         self._saved = saved
         self._place = place
         self._is_new = place.cluster_id >= saved.num_clusters
-        self._is_first = loop.backend.cluster_layouts()[1] == 0  # of the ranks that share shards
+        self._is_first = loop.backend.shard[0] == 0
 
     def restore(self) -> Mapping[str, Any]:
         """Fill the loop's buffers and return the tracked states of this rank, or of the first."""

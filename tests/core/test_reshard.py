@@ -50,6 +50,10 @@ class ShardBackend(TorchBackend):
     def read(self, fragment: int, out: Tensor) -> None:
         out.copy_(self.held[fragment])
 
+    @property
+    def shard(self) -> tuple[int, int]:
+        return self.rank, len(self.everyone)
+
     def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
         return self.everyone, self.rank
 
