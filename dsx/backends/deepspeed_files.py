@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import io
 import math
+import shutil
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -79,6 +80,7 @@ def write_universal(model: SavedModel, out: Path) -> Path:
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             convert(arguments)
     except KeyError as error:
+        shutil.rmtree(target, ignore_errors=True)
         raise ValueError(
             f"DeepSpeed's converter misses {error} in {source}: it knows optimizers with Adam's "
             "moments only; use --format safetensors"
