@@ -64,3 +64,44 @@ def report(
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"dsx report: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command()
+def export(
+    checkpoints: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="It holds cluster_0, cluster_1, ...")
+    ],
+    out: Annotated[Path, typer.Option(help="The directory to write to.")],
+    format: Annotated[
+        str, typer.Option(metavar="safetensors|universal", help="See above.")
+    ] = "safetensors",
+    tag: Annotated[
+        str | None, typer.Option(help="Default: the newest that all clusters hold complete.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16", help="Of weights; safetensors only.")
+    ] = "fp32",
+    max_shard_size: Annotated[
+        float, typer.Option(help="GB (10^9 bytes) per file; safetensors only.", min=1e-6)
+    ] = 5.0,
+) -> None:
+    """Write the averaged model of a checkpoint; from its files alone, on any machine.
+
+    The model is the anchor as of the save: transfers that were in flight are left out. For a method
+    without an anchor it is the mean of the clusters, all of which have to be there.
+
+    safetensors: model.safetensors, or several with an index, under the module's own names. Frozen
+    parameters and buffers are cluster 0's.
+
+    universal: a DeepSpeed universal checkpoint, for another number of ranks: the averaged weights,
+    with the inner optimizer's states of the first cluster at hand. Load it into an engine without
+    dsx, with "checkpoint": {"load_universal": true} in its JSON.
+    """
+    from dsx.export_command import ExportOptions, export_checkpoint
+
+    try:
+        options = ExportOptions(checkpoints, out, format, tag, dtype, max_shard_size)
+        export_checkpoint(options, typer.echo)
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"dsx export: {error}", err=True)
+        raise typer.Exit(2) from error

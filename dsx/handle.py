@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dsx.backends.base import Backend
-from dsx.checkpoint import first_difference, layout, load_state, rank_file, save_state
+from dsx.checkpoint import load_state, save_state
 from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import DsxConfig
@@ -27,6 +27,7 @@ from dsx.method import Method
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
 from dsx.routes import plan_routes, tell_what_is_factored
+from dsx.saved_state import first_difference, layout
 from dsx.stop import StopAgreement
 from dsx.sync_records import SyncRecords
 from dsx.transfer import Totals
@@ -219,20 +220,37 @@ class Handle:
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
         states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
         with self._naming_last_checkpoint():
-            save_state(self.loop, rank_file(directory, self._world.rank), self._config.axes, states)
+            save_state(
+                self.loop,
+                directory,
+                self._world.place,
+                self._world.session,
+                self._config.axes,
+                states,
+            )
 
-    def load(self, directory: Path) -> None:
-        """Restore this rank's outer state; ValueError if a tracked object has no position there."""
-        file = rank_file(directory, self._world.rank)
-        states = dict(load_state(self.loop, file, self._config.axes))
-        self._syncs.bytes_sent = states.pop(_COUNTERS)["bytes_sent"]
+    def load(self, directory: Path, is_new: bool = False, is_other_number: bool = False) -> None:
+        """Restore this rank's outer state; ValueError if a tracked object has no position there.
+
+        `is_new`: the directory is cluster 0's, as this cluster did not take part. With another
+        number of clusters an object that refuses its position starts anew, and a warning says so.
+        """
+        place, axes = self._world.place, self._config.axes
+        states = dict(load_state(self.loop, directory, place, axes))
+        counters = states.pop(_COUNTERS)
+        self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         if set(states) != set(self._tracked):
             raise ValueError(
-                f"{file} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
+                f"{directory} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
                 "track() with the same names before load_checkpoint()"
             )
         for name, thing in self._tracked.items():
-            thing.load_state_dict(states[name])
+            try:
+                thing.load_state_dict(states[name])
+            except ValueError as error:
+                if not is_other_number:
+                    raise
+                logger.warning("%r starts anew, as the number of clusters differs: %s", name, error)
         self._begin_clock()
 
     def saved(self, directory: Path) -> None:

@@ -40,23 +40,23 @@ class Notes:
     """The notes of one transfer, over a CPU buffer `[shape.numel]` that is reused."""
 
     def __init__(self, shape: NotesShape, buffer: Tensor) -> None:
-        self._shape = shape
+        self.shape = shape
         self.values = buffer
         stop = shape.averages + shape.by_cluster * shape.num_clusters
         self.averages = buffer[: shape.averages]
-        self._table = buffer[shape.averages : stop].view(shape.by_cluster, shape.num_clusters)
+        self.by_cluster = buffer[shape.averages : stop].view(shape.by_cluster, shape.num_clusters)
         self.of_owner = buffer[stop:]
 
     def post(self, cluster_id: int, values: list[float]) -> None:
         """Set this cluster's column of the values by cluster, and clear the others'."""
-        self._table.zero_()
-        self._table[:, cluster_id] = torch.tensor(values) * self._shape.num_clusters
+        self.by_cluster.zero_()
+        self.by_cluster[:, cluster_id] = torch.tensor(values) * self.shape.num_clusters
 
     def largest(self) -> Tensor:
         """Return the largest of every value by cluster `[by_cluster]`, once averaged."""
-        if not self._shape.by_cluster:
+        if not self.shape.by_cluster:
             return torch.empty(0)
-        return self._table.amax(dim=1)
+        return self.by_cluster.amax(dim=1)
 
 
 def with_notes(

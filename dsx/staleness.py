@@ -39,6 +39,11 @@ class Staleness(Protocol):
         ...
 
     @property
+    def is_elementwise(self) -> bool:
+        """Whether its buffers and notes are per element, and not per tensor."""
+        ...
+
+    @property
     def shared_slots(self) -> tuple[str, ...]:
         """Names of the buffers that are equal on all clusters."""
         ...
@@ -82,6 +87,7 @@ class NoPenalty:
     """Apply the mean as it is."""
 
     is_active = False
+    is_elementwise = False
     shared_slots = ()
 
     def validate(self) -> None:
@@ -123,6 +129,11 @@ class GapPenalty:
 
     is_active = True
     shared_slots = ("last_update",)
+
+    @property
+    def is_elementwise(self) -> bool:
+        """As `granularity` says."""
+        return self.granularity == "element"
 
     def validate(self) -> None:
         """Require a known granularity."""

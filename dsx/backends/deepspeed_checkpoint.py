@@ -2,20 +2,44 @@
 
 Each cluster has its own directory, `<save_dir>/cluster_<m>/<tag>/`: every cluster has a rank 0,
 and they must not overwrite each other's files. The outer state is written beside DeepSpeed's
-files before `latest` names the tag. Without a tag, loading takes the newest one that all
-clusters hold complete, so a cluster that died while saving does not split the run.
+files, and the directory gets its name once all of them are there (tags.py). Without a tag, loading
+takes the newest one that all clusters hold complete, so a cluster that died while saving does not
+split the run.
+
+DeepSpeed (0.19) brings its own part to another number of ranks, or from ZeRO-1 to 2 and back, by
+its universal checkpoint, made with its `ds_to_universal` as `<tag>_universal` and loaded where the
+JSON says `"checkpoint": {"load_universal": true}`; the outer state is then still taken from
+`<tag>`. Where it refuses (between ZeRO-3, 1 or 2, and 0), so do we, with its error.
 """
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from dsx.checkpoint import COMPLETE_MARK, common_tag, complete_tags, mark_complete
 from dsx.comm.world import World
+from dsx.export_model import MODULE_FACTS
 from dsx.handle import Handle
+from dsx.saved_state import FORMAT, SavedCluster
+from dsx.tags import (
+    UNFINISHED,
+    Mark,
+    begin_tag,
+    cluster_directory,
+    common_tag,
+    complete_tag,
+    tags_within_reach,
+    write_durably,
+)
+
+UNIVERSAL = "_universal"
+logger = logging.getLogger(__name__)
 
 
 def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
@@ -31,21 +55,19 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
     ) -> Any:
         """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
-        cluster_dir = cluster_directory(save_dir, world)
-        directory = cluster_dir / tag
-        if world.rank == 0:
-            (directory / COMPLETE_MARK).unlink(missing_ok=True)
+        directory = cluster_directory(save_dir, world.cluster_id)
+        unfinished = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
         result = save_checkpoint(
-            str(cluster_dir), tag, client_state or {}, False, exclude_frozen_parameters
+            str(directory), unfinished, client_state or {}, False, exclude_frozen_parameters
         )
-        handle.save(directory)
+        handle.save(directory / unfinished)
         dist.barrier()
         if world.rank == 0:
-            mark_complete(directory, handle.step, world.session)
+            _complete(engine, handle, world, directory, tag)
             if save_latest:
-                (cluster_dir / "latest").write_text(tag)
+                write_durably(directory / "latest", tag)
         dist.barrier()
-        handle.saved(directory)
+        handle.saved(directory / tag)
         return result
 
     def load(
@@ -58,25 +80,107 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         custom_load_fn: Any = None,
     ) -> Any:
         """Load as DeepSpeed does, from this cluster's directory, with the outer state."""
-        if load_module_only or not load_optimizer_states:
-            raise ValueError(
-                "load_checkpoint without optimizer states leaves the masters and the anchor apart; "
-                "load the weights into the model before dsx.initialize instead"
-            )
-        cluster_dir = cluster_directory(load_dir, world)
-        tags = handle.gather(complete_tags(cluster_dir))
-        tag = common_tag(tags, Path(load_dir), str(tag) if tag is not None else None)
-        result = load_checkpoint(
-            str(cluster_dir), tag, load_module_strict, True, load_lr_scheduler_states, False,
-            custom_load_fn,
-        )  # fmt: skip
-        handle.load(cluster_dir / tag)
-        handle.saved(cluster_dir / tag)
+        _require_everything(load_optimizer_states and not load_module_only)
+        source, tag = _choose(handle, world, load_dir, tag)
+        directory = cluster_directory(load_dir, source)
+        saved = SavedCluster(directory / tag)
+        own_tag = _engine_tag(engine, directory, tag)
+        with _hinting_at_universal(saved, directory / tag, world):
+            result = load_checkpoint(
+                str(directory), own_tag, load_module_strict, True, load_lr_scheduler_states, False,
+                custom_load_fn,
+            )  # fmt: skip
+        handle.load(
+            directory / tag,
+            is_new=source != world.cluster_id,
+            is_other_number=saved.num_clusters != world.num_clusters,
+        )
+        if own_tag != tag:
+            handle.loop.backend.publish()  # weights that ZeRO-3 keeps gathered are of before
+        handle.saved(directory / tag)
         return result
 
     engine.save_checkpoint, engine.load_checkpoint = save, load
 
 
-def cluster_directory(base: str | Path, world: World) -> Path:
-    """Return the directory of this cluster's checkpoints."""
-    return Path(base) / f"cluster_{world.cluster_id}"
+def _require_everything(is_wanted: bool) -> None:
+    if not is_wanted:
+        raise ValueError(
+            "load_checkpoint without optimizer states leaves the masters and the anchor apart; "
+            "load the weights into the model before dsx.initialize instead"
+        )
+
+
+def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: str) -> None:
+    """Write what belongs to all ranks, and give the tag its name; on rank 0."""
+    facts = json.dumps({"aliases": _aliases(engine.module)})
+    write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
+    mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+    complete_tag(directory, tag, mark)
+
+
+def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[int, str]:
+    """Return the cluster whose tag to load, and the tag. Collective over all clusters."""
+    found = handle.gather(tags_within_reach(base, world.cluster_id))
+    return common_tag(found, base, None if tag is None else str(tag))[world.cluster_id]
+
+
+def _aliases(module: Any) -> dict[str, str]:
+    """Return the further names of parameters that have several, with the first one."""
+    first: dict[int, str] = {}
+    names = module.named_parameters(remove_duplicate=False)
+    return {n: first[id(p)] for n, p in names if first.setdefault(id(p), n) != n}
+
+
+def _from_first(value: str | None) -> str:
+    """Return rank 0's value on every rank of the cluster; nobody goes on before rank 0 has."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    assert values[0] is not None
+    return values[0]
+
+
+def _engine_tag(engine: Any, directory: Path, tag: str) -> str:
+    """Return the tag that DeepSpeed loads, its universal checkpoint if the JSON says so."""
+    if not engine.load_universal_checkpoint():
+        return tag
+    if not (directory / f"{tag}{UNIVERSAL}").is_dir():
+        raise FileNotFoundError(
+            f"checkpoint.load_universal is set, and there is no {directory / tag}{UNIVERSAL}: make "
+            f"it from {directory / tag} with: {_conversion(directory / tag)}"
+        )
+    if engine.zero_optimization_stage() == 3 and len(engine.basic_optimizer.param_groups) > 1:
+        logger.warning(
+            "DeepSpeed's ZeRO-3 gives all parameter groups the settings of the first one when it "
+            "loads a universal checkpoint: set learning rates and weight decay again"
+        )
+    return f"{tag}{UNIVERSAL}"
+
+
+@contextmanager
+def _hinting_at_universal(
+    saved: SavedCluster, directory: Path, world: World
+) -> Generator[None, None, None]:
+    """Say, where DeepSpeed refuses what it has saved in another layout, what to do about it."""
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    kinds = (RuntimeError, AssertionError, KeyError, IndexError, ValueError, OSError)
+    try:
+        yield
+    except (*kinds, ZeRORuntimeException) as error:
+        raise RuntimeError(
+            f"DeepSpeed does not load {directory} (saved by {saved.num_ranks} ranks, now "
+            f"{world.world_size}): {type(error).__name__}: {error}. For another number of "
+            "ranks, or ZeRO-2 in place of 1 or 1 of 2, convert it in every cluster: "
+            f"{_conversion(directory)} and set "
+            '"checkpoint": {"load_universal": true}; between ZeRO-3, 1 or 2, and 0 DeepSpeed '
+            "converts nothing: export the model (dsx export) and start from it"
+        ) from error
+
+
+def _conversion(directory: Path) -> str:
+    """Return the command that makes DeepSpeed's universal checkpoint of a tag."""
+    return (
+        f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+        f"{directory} --output_folder {directory}{UNIVERSAL}"
+    )

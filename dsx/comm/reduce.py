@@ -131,8 +131,13 @@ class CodedMean:
     @property
     def mean_numel(self) -> int:
         """Elements whose mean this cluster encodes anew; 0 where all codes are gathered."""
-        start, stop = self._bounds[self._peers.cluster_id] if not self._is_gathered else (0, 0)
+        start, stop = self.mean_bounds
         return stop - start
+
+    @property
+    def mean_bounds(self) -> tuple[int, int]:
+        """Where those elements lie."""
+        return self._bounds[self._peers.cluster_id] if not self._is_gathered else (0, 0)
 
     def exchange(
         self,

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsx.comm.reduce import ExactMean
 from dsx.comm.swap import Exchange, Peers
+from dsx.compress.error_feedback import Residual
 from dsx.types import Fragment, Slot
 
 
@@ -30,12 +31,30 @@ class Launch:
     rank: int | None = None
 
 
+@dataclass(frozen=True)
+class CodingError:
+    """What coding lost of the elements start..stop of a fragment on the wire.
+
+    Of what this cluster sends, or (`is_of_mean`) of the means that it encodes for all.
+    """
+
+    start: int
+    stop: int
+    residual: Residual
+    is_of_mean: bool = False
+
+
 class Channel(Protocol):
     """One fragment's way over the network, for one rank."""
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """State that a checkpoint has to carry, by name; on the CPU, changed in place."""
+        ...
+
+    @property
+    def errors(self) -> Mapping[str, CodingError]:
+        """Return those of the slots that are residuals, with the elements they are of."""
         ...
 
     @property
@@ -116,6 +135,7 @@ class DenseChannel:
 
     def __init__(self, numel: int, peers: Peers) -> None:
         self.slots: Mapping[str, Tensor] = {}
+        self.errors: Mapping[str, CodingError] = {}
         self._numel = numel
         self._mean = ExactMean(peers)
         self.spectrum = None

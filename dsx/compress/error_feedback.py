@@ -41,7 +41,8 @@ class Residual:
     """The residual of `numel` elements, on the CPU; `stored` is what a checkpoint keeps."""
 
     def __init__(self, numel: int, storage: Storage, decay: float) -> None:
-        self._numel = numel
+        self.numel = numel
+        self.storage = storage
         self._decay = decay
         self._wire: Wire | None = None if storage == "fp32" else FORMATS[storage]()
         if self._wire is None:
@@ -50,6 +51,21 @@ class Residual:
             self.stored = torch.zeros(self._wire.num_bytes(numel), dtype=torch.uint8)
             self._codec = self._wire.codec(numel, torch.device("cpu"))
 
+    def read(self) -> Tensor:
+        """Return a copy of the residual, fp32 `[numel]`, before any decay."""
+        if self._wire is None:
+            return self.stored.clone()
+        values = torch.empty(self.numel)
+        self._codec.decode(self.stored, values)
+        return values
+
+    def write(self, values: Tensor) -> None:
+        """Replace the residual by `values` `[numel]`, as near as its storage allows."""
+        if self._wire is None:
+            self.stored.copy_(values)
+        else:
+            self._codec.encode(values, self.stored)
+
     @contextmanager
     def opened(self) -> Generator[Tensor, None, None]:
         """Hold the decayed residual, fp32 `[numel]`, to be replaced in place by the new one."""
@@ -57,7 +73,7 @@ class Residual:
             yield self._decayed(self.stored)
             return
         with _lock:
-            residual = _work_space(self._numel)
+            residual = _work_space(self.numel)
             self._codec.decode(self.stored, residual)
             yield self._decayed(residual)
             self._codec.encode(residual, self.stored)

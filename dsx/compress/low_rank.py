@@ -32,16 +32,16 @@ from torch import Tensor
 
 from dsx.choices import require_choice
 from dsx.comm.swap import Exchange, Peers, Swap, to_all, together
-from dsx.compress.base import Channel, Launch
+from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.quantized import (
     CodedPart,
     Feedback,
     Quantized,
     SmallPart,
+    coding_errors,
     merged,
     part_seed,
-    residuals,
 )
 from dsx.types import Fragment, Slot
 from dsx.wire.base import Wire
@@ -181,7 +181,12 @@ class LowRankChannel:
         named: dict[str, Tensor] = {"rank": self._rank}
         for matrix in self._matrices:
             named[f"q.{matrix.name}"] = matrix.warm
-        return {**named, **residuals("rest", self._rest), **residuals("residual", self._dense)}
+        return {**named, **{name: error.residual.stored for name, error in self.errors.items()}}
+
+    @property
+    def errors(self) -> Mapping[str, CodingError]:
+        """The residuals of everything that is coded, matrices included."""
+        return {**coding_errors("rest", self._rest), **coding_errors("residual", self._dense)}
 
     def payload_bytes(self, launch: Launch) -> int:
         """Return what a round with one power iteration sends, or a dense one."""

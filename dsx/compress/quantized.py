@@ -18,7 +18,7 @@ from torch import Tensor
 from dsx.choices import require_choice
 from dsx.comm.reduce import CodedMean, mean_numel
 from dsx.comm.swap import Exchange, Peers, together
-from dsx.compress.base import Channel, Launch
+from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual, Storage, residual_bytes
 from dsx.types import Fragment, Slot
 from dsx.wire.base import Kernels, Rounding, Wire
@@ -154,7 +154,12 @@ class QuantizedChannel:
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """The residuals of the runs."""
-        return residuals("residual", self._parts)
+        return {name: error.residual.stored for name, error in self.errors.items()}
+
+    @property
+    def errors(self) -> Mapping[str, CodingError]:
+        """The residuals of the runs."""
+        return coding_errors("residual", self._parts)
 
     def payload_bytes(self, launch: Launch) -> int:
         """Return the same for every round."""
@@ -196,6 +201,11 @@ class CodedPart:
         seed = self._seed + 1_000_003 * launch.round
         return self._mean.exchange(x[self.start : self.stop], self.residual, seed, self.of_mean)
 
+    @property
+    def mean_bounds(self) -> tuple[int, int]:
+        """The elements of the run whose mean this cluster encodes."""
+        return self._mean.mean_bounds
+
     def add_residual(self, x: Tensor) -> None:
         """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""
         if self.residual is not None:
@@ -203,13 +213,16 @@ class CodedPart:
                 x[self.start : self.stop].add_(residual)
 
 
-def residuals(kind: str, parts: Sequence[CodedPart]) -> dict[str, Tensor]:
+def coding_errors(kind: str, parts: Sequence[CodedPart]) -> dict[str, CodingError]:
     """Return what runs keep of what coding lost, by name: of the values sent, and of the means."""
-    named: dict[str, Tensor] = {}
+    named: dict[str, CodingError] = {}
     for index, part in enumerate(parts):
-        for suffix, residual in (("", part.residual), (".mean", part.of_mean)):
-            if residual is not None:
-                named[f"{kind}.{index}{suffix}"] = residual.stored
+        name, start = f"{kind}.{index}", part.start
+        if part.residual is not None:
+            named[name] = CodingError(start, part.stop, part.residual)
+        if part.of_mean is not None:
+            first, last = part.mean_bounds
+            named[f"{name}.mean"] = CodingError(start + first, start + last, part.of_mean, True)
     return named
 
 

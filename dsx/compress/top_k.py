@@ -35,7 +35,7 @@ from torch import Tensor
 from dsx.choices import require_choice
 from dsx.comm.reduce import CodedMean
 from dsx.comm.swap import Exchange, Peers, together
-from dsx.compress.base import Channel, Launch
+from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual, Storage, residual_bytes
 from dsx.compress.quantized import SmallPart, SmallWire, runs
 from dsx.types import Fragment, Slot
@@ -119,7 +119,13 @@ class TopKChannel:
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """The residuals of the runs."""
-        return {f"residual.{i}": residual.stored for i, residual in enumerate(self._residuals)}
+        return {name: error.residual.stored for name, error in self.errors.items()}
+
+    @property
+    def errors(self) -> Mapping[str, CodingError]:
+        """The residuals of the runs."""
+        pairs = zip(self._runs, self._residuals, strict=True)
+        return {f"residual.{i}": CodingError(*run, e) for i, (run, e) in enumerate(pairs)}
 
     def payload_bytes(self, launch: Launch) -> int:
         """Return the same for every round."""

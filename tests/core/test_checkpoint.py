@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from dsx.checkpoint import (
-    common_tag,
-    complete_tags,
-    first_difference,
-    load_state,
-    mark_complete,
-    rank_file,
-    save_state,
-)
+from dsx.checkpoint import load_state, save_state
+from dsx.comm.topology import Place
 from dsx.config import preset
 from dsx.outer_loop import OuterLoop
+from dsx.saved_state import first_difference, rank_file
 from dsx.transfer import Transfer
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -31,8 +27,18 @@ def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def new_run(name: str) -> Simulated:
-    return Simulated(TinyNet(), adamw, ALL_CASES[name].method(NUM_CLUSTERS), NUM_CLUSTERS)
+def new_run(name: str, num_clusters: int = NUM_CLUSTERS) -> Simulated:
+    return Simulated(TinyNet(), adamw, ALL_CASES[name].method(num_clusters), num_clusters)
+
+
+def place(cluster: int, num_clusters: int = NUM_CLUSTERS) -> Place:
+    return Place(cluster, num_clusters, 0, 1)
+
+
+def save_all(run: Simulated, base: Path, axes: Mapping[str, Any], tracked: Any = None) -> None:
+    for m, loop in enumerate(run.loops):
+        here = place(m, run.num_clusters)
+        save_state(loop, base / f"cluster_{m}", here, "run-a", axes, tracked or {})
 
 
 @pytest.mark.parametrize("stop", range(1, 10))
@@ -44,16 +50,14 @@ def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
         whole.train_step(mean_loss)
     for _ in range(stop):
         first.train_step(mean_loss)
-    for rank, loop in enumerate(first.loops):
-        save_state(loop, rank_file(tmp_path, rank), axes, {"data": {"position": stop}})
+    save_all(first, tmp_path, axes, {"data": {"position": stop}})
     in_flight = len(first.loops[0].in_flight)
 
     second = new_run(name)
-    for rank, loop in enumerate(second.loops):
-        second.models[rank].load_state_dict(first.models[rank].state_dict())
-        inner = copy.deepcopy(first.optimizers[rank].state_dict())
-        second.optimizers[rank].load_state_dict(inner)
-        tracked = load_state(loop, rank_file(tmp_path, rank), axes)
+    for m, loop in enumerate(second.loops):
+        second.models[m].load_state_dict(first.models[m].state_dict())
+        second.optimizers[m].load_state_dict(copy.deepcopy(first.optimizers[m].state_dict()))
+        tracked = load_state(loop, tmp_path / f"cluster_{m}", place(m), axes)
         assert tracked == {"data": {"position": stop}}
         assert len(loop.in_flight) == in_flight
     for _ in range(NUM_STEPS - stop):
@@ -80,12 +84,12 @@ def test_streaming_is_saved_with_a_transfer_in_flight() -> None:
 
 def test_a_file_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
     run = new_run("streaming_diloco")
-    save_state(run.loops[0], rank_file(tmp_path, 0), {}, {})
+    save_state(run.loops[0], tmp_path, place(0), "run-a", {}, {})
     other = Simulated(
         TinyNet(), adamw, preset("streaming_diloco", fragments={"num_fragments": 2}), 2
     )
-    with pytest.raises(ValueError, match=r"belongs to another layout: fragments"):
-        load_state(other.loops[0], rank_file(tmp_path, 0), {})
+    with pytest.raises(ValueError, match=r"belongs to another model or fragmentation: par"):
+        load_state(other.loops[0], tmp_path, place(0), {})
 
 
 @pytest.mark.parametrize(
@@ -106,42 +110,33 @@ def test_another_kind_of_method_does_not_resume(
     run, other = new_run(saved), new_run(resumed)
     for _ in range(6):
         run.train_step(mean_loss)
-    save_state(run.loops[0], rank_file(tmp_path, 0), ALL_CASES[saved].axes(), {})
+    save_state(run.loops[0], tmp_path, place(0), "run-a", ALL_CASES[saved].axes(), {})
     if said is None:
-        load_state(other.loops[0], rank_file(tmp_path, 0), ALL_CASES[resumed].axes())
+        load_state(other.loops[0], tmp_path, place(0), ALL_CASES[resumed].axes())
         assert other.loops[0].history.step == 6
         return
     with pytest.raises(ValueError, match=said):
-        load_state(other.loops[0], rank_file(tmp_path, 0), ALL_CASES[resumed].axes())
+        load_state(other.loops[0], tmp_path, place(0), ALL_CASES[resumed].axes())
     assert other.loops[0].history.step == 0  # nothing was changed
 
 
 def test_missing_and_foreign_files_are_hard_errors(tmp_path: Path) -> None:
     run = new_run("diloco")
     with pytest.raises(FileNotFoundError, match="no outer state at"):
-        load_state(run.loops[0], rank_file(tmp_path, 0), {})
+        load_state(run.loops[0], tmp_path, place(0), {})
     save_file({"x": torch.zeros(1)}, str(rank_file(tmp_path, 0)))
-    with pytest.raises(ValueError, match="is not an outer state of format 4"):
-        load_state(run.loops[0], rank_file(tmp_path, 0), {})
-
-
-def test_clusters_resume_from_the_newest_tag_that_all_hold(tmp_path: Path) -> None:
-    for cluster, steps in enumerate([(10, 20, 30), (10, 20)]):
-        for step in steps:
-            directory = tmp_path / f"cluster_{cluster}" / f"step{step}"
-            directory.mkdir(parents=True)
-            mark_complete(directory, step, "run-a")
-    (tmp_path / "cluster_1" / "step30").mkdir()  # died before it was complete
-    tags = [complete_tags(tmp_path / f"cluster_{m}") for m in range(2)]
-    assert common_tag(tags, tmp_path, None) == "step20"
-    assert common_tag(tags, tmp_path, "step10") == "step10"
-    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint 'step30' .*cluster 1: \["):
-        common_tag(tags, tmp_path, "step30")
-    with pytest.raises(FileNotFoundError, match=r"cluster 1: none"):
-        common_tag([{"step10": [10, "run-a"]}, {}], tmp_path, None)
-    mark_complete(tmp_path / "cluster_1" / "step20", 20, "run-b")  # left over from another run
-    tags = [complete_tags(tmp_path / f"cluster_{m}") for m in range(2)]
-    assert common_tag(tags, tmp_path, None) == "step10"
+    with pytest.raises(ValueError, match="is not an outer state of format 5"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    rank_file(tmp_path, 0).write_bytes(b"no safetensors")
+    with pytest.raises(ValueError, match="dsx_rank_00000.safetensors cannot be read"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    two_ranks = Place(0, NUM_CLUSTERS, 0, 2)
+    save_state(run.loops[0], tmp_path, two_ranks, "run-a", {}, {})
+    with pytest.raises(FileNotFoundError, match="dsx_rank_00001.* the file of this one is gone"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    save_state(run.loops[0], tmp_path, Place(0, NUM_CLUSTERS, 1, 2), "run-b", {}, {})
+    with pytest.raises(ValueError, match="dsx_rank_00001.* of another save: session is 'run-b'"):
+        load_state(run.loops[0], tmp_path, place(0), {})
 
 
 def test_first_difference_names_the_path() -> None:
@@ -171,7 +166,7 @@ def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path
     for _ in range(6):
         run.train_step(mean_loss)
     loop = run.loops[0]
-    save_state(loop, rank_file(tmp_path, 0), {}, {})
+    save_state(loop, tmp_path, place(0), "run-a", {}, {})
     for _ in range(5):
         run.train_step(mean_loss)
     under_way = [UnderWay(loop, transfer.fragment) for transfer in loop.in_flight]
@@ -179,7 +174,7 @@ def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path
         assert isinstance(transfer, Transfer)
         transfer.pending = pending
     before = [anchor.clone() for anchor in loop.state.anchor]
-    load_state(loop, rank_file(tmp_path, 0), {})
+    load_state(loop, tmp_path, place(0), {})
     assert under_way
     for pending in under_way:
         assert pending.anchor_when_waited is not None

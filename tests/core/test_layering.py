@@ -44,8 +44,12 @@ LAYERS = [
         "backends",
         "backends.torch",
         "backends.deepspeed",
+        "tags",
+        "saved_state",
+        "reshard",
         "checkpoint",
         "export",
+        "export_model",
         "metrics",
         "report",
         "data",
@@ -56,7 +60,7 @@ LAYERS = [
     ["config", "simulate"],
     ["handle", "backends.deepspeed_checkpoint"],
     ["attach"],
-    ["", "cli", "bench"],
+    ["", "cli", "bench", "export_command"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 

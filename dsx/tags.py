@@ -1,0 +1,138 @@
+"""Which checkpoints of a cluster are complete, and which one all clusters resume from.
+
+A tag is written as `<tag>.unfinished` and renamed once every rank's files are on disk and rank 0
+has written `dsx.json`: a process that is killed at any moment leaves the last complete tag as it
+was. A tag that is written again keeps what it held as `<tag>.replaced`, since another cluster may
+not have got as far; both hold the inner step and the run's name, by which clusters find the same.
+
+A run may resume with another number of clusters: those that are new take cluster 0's tag.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+COMPLETE_MARK = "dsx.json"
+UNFINISHED, REPLACED = ".unfinished", ".replaced"
+Marks = Mapping[str, Mapping[str, Any]]  # by tag
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What `dsx.json` holds; `session` is the name of the run that all its clusters share."""
+
+    format: int
+    step: int
+    session: str
+    num_clusters: int
+    num_ranks: int
+
+
+def cluster_directory(base: str | Path, cluster_id: int) -> Path:
+    """Return the directory of one cluster's checkpoints."""
+    return Path(base) / f"cluster_{cluster_id}"
+
+
+def begin_tag(directory: Path, tag: str) -> str:
+    """Return the tag to write to until it is complete; call on one rank, before all write."""
+    shutil.rmtree(directory / f"{tag}{UNFINISHED}", ignore_errors=True)
+    return f"{tag}{UNFINISHED}"
+
+
+def complete_tag(directory: Path, tag: str, mark: Mark) -> None:
+    """Declare a tag complete; call on one rank after all have written to `begin_tag`'s."""
+    unfinished, final = directory / f"{tag}{UNFINISHED}", directory / tag
+    for path in unfinished.rglob("*"):
+        if path.is_file():
+            sync_to_disk(path)
+    write_durably(unfinished / COMPLETE_MARK, json.dumps(asdict(mark)))
+    if final.exists():
+        replaced = directory / f"{tag}{REPLACED}"
+        (replaced / COMPLETE_MARK).unlink(missing_ok=True)
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
+    unfinished.rename(final)
+    sync_to_disk(directory)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a small file as a whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text)
+    sync_to_disk(unfinished)
+    unfinished.replace(path)
+    sync_to_disk(path.parent)
+
+
+def sync_to_disk(path: Path) -> None:
+    """Return once a file's content, or a directory's entries, would survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return the marks of what is complete below a cluster's directory, by tag."""
+    found: dict[str, dict[str, Any]] = {}
+    for mark in directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ():
+        if not mark.parent.name.endswith(UNFINISHED):
+            found[mark.parent.name] = json.loads(mark.read_text())
+    return found
+
+
+def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, dict[str, Any]]]:
+    """Return what a cluster finds complete: its own tags, and those of cluster 0."""
+    return [complete_tags(cluster_directory(base, m)) for m in (cluster_id, 0)]
+
+
+def common_tag(
+    found: Sequence[Sequence[Marks]], base: str | Path, wanted: str | None
+) -> list[tuple[int, str]]:
+    """Return `(source cluster, its tag)` per cluster: `wanted`, or else the one of most steps.
+
+    `found` is `tags_within_reach` of every cluster. All clusters of the run that wrote the tag
+    must hold it from that same run, as far as they take part now; a cluster that it did not have
+    takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses.
+    """
+    newest_first = sorted(
+        found[0][0].items(), key=lambda entry: (-entry[1]["step"], entry[0].endswith(REPLACED))
+    )
+    missing = ""
+    for tag, mark in newest_first:
+        if wanted not in (None, tag, tag.removesuffix(REPLACED)):
+            continue
+        count = mark.get("num_clusters", len(found))
+        sources: list[tuple[int, str]] = []
+        for cluster, (own, first) in enumerate(found):
+            source = cluster if cluster < count else 0
+            same = _same_content(own if cluster < count else first, tag, mark)
+            if same is not None:
+                sources.append((source, same))
+            elif cluster >= count:
+                missing = (
+                    f"; cluster {cluster} is new to that run of {count} and takes cluster 0's "
+                    f"state: it looked for {cluster_directory(base, 0) / tag}, which is not "
+                    "complete there (is the directory on a file system that it shares?)"
+                )
+        if len(sources) == len(found):
+            return sources
+    held = "; ".join(f"cluster {m}: {sorted(own) or 'none'}" for m, (own, _) in enumerate(found))
+    what = f"checkpoint {wanted!r}" if wanted else "checkpoint"
+    raise FileNotFoundError(
+        f"no complete {what} that all clusters hold under {base} from one run ({held}){missing}"
+    )
+
+
+def _same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:
+    """Return the tag of the same step and run, if there is one; by preference `tag` itself."""
+    key = (wanted["step"], wanted["session"])
+    names = [name for name, mark in marks.items() if (mark["step"], mark["session"]) == key]
+    return tag if tag in names else min(names, default=None)
