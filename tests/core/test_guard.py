@@ -13,8 +13,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.checkpoint import load_state, rank_file, save_state
+from dsx.checkpoint import load_state, save_state
 from dsx.comm.swap import Peers
+from dsx.comm.topology import Place
 from dsx.compress.quantized import Quantized
 from dsx.config import preset
 from dsx.guard import Guard
@@ -153,11 +154,11 @@ def test_a_resume_amid_refusals_goes_on_alike(name: str, more_steps: int, tmp_pa
     first = run_with_nan(name, 6)[0]
     for _ in range(more_steps):
         first.train_step(mean_loss)
-    for rank, loop in enumerate(first.loops):
-        save_state(loop, rank_file(tmp_path, rank), {}, {})
+    for m, loop in enumerate(first.loops):
+        save_state(loop, tmp_path / f"cluster_{m}", Place(m, 3, 0, 1), "a run", {}, {})
     second = Simulated(TinyNet(), sgd, ALL_CASES[name].method(3), 3)
-    for rank, loop in enumerate(second.loops):
-        load_state(loop, rank_file(tmp_path, rank), {})
+    for m, loop in enumerate(second.loops):
+        load_state(loop, tmp_path / f"cluster_{m}", Place(m, 3, 0, 1), {})
     for own, model in zip(second.models, first.models, strict=True):
         own.load_state_dict(model.state_dict())
     for _ in range(12):
