@@ -140,7 +140,8 @@ def test_replicas_share_out_what_crosses_between_clusters(outcomes: Any) -> None
     for result in results:
         pairs = zip(result["rounds"], result["numel"], strict=True)
         beside = HEADER_BYTES + GUARD_BYTES  # C = 2: each element of the share once each way
-        assert result["bytes_sent"] == sum(k * (4 * share + beside) for k, share in pairs)
+        sent = sum(k * (4 * share + beside) + beside for k, share in pairs)  # and the comparison
+        assert result["bytes_sent"] == sent
 
 
 @pytest.mark.parametrize("kind", OFFLOADED, ids=name_of)
