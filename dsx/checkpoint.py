@@ -51,12 +51,12 @@ def save_state(
 ) -> None:
     """Write one rank's outer state; waits for what is in flight. Atomic per file.
 
-    `session` names the run. Without an anchor the masters are written, for an export.
+    `session` names the run. The masters are written, too, where their mean is to be exported.
     """
     tensors: dict[str, torch.Tensor] = {}
     for fragment in loop.backend.fragments:
         named = dict(loop.state.named_state(fragment.id))
-        if not loop.method.outer_optimizer.keeps_anchor:
+        if loop.method.delay.export == "mean":
             named["local"] = torch.empty(fragment.numel, device=loop.backend.device)
             loop.backend.read(fragment.id, named["local"])
         for name, tensor in named.items():
@@ -232,6 +232,7 @@ def _kinds(loop: OuterLoop) -> dict[str, Any]:
         "rounds_under_way": loop.method.delay.rounds_under_way,
         "buffers": slots,
         "keeps an anchor": loop.method.outer_optimizer.keeps_anchor,
+        "exports": loop.method.delay.export,
         "measures": loop.method.control.note_numel(loop.method.knobs),
         "parameters": parameters,
         "stage": [loop.backend.stage.index, loop.backend.stage.count],

@@ -87,8 +87,8 @@ def export(
 ) -> None:
     """Write the averaged model of a checkpoint; from its files alone, on any machine.
 
-    The model is the anchor as of the save: transfers that were in flight are left out. For a method
-    without an anchor it is the mean of the clusters, all of which have to be there.
+    The model is what averaged() held at the save: by method the anchor, or the mean of the
+    clusters, whose directories have to be there. Transfers that were in flight are left out.
 
     safetensors: model.safetensors, or several with an index, under the module's own names. Frozen
     parameters and buffers are cluster 0's.

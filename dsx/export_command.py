@@ -39,6 +39,11 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
     model = find_model(options.checkpoints, options.tag)
     what = f"mean of {model.num_saved_clusters} clusters" if model.is_mean else "anchor"
     tell(f"{model.directory}: {what} at step {model.step}, {model.numel:,} trained elements")
+    if model.is_second_best:
+        tell(
+            f"averaged() would be the mean of {model.num_saved_clusters} clusters, not all of "
+            f"which are in {options.checkpoints}: this is the anchor, which they share"
+        )
     if model.in_flight:
         tell(f"left out: {model.in_flight} transfer(s) that were in flight")
     if options.format == "universal":

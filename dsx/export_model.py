@@ -1,8 +1,8 @@
 """`dsx export`: the averaged model out of a checkpoint's files, without an engine or model code.
 
-What is exported is the anchor of the newest tag that is complete in all clusters at hand, put
-together from the ranks' files, or for methods without an anchor the mean of the clusters' masters.
-Transfers in flight are left out: the anchor is as of the save, as every cluster holds it.
+What is exported is what `averaged()` would have held at the save, as the method says: the anchor,
+or the mean of the clusters' masters, of the newest tag that is complete in all clusters at hand. If
+a cluster is not there the anchor stands in, where there is one. Transfers in flight are left out.
 
 Parameters are written one shard at a time, so that a host needs memory for one shard, in the order
 of the module's names. What dsx does not train (frozen parameters, buffers) is cluster 0's, from
@@ -51,9 +51,13 @@ class SavedModel:
         ranks = [cluster.ranks() for cluster in clusters]
         kinds = ranks[0][0].meta["kinds"]
         self.step: int = ranks[0][0].meta["step"]
-        self.is_mean: bool = not kinds["keeps an anchor"]
+        self.is_partial = len(directories) < self.num_saved_clusters
+        self.is_mean: bool = kinds["exports"] == "mean"
+        if self.is_partial and kinds["keeps an anchor"]:
+            self.is_mean = False
+        self.is_second_best = not self.is_mean and kinds["exports"] == "mean"
         self.in_flight = sum(not entry["is_empty"] for entry in ranks[0][0].meta["in_flight"])
-        if self.is_mean and len(directories) < self.num_saved_clusters:
+        if self.is_mean and self.is_partial:
             raise ValueError(
                 f"this method keeps no anchor, so its model is the mean of "
                 f"{self.num_saved_clusters} clusters, and {self.directory.parents[1]} holds "

@@ -44,14 +44,18 @@ def export(*arguments: object) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])
-@pytest.mark.parametrize(("name", "steps"), [("diloco", 8), ("eager", 6), ("dreamddp", 7)])
+@pytest.mark.parametrize(
+    ("name", "steps"), [("diloco", 8), ("eager", 6), ("streaming_diloco", 6), ("dreamddp", 7)]
+)
 def test_the_averaged_model(name: str, steps: int, is_sharded: bool, tmp_path: Path) -> None:
     run = trained(name, steps)
-    base = checkpoint(run, tmp_path, is_sharded=is_sharded and name != "dreamddp")
+    base = checkpoint(
+        run, tmp_path, is_sharded=is_sharded and name not in ("dreamddp", "streaming_diloco")
+    )
     code, said = export(base, "--out", tmp_path / "out")
     assert code == 0, said
     assert f"at step {steps}, 168 trained elements" in said
-    assert ("transfer(s) that were in flight" in said) == (name == "eager")
+    assert ("transfer(s) that were in flight" in said) == (name in ("eager", "streaming_diloco"))
     model = TinyNet(1)
     model.load_state_dict(load_file(tmp_path / "out" / "model.safetensors"))
     with run.averaged() as average:
@@ -89,6 +93,20 @@ def test_files_of_a_limited_size(tmp_path: Path) -> None:
     assert found.keys() == index["weight_map"].keys()
     assert found["steps"].tolist() == [3]
     assert found["layers.0.bias"].shape == (6,)
+
+
+def test_the_anchor_stands_in_for_a_mean_of_clusters_that_are_elsewhere(tmp_path: Path) -> None:
+    run = trained("streaming_diloco", 6)
+    base = checkpoint(run, tmp_path)
+    (base / "cluster_0").rename(tmp_path / "elsewhere")
+    code, said = export(base, "--out", tmp_path)
+    assert code == 0 and "this is the anchor, which they share" in said
+    found = load_file(tmp_path / "model.safetensors")
+    for loop in run.loops:
+        for fragment, anchor in zip(loop.backend.fragments, loop.state.anchor, strict=True):
+            for slot in fragment.layout:
+                part = anchor[slot.offset : slot.offset + slot.numel]
+                assert torch.equal(found[slot.name].flatten(), part)
 
 
 def test_errors(tmp_path: Path) -> None:
