@@ -312,5 +312,7 @@ class Handle:
             yield
         except (PeerLost, ParityError, NonFiniteError) as error:
             self._metrics.flush()
-            kept = self._last_checkpoint or "none saved"
-            raise type(error)(f"{error}; last checkpoint: {kept}") from None
+            kept = self._last_checkpoint
+            is_usable = kept is not None and not isinstance(error, NonFiniteError)
+            advice = f"resume from {kept}" if is_usable else kept or "none saved"
+            raise type(error)(f"{error}; last checkpoint: {advice}") from None
