@@ -53,7 +53,7 @@ class Departures:
         routes: Sequence[Redistribution],
         device: torch.device,
     ) -> None:
-        self._is_agreed = not method.compression.is_exact
+        self._is_agreed = not method.compression.is_exact and backend.shard[1] > 1
         self._backend = backend
         self._routes = routes
         self._device = device
