@@ -374,6 +374,8 @@ def export_model(run: Run) -> None:
 
 def prepare_process() -> None:
     """Keep DeepSpeed's log to one rank's warnings; give each rank its share of the cores."""
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("dsx").setLevel(logging.INFO)
     level = logging.WARNING if os.environ.get("RANK", "0") == "0" else logging.ERROR
     expected = ("Setting accelerator to CPU", "Attempting to get learning rate")
     logging.getLogger("DeepSpeed").addFilter(
