@@ -19,7 +19,7 @@ from dsx.compress.error_feedback import Residual
 from dsx.fragment import in_a_row
 from dsx.types import Fragment, Slot, Stage
 
-FORMAT = 5
+FORMAT = 6
 
 
 def rank_file(directory: Path, rank: int) -> Path:
