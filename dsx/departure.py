@@ -79,7 +79,8 @@ class Departures:
             staged = torch.empty(berth.wire.numel(), device=self._device)
             route.to_wire(contribution, staged, swap)
             contribution = staged
-        return Departure(berth, self._copy(contribution, note, berth), agreed)
+        # the penalty writes the note's own memory again, one step later, on the compute stream
+        return Departure(berth, self._copy(contribution, note.clone(), berth), agreed)
 
     def _copy(self, contribution: Tensor, note: Tensor, berth: Berth) -> torch.cuda.Event:
         """Start the copy to the host behind what the compute stream has been given so far."""
@@ -90,5 +91,6 @@ class Departures:
             berth.notes.averages.copy_(note, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        contribution.record_stream(self._stream)  # not to be reused before
+        for source in (contribution, note):
+            source.record_stream(self._stream)  # not to be reused before
         return copied

@@ -12,6 +12,7 @@ DeepSpeed's own files; a parameter of two names is written under both.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,10 +23,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsx.saved_state import SavedCluster, SavedRank, put_together, stretches, vector_sources
-from dsx.tags import cluster_directory, common_tag, complete_tags
+from dsx.tags import REPLACED, cluster_directory, complete_tags, newest_first, same_content
 from dsx.types import Slot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+logger = logging.getLogger(__name__)
 MODULE_FACTS = "dsx_module.json"  # beside the ranks' files: {"aliases": {name: name it shares}}
 Tell = Callable[[str], None]
 
@@ -120,10 +122,24 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
             f"{base} holds no cluster_<m>: give the directory that save_checkpoint was given, "
             "e.g. runs/quickstart/checkpoints"
         )
-    tables = [complete_tags(cluster_directory(base, cluster)) for cluster in found]
-    chosen = common_tag([(table, table) for table in tables], base, tag)
-    pairs = zip(found, chosen, strict=True)
-    return SavedModel([cluster_directory(base, m) / name for m, (_, name) in pairs])
+    tables = {m: complete_tags(cluster_directory(base, m)) for m in found}
+    skipped: list[str] = []
+    for name, mark in newest_first(tables[found[0]]):
+        if tag in (None, name, name.removesuffix(REPLACED)):
+            members = [m for m in found if m < mark["num_clusters"]]  # others are of another run
+            held = [(m, same_content(tables[m], name, mark)) for m in members]
+            lacking = [m for m, same in held if same is None]
+            if not lacking:
+                for line in skipped:
+                    logger.warning("%s; exporting %s", line, name)
+                directories = [cluster_directory(base, m) / str(same) for m, same in held]
+                return SavedModel(directories)
+            skipped.append(f"{name} is not complete in cluster(s) {lacking}")
+    there = "; ".join(f"cluster {m}: {sorted(table) or 'none'}" for m, table in tables.items())
+    what = f"checkpoint {tag!r}" if tag else "checkpoint"
+    raise FileNotFoundError(
+        f"no complete {what} that all clusters hold under {base} from one run ({there})"
+    )
 
 
 def write_safetensors(

@@ -31,11 +31,15 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 
 @dataclass
 class Verdict:
-    """What the headers of one transfer said: clusters by number."""
+    """What the headers of one transfer said: clusters by number.
+
+    A round may be refused because of a cluster that has left since.
+    """
 
     refused_by: list[int] = field(default_factory=list[int])
     differing: list[int] = field(default_factory=list[int])
     round: int = 0  # of the mean that differed
+    is_refused: bool = False
 
 
 class Guard:
@@ -58,6 +62,7 @@ class Guard:
             yield to_all([self._own], [[header] for header in self._theirs])
         headers = [header.tolist() for header in self._theirs]
         verdict.refused_by = [m for m, header in enumerate(headers) if not header[0]]
+        verdict.is_refused = bool(verdict.refused_by)
         first = headers[0][1:]
         verdict.differing = [m for m, header in enumerate(headers) if header[1:] != first]
         verdict.round = first[0]

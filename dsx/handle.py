@@ -102,7 +102,10 @@ class Handle:
             tell_what_is_factored(config.method, backend)
             counts = [len(parameters) for parameters in backend.fragment_parameters]
             wire = [route.wire for route in routes]
-            memory = predict(config.method, backend.fragments, counts, wire, world.num_clusters)
+            buffers = backend.buffer_bytes + sum(route.buffer_bytes for route in routes)
+            memory = predict(
+                config.method, backend.fragments, counts, wire, world.num_clusters, buffers
+            )
             logger.info("outer state of this rank, on %s: %s", backend.device, memory)
         self._begin_clock()
 

@@ -56,6 +56,7 @@ class Judge:
             [m for m, flag in enumerate(row) if flag] for row in flags[:2].tolist()
         )
         verdict.round = int(flags[2, 0])
+        verdict.is_refused = verdict.is_refused or bool(verdict.refused_by)
         what = f"fragment {fragment} launched at step {launched}"
         refusals = history.refusals[fragment]
         refusals.count(verdict.refused_by, launched)

@@ -53,7 +53,7 @@ class Line:
         self, x: Tensor, is_finite: Callable[[], bool], launch: Launch, verdict: Verdict
     ) -> Exchange:
         yield from self.guard.exchange(is_finite(), verdict)
-        if verdict.refused_by:
+        if verdict.is_refused:
             return x.zero_()
         mean = yield from self.channel.exchange(x, launch)
         self.guard.remember(launch.round, mean)

@@ -6,9 +6,12 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     anchor 4n, outer optimizer 4n per slot, delay policy 4n per slot (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
     work space: up to 4 vectors of L, shared by all fragments
+    in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
+    without ZeRO the gather of what R replicas have shared out: 4L (1 + 1/R)
 
 Codecs' own buffers (codes of one round, C of them where they are gathered) come on top of it: at
-most C + 1 times the bytes of one message.
+most C + 1 times the bytes of one message; on an accelerator the contributions that are launched
+together, 4 bytes per element until they are on the host (twice where pieces are put together).
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class OuterMemory:
     codec: int
     transfers: int
     work_space: int
+    in_the_cluster: int
 
     @property
     def total(self) -> int:
@@ -53,11 +57,12 @@ def predict(
     num_tensors: Sequence[int],
     on_the_wire: Sequence[Fragment],
     num_clusters: int,
+    in_the_cluster: int = 0,
 ) -> OuterMemory:
     """Return the bytes that a rank's outer state takes.
 
     `fragments` are the rank's, with `num_tensors` parameters in each whole fragment;
-    `on_the_wire` the same as they travel.
+    `on_the_wire` the same as they travel; `in_the_cluster` is what the backend and the routes say.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
@@ -79,6 +84,7 @@ def predict(
         staleness=4 * of_staleness,
         codec=max(codec),
         transfers=4 * berths * (wire + notes),
+        in_the_cluster=in_the_cluster,
         work_space=4 * _MOST_SCRATCH * max((f.numel for f in fragments), default=0),
     )
 

@@ -246,7 +246,7 @@ class OuterLoop:
             self.routes[fragment].from_wire(mean_on_wire, mean, self.backend.swap_in_cluster)
             report["mean_norm"] = torch.linalg.vector_norm(mean)
             self._agree(transfer)
-            if transfer.berth.verdict.refused_by:
+            if transfer.berth.verdict.is_refused:
                 self.totals.refused += 1
                 mean = None
             else:
@@ -285,7 +285,7 @@ class OuterLoop:
         """Bring what this transfer has agreed into the history."""
         notes = transfer.berth.notes
         seconds = transfer.pending.seconds / transfer.shared_by
-        knobs, is_refused = transfer.knobs, bool(transfer.berth.verdict.refused_by)
+        knobs, is_refused = transfer.knobs, transfer.berth.verdict.is_refused
         self.agreement.take(notes, transfer.fragment, self.history, seconds, knobs, is_refused)
 
     def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:

@@ -62,6 +62,11 @@ class Redistribution:
         self._sent = [torch.zeros(sum(m.numel for m in ms), device=device) for ms in self._away]
         self._received = [torch.zeros(sum(m.numel for m in ms), device=device) for ms in self._here]
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what pieces on their way take."""
+        return sum(4 * t.numel() for t in (*self._sent, *self._received))
+
     def to_wire(self, x: Tensor, out: Tensor, swap: SwapInCluster) -> None:
         """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""
         if not self.is_needed:

@@ -182,9 +182,14 @@ class Resharding:
         entries = [rank.meta["in_flight"][index] for rank in self._ranks]
         berth = self._loop.state.take_berth(fragment.id)
         verdicts = [e["verdict"] for e in entries]
+        present = range(self._place.num_clusters)  # the others' lists name nobody any more
         berth.verdict = Verdict(
-            *(sorted({m for v in verdicts for m in v[key]}) for key in ("refused_by", "differing")),
+            *(
+                sorted({m for v in verdicts for m in v[key] if m in present})
+                for key in ("refused_by", "differing")
+            ),
             round=max(v["round"] for v in verdicts),
+            is_refused=any(v["is_refused"] for v in verdicts),
         )
         wire = self._loop.routes[fragment.id].wire.layout
         self._fill(wire, berth.wire, "wire", fragment.id, f"in_flight.mean/{index}")

@@ -54,6 +54,12 @@ class StopAgreement:
             return
         self._agreed = json.loads(told)
         assert self._agreed is not None
+        if self._agreed["step"] < step:
+            raise RuntimeError(
+                f"step {step}: cluster {self._agreed['cluster']} asked for a stop after step "
+                f"{self._agreed['step']}, which this cluster has passed; ask should_stop() at "
+                "every step, in all clusters"
+            )
         logger.warning(
             "step %d: all clusters stop after step %d, as cluster %d asked: %s",
             step, self._agreed["step"], self._agreed["cluster"], self._agreed["reason"],

@@ -102,18 +102,15 @@ def common_tag(
     must hold it from that same run, as far as they take part now; a cluster that it did not have
     takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses.
     """
-    newest_first = sorted(
-        found[0][0].items(), key=lambda entry: (-entry[1]["step"], entry[0].endswith(REPLACED))
-    )
     missing = ""
-    for tag, mark in newest_first:
+    for tag, mark in newest_first(found[0][0]):
         if wanted not in (None, tag, tag.removesuffix(REPLACED)):
             continue
         count = mark.get("num_clusters", len(found))
         sources: list[tuple[int, str]] = []
         for cluster, (own, first) in enumerate(found):
             source = cluster if cluster < count else 0
-            same = _same_content(own if cluster < count else first, tag, mark)
+            same = same_content(own if cluster < count else first, tag, mark)
             if same is not None:
                 sources.append((source, same))
             elif cluster >= count:
@@ -131,7 +128,12 @@ def common_tag(
     )
 
 
-def _same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:
+def newest_first(marks: Marks) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return tags and their marks, those of most steps first."""
+    return sorted(marks.items(), key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
+
+
+def same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:
     """Return the tag of the same step and run, if there is one; by preference `tag` itself."""
     key = (wanted["step"], wanted["session"])
     names = [name for name, mark in marks.items() if (mark["step"], mark["session"]) == key]

@@ -57,6 +57,11 @@ class Backend(Protocol):
         """Whether masters are on an accelerator: copies to and from it want pinned memory."""
         ...
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what the adapter allocates for collectives inside the cluster."""
+        ...
+
     def read(self, fragment: int, out: Tensor) -> None:
         """Copy the masters of a fragment into `out` `[numel]`, in place."""
         ...

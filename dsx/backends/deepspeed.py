@@ -112,6 +112,11 @@ class DeepSpeedBackend:
         return torch.stack(self._gather(values)).amax(0)
 
     @property
+    def buffer_bytes(self) -> int:
+        """Return what bringing shares together takes."""
+        return 0 if self._shares is None else self._shares.buffer_bytes
+
+    @property
     def shard(self) -> tuple[int, int]:
         """Return this rank's place in its stage."""
         return dist.get_rank(self._group), dist.get_world_size(self._group)
@@ -120,10 +125,12 @@ class DeepSpeedBackend:
         """Start finding the elementwise largest of the shards' values."""
         largest = values.to(self._collective_device(), copy=True)
         work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if largest.is_cuda:
+            return _answer_on_host(work, largest)
 
         def wait() -> Tensor:
             work.wait()
-            return largest.cpu()
+            return largest
 
         return wait
 
@@ -227,6 +234,24 @@ def adopt_world() -> None:
         __compatible_ops__["deepspeed_shm_comm"] = False
     init_distributed: Any = deepspeed.init_distributed
     init_distributed()
+
+
+def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
+    """Copy a collective's result to the host beside the compute stream, which waits for neither."""
+    stream = torch.cuda.Stream(values.device)
+    answer = torch.empty(values.shape, pin_memory=True)
+    arrived = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        work.wait()  # lets this stream wait, not the host
+        answer.copy_(values, non_blocking=True)
+        arrived.record(stream)
+    values.record_stream(stream)
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return answer
+
+    return wait
 
 
 def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:

@@ -56,6 +56,12 @@ def _refused_zero(engine: Any) -> dict[str, str]:
     for key in ("weights", "nontrainable_weights", "gradients"):
         if getattr(zero, f"zero_quantized_{key}"):
             found[f"zero_optimization.zero_quantized_{key}=true"] = stage_3
+    if engine.checkpoint_engine.is_decoupled():
+        found["checkpoint.writer with decoupled=true"] = (
+            "use a writer that is done when save_checkpoint returns"
+        )
+    if engine.use_node_local_storage():
+        found["checkpoint.use_node_local_storage=true"] = "ranks share a directory; leave it out"
     if engine.torch_autocast_enabled():
         found["torch_autocast"] = native
     if engine.is_deepcompile_enabled():

@@ -33,7 +33,10 @@ def read_untrained(directory: Path, known: Collection[str]) -> dict[str, Tensor]
     """
     if (directory / WHOLE).is_file():
         module: dict[str, Any] | None = _load(directory / WHOLE)["module"]
-        return {n: t for n, t in (module or {}).items() if n not in known and torch.is_tensor(t)}
+        if module is None:
+            _require_all_trained(directory, known)
+            return {}
+        return {n: t for n, t in module.items() if n not in known and torch.is_tensor(t)}
     files = sorted(directory.glob(SHARDS), key=lambda f: int(f.name.split("_")[3]))
     if not files:
         return {}
@@ -44,6 +47,23 @@ def read_untrained(directory: Path, known: Collection[str]) -> dict[str, Tensor]
         parts = [state["frozen_param_fragments"][name].view(-1) for state in states]
         found[name] = torch.cat(parts)[: math.prod(shape)].view(tuple(shape))
     return {name: tensor for name, tensor in found.items() if name not in known}
+
+
+def _require_all_trained(directory: Path, known: Collection[str]) -> None:
+    """Raise ValueError for a pipeline's layers that hold more than trained parameters."""
+    names = {
+        f"{int(file.name.split('-')[0].split('_')[1])}.{name}"
+        for file in directory.glob("layer_*-model_states.pt")
+        for name, tensor in _load(file).items()
+        if torch.is_tensor(tensor)
+    }
+    extra = sorted(names - set(known))
+    if extra:
+        raise ValueError(
+            f"{directory} is a pipeline's, with tensors that are not trained there, or tied copies "
+            f"of others, e.g. {', '.join(extra[:3])}: their place in a model is not known from "
+            "files; save the model from the script, inside `with engine.dsx.averaged()`"
+        )
 
 
 def write_universal(model: SavedModel, out: Path) -> Path:

@@ -56,6 +56,11 @@ class Shares:
             self.pieces.update({name: piece for name, (_, piece) in own.items()})
         self._buffers: tuple[Tensor, Tensor] | None = None
 
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what the gather of the longest fragment takes, its own part included."""
+        return 0 if self._count == 1 else 4 * max(self._runs, default=0) * (self._count + 1)
+
     def bring_together(self, fragments: Iterable[int]) -> None:
         """Write every rank's part of these fragments to this rank's masters, too. Collective."""
         if self._count == 1:

@@ -28,6 +28,8 @@ from dsx.types import Fragment, ParameterShape, Stage
 class TorchBackend:
     """A module and its optimizer in one process; this rank owns every parameter whole."""
 
+    buffer_bytes = 0
+
     def __init__(
         self,
         model: nn.Module,

@@ -76,6 +76,7 @@ class Rendezvous:
         self._place = place
         self._deadline_seconds = deadline_seconds
         self._exchanges = 0
+        self._is_store_lost = False
 
     def group_store(self, name: str) -> dist.Store:
         """Return a key space for one group's own connection setup."""
@@ -91,12 +92,20 @@ class Rendezvous:
         return self._call(name, lambda: self._store.compare_set(name, "", value)).decode()
 
     def look(self, name: str) -> str | None:
-        """Return what has been said under a name, without waiting for it."""
+        """Return what has been said under a name, without waiting for it.
 
-        def read() -> str | None:
+        None, too, where the store is gone: nobody can have said anything since.
+        """
+        try:
             return self._store.get(name).decode() if self._store.check([name]) else None
-
-        return self._call(name, read)
+        except RuntimeError as error:
+            if not self._is_store_lost:
+                self._is_store_lost = True
+                logger.warning(
+                    "the rendezvous store does not answer any more (%s): training goes on, but a "
+                    "stop cannot be agreed", str(error).splitlines()[0],
+                )  # fmt: skip
+            return None
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         try:

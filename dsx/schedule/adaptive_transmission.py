@@ -90,7 +90,7 @@ class AdaptiveTransmission:
         decision = since * count // knobs.interval
         if decision < 1 or -(-decision * knobs.interval // count) != since:
             return ()
-        free = [p for p in range(history.num_fragments) if self._is_free(p, step, history)]
+        free = [p for p in range(history.num_fragments) if self._is_free(p, step, history, knobs)]
         stale = [p for p in free if step - history.launched[p] >= knobs.interval]
         if stale:
             return [min(stale, key=lambda p: history.launched[p])]
@@ -126,13 +126,15 @@ class AdaptiveTransmission:
         mean = sum(measured) / len(measured) if measured else None
         return self.step_seconds or history.step_seconds, self.transfer_seconds or mean
 
-    def _is_free(self, fragment: int, step: int, history: History) -> bool:
+    def _is_free(self, fragment: int, step: int, history: History, knobs: Knobs) -> bool:
+        """Whether its last transfer has ended or, on a link too slow for H, has had H steps."""
         if history.under_way[fragment]:
             return False
         compute, transfer = self._seconds(history)
         if not compute or not transfer or not history.launched[fragment]:
             return True
-        return step - history.launched[fragment] >= math.ceil(transfer / compute)
+        needed = math.ceil(transfer / compute)
+        return step - history.launched[fragment] >= min(needed, knobs.interval)
 
     def _change_rate(self, fragment: int, history: History) -> float:
         """Eq. (11): R_p."""

@@ -45,6 +45,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     },
     "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     "tensor_parallel.autotp_size=2": {"tensor_parallel": {"autotp_size": 2}},
+    "checkpoint.use_node_local_storage=true": {"checkpoint": {"use_node_local_storage": True}},
     "compile.deepcompile=true": {"compile": {"deepcompile": True}},
 }
 ATTRIBUTES = {

@@ -115,6 +115,26 @@ def test_a_link_found_too_slow_while_training_is_warned_of_once(
     ]
 
 
+@pytest.mark.parametrize("transfer_seconds", [0.01, 3.0, 60.0, 5000.0])
+@pytest.mark.parametrize("num_fragments", [1, 3, 7])
+def test_no_cluster_goes_on_for_a_period_without_a_transfer(
+    num_fragments: int, transfer_seconds: float
+) -> None:
+    """Whatever was measured: a stop that is agreed on relies on it."""
+    schedule, history, knobs = AdaptiveTransmission(20), History(num_fragments), Knobs(20)
+    history.step_seconds, history.transfer_seconds = 0.1, [transfer_seconds] * num_fragments
+    history.rounds = [1] * num_fragments
+    schedule.advance(history, knobs)
+    launches = [0]
+    for step in range(1, 600):
+        for p in schedule.due(step, history, knobs, Stage()):
+            history.launched[p] = step
+            launches.append(step)
+        history.step = step
+        schedule.advance(history, knobs)
+    assert max(b - a for a, b in zip(launches, [*launches[1:], 600], strict=True)) <= 20
+
+
 def test_measured_seconds_are_the_largest_of_all_clusters() -> None:
     """Cluster 1 reports slower steps and transfers; both clusters then plan with its numbers."""
     case = ALL_CASES["cocodc"]

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from dsx.backends.deepspeed_files import read_untrained
+from dsx.checkpoint import save_state
 from dsx.cli import app
+from dsx.comm.topology import Place
+from dsx.export_model import find_model
 from dsx.saved_state import FORMAT
-from dsx.tags import Mark, complete_tag
+from dsx.tags import Mark, begin_tag, complete_tag
 from tests.core.test_reshard import new_tiny, save_all, through_shards
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
@@ -61,6 +66,36 @@ def test_the_averaged_model(name: str, steps: int, is_sharded: bool, tmp_path: P
     with run.averaged() as average:
         for ours, theirs in zip(model.parameters(), average.parameters(), strict=True):
             assert torch.equal(ours, theirs)
+
+
+def test_a_run_that_went_on_with_fewer_clusters(tmp_path: Path, caplog: Any) -> None:
+    """The newest tag is that of the clusters which wrote it; an incomplete one is passed over."""
+    for num_clusters, step in ((3, 4), (2, 9), (2, 12)):
+        run = new_tiny("diloco", num_clusters)
+        for _ in range(step):
+            run.train_step(mean_loss)
+        for m, loop in enumerate(run.loops[: 1 if step == 12 else None]):
+            here, directory = Place(m, num_clusters, 0, 1), tmp_path / f"cluster_{m}"
+            unfinished = begin_tag(directory, f"step{step}")
+            save_state(loop, directory / unfinished, here, f"run {step}", {}, {})
+            mark = Mark(FORMAT, step, f"run {step}", num_clusters, 1)
+            complete_tag(directory, f"step{step}", mark)
+    model = find_model(tmp_path, None)
+    assert (model.step, model.num_saved_clusters) == (9, 2)
+    assert "step12 is not complete in cluster(s) [1]; exporting step9" in caplog.text
+    assert find_model(tmp_path, "step4").num_saved_clusters == 3
+    with pytest.raises(FileNotFoundError, match="no complete checkpoint 'step12' .*cluster 1: "):
+        find_model(tmp_path, "step12")
+
+
+def test_a_pipeline_with_more_than_trained_parameters_is_refused(tmp_path: Path) -> None:
+    torch.save({"module": None}, tmp_path / "mp_rank_00_model_states.pt")
+    torch.save({"weight": torch.zeros(2)}, tmp_path / "layer_03-model_00-model_states.pt")
+    assert read_untrained(tmp_path, {"3.weight"}) == {}
+    torch.save({"count": torch.zeros(2)}, tmp_path / "layer_12-model_00-model_states.pt")
+    said = r"not trained there, or tied .*, e\.g\. 12\.count: .*averaged"
+    with pytest.raises(ValueError, match=said):
+        read_untrained(tmp_path, {"3.weight"})
 
 
 def test_shards_and_types(tmp_path: Path) -> None:

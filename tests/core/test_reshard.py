@@ -177,6 +177,29 @@ def test_another_number_of_clusters(
     assert not any("decoded another mean" in message for message in caplog.messages)
 
 
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (2, 1), (3, 3)])
+def test_a_refused_round_under_way_stays_refused(before: int, after: int, tmp_path: Path) -> None:
+    """Also where the cluster that it was refused because of is gone."""
+    first, second = (new_tiny("diloco_delayed", n) for n in (before, after))
+    while not first.loops[0].history.launched[0]:
+        if first.loops[0].history.step + 1 == first.method.schedule.interval:
+            next(first.models[-1].parameters()).data[0] = float("nan")
+        first.train_step(mean_loss)
+    save_all(first, tmp_path)
+    resume(second, first, tmp_path)
+    anchors = [anchor.clone() for anchor in second.loops[0].state.anchor]
+    momenta = [slots.outer["momentum"].clone() for slots in second.loops[0].state.slots]
+    for model in second.models:  # as if the lost cluster had been repaired
+        model.load_state_dict(first.models[0].state_dict())
+    for _ in range(second.method.schedule.interval):
+        second.train_step(mean_loss)
+    for loop in second.loops:
+        assert loop.totals.refused == 1 and loop.history.rounds == [0]
+        assert all(torch.equal(a, b) for a, b in zip(loop.state.anchor, anchors, strict=True))
+        slots = [s.outer["momentum"] for s in loop.state.slots]
+        assert all(torch.equal(a, b) for a, b in zip(slots, momenta, strict=True))
+
+
 def owed(loops: Sequence[OuterLoop], num_clusters: int) -> Tensor:
     """What coding has lost in all, in units of what clusters send."""
     total = torch.zeros(loops[0].backend.fragments[0].numel)
