@@ -22,7 +22,7 @@ from dsx.config import DsxConfig
 from dsx.export import exported
 from dsx.judge import NonFiniteError, ParityError
 from dsx.last_comparison import begin_comparison, end_comparison
-from dsx.memory import predict
+from dsx.memory import OuterMemory, predict
 from dsx.method import Method
 from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
@@ -100,13 +100,7 @@ class Handle:
         self.loop.start()
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, backend)
-            counts = [len(parameters) for parameters in backend.fragment_parameters]
-            wire = [route.wire for route in routes]
-            buffers = backend.buffer_bytes + sum(route.buffer_bytes for route in routes)
-            memory = predict(
-                config.method, backend.fragments, counts, wire, world.num_clusters, buffers
-            )
-            logger.info("outer state of this rank, on %s: %s", backend.device, memory)
+            logger.info("outer state of this rank, on %s: %s", backend.device, self.memory)
         self._begin_clock()
 
     @property
@@ -133,6 +127,20 @@ class Handle:
     def totals(self) -> Totals:
         """This rank's running sums: bytes sent, seconds waited and blocked, syncs."""
         return self.loop.totals
+
+    @property
+    def memory(self) -> OuterMemory:
+        """What outer training takes on this rank, by purpose; see memory.py."""
+        loop = self.loop
+        backend, routes = loop.backend, loop.routes
+        return predict(
+            loop.method,
+            backend.fragments,
+            [len(parameters) for parameters in backend.fragment_parameters],
+            [route.wire for route in routes],
+            self.num_clusters,
+            backend.buffer_bytes + sum(route.buffer_bytes for route in routes),
+        )
 
     def after_inner_step(self) -> bool:
         """Pass one step boundary; the backends call it. Returns whether masters were written."""

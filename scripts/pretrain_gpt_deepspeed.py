@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import math
 import os
 import shutil
 import sys
@@ -158,6 +159,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--sequence-length", type=positive, default=128, help="tokens per sample")
     add("--seed", type=int, default=0, help="of the weights and of the order of the data")
     add("--save-interval", type=positive, help="steps between checkpoints; none: at the end only")
+    add("--max-minutes", type=float, metavar="M", help="stop early, save, and end as ever")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
     add("--validation-batches", type=positive, default=16, help="micro batches per rank")
     add("--log-interval", type=positive, default=10, help="steps between progress reports")
@@ -251,14 +253,17 @@ def train(run: Run) -> Counters:
     arguments, handle = run.arguments, run.engine.dsx
     meter = Meter(run)
     total = window = Counters()
+    is_last, until = False, time.monotonic() + 60 * (arguments.max_minutes or math.inf)
     with open_bar(run.console) as bar:
         task = bar.add_task("", total=arguments.steps)
-        while handle.step < arguments.steps:
+        while not is_last:
             step = meter.count(1, *train_step(run))
             total, window = total + step, window + step
             handle.log_step(**step.record(), bytes_sent=total.bytes_sent)
             bar.update(task, completed=handle.step)
-            is_last = handle.step == arguments.steps
+            if time.monotonic() > until:
+                handle.request_stop(f"--max-minutes {arguments.max_minutes:g}")
+            is_last = handle.should_stop() or handle.step == arguments.steps
             if is_last or handle.step % arguments.log_interval == 0:
                 text = f"{window}  sent {format_bytes(total.bytes_sent)}"
                 bar.update(task, description=text)

@@ -59,6 +59,11 @@ fi
 echo "setup: installing dsx with its extras deepspeed, megatron, dev"
 .venv/bin/pip install "${options[@]}" --editable ".[deepspeed,megatron,dev]" \
     || fail "could not install the dependencies named in pyproject.toml"
+if [ ! -e .venv/bin/deepspeed ]; then  # the own Python's DeepSpeed, whose command is not of .venv
+    printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m deepspeed.launcher.runner "$@"\n' "$PWD" \
+        > .venv/bin/deepspeed
+    chmod +x .venv/bin/deepspeed
+fi
 echo "$wanted" > .venv/built_for
 echo "$stamp" > .venv/ready
 echo "setup: .venv is ready"

@@ -4,6 +4,6 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
-ruff check .
-ruff format --check --quiet .
+python -m ruff check .
+python -m ruff format --check --quiet .
 exec python -m pytest "$@"

@@ -70,10 +70,20 @@ def export(kind: Kind) -> dict[str, Any]:
         "bytes_sent": bytes_sent,
         "rounds": rounds,
         "numel": [f.numel for f in engine.dsx.loop.backend.fragments],
+        "memory": memory(engine.dsx),
     }
     engine.dsx.close()
     engine.destroy()
     return result
+
+
+def memory(handle: Any) -> tuple[int, int, int, int]:
+    """Bytes predicted and held: of state that is sharded, and of collectives' buffers."""
+    state, predicted = handle.loop.state, handle.memory
+    shares = handle.loop.backend._shares
+    buffers = 0 if shares is None else sum(4 * b.numel() for b in shares._buffers)
+    sharded = predicted.total - predicted.work_space - predicted.in_the_cluster
+    return sharded, state.num_bytes - 4 * state.scratch_numel, predicted.in_the_cluster, buffers
 
 
 def pause(kind: Kind, is_offloaded: bool) -> dict[str, Any]:
@@ -142,6 +152,19 @@ def test_replicas_share_out_what_crosses_between_clusters(outcomes: Any) -> None
         beside = HEADER_BYTES + GUARD_BYTES  # C = 2: each element of the share once each way
         sent = sum(k * (4 * share + beside) + beside for k, share in pairs)  # and the comparison
         assert result["bytes_sent"] == sent
+
+
+def test_memory_is_predicted_for_every_stage(outcomes: Any) -> None:
+    """Sharded as the masters are: no rank holds more than its part, and ZeRO-0 shares it out."""
+    numel = sum(p.numel() for p in OddNet().parameters())
+    for index, kind in enumerate(EXPORTED):
+        ranks = [rank["export"][index]["memory"] for rank in outcomes]
+        for predicted, held, buffers_predicted, buffers in ranks:
+            assert predicted == held
+            assert buffers_predicted == buffers
+            assert (buffers > 0) == (kind.stage == 0)
+        # anchor, momentum and the wire, each once in the cluster
+        assert sum(held for _, held, _, _ in ranks[:RANKS_PER_CLUSTER]) == 3 * 4 * numel
 
 
 @pytest.mark.parametrize("kind", OFFLOADED, ids=name_of)

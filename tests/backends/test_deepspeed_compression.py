@@ -132,6 +132,7 @@ def train_all() -> dict[str, Any]:
             "moved": loop.routes[0].is_needed,
             "bytes": loop.totals.bytes_sent,
             "refused": loop.totals.refused,
+            "memory": (engine.dsx.memory, loop.state.num_bytes - 4 * loop.state.scratch_numel),
             "state": [t.clone().numpy() for t in loop.state.named_state(0).values()],
             "sent": [f.numel for f in (route.wire for route in loop.routes)],
             "held": [f.numel for f in loop.backend.fragments],
@@ -154,6 +155,14 @@ def test_all_clusters_apply_the_same_bits(name: str, trained: list[dict[str, Any
     is_low_rank = "low_rank" in str(RUNS[name])
     if name != "penalty, layers":
         assert {result[name]["moved"] for result in trained} == {is_low_rank}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_memory_is_predicted(name: str, trained: list[dict[str, Any]]) -> None:
+    for memory, held in (result[name]["memory"] for result in trained):
+        assert memory.total - memory.work_space - memory.in_the_cluster == held
+        assert memory.codec > 0
+        assert memory.in_the_cluster > 0 or "low_rank" not in str(RUNS[name])
 
 
 def test_a_nan_in_one_shard_is_refused_by_all_ranks(trained: list[dict[str, Any]]) -> None:

@@ -79,14 +79,48 @@ def test_the_copy_runs_beside_the_compute_stream(tmp_path: Path) -> None:
 
 def test_a_launch_returns_long_before_the_copy_has_ended() -> None:
     loop, weight = large_loop()
-    for _ in range(3):
-        issued = launch_and_compute(loop, weight[:64], 0)
-        copied = loop.in_flight[-1]
-        started = time.perf_counter()
-        copied.pending.wait()  # type: ignore[union-attr]
-        arrived = time.perf_counter() - started
-        loop.apply_ripe()
-    assert issued < 0.25 * arrived
+    issued = [launch(loop) for _ in range(3)][-1]
+    source, target = weight.detach().view(-1), torch.empty(NUMEL, pin_memory=True)
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    target.copy_(source)
+    copied = time.perf_counter() - started
+    assert issued < 0.25 * copied
+    loop.transport.close()
+
+
+def launch(loop: OuterLoop) -> float:
+    """Return the training thread's seconds of one launch, which is then applied."""
+    issued = launch_and_compute(loop, torch.zeros(1, 1, device="cuda"), 0)
+    loop.in_flight[-1].pending.wait()  # type: ignore[union-attr]
+    loop.apply_ripe()
+    return issued
+
+
+def test_what_the_side_stream_reads_is_not_written_meanwhile() -> None:
+    """The copy is held up; masters and the penalty's sizes change before it begins."""
+    model = torch.nn.ParameterDict({"w": torch.zeros(1000, 1000, device="cuda")})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    method = preset("co2", 1, schedule={"interval": 2}, staleness={"granularity": "element"})
+    backend = TorchBackend(model, optimizer, method.fragments, 1)
+    loop = OuterLoop(method, backend, GlooTransport([0], lambda what: None, 0, 1, 60.0))
+    loop.start()
+    loop.after_inner_step()
+    sizes = loop.state.slots[0].staleness["first_step"]
+    sizes.fill_(3.0)
+    model["w"].data.fill_(-2.0)
+    stream = loop._departures._stream
+    assert stream is not None
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)
+    loop.launch_due()
+    sizes.fill_(7.0)
+    model["w"].data.fill_(9.0)
+    for _ in range(4):  # memory that was freed too early would be given out here
+        torch.full((1000, 1000), 11.0, device="cuda")
+    transfer = loop.in_flight[-1]
+    assert (transfer.pending.wait() == 2.0).all()  # type: ignore[union-attr]
+    assert (transfer.berth.notes.averages == 3.0).all()  # type: ignore[union-attr]
     loop.transport.close()
 
 
