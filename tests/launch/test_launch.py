@@ -134,7 +134,8 @@ def test_all_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) -> 
     one = finished("one", launch("one", 4, *config, "--out", tmp_path / "one"))
     with standalone_store() as port:
         assert per_cluster("two", port, "standalone", [2, 2]) == one
-    torchruns = [["torchrun", "--nproc-per-node", 2, "--master-port", free_port()] for _ in "ab"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
+    torchruns = [[*torchrun, "--master-port", free_port()] for _ in range(2)]
     assert per_cluster("torchruns", free_port(), "cluster_0", torchruns) == one
     (tmp_path / "hosts").write_text("node_a slots=2\nnode_b slots=2\n")
     where = ["--master_addr", "127.0.0.1", "--master_port", free_port()]
