@@ -60,6 +60,8 @@ class StopAgreement:
                 f"{self._agreed['step']}, which this cluster has passed; ask should_stop() at "
                 "every step, in all clusters"
             )
+        if not self._rendezvous.is_speaker:
+            return
         logger.warning(
             "step %d: all clusters stop after step %d, as cluster %d asked: %s",
             step, self._agreed["step"], self._agreed["cluster"], self._agreed["reason"],

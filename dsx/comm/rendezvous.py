@@ -87,6 +87,11 @@ class Rendezvous:
         """This cluster."""
         return self._place.cluster_id
 
+    @property
+    def is_speaker(self) -> bool:
+        """Whether this rank speaks for its cluster."""
+        return self._place.rank == 0
+
     def say_once(self, name: str, value: str) -> str:
         """Set a value that only the first one to say it sets; return what was set."""
         return self._call(name, lambda: self._store.compare_set(name, "", value)).decode()
