@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsx.saved_state import SavedCluster, SavedRank, put_together, stretches, vector_sources
-from dsx.tags import REPLACED, cluster_directory, complete_tags, newest_first, same_content
+from dsx.tags import cluster_directory, complete_tags, newest_first, same_content
 from dsx.types import Slot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -124,17 +124,15 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
         )
     tables = {m: complete_tags(cluster_directory(base, m)) for m in found}
     skipped: list[str] = []
-    for name, mark in newest_first(tables[found[0]]):
-        if tag in (None, name, name.removesuffix(REPLACED)):
-            members = [m for m in found if m < mark["num_clusters"]]  # others are of another run
-            held = [(m, same_content(tables[m], name, mark)) for m in members]
-            lacking = [m for m, same in held if same is None]
-            if not lacking:
-                for line in skipped:
-                    logger.warning("%s; exporting %s", line, name)
-                directories = [cluster_directory(base, m) / str(same) for m, same in held]
-                return SavedModel(directories)
-            skipped.append(f"{name} is not complete in cluster(s) {lacking}")
+    for name, mark in newest_first(tables[found[0]], tag):
+        members = [m for m in found if m < mark["num_clusters"]]  # others are of another run
+        held = [(m, same_content(tables[m], name, mark)) for m in members]
+        lacking = [m for m, same in held if same is None]
+        if not lacking:
+            for line in skipped:
+                logger.warning("%s; exporting %s", line, name)
+            return SavedModel([cluster_directory(base, m) / str(same) for m, same in held])
+        skipped.append(f"{name} is not complete in cluster(s) {lacking}")
     there = "; ".join(f"cluster {m}: {sorted(table) or 'none'}" for m, table in tables.items())
     what = f"checkpoint {tag!r}" if tag else "checkpoint"
     raise FileNotFoundError(

@@ -103,9 +103,7 @@ def common_tag(
     takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses.
     """
     missing = ""
-    for tag, mark in newest_first(found[0][0]):
-        if wanted not in (None, tag, tag.removesuffix(REPLACED)):
-            continue
+    for tag, mark in newest_first(found[0][0], wanted):
         count = mark.get("num_clusters", len(found))
         sources: list[tuple[int, str]] = []
         for cluster, (own, first) in enumerate(found):
@@ -128,9 +126,13 @@ def common_tag(
     )
 
 
-def newest_first(marks: Marks) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return tags and their marks, those of most steps first."""
-    return sorted(marks.items(), key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
+def newest_first(marks: Marks, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
+    """Return tags and their marks, those of most steps first; `wanted` alone, if it is given.
+
+    What a tag held before it was written again counts as that tag.
+    """
+    fitting = [e for e in marks.items() if wanted in (None, e[0], e[0].removesuffix(REPLACED))]
+    return sorted(fitting, key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
 
 
 def same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:

@@ -40,13 +40,12 @@ def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tu
     return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
 
 
-def mean_numel(numel: int, wire: Wire, mean_wire: Wire, peers: Peers) -> int:
-    """Return the elements whose mean a cluster encodes anew; 0 where all codes are gathered."""
+def mean_bounds(numel: int, wire: Wire, mean_wire: Wire, peers: Peers) -> tuple[int, int]:
+    """Return which elements' mean a cluster encodes anew; none where all codes are gathered."""
     if peers.num_clusters <= GATHERED_UP_TO:
-        return 0
+        return 0, 0
     granularity = lcm(wire.granularity, mean_wire.granularity)
-    start, stop = slice_bounds(numel, peers.num_clusters, granularity)[peers.cluster_id]
-    return stop - start
+    return slice_bounds(numel, peers.num_clusters, granularity)[peers.cluster_id]
 
 
 class ExactMean:
@@ -128,17 +127,6 @@ class CodedMean:
         scattered = sum(self._outgoing[m].numel() for m in peers.others)
         return scattered + self._means[peers.cluster_id].numel() * others
 
-    @property
-    def mean_numel(self) -> int:
-        """Elements whose mean this cluster encodes anew; 0 where all codes are gathered."""
-        start, stop = self.mean_bounds
-        return stop - start
-
-    @property
-    def mean_bounds(self) -> tuple[int, int]:
-        """Where those elements lie."""
-        return self._bounds[self._peers.cluster_id] if not self._is_gathered else (0, 0)
-
     def exchange(
         self,
         x: Tensor,
@@ -149,7 +137,7 @@ class CodedMean:
         """Average `x`, fp32 `[numel]` on the CPU, in place.
 
         With a residual, it is added before encoding and becomes what encoding lost; so is
-        `of_mean` `[mean_numel]` to the mean that this cluster encodes.
+        `of_mean` to the mean that this cluster encodes, of as many elements.
         """
         with _opened(residual) as lost:
             self._encode(x, lost, seed)

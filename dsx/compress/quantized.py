@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dsx.choices import require_choice
-from dsx.comm.reduce import CodedMean, mean_numel
+from dsx.comm.reduce import CodedMean, mean_bounds
 from dsx.comm.swap import Exchange, Peers, together
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual, Storage, residual_bytes
@@ -122,9 +122,12 @@ class Quantized:
         """Return what the residuals of one run take: of the values sent, and of the mean."""
         if self.error_feedback == "none":
             return 0
-        keeps_mean = keeps_mean and not self.down.is_exact
-        own = mean_numel(numel, self.up, self.down, peers) if keeps_mean else 0
-        return sum(residual_bytes(n, self.error_feedback) for n in (numel, own))
+        first, last = self.mean_bounds(numel, peers) if keeps_mean else (0, 0)
+        return sum(residual_bytes(n, self.error_feedback) for n in (numel, last - first))
+
+    def mean_bounds(self, numel: int, peers: Peers) -> tuple[int, int]:
+        """Return which elements of a run have a mean that this cluster encodes, with a loss."""
+        return (0, 0) if self.down.is_exact else mean_bounds(numel, self.up, self.down, peers)
 
     def residual(self, numel: int) -> Residual | None:
         """Return a residual of `numel` elements, or None without error feedback."""
@@ -193,18 +196,14 @@ class CodedPart:
         self._mean = CodedMean(stop - start, method.up, method.down, peers, method.kernels)
         self.bytes_sent = self._mean.bytes_sent
         self.residual = method.residual(stop - start)
-        keeps_mean = keeps_mean and not method.down.is_exact and self._mean.mean_numel > 0
-        self.of_mean = method.residual(self._mean.mean_numel) if keeps_mean else None
+        self.mean_bounds = method.mean_bounds(stop - start, peers) if keeps_mean else (0, 0)
+        first, last = self.mean_bounds
+        self.of_mean = method.residual(last - first) if last > first else None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
         seed = self._seed + 1_000_003 * launch.round
         return self._mean.exchange(x[self.start : self.stop], self.residual, seed, self.of_mean)
-
-    @property
-    def mean_bounds(self) -> tuple[int, int]:
-        """The elements of the run whose mean this cluster encodes."""
-        return self._mean.mean_bounds
 
     def add_residual(self, x: Tensor) -> None:
         """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""

@@ -11,6 +11,7 @@ bf16 has the range of fp32 (only what exceeds 3.39e38 becomes infinite).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,64 +23,49 @@ TILE = 2**17
 FP16_MAX = 65504.0
 
 
+class _Cast:
+    """What follows from a dtype alone, the same for every format here."""
+
+    name: ClassVar[str]
+    dtype: ClassVar[torch.dtype]
+    is_exact = False
+    granularity = 1
+
+    def validate(self) -> None:
+        """Nothing to check."""
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the exact size of a message of `numel` elements."""
+        return self.dtype.itemsize * numel
+
+    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+        """Return a codec for vectors of up to `numel` elements on `device`."""
+        return CastCodec(self.dtype, numel, device, kernels)
+
+
 @dataclass(frozen=True)
-class FP32:
+class FP32(_Cast):
     """The values themselves."""
 
     name = "fp32"
+    dtype = torch.float32
     is_exact = True
-    granularity = 1
-
-    def validate(self) -> None:
-        """Nothing to check."""
-
-    def num_bytes(self, numel: int) -> int:
-        """Return the exact size of a message of `numel` elements."""
-        return 4 * numel
-
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
-        """Return a codec for vectors of up to `numel` elements on `device`."""
-        return CastCodec(torch.float32, numel, device, kernels)
 
 
 @dataclass(frozen=True)
-class BF16:
+class BF16(_Cast):
     """8 significant bits, the range of fp32."""
 
     name = "bf16"
-    is_exact = False
-    granularity = 1
-
-    def validate(self) -> None:
-        """Nothing to check."""
-
-    def num_bytes(self, numel: int) -> int:
-        """Return the exact size of a message of `numel` elements."""
-        return 2 * numel
-
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
-        """Return a codec for vectors of up to `numel` elements on `device`."""
-        return CastCodec(torch.bfloat16, numel, device, kernels)
+    dtype = torch.bfloat16
 
 
 @dataclass(frozen=True)
-class FP16:
+class FP16(_Cast):
     """11 significant bits between 6e-5 and 65504."""
 
     name = "fp16"
-    is_exact = False
-    granularity = 1
-
-    def validate(self) -> None:
-        """Nothing to check."""
-
-    def num_bytes(self, numel: int) -> int:
-        """Return the exact size of a message of `numel` elements."""
-        return 2 * numel
-
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
-        """Return a codec for vectors of up to `numel` elements on `device`."""
-        return CastCodec(torch.float16, numel, device, kernels)
+    dtype = torch.float16
 
 
 class CastCodec:

@@ -26,6 +26,7 @@ is unbiased. With nearest, for every element, s being the scale of its group:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -38,7 +39,7 @@ from dsx.wire.group_kernels import GroupFormat
 GROUP_SIZES = (32, 64, 128, 256)
 
 
-class _Grouped:
+class _Grouped(ABC):
     """What follows from a `GroupFormat` alone, the same for every format here."""
 
     is_exact = False
@@ -46,9 +47,9 @@ class _Grouped:
     group_size: int
 
     @property
+    @abstractmethod
     def form(self) -> GroupFormat:
         """What the kernels need to know."""
-        raise NotImplementedError
 
     @property
     def granularity(self) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dsx.compress.base import Launch
 from dsx.compress.quantized import Quantized
 from dsx.control.adaptive_rank import AdaptiveRank
-from dsx.types import History, Knobs
+from dsx.types import Fragment, History, Knobs
 from tests.compress.channels import (
     Clusters,
     bits,
@@ -103,18 +103,22 @@ def test_the_spectrum_is_that_of_the_mean(factor_wire: Any, num_clusters: int) -
     assert max(missed) - min(missed) > 0.05  # an estimate, from new probes each round
 
 
-@pytest.mark.parametrize(("decay", "start"), [(8, 8), (8, 64), (14, 8), (14, 64)])
-def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> None:
-    """The one that keeps 95 %, +- 8, in ten rounds with a window of one; without feedback."""
+def two_decaying(decay: int) -> tuple[Fragment, list[Tensor], int]:
+    """Two matrices of one exponential spectrum, for two clusters, and the rank that keeps 95 %."""
     shapes = [(256, 200), (160, 256)]
-    fragment = fragment_of(*shapes)
     parts = [
         matrix(m, n, torch.exp(-torch.arange(1.0, min(m, n) + 1) / decay), seed)
         for seed, (m, n) in enumerate(shapes)
     ]
-    values = [torch.cat(parts)] * 2
     energies = torch.exp(-2 * torch.arange(1.0, 161) / decay)
-    wanted = 1 + int((energies.cumsum(0) / energies.sum() < 0.95).sum())
+    needed = 1 + int((energies.cumsum(0) / energies.sum() < 0.95).sum())
+    return fragment_of(*shapes), [torch.cat(parts)] * 2, needed
+
+
+@pytest.mark.parametrize(("decay", "start"), [(8, 8), (8, 64), (14, 8), (14, 64)])
+def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> None:
+    """The one that keeps 95 %, +- 8, in ten rounds with a window of one; without feedback."""
+    fragment, values, wanted = two_decaying(decay)
     control = AdaptiveRank(
         start, max_rank=96, window=1, min_interval=2, step_seconds=1.0, round_seconds=3.0
     )
@@ -134,15 +138,7 @@ def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> No
 @pytest.mark.parametrize(("decay", "most"), [(8, 1.7), (14, 2.0)])
 def test_with_feedback_the_rank_settles_above_what_one_round_needs(decay: int, most: float) -> None:
     """Directions serve what is left of earlier rounds, too; but growth comes to an end."""
-    shapes = [(256, 200), (160, 256)]
-    fragment = fragment_of(*shapes)
-    parts = [
-        matrix(m, n, torch.exp(-torch.arange(1.0, min(m, n) + 1) / decay), seed)
-        for seed, (m, n) in enumerate(shapes)
-    ]
-    values = [torch.cat(parts)] * 2
-    energies = torch.exp(-2 * torch.arange(1.0, 161) / decay)
-    needed = 1 + int((energies.cumsum(0) / energies.sum() < 0.95).sum())
+    fragment, values, needed = two_decaying(decay)
     control = AdaptiveRank(8, max_rank=96, min_interval=2, step_seconds=1.0, round_seconds=3.0)
     method = plain_low_rank(rank=8, wire="fp32", min_saving=1.0, error_feedback="fp32")
     clusters = Clusters(method, fragment, 2, max_rank=96)
