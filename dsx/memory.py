@@ -7,7 +7,7 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
     work space: up to 4 vectors of L, shared by all fragments
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
-    without ZeRO the gather of what R replicas have shared out: 4L (1 + 1/R)
+    without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
 Codecs' own buffers (codes of one round, C of them where they are gathered) come on top of it: at
 most C + 1 times the bytes of one message; on an accelerator the contributions that are launched
