@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsx.backends import host_group
 from dsx.backends.base import Masters
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.backends.deepspeed_masters import locate, require_fp32
@@ -50,6 +51,7 @@ class DeepSpeedBackend:
         refuse_unsupported(engine)
         self._engine = engine
         self._group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
+        self._host_group = host_group.beside(self._group)
         self._place = locate(engine)
         self.stage = stage_of(engine)
         parameters = name_in_model(engine, trained_parameters(engine))
@@ -157,10 +159,12 @@ class DeepSpeedBackend:
         return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
     def _gather(self, values: Tensor) -> list[Tensor]:
-        """Return the values of every rank that shares the fragments."""
-        own = values.to(self._collective_device())
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(self._group))]
-        dist.all_gather(everyone, own, group=self._group)
+        """Return the values of every rank that shares the fragments, sent from where they are."""
+        is_on_host = values.device.type == "cpu"
+        group = self._host_group if is_on_host else self._group
+        own = values if is_on_host else values.to(self._collective_device())
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own.contiguous(), group=group)
         return [other.to(values.device) for other in everyone]
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:

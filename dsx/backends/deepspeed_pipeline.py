@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.backends.base import Piece
+from dsx.backends.host_group import new_host_group
 from dsx.fragment import Fragmenter
 from dsx.types import ParameterShape, Stage
 
@@ -81,6 +82,7 @@ class Tie:
     name: str
     numel: int
     group: Any
+    host_group: Any
     is_owner: bool
     fragment: int | None = None  # on its owner
     piece: Piece | None = None
@@ -117,10 +119,10 @@ class Ties:
         for key, stages in _tied_stages(module).items():
             if len(stages) > 1:
                 ranks = [r for s in stages for r in module.topology().filter_match(pipe=s)]
-                group: Any = dist.new_group(ranks)
+                groups: tuple[Any, Any] = dist.new_group(ranks), new_host_group(ranks)
                 weights = _tied_weights(module, key) if stage in stages else []
                 self._ties += [
-                    Tie(names[id(w)], w.numel(), group, stage == stages[0])
+                    Tie(names[id(w)], w.numel(), *groups, stage == stages[0])
                     for w in weights
                     if id(w) in names
                 ]
@@ -149,8 +151,8 @@ class Ties:
         has_come = False
         for tie in self._ties:
             is_written = tie.is_owner and tie.fragment in written
-            flag = torch.tensor([float(is_written)], device=self._device)
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=tie.group)
+            flag = torch.tensor([float(is_written)])
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=tie.host_group)
             if flag.item():
                 self._hand_on(tie)
                 has_come |= not tie.is_owner

@@ -319,7 +319,9 @@ def launch_out_of_step() -> str:
 def test_clusters_that_have_lost_step_are_told_what_each_launches() -> None:
     first, second = run_distributed(launch_out_of_step, 2)
     assert "fragment 0 launched at step 4, but cluster 1 has fragment 0 launched at step 5" in first
-    assert "fragment 0 launched at step 5, but cluster 0 has fragment 0 launched at step 4" in second
+    assert (
+        "fragment 0 launched at step 5, but cluster 0 has fragment 0 launched at step 4" in second
+    )
 
 
 def choose_differently() -> tuple[str, float]:

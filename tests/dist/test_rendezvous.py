@@ -108,7 +108,9 @@ def test_a_taken_port_says_so(port: int) -> None:
         open_store("127.0.0.1", port, is_host=True, deadline_seconds=1)
 
 
-@pytest.mark.parametrize("bad", ["10.0.0.1:29400", "tcp://host", "tcp://host:port", "udp://a:1", ""])
+@pytest.mark.parametrize(
+    "bad", ["10.0.0.1:29400", "tcp://host", "tcp://host:port", "udp://a:1", ""]
+)
 def test_a_bad_address_says_what_is_allowed(bad: str) -> None:
     with pytest.raises(ValueError, match=r"must be 'env://' .* or 'tcp://host:port'"):
         parse_address(bad)
