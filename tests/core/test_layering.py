@@ -57,7 +57,7 @@ LAYERS = [
         "stop",
         "last_comparison",
     ],
-    ["config", "simulate"],
+    ["config", "flags", "simulate"],
     ["handle", "backends.deepspeed_checkpoint"],
     ["attach"],
     ["", "cli", "bench", "export_command"],
