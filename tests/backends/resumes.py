@@ -31,6 +31,16 @@ HALVES = {"by": "layer", "num_fragments": 2}
 EVERY_H = {"interval": H}
 STREAM = {"schedule": {"type": "streaming", **EVERY_H}, "fragments": HALVES}
 
+DILOCOX: dict[str, Any] = {  # a dense round, then low rank, int4 and error feedback
+    "schedule": EVERY_H,
+    "fragments": {"num_fragments": 2},
+    "compression": {"dense_rounds": 1},
+    "control": {
+        "rank": 4, "min_rank": 2, "max_rank": 8, "min_interval": 2, "window": 1,
+        "step_seconds": 1.0, "round_seconds": 3.0,
+    },
+}  # fmt: skip
+
 
 class Row(NamedTuple):
     """A preset; every stop of one of its periods, two more of them before the last step.
@@ -64,18 +74,7 @@ ROWS = {
     ),
     "diloco_delayed": Row("diloco_delayed", {"schedule": EVERY_H}),
     "eager": Row("eager", {"schedule": EVERY_H}),
-    "dilocox": Row(  # a dense round, then low rank; the rank moves at every round
-        "dilocox",
-        {
-            "schedule": EVERY_H,
-            "fragments": {"num_fragments": 2},
-            "compression": {"dense_rounds": 1},
-            "control": {
-                "rank": 4, "min_rank": 2, "max_rank": 8, "min_interval": 2, "window": 1,
-                "step_seconds": 1.0, "round_seconds": 3.0,
-            },
-        },
-    ),
+    "dilocox": Row("dilocox", DILOCOX, (12, 13, 14, 15), 24),  # the rank moves at steps 12 and 20
     "co2": Row("co2", {"schedule": EVERY_H}),
     "dreamddp": Row("dreamddp", {**STREAM, "delay": {"steps": 2}}),  # as DeepSpeed can have it
     "eager, two outer steps": Row(
@@ -87,17 +86,12 @@ ROWS = {
     "co2, element": Row("co2", {"schedule": EVERY_H, "staleness": {"granularity": "element"}}),
     "dilocox, H falls": Row(
         "dilocox",
-        {
-            "schedule": EVERY_H,
-            "fragments": {"num_fragments": 2},
-            "compression": {"dense_rounds": 1},
-            "control": {
-                "rank": 4, "min_rank": 2, "max_rank": 8, "min_interval": 2, "window": 2,
-                "step_seconds": 1.0, "round_seconds": 1.0,
-            },
-        },
+        {**DILOCOX, "control": {**DILOCOX["control"], "window": 2, "round_seconds": 1.0}},
         (9, 10, 11, 12, 13, 14),
         18,
+    ),
+    "diloco, outer Adam": Row(
+        "diloco", {"schedule": EVERY_H, "outer_optimizer": {"type": "adam", "lr": 0.01}}
     ),
     "streaming, int4, feedback": Row(
         "streaming_diloco",

@@ -22,7 +22,9 @@ from tests.distributed import run_distributed
 pytest.importorskip("deepspeed")
 
 HALF = 0.5
-NEVER_UNDER_WAY = ("local_sgd", "slowmo", "diloco", "diloco, stochastic int4")
+NEVER_UNDER_WAY = (
+    "local_sgd", "slowmo", "diloco", "diloco, outer Adam", "diloco, stochastic int4",
+)  # fmt: skip
 WHOLE_PRODUCT = list(PLACES)[:6]
 
 
