@@ -176,7 +176,8 @@ class Handle:
         """Whether to leave the training loop: at the same step on every rank of every cluster.
 
         To be asked once per step, on every rank, where stops may be requested: it is `n + 3`
-        periods of H steps after a request at the latest, n being the rounds under way.
+        periods of H steps after the first question that follows a request at the latest, n being
+        the rounds under way.
         """
         with self._naming_last_checkpoint():
             return self._stop.is_due(self.step)

@@ -60,11 +60,11 @@ class Kind(NamedTuple):
 class Block(nn.Module):
     """A layer in the middle."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, width: int = WIDTH) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) * 0.4)
-        self.bias = nn.Parameter(torch.randn(WIDTH, generator=generator) * 0.4)
+        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) * 0.4)
+        self.bias = nn.Parameter(torch.randn(width, generator=generator) * 0.4)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(F.linear(x, self.weight, self.bias))
@@ -76,11 +76,11 @@ class Ends(nn.Module):
     No `forward_fn`: of a tied layer with one, DeepSpeed 0.19.8 saves what is tied only.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, width: int = WIDTH) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(seed)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH, generator=generator) * 0.4)
-        self.shift = nn.Parameter(torch.zeros(WIDTH))
+        self.weight = nn.Parameter(torch.randn(width, width, generator=generator) * 0.4)
+        self.shift = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(F.linear(x, self.weight) + self.shift)

@@ -1,0 +1,84 @@
+"""An early stop over DeepSpeed: every rank of every cluster, and every stage, at the same step."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.backends.engines import quiet
+from tests.backends.resumes import PLACES, ROWS, build, end, take_step
+from tests.distributed import run_distributed
+
+pytest.importorskip("deepspeed")
+
+
+class Stop(NamedTuple):
+    """Who asks at which step, by number over all clusters (0, 1: cluster 0); who is the slow one.
+
+    `num_periods`: n + 3, n being the rounds under way.
+    """
+
+    place: str
+    row: str
+    asked: dict[int, int]
+    slow: int
+    num_periods: int
+
+
+STOPS = [
+    Stop("zero1", "diloco", {1: 0}, 1, 3),
+    Stop("zero1", "streaming_diloco", {3: 7}, 0, 3),
+    Stop("zero1", "eager, two outer steps", {3: 8}, 1, 5),
+    Stop("zero1", "cocodc", {0: 11, 3: 11, 1: 12}, 1, 3),
+    Stop("pipeline, zero1", "diloco", {3: 3}, 1, 3),
+    Stop("pipeline, zero1", "streaming_diloco", {1: 6}, 0, 3),
+    Stop("pipeline, zero1", "co2", {0: 5, 1: 5, 2: 5, 3: 5}, 1, 4),
+]
+
+
+def stop_when_asked(base: str) -> list[dict[str, Any]]:
+    """Train until told to stop, save, and see that the run can go on from there."""
+    rank = int(os.environ["RANK"])
+    quiet()
+    results = []
+    for index, stop in enumerate(STOPS):
+        row, place = ROWS[stop.row], PLACES[stop.place]
+        engine = build(row, place)
+        for step in range(100):
+            if stop.asked.get(rank) == step:
+                engine.dsx.request_stop(f"rank {rank} has had enough")
+            if engine.dsx.should_stop():
+                break
+            take_step(engine, step + 1)
+            if engine.dsx.cluster_id == stop.slow:
+                time.sleep(0.01)  # the other one runs ahead as far as it can
+        engine.save_checkpoint(f"{base}/{index}")
+        result = {"step": engine.dsx.step, "interval": engine.dsx.method.schedule.interval}
+        engine.dsx.finish()
+        end(engine)
+        resumed = build(row, place)
+        resumed.load_checkpoint(f"{base}/{index}")
+        assert not resumed.dsx.should_stop()
+        take_step(resumed, resumed.dsx.step + 1)
+        results.append({**result, "went on to": resumed.dsx.step})
+        end(resumed)
+    return results
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    return run_distributed(
+        stop_when_asked, 4, str(tmp_path_factory.mktemp("stop")), timeout_seconds=200
+    )
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: f"{stop.row} over {stop.place}")
+def test_all_ranks_stop_at_the_same_step(stop: Stop, stopped: Any) -> None:
+    first, *others = [rank[STOPS.index(stop)] for rank in stopped]
+    assert others == [first] * 3
+    asked_at = min(stop.asked.values())
+    assert asked_at < first["step"] <= asked_at + stop.num_periods * first["interval"]
+    assert first["went on to"] == first["step"] + 1
