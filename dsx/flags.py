@@ -86,7 +86,12 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def read_flags(arguments: Sequence[str]) -> DsxConfig:
-    """Return what the flags among `arguments` say; ConfigError for one that is not known.
+    """Return what the flags among `arguments` say, resolved."""
+    return load_config(block_of_flags(arguments))
+
+
+def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return `{"dsx": block}` of the flags among `arguments`; ConfigError for one not known.
 
     All other arguments are left to whoever they are for.
     """
@@ -98,11 +103,10 @@ def read_flags(arguments: Sequence[str]) -> DsxConfig:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{name} is not a flag of dsx{hint} See --help for all of them")
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
-    return config_of(parser.parse_known_args(list(arguments))[0])
+    return _block_of_namespace(parser.parse_known_args(list(arguments))[0])
 
 
-def config_of(namespace: argparse.Namespace) -> DsxConfig:
-    """Return the configuration that parsed flags stand for."""
+def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
     given = {flag: getattr(namespace, flag.attribute, None) for flag in all_flags()}
     texts = {flag: text for flag, text in given.items() if text is not None}
     block: dict[str, Any] = {}
@@ -121,7 +125,7 @@ def config_of(namespace: argparse.Namespace) -> DsxConfig:
         raise ConfigError(f"--dsx-preset is missing; choose one of {', '.join(PRESETS)}")
     if "num_clusters" not in block.get("clusters", {}):
         raise ConfigError("--dsx-num-clusters is missing, the number of clusters in this run")
-    return load_config({"dsx": block})
+    return {"dsx": block}
 
 
 def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsx.config import ConfigError, load_config
-from dsx.flags import add_flags, all_flags, config_of, read_flags, show_resolved
+from dsx.flags import add_flags, all_flags, read_flags, show_resolved
 from dsx.presets import PRESETS
 
 TWO = ["--dsx-num-clusters", "2"]
@@ -90,8 +90,8 @@ def test_flags_are_in_the_help_and_tell_what_is_in_force(
         parser.parse_args(["--help"])
     shown = capsys.readouterr().out
     assert all(flag.name in shown for flag in all_flags())
-    namespace = parser.parse_args(["--dsx-preset", "dilocox", *TWO, "--num-layers", "4"])
-    config = config_of(namespace)
+    flags = ["--dsx-preset", "dilocox", *TWO, "--num-layers", "4"]
+    namespace, config = parser.parse_args(flags), read_flags(flags)
     show_resolved(namespace, config)
     assert namespace.dsx_schedule_interval == config.method.schedule.interval
     assert namespace.dsx_compression_type == "low_rank"

@@ -1,0 +1,74 @@
+"""Outer state travels with Megatron's checkpoint of the same iteration.
+
+Wraps `save_checkpoint` where the training loop finds it. The outer state is written first, whole or
+not at all, so that it is complete whenever `latest_checkpointed_iteration.txt` names the iteration,
+with `--async-save`, too. It lies in `<save>/dsx`; what Megatron has deleted there is deleted here.
+Loading is in model_and_optimizer.py: a missing or foreign state is an error.
+"""
+
+from __future__ import annotations
+
+import functools
+import shutil
+from pathlib import Path
+from typing import Any
+
+from dsx.backends.megatron_checkpoint import save_outer_state
+
+from megatron_patches import probe
+from megatron_patches.run import Run
+
+_OWNER = "cluster"
+
+
+def patch(run: Run) -> None:
+    """Save before `save_checkpoint`."""
+    training = probe.training()
+    original = probe.function(training, "save_checkpoint", ["iteration", "model", "optimizer"])
+
+    @functools.wraps(original)
+    def save_checkpoint(iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any):
+        if run.handle is None or not hasattr(optimizer, "dsx"):
+            return original(iteration, model, optimizer, *args, **kwargs)
+        directory = Path(probe.arguments_in_force().save)
+        save_outer_state(run.handle, iteration, directory)
+        result = original(iteration, model, optimizer, *args, **kwargs)
+        if run.world.rank == 0:
+            _delete_what_megatron_has(directory, run.world.cluster_id, iteration)
+        return result
+
+    training.save_checkpoint = save_checkpoint
+
+
+def claim_directory(run: Run, directory: str) -> None:
+    """Make sure that no other cluster saves to the same directory. Collective over all clusters.
+
+    Each names its own with `{cluster_id}`, as in `--save checkpoints/{cluster_id}`.
+    """
+    trouble = None
+    if run.world.rank == 0:
+        path = Path(directory) / "dsx" / _OWNER
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own = str(run.world.cluster_id)
+        try:
+            with path.open("x") as file:
+                file.write(own)
+        except FileExistsError:
+            owner = path.read_text()
+            if owner != own:
+                trouble = (
+                    f"--save {directory} is where cluster {owner or '?'} saves: give every cluster "
+                    f"a directory of its own, e.g. --save {directory}/{{cluster_id}}"
+                )
+    for cluster, text in enumerate(run.world.rendezvous.gather("save directory", trouble)):
+        if text:
+            raise ValueError(f"cluster {cluster}: {text}")
+
+
+def _delete_what_megatron_has(directory: Path, cluster_id: int, iteration: int) -> None:
+    """Delete the outer state of iterations that have no checkpoint of Megatron's any more."""
+    for state in (directory / "dsx" / f"cluster_{cluster_id}").glob("iter_*"):
+        number = state.name.removeprefix("iter_")
+        is_older = number.isdigit() and int(number) < iteration
+        if is_older and not (directory / state.name).exists():
+            shutil.rmtree(state)

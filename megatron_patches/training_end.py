@@ -1,0 +1,111 @@
+"""The end of training, agreed between clusters; and a line on the way there.
+
+Wraps `train`, after which what is under way is applied (an early exit leaves it in the checkpoint),
+and `checkpoint_and_decide_exit`, which the loop calls after every step. A stop for
+`--exit-duration-in-mins` or a signal is one cluster's own: it is asked for, and all clusters stop
+at one later step, as if `--exit-interval` had named it, with a checkpoint.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import time
+from typing import Any
+
+from megatron_patches import probe
+from megatron_patches.run import Run
+
+
+def patch(run: Run) -> None:
+    """Agree on stops, and finish after `train`."""
+    training = probe.training()
+    train = probe.function(training, "train")
+    decide = probe.function(training, "checkpoint_and_decide_exit", ["iteration"])
+    signals = probe.function(training, "get_signal_handler")
+    watch = _Watch(run)
+
+    @functools.wraps(train)
+    def train_and_finish(*args: Any, **kwargs: Any) -> Any:
+        watch.begin()
+        try:
+            result = train(*args, **kwargs)
+        except SystemExit:
+            watch.end_early()
+            raise
+        watch.finish()
+        return result
+
+    @functools.wraps(decide)
+    def checkpoint_and_decide_exit(
+        model: Any, optimizer: Any, scheduler: Any, iteration: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        if run.handle is None:
+            return decide(model, optimizer, scheduler, iteration, *args, **kwargs)
+        arguments = probe.arguments_in_force()
+        watch.pass_iteration(iteration, arguments, signals)
+        own = arguments.exit_signal_handler, arguments.exit_duration_in_mins
+        arguments.exit_signal_handler, arguments.exit_duration_in_mins = False, None
+        try:
+            return decide(model, optimizer, scheduler, iteration, *args, **kwargs)
+        finally:
+            arguments.exit_signal_handler, arguments.exit_duration_in_mins = own
+
+    training.train = train_and_finish
+    training.checkpoint_and_decide_exit = checkpoint_and_decide_exit
+
+
+class _Watch:
+    """Looks after one rank's training from step to step."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._begin = self._logged = time.monotonic()
+        self._blocked = 0.0
+
+    def begin(self) -> None:
+        """Start the clock."""
+        self._begin = self._logged = time.monotonic()
+
+    def pass_iteration(self, iteration: int, arguments: Any, signals: Any) -> None:
+        """Ask for a stop where this cluster wants one, and make the loop exit at an agreed one."""
+        handle = self._run.handle
+        assert handle is not None
+        minutes = arguments.exit_duration_in_mins
+        if minutes and time.monotonic() - self._begin > 60 * minutes:
+            handle.request_stop(f"--exit-duration-in-mins {minutes}")
+        if arguments.exit_signal_handler and any(signals().signals_received()):
+            handle.request_stop("a signal")
+        if handle.should_stop():
+            arguments.exit_interval = iteration
+        if iteration % arguments.log_interval == 0:
+            self._log(iteration)
+
+    def finish(self) -> None:
+        """Apply what is under way, with all clusters."""
+        handle = self._run.handle
+        if handle is None:
+            return
+        handle.finish()
+        totals = handle.totals
+        self._run.tell(
+            f"finished after {handle.step} steps, {totals.syncs} syncs; this rank sent "
+            f"{totals.bytes_sent / 1e6:.2f} MB and waited {totals.wait_seconds:.2f} s"
+        )
+        atexit.register(handle.close)
+
+    def end_early(self) -> None:
+        """Release connections; what is under way is in the checkpoint, if one was saved."""
+        if self._run.handle is not None:
+            self._run.handle.close()
+
+    def _log(self, iteration: int) -> None:
+        handle = self._run.handle
+        assert handle is not None
+        now, blocked = time.monotonic(), handle.totals.blocked_seconds
+        utilization = 1 - (blocked - self._blocked) / (now - self._logged)
+        self._logged, self._blocked = now, blocked
+        self._run.tell(
+            f"iteration {iteration}, utilization {100 * utilization:.1f} %, this rank sent "
+            f"{handle.totals.bytes_sent / 1e6:.2f} MB in {handle.totals.syncs} syncs"
+        )
