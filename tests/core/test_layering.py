@@ -58,7 +58,7 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "simulate"],
-    ["handle", "backends.deepspeed_checkpoint"],
+    ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attach"],
     ["", "cli", "bench", "export_command"],
 ]
