@@ -1,13 +1,21 @@
 """dsx: train one DeepSpeed or Megatron run across sites joined by slow links.
 
 Public API: `initialize` (as `deepspeed.initialize`), `attach` (for an engine that exists),
-`init_distributed`, `add_config_arguments`, `load_config`, `preset`; `SimulatedClusters` runs
-any method with C clusters in one process. Importing dsx imports neither deepspeed nor megatron.
+`attach_megatron`, `init_distributed`, `add_config_arguments`, `add_launch_arguments`,
+`load_config`, `preset`; `SimulatedClusters` runs any method with C clusters in one process.
+Importing dsx imports neither deepspeed nor megatron.
 """
 
 from __future__ import annotations
 
-from dsx.attach import add_config_arguments, attach, init_distributed, initialize
+from dsx.attach import (
+    add_config_arguments,
+    add_launch_arguments,
+    attach,
+    attach_megatron,
+    init_distributed,
+    initialize,
+)
 from dsx.comm.base import PeerLost
 from dsx.comm.world import World
 from dsx.config import ConfigError, load_config, preset
@@ -27,7 +35,9 @@ __all__ = [
     "SimulatedClusters",
     "World",
     "add_config_arguments",
+    "add_launch_arguments",
     "attach",
+    "attach_megatron",
     "init_distributed",
     "initialize",
     "load_config",

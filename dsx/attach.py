@@ -1,4 +1,4 @@
-"""The way in: `initialize` as `deepspeed.initialize`, `attach` for an engine that exists.
+"""The way in: `initialize` as `deepspeed.initialize`, `attach` and `attach_megatron`.
 
 The "dsx" block is read from the same JSON that DeepSpeed gets. `init_distributed` makes one
 torch.distributed world per cluster and must run before anything else touches torch.distributed;
@@ -31,6 +31,11 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     import deepspeed
 
     deepspeed.add_config_arguments(parser)
+    return add_launch_arguments(parser)
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of dsx that differ from launcher to launcher, without DeepSpeed's."""
     add = parser.add_argument_group("dsx", "one launcher per cluster: which one, where to meet")
     add.add_argument("--dsx-cluster-id", type=int, metavar="M", help="0..num_clusters-1")
     add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
@@ -132,6 +137,48 @@ def attach(
     )
     handle = Handle(backend, world, settings)
     backend.on_inner_step(handle.after_inner_step)
+    return handle
+
+
+def attach_megatron(
+    model_chunks: Any,
+    optimizer: Any,
+    *,
+    config: Config,
+    resume: tuple[str | Path, int] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Handle:
+    """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
+
+    `model_chunks` is the list of chunks that `get_megatron_optimizer` was given, or the only one.
+    `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size).
+    The world must be `init_distributed`'s, and Megatron's parallel state initialised in it.
+    Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
+
+    `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
+    stay each cluster's own and the outer state is what `save_outer_state` has written there.
+    ValueError names what of Megatron is not served.
+    """
+    from dsx.backends.megatron import MegatronBackend
+    from dsx.backends.megatron_checkpoint import keep_masters, load_outer_state
+
+    world = current_world()
+    if world is None:
+        raise RuntimeError("call dsx.init_distributed(config) before Megatron's own initialisation")
+    if hasattr(optimizer, "dsx"):
+        raise ValueError("this optimizer has a dsx handle already: attach it once")
+    settings = load_config(config)
+    chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
+    is_on_host = settings.state.device == "host"
+    backend = MegatronBackend(chunks, optimizer, settings.method.fragments, is_on_host)
+    put_back = keep_masters(backend) if resume else None
+    handle = Handle(backend, world, settings, {**backend.facts(), **(facts or {})})
+    backend.on_inner_step(handle.after_inner_step)
+    if resume and put_back:
+        put_back()
+        directory, iteration = resume
+        load_outer_state(handle, iteration, directory)
+    optimizer.dsx = handle
     return handle
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
-from dsx.types import Fragment, ParameterShape, Slot
+from dsx.types import Fragment, ParameterShape, Slot, Stage
 
 _FIRST_NUMBER = re.compile(r"^((?:.*?\.)??\d+)(?:\.|$)")
 
@@ -117,6 +117,24 @@ def group_by_layer(parameters: Sequence[ParameterShape]) -> list[list[str]]:
     groups = list(layers.values())
     groups[0] = leading + groups[0]
     return groups
+
+
+def assign_stage(
+    fragmenter: Fragmenter, parameters: Sequence[ParameterShape], stage: Stage
+) -> list[list[str]]:
+    """Return the names of each of a stage's fragments; ValueError if it cannot have them."""
+    if stage.count == 1:
+        return fragmenter.assign(parameters)
+    where = f"pipeline stage {stage.index} of {stage.count}"
+    if not parameters:
+        raise ValueError(
+            f"{where} trains nothing but copies of tied weights; give it a layer of its own "
+            "(where the pipeline's layers are laid out)"
+        )
+    try:
+        return fragmenter.assign(parameters)
+    except ValueError as error:
+        raise ValueError(f"{where}, which is cut into fragments by itself: {error}") from None
 
 
 def lay_out(

@@ -23,10 +23,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from dsx.backends import host_group
 from dsx.backends.base import Masters
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.backends.deepspeed_masters import locate, require_fp32
@@ -35,9 +33,11 @@ from dsx.backends.deepspeed_parameters import (
     trained_parameters,
     whole_shape,
 )
-from dsx.backends.deepspeed_pipeline import Ties, assign_stage, name_in_model, stage_of
+from dsx.backends.deepspeed_pipeline import find_ties, name_in_model, stage_of
 from dsx.backends.shares import Shares
-from dsx.fragment import Fragmenter
+from dsx.backends.stage_ranks import StageRanks, collective_device
+from dsx.backends.ties import Ties
+from dsx.fragment import Fragmenter, assign_stage
 from dsx.schedule.periodic import BackwardTrigger
 from dsx.types import Fragment, ParameterShape
 
@@ -50,12 +50,12 @@ class DeepSpeedBackend:
     ) -> None:
         refuse_unsupported(engine)
         self._engine = engine
-        self._group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
-        self._host_group = host_group.beside(self._group)
+        group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
+        self._ranks = StageRanks(group)
         self._place = locate(engine)
         self.stage = stage_of(engine)
         parameters = name_in_model(engine, trained_parameters(engine))
-        self._ties = Ties(engine, parameters, self._collective_device())
+        self._ties = Ties(find_ties(engine, parameters), collective_device())
         shapes = [
             ParameterShape(n, whole_shape(p))
             for n, p in parameters.items()
@@ -71,7 +71,7 @@ class DeepSpeedBackend:
         pieces = {n: piece for n, piece in located.items() if n not in copies}
         self._shares: Shares | None = None
         if not self._place.is_sharded:
-            self._shares = Shares(assignment, pieces, self._group, self._collective_device())
+            self._shares = Shares(assignment, pieces, group, collective_device())
             pieces = self._shares.pieces
         self._ties.locate(assignment, {**copies, **pieces})
         self._masters = Masters(shapes, assignment, pieces, self.stage.index)
@@ -102,17 +102,6 @@ class DeepSpeedBackend:
         """Return the first parameter group's rate."""
         return float(stepping_optimizer(self._engine).param_groups[0]["lr"])
 
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return the shards' sum in rank order."""
-        total = torch.zeros_like(values)
-        for shard in self._gather(values):
-            total.add_(shard)
-        return total
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the shards' values."""
-        return torch.stack(self._gather(values)).amax(0)
-
     @property
     def buffer_bytes(self) -> int:
         """Return what bringing shares together takes."""
@@ -121,51 +110,27 @@ class DeepSpeedBackend:
     @property
     def shard(self) -> tuple[int, int]:
         """Return this rank's place in its stage."""
-        return dist.get_rank(self._group), dist.get_world_size(self._group)
+        return self._ranks.shard
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the shards' sum in rank order."""
+        return self._ranks.sum_over_shards(values)
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the shards' values."""
+        return self._ranks.max_over_ranks(values)
 
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Start finding the elementwise largest of the shards' values."""
-        largest = values.to(self._collective_device(), copy=True)
-        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
-        if largest.is_cuda:
-            return _answer_on_host(work, largest)
-
-        def wait() -> Tensor:
-            work.wait()
-            return largest
-
-        return wait
+        return self._ranks.begin_max_over_ranks(values)
 
     def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return every rank's fragments."""
-        rank, count = self.shard
-        everyone: list[Any] = [None] * count
-        dist.all_gather_object(everyone, self.fragments, group=self._group)
-        return everyone, rank
+        return self._ranks.layouts(self.fragments)
 
     def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Exchange shards over the ranks that share them, on the device of their backend."""
-        device = self._collective_device()
-        sent = torch.cat([t.to(device) for t in outgoing])
-        received = torch.empty(sum(t.numel() for t in incoming), device=device)
-        here, away = [[t.numel() for t in tensors] for tensors in (incoming, outgoing)]
-        dist.all_to_all_single(received, sent, here, away, group=self._group)
-        for tensor, part in zip(incoming, received.split(here), strict=True):
-            tensor.copy_(part)
-
-    def _collective_device(self) -> torch.device:
-        """Return where the backend of the cluster's collectives takes tensors."""
-        is_nccl = dist.get_backend() == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
-
-    def _gather(self, values: Tensor) -> list[Tensor]:
-        """Return the values of every rank that shares the fragments, sent from where they are."""
-        is_on_host = values.device.type == "cpu"
-        group = self._host_group if is_on_host else self._group
-        own = values if is_on_host else values.to(self._collective_device())
-        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, own.contiguous(), group=group)
-        return [other.to(values.device) for other in everyone]
+        """Exchange shards over the ranks of the stage."""
+        self._ranks.swap(outgoing, incoming)
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
         """Refuse: DeepSpeed reduces gradients in buckets, across layers, on its own schedule."""
@@ -238,24 +203,6 @@ def adopt_world() -> None:
         __compatible_ops__["deepspeed_shm_comm"] = False
     init_distributed: Any = deepspeed.init_distributed
     init_distributed()
-
-
-def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
-    """Copy a collective's result to the host beside the compute stream, which waits for neither."""
-    stream = torch.cuda.Stream(values.device)
-    answer = torch.empty(values.shape, pin_memory=True)
-    arrived = torch.cuda.Event()
-    with torch.cuda.stream(stream):
-        work.wait()  # lets this stream wait, not the host
-        answer.copy_(values, non_blocking=True)
-        arrived.record(stream)
-    values.record_stream(stream)
-
-    def wait() -> Tensor:
-        arrived.synchronize()
-        return answer
-
-    return wait
 
 
 def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:

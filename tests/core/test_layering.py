@@ -58,9 +58,9 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "flags", "simulate"],
-    ["handle", "backends.deepspeed_checkpoint"],
+    ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attach"],
-    ["", "cli", "bench", "export_command"],
+    ["", "cli", "bench", "export_command", "megatron"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 
