@@ -258,6 +258,13 @@ def train_step(engine: Engine, step: int, cluster: int | None = None, poison: bo
     return loss, was_taken
 
 
+def gather_overlapped(engine: Engine) -> None:
+    """Do what the next forward would begin with, as Megatron does before an evaluation."""
+    if engine.kind.overlaps:
+        for chunk in engine.chunks:
+            chunk.start_param_sync(force_sync=True)
+
+
 def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None]]:
     """This rank's weights by name in the model, with the dimension that they are cut along."""
     found: dict[str, tuple[Tensor, int | None]] = {}
@@ -273,7 +280,7 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None]]:
                     rest = name.removeprefix(f"{path}.")
                     name = f"layers.{number}.{rest}"
             name = name.replace("module.", "").removeprefix("decoder.")
-            is_cut = engine.kind.tensor > 1 and parameter.tensor_model_parallel
+            is_cut = engine.kind.tensor > 1 and getattr(parameter, "tensor_model_parallel", False)
             dimension = parameter.partition_dim if is_cut else None
             found[name] = (parameter.detach().float().clone(), dimension)
     return found
