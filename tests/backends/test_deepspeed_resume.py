@@ -178,12 +178,12 @@ def runs_of(place: str) -> list[Run]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1900)
 @pytest.mark.parametrize("place", PLACES)
 def test_resume_in_new_processes_is_bit_for_bit(place: str, tmp_path: Path) -> None:
     runs, base, num_ranks = runs_of(place), str(tmp_path), PLACES[place].num_ranks
-    first = run_distributed(stop_all, num_ranks, base, runs, timeout_seconds=400)
-    second = run_distributed(resume_all, num_ranks, base, runs, timeout_seconds=480)
+    first = run_distributed(stop_all, num_ranks, base, runs, timeout_seconds=900)
+    second = run_distributed(resume_all, num_ranks, base, runs, timeout_seconds=900)
     for index, run in enumerate(runs):
         assert [rank[index]["disturbed"] for rank in first] == [[]] * num_ranks, run
         assert [rank[index] for rank in second] == [[]] * num_ranks, run
