@@ -95,7 +95,7 @@ class Handle:
         routes = plan_routes(config.method, backend)
         pairs = zip(backend.fragments, routes, strict=True)
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
-        transport = world.connect(used)
+        transport = world.connect(used, backend.stage)
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
         self.loop.start()
         if world.rank == 0 and world.cluster_id == 0:
@@ -297,9 +297,9 @@ class Handle:
             own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
             if own == mean != 0:
                 logger.warning(
-                    "the mean pseudo-gradient of fragment %d equals this cluster's own: do all "
+                    "the mean pseudo-gradient of %s equals this cluster's own: do all "
                     "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
-                    event["fragment"],
+                    self.loop.backend.stage.name_of(event["fragment"]),
                 )
 
     def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:

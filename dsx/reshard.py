@@ -154,24 +154,25 @@ class Resharding:
 
     def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int) -> None:
         errors = self._loop.state.lines[fragment.id].channel.errors.values()
+        name = self._loop.backend.stage.name_of(fragment.id)
         has_saved = any(rank.meta["codec_errors"][fragment.id] for rank in self._ranks)
         if has_saved and not errors and self._place.rank == 0:
-            logger.warning("fragment %d: the saved residuals are not used", fragment.id)
+            logger.warning("%s: the saved residuals are not used", name)
         if missing:
             logger.warning(
-                "fragment %d: %d elements have no residual in %s; theirs start from zero",
-                fragment.id, missing, self._saved.directory,
+                "%s: %d elements have no residual in %s; theirs start from zero",
+                name, missing, self._saved.directory,
             )  # fmt: skip
         if moved:
             logger.warning(
-                "fragment %d: the residuals of %d elements of means, which are encoded elsewhere "
+                "%s: the residuals of %d elements of means, which are encoded elsewhere "
                 "from now on, go into what this cluster sends next",
-                fragment.id, moved,
+                name, moved,
             )  # fmt: skip
         if any(error.residual.storage == "int8" for error in errors) and self._place.rank == 0:
             logger.warning(
-                "fragment %d: residuals stored in int8 have been coded anew in other groups",
-                fragment.id,
+                "%s: residuals stored in int8 have been coded anew in other groups",
+                name,
             )
 
     def _transfer(self, index: int, entry: Mapping[str, Any]) -> Transfer | NothingYet:
