@@ -240,14 +240,21 @@ class Handle:
                 states,
             )
 
-    def load(self, directory: Path, is_new: bool = False, is_other_number: bool = False) -> None:
+    def load(
+        self,
+        directory: Path,
+        is_new: bool = False,
+        is_other_number: bool = False,
+        is_recut: bool = False,
+    ) -> None:
         """Restore this rank's outer state; ValueError if a tracked object has no position there.
 
         `is_new`: the directory is cluster 0's, as this cluster did not take part. With another
         number of clusters an object that refuses its position starts anew, and a warning says so.
+        `is_recut`: the parameters lie on other pipeline stages than they did.
         """
         place, axes = self._world.place, self._config.axes
-        states = dict(load_state(self.loop, directory, place, axes))
+        states = dict(load_state(self.loop, directory, place, axes, is_recut))
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         if set(states) != set(self._tracked):

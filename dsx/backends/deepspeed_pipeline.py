@@ -28,6 +28,7 @@ from dsx.backends.base import Piece
 from dsx.fragment import Fragmenter
 from dsx.types import ParameterShape, Stage
 
+OF_STAGE = "stage_"  # begins the names of what a tied layer holds beside its tied weights
 _CHUNK = 1 << 24  # elements handed on at a time
 
 
@@ -50,7 +51,7 @@ def name_in_model(engine: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
         parts = name.split(".")
         is_of_tied_layer = parts[0] == "tied_modules" and id(parameter) not in tied
         if is_of_tied_layer and first[parts[1]] != engine.stage_id:
-            return f"stage_{engine.stage_id}.{name}"
+            return f"{OF_STAGE}{engine.stage_id}.{name}"
         return name
 
     return {unique(name, p): p for name, p in parameters.items()}
