@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from dsx.comm.topology import Place
 from dsx.guard import Verdict
 from dsx.outer_loop import OuterLoop
+from dsx.recut import require_nothing_in_flight
 from dsx.reshard import Resharding, restored_transfer
 from dsx.saved_state import (
     FORMAT,
@@ -88,21 +89,26 @@ def save_state(
 
 
 def load_state(
-    loop: OuterLoop, directory: Path, place: Place, axes: Mapping[str, Any]
+    loop: OuterLoop,
+    directory: Path,
+    place: Place,
+    axes: Mapping[str, Any],
+    is_recut: bool = False,
 ) -> Mapping[str, Any]:
     """Restore one rank's outer state from a cluster's tag and return the tracked states.
 
     Collective over the ranks of the cluster. FileNotFoundError if a rank's file is missing,
     ValueError if one is of another run, model or method. `place.num_clusters` may differ from the
     number of clusters that saved; a cluster that is new gives another one's directory.
+    `is_recut`: the same parameters lie on other pipeline stages, the same on every rank.
     """
-    saved, own = _find(loop, directory, place, axes)
+    saved, own = _find(loop, directory, place, axes, is_recut)
     for transfer in loop.in_flight:
         if isinstance(transfer, Transfer):
             transfer.pending.wait()  # its thread still writes to the buffers that are restored
     loop.state.free_berths()
     if own is None:
-        return Resharding(loop, saved, place).restore()
+        return Resharding(loop, saved, place, is_recut).restore()
     for fragment in loop.backend.fragments:
         for name, tensor in loop.state.named_state(fragment.id).items():
             if tensor.numel():
@@ -116,7 +122,7 @@ def load_state(
 
 
 def _find(
-    loop: OuterLoop, directory: Path, place: Place, axes: Mapping[str, Any]
+    loop: OuterLoop, directory: Path, place: Place, axes: Mapping[str, Any], is_recut: bool
 ) -> tuple[SavedCluster, SavedRank | None]:
     """Return the cluster's files, and this rank's own if every rank finds its own layout in its.
 
@@ -124,11 +130,14 @@ def _find(
     """
     saved, own, trouble, outcome = None, None, None, 1.0
     try:
-        saved = SavedCluster(directory, loop.backend.stage)
+        saved = SavedCluster(directory, None if is_recut else loop.backend.stage)
         reference = saved.reference(place.rank)
-        _require_same_model(reference, loop)
-        _require_same_method(reference, axes, loop)
-        if _is_of_this_layout(loop, saved, reference, place):
+        if is_recut:
+            require_nothing_in_flight(saved)
+        else:
+            _require_same_model(reference, loop)
+        _require_same_method(reference, axes, loop, is_recut)
+        if not is_recut and _is_of_this_layout(loop, saved, reference, place):
             _require_same_buffers(reference, loop)
             own, outcome = reference, 0.0
         _warn_of_changes(reference, axes)
@@ -272,7 +281,9 @@ def _require_same_model(saved: SavedRank, loop: OuterLoop) -> None:
             )
 
 
-def _require_same_method(saved: SavedRank, axes: Mapping[str, Any], loop: OuterLoop) -> None:
+def _require_same_method(
+    saved: SavedRank, axes: Mapping[str, Any], loop: OuterLoop, is_recut: bool
+) -> None:
     """Refuse another type on an axis, or other buffers: what is saved would mean something else."""
     for axis, ours in axes.items():
         theirs = saved.meta["axes"].get(axis, {})
@@ -282,7 +293,10 @@ def _require_same_method(saved: SavedRank, axes: Mapping[str, Any], loop: OuterL
                 f"{saved.path} was saved with {axis} of type {kinds[0]!r}, and this run has "
                 f"{kinds[1]!r}: {_ADVICE}"
             )
-    difference = first_difference(_kinds(loop), saved.meta["kinds"])
+    ours, theirs = _kinds(loop), dict(saved.meta["kinds"])
+    for kinds in (ours, theirs) if is_recut else ():  # what all fragments have, however many
+        kinds.update(stage=None, parameters=None, buffers=kinds["buffers"][:1])
+    difference = first_difference(ours, theirs)
     if difference:
         where, ours, theirs = difference
         raise ValueError(f"{saved.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")

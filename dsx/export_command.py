@@ -46,10 +46,12 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
         )
     if model.in_flight:
         tell(f"left out: {model.in_flight} transfer(s) that were in flight")
-    untrained = read_untrained(model.directory, {*model.parameters, *model.aliases})
+    untrained = read_untrained(model)
     if options.format == "universal":
         tell(f"converting with DeepSpeed to {options.out / model.directory.name} ...")
-        files = [f for f in write_universal(model, options.out).rglob("*") if f.is_file()]
+        files = [
+            f for f in write_universal(model, untrained, options.out).rglob("*") if f.is_file()
+        ]
     else:
         files = write_safetensors(
             model,

@@ -6,7 +6,9 @@ a cluster is not there the anchor stands in, where there is one. Transfers in fl
 
 Parameters are written one shard at a time, so that a host needs memory for one shard, in the order
 of the module's names. What dsx does not train (frozen parameters, buffers) is cluster 0's, from
-DeepSpeed's own files; a parameter of two names is written under both.
+DeepSpeed's own files; a parameter of two names is written under both. A tied weight of a pipeline
+has one name in its module and is written once; the file's metadata names the places that share it,
+as `safetensors.torch.save_model` does.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -48,6 +51,7 @@ class SavedModel:
 
     def __init__(self, directories: Sequence[Path]) -> None:
         self.directory = directories[0]
+        self.directories = directories
         clusters = [SavedCluster(directory) for directory in directories]
         self.num_saved_clusters = clusters[0].num_clusters
         ranks = [cluster.ranks() for cluster in clusters]
@@ -66,10 +70,29 @@ class SavedModel:
                 f"{len(directories)}: copy the directories of all clusters there"
             )
         self.parameters = self._find(ranks if self.is_mean else ranks[:1])
-        facts = self.directory / MODULE_FACTS
-        self.aliases: Mapping[str, str] = (
-            json.loads(facts.read_text())["aliases"] if facts.is_file() else {}
-        )
+        path = self.directory / MODULE_FACTS
+        facts = json.loads(path.read_text()) if path.is_file() else {}
+        self.aliases: Mapping[str, str] = facts.get("aliases", {})
+        self.buffers: Sequence[str] | None = facts.get("buffers")  # None: not noted
+        self.places: Mapping[str, str] = facts.get("places", {})
+        self._tied: Mapping[str, Any] = facts.get("tied", {})
+
+    def name_at(self, place: str, name: str) -> str:
+        """Return the model's name of a tensor of the layer at a place in a pipeline."""
+        if place not in self.places:
+            return f"{place}.{name}"
+        shared = f"{_tied_layer(self.places[place])}.{name}"
+        return shared if shared in self._tied else f"{self.places[place]}.{name}"
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """The names that tied weights have at their places, each with the one it is under."""
+        return {
+            f"{place}.{name.removeprefix(_tied_layer(layer) + '.')}": name
+            for place, layer in self.places.items()
+            for name in self._tied
+            if name.startswith(f"{_tied_layer(layer)}.") and name in self.parameters
+        }
 
     @property
     def numel(self) -> int:
@@ -105,6 +128,11 @@ class SavedModel:
                 for name, shape in parameters:
                     found[name] = Parameter(name, tuple(shape), index, mine, vector)
         return found
+
+
+def _tied_layer(place: str) -> str:
+    """Return the name of a tied layer in its module, whatever the stage."""
+    return place[place.index("tied_modules.") :]
 
 
 def find_model(base: Path, tag: str | None) -> SavedModel:
@@ -170,7 +198,8 @@ def write_safetensors(
                 tensors[name] = extra[name].to(_dtype_of(extra[name], dtype)).contiguous()
             else:
                 tensors[name] = model.tensor(model.aliases.get(name, name)).to(dtype)
-        save_file(tensors, out / file, metadata={"format": "pt"})
+        copies = {place: name for place, name in model.copies.items() if name in tensors}
+        save_file(tensors, out / file, metadata={"format": "pt", **copies})
         tell(f"{file}: {len(names)} tensors, {sum(sizes[n] for n in names):,} bytes")
         weight_map.update(dict.fromkeys(names, file))
         files.append(out / file)

@@ -95,7 +95,7 @@ class Handle:
         routes = plan_routes(config.method, backend)
         pairs = zip(backend.fragments, routes, strict=True)
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
-        transport = world.connect(used)
+        transport = world.connect(used, backend.stage)
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
         self.loop.start()
         if world.rank == 0 and world.cluster_id == 0:
@@ -241,14 +241,21 @@ class Handle:
                 states,
             )
 
-    def load(self, directory: Path, is_new: bool = False, is_other_number: bool = False) -> None:
+    def load(
+        self,
+        directory: Path,
+        is_new: bool = False,
+        is_other_number: bool = False,
+        is_recut: bool = False,
+    ) -> None:
         """Restore this rank's outer state; ValueError if a tracked object has no position there.
 
         `is_new`: the directory is cluster 0's, as this cluster did not take part. With another
         number of clusters an object that refuses its position starts anew, and a warning says so.
+        `is_recut`: the parameters lie on other pipeline stages than they did.
         """
         place, axes = self._world.place, self._config.axes
-        states = dict(load_state(self.loop, directory, place, axes))
+        states = dict(load_state(self.loop, directory, place, axes, is_recut))
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         if set(states) != set(self._tracked):
@@ -298,9 +305,9 @@ class Handle:
             own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
             if own == mean != 0:
                 logger.warning(
-                    "the mean pseudo-gradient of fragment %d equals this cluster's own: do all "
+                    "the mean pseudo-gradient of %s equals this cluster's own: do all "
                     "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
-                    event["fragment"],
+                    self.loop.backend.stage.name_of(event["fragment"]),
                 )
 
     def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ class Judge:
         )
         verdict.round = int(flags[2, 0])
         verdict.is_refused = verdict.is_refused or bool(verdict.refused_by)
-        what = f"fragment {fragment} launched at step {launched}"
+        what = f"{self._backend.stage.name_of(fragment)} launched at step {launched}"
         refusals = history.refusals[fragment]
         refusals.count(verdict.refused_by, launched)
         if verdict.refused_by:

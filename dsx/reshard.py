@@ -12,6 +12,7 @@ same bits as before. The rest follows these rules:
 - a cluster that is new is cluster 0's copy without its residuals; those of a cluster that is gone
   are lost, and a warning says so;
 - warm starts belong to whole matrices and go where these are put together;
+- a pipeline may be cut into other stages, too, with nothing in flight (recut.py);
 - the guard's memory of the last mean starts empty everywhere: its hash is of the old shards.
 """
 
@@ -27,9 +28,11 @@ from torch import Tensor
 from dsx.comm.topology import Place
 from dsx.guard import Verdict
 from dsx.outer_loop import OuterLoop
+from dsx.recut import Origin, find_origins, merged_history
 from dsx.saved_state import (
     SavedCluster,
     SavedRank,
+    Source,
     error_sources,
     put_together,
     stretches,
@@ -45,14 +48,22 @@ logger = logging.getLogger(__name__)
 class Resharding:
     """Brings a cluster's saved state into the layout of a running loop, one rank's share of it."""
 
-    def __init__(self, loop: OuterLoop, saved: SavedCluster, place: Place) -> None:
+    def __init__(
+        self, loop: OuterLoop, saved: SavedCluster, place: Place, is_recut: bool = False
+    ) -> None:
         self._loop = loop
+        self._is_recut = is_recut
         self._ranks = saved.ranks()
         self._reference = saved.reference(place.rank)
         self._saved = saved
         self._place = place
         self._is_new = place.cluster_id >= saved.num_clusters
         self._is_first = loop.backend.shard[0] == 0
+        fragments = loop.backend.fragments
+        self._origins = [[Origin(self._ranks, fragment.id)] for fragment in fragments]
+        if is_recut:
+            self._is_first = self._is_first and loop.backend.stage.index == 0
+            self._origins = find_origins(saved, loop.backend.fragment_parameters)
 
     def restore(self) -> Mapping[str, Any]:
         """Fill the loop's buffers and return the tracked states of this rank, or of the first."""
@@ -60,9 +71,14 @@ class Resharding:
         for fragment in self._loop.backend.fragments:
             self._restore_slots(fragment)
             self._restore_codec(fragment)
-        entries = self._reference.meta["in_flight"]
-        in_flight = [self._transfer(index, entry) for index, entry in enumerate(entries)]
-        self._loop.restore(History.from_state_dict(self._reference.meta["history"]), in_flight)
+        if self._is_recut:
+            fragments, delay = self._loop.backend.fragments, self._loop.method.delay
+            nothing = [NothingYet(f.id) for f in fragments for _ in range(delay.rounds_under_way)]
+            self._loop.restore(merged_history(self._loop, self._origins), [*nothing])
+        else:
+            entries = self._reference.meta["in_flight"]
+            in_flight = [self._transfer(index, entry) for index, entry in enumerate(entries)]
+            self._loop.restore(History.from_state_dict(self._reference.meta["history"]), in_flight)
         self._loop.totals = self._totals()
         return self._reference.meta["tracked"]
 
@@ -94,22 +110,36 @@ class Resharding:
                 continue
             sizes = name in ("staleness.first_step", "staleness.last_update")
             if sizes and not is_elementwise:  # of whole tensors: equal on all ranks
-                tensor.copy_(self._common(f"{name}/{fragment.id}"))
+                self._restore_sizes(fragment.id, name, tensor)
             else:
-                self._fill(fragment.layout, tensor, "layout", fragment.id, f"{name}/{fragment.id}")
+                self._fill(fragment.layout, tensor, name, self._sources(fragment.id, name))
         self._loop.state.lines[fragment.id].guard.memory.zero_()
+
+    def _restore_sizes(self, fragment: int, name: str, out: Tensor) -> None:
+        """Put together what is kept per parameter."""
+        found: dict[str, Tensor] = {}
+        for origin in self._origins[fragment]:
+            full_name = f"{name}/{origin.fragment}"
+            values = next(rank.read(full_name) for rank in origin.ranks if full_name in rank)
+            found.update(zip(origin.names, values, strict=True))
+        for index, parameter in enumerate(self._loop.backend.fragment_parameters[fragment]):
+            out[index] = found[parameter.name]
 
     def _restore_codec(self, fragment: Fragment) -> None:
         """Put residuals together; bring warm starts, and the rank they are of, where they go."""
         channel = self._loop.state.lines[fragment.id].channel
         self._restore_errors(fragment)
         for name, tensor in channel.slots.items():
-            full_name = f"codec.{name}/{fragment.id}"
             if name in channel.errors or not tensor.numel():
                 continue
-            holders = [rank for rank in self._ranks if full_name in rank]
+            holders = [
+                rank.read(f"codec.{name}/{origin.fragment}")
+                for origin in self._origins[fragment.id]
+                for rank in origin.ranks
+                if f"codec.{name}/{origin.fragment}" in rank
+            ]
             if name == "rank":
-                tensor.copy_(torch.stack([r.read(full_name) for r in holders]).amax(0))
+                tensor.copy_(torch.stack(holders).amax(0))
                 continue
             tensor.zero_()
             if not holders:
@@ -117,7 +147,7 @@ class Resharding:
                     "no rank has saved the factors of %s: they start anew", name.removeprefix("q.")
                 )
                 continue
-            warm = holders[0].read(full_name)
+            warm = holders[0]
             rows = min(len(warm), len(tensor))
             tensor[:rows].copy_(warm[:rows])
             if len(warm) > rows:
@@ -132,8 +162,14 @@ class Resharding:
             error.residual.stored.zero_()
         if self._is_new:
             return
-        of_sent = error_sources(self._ranks, fragment.id, is_of_mean=False)
-        of_means = error_sources(self._ranks, fragment.id, is_of_mean=True)
+        of_sent, of_means = (
+            [
+                source
+                for origin in self._origins[fragment.id]
+                for source in error_sources(origin.ranks, origin.fragment, is_of_mean)
+            ]
+            for is_of_mean in (False, True)
+        )
         missing = moved = 0
         for error in errors:
             if error.is_of_mean:
@@ -154,24 +190,26 @@ class Resharding:
 
     def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int) -> None:
         errors = self._loop.state.lines[fragment.id].channel.errors.values()
-        has_saved = any(rank.meta["codec_errors"][fragment.id] for rank in self._ranks)
+        name = self._loop.backend.stage.name_of(fragment.id)
+        origins = self._origins[fragment.id]
+        has_saved = any(r.meta["codec_errors"][o.fragment] for o in origins for r in o.ranks)
         if has_saved and not errors and self._place.rank == 0:
-            logger.warning("fragment %d: the saved residuals are not used", fragment.id)
+            logger.warning("%s: the saved residuals are not used", name)
         if missing:
             logger.warning(
-                "fragment %d: %d elements have no residual in %s; theirs start from zero",
-                fragment.id, missing, self._saved.directory,
+                "%s: %d elements have no residual in %s; theirs start from zero",
+                name, missing, self._saved.directory,
             )  # fmt: skip
         if moved:
             logger.warning(
-                "fragment %d: the residuals of %d elements of means, which are encoded elsewhere "
+                "%s: the residuals of %d elements of means, which are encoded elsewhere "
                 "from now on, go into what this cluster sends next",
-                fragment.id, moved,
+                name, moved,
             )  # fmt: skip
         if any(error.residual.storage == "int8" for error in errors) and self._place.rank == 0:
             logger.warning(
-                "fragment %d: residuals stored in int8 have been coded anew in other groups",
-                fragment.id,
+                "%s: residuals stored in int8 have been coded anew in other groups",
+                name,
             )
 
     def _transfer(self, index: int, entry: Mapping[str, Any]) -> Transfer | NothingYet:
@@ -192,11 +230,13 @@ class Resharding:
             is_refused=any(v["is_refused"] for v in verdicts),
         )
         wire = self._loop.routes[fragment.id].wire.layout
-        self._fill(wire, berth.wire, "wire", fragment.id, f"in_flight.mean/{index}")
-        if berth.kept is not None:
-            self._fill(
-                fragment.layout, berth.kept, "layout", fragment.id, f"in_flight.kept/{index}"
-            )
+        for layout, out, kind, name in (
+            (wire, berth.wire, "wire", f"in_flight.mean/{index}"),
+            (fragment.layout, berth.kept, "layout", f"in_flight.kept/{index}"),
+        ):
+            if out is not None:
+                sources = vector_sources(self._ranks, kind, fragment.id, name)
+                self._fill(layout, out, name, sources)
         self._restore_notes(index, fragment, berth, entries)
         norms = [rank.read(f"in_flight.norm/{index}") for rank in self._ranks]
         norm = torch.stack(norms).square().sum().sqrt() if self._is_first else torch.tensor(0.0)
@@ -213,7 +253,8 @@ class Resharding:
         notes.values.zero_()
         shapes = [e["notes"] for e in entries]
         if self._loop.method.staleness.is_elementwise:
-            self._fill(fragment.layout, notes.averages, "layout", fragment.id, name)
+            sources = vector_sources(self._ranks, "layout", fragment.id, name)
+            self._fill(fragment.layout, notes.averages, name, sources)
         elif notes.averages.numel():
             notes.averages.copy_(self._sender(fragment).read(name)[: notes.averages.numel()])
         for rank, shape in zip(self._ranks, shapes, strict=True):
@@ -236,22 +277,28 @@ class Resharding:
                 return rank
         return self._ranks[0]
 
+    def _sources(self, fragment: int, name: str) -> list[Source]:
+        """Return a buffer of a fragment, as all who held any of it have saved it."""
+        return [
+            source
+            for origin in self._origins[fragment]
+            for source in vector_sources(
+                origin.ranks, "layout", origin.fragment, f"{name}/{origin.fragment}"
+            )
+        ]
+
     def _fill(
-        self, layout: Sequence[Slot], out: Tensor, kind: str, fragment: int, name: str
+        self, layout: Sequence[Slot], out: Tensor, name: str, sources: Sequence[Source]
     ) -> None:
         """Put a vector together; ValueError if part of it has not been saved."""
         if not out.numel():
             return
-        sources = vector_sources(self._ranks, kind, fragment, name)
         missing = put_together(stretches(layout), out, sources)
         if missing:
             raise ValueError(
                 f"{self._saved.directory} lacks {missing} of {out.numel()} elements of {name} that "
                 f"rank {self._place.rank} needs: the files are not of one cluster"
             )
-
-    def _common(self, name: str) -> Tensor:
-        return next(rank.read(name) for rank in self._ranks if name in rank)
 
     @property
     def _counts(self) -> bool:

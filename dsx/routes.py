@@ -50,8 +50,9 @@ def tell_what_is_factored(method: Method, backend: Backend) -> None:
     """Log how a low-rank codec treats this model; warn if it finds nothing to factor."""
     fragments = factored(method, backend)
     for index, (taken, rest) in enumerate(fragments):
+        name = backend.stage.name_of(index)
         others = f"; as codes: {', '.join(rest)}" if rest else ""
-        logger.info("fragment %d: %d matrices travel in factors%s", index, len(taken), others)
+        logger.info("%s: %d matrices travel in factors%s", name, len(taken), others)
     if fragments and not any(taken for taken, _ in fragments):
         warnings.warn(
             "compression.type='low_rank' finds no matrix to factor in this model: all are too "

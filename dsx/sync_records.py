@@ -167,8 +167,9 @@ class SyncRecords:
             everyone = [own, *(json.loads(self._store.get(k)) for k in keys)]
         except RuntimeError as error:
             raise PeerLost(
-                f"fragment {own['fragment']} applied at step {own['applied_step']}: a rank of this "
-                f"cluster has not posted its record within {self._deadline.total_seconds():g} s"
+                f"{self._stage.name_of(own['fragment'])} applied at step {own['applied_step']}: a "
+                "rank of this cluster has not posted its record within "
+                f"{self._deadline.total_seconds():g} s"
             ) from error
         for k in keys:
             self._store.delete_key(k)

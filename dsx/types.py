@@ -98,6 +98,11 @@ class Stage:
     index: int = 0
     count: int = 1
 
+    def name_of(self, fragment: int) -> str:
+        """Return what messages call a fragment: with the stage, where there are several."""
+        where = f" of pipeline stage {self.index}" if self.count > 1 else ""
+        return f"fragment {fragment}{where}"
+
 
 @dataclass
 class Refusals:

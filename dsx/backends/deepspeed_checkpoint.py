@@ -23,12 +23,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsx.backends.deepspeed_pipeline import (
+    OF_STAGE,
+    describe_layers,
+    mark_replicas,
+    name_in_model,
+)
 from dsx.comm.world import World
 from dsx.export_model import MODULE_FACTS
 from dsx.handle import Handle
+from dsx.recut import is_cut_anew, own_cut, saved_cut
 from dsx.saved_state import FORMAT, SavedCluster
 from dsx.tags import (
-    UNFINISHED,
     Mark,
     begin_tag,
     cluster_directory,
@@ -57,13 +63,16 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
         unfinished = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
+        client_state = {**mark_replicas(engine), **(client_state or {})}
         result = save_checkpoint(
-            str(directory), unfinished, client_state or {}, False, exclude_frozen_parameters
+            str(directory), unfinished, client_state, False, exclude_frozen_parameters
         )
         handle.save(directory / unfinished)
-        dist.barrier()
+        facts = _describe_module(engine)
         if world.rank == 0:
-            _complete(engine, handle, world, directory, tag)
+            write_durably(directory / unfinished / MODULE_FACTS, json.dumps(facts))
+            mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+            complete_tag(directory, tag, mark)
             if save_latest:
                 write_durably(directory / "latest", tag)
         dist.barrier()
@@ -84,6 +93,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         source, tag = _choose(handle, world, load_dir, tag)
         directory = cluster_directory(load_dir, source)
         saved = SavedCluster(directory / tag)
+        is_recut = _is_cut_anew(engine, handle, saved)
         own_tag = _engine_tag(engine, directory, tag)
         with _hinting_at_universal(saved, directory / tag, world):
             result = load_checkpoint(
@@ -94,7 +104,9 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
             directory / tag,
             is_new=source != world.cluster_id,
             is_other_number=saved.num_clusters != world.num_clusters,
+            is_recut=is_recut,
         )
+        result[1].pop("universal_checkpoint_info", None)
         if own_tag != tag:
             handle.loop.backend.publish()  # weights that ZeRO-3 keeps gathered are of before
         handle.saved(directory / tag)
@@ -111,12 +123,59 @@ def _require_everything(is_wanted: bool) -> None:
         )
 
 
-def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: str) -> None:
-    """Write what belongs to all ranks, and give the tag its name; on rank 0."""
-    facts = json.dumps({"aliases": _aliases(engine.module)})
-    write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
-    mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
-    complete_tag(directory, tag, mark)
+def _describe_module(engine: Any) -> dict[str, Any]:
+    """Return what `dsx export` must know of the module. Collective: nobody returns before all."""
+    buffers = sorted(name_in_model(engine, dict(engine.module.named_buffers())))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (_aliases(engine.module), buffers))
+    return {
+        "aliases": {name: first for aliases, _ in everyone for name, first in aliases.items()},
+        "buffers": sorted({name for _, names in everyone for name in names}),
+        **describe_layers(engine),
+    }
+
+
+def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
+    """Whether a pipeline has other stages than when it was saved. Collective in the cluster.
+
+    ValueError for what DeepSpeed would load wrongly, or on some stages only.
+    """
+    if not engine.pipeline_parallelism:
+        return False
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own_cut(handle.loop))
+    ours = {name: place for stage in everyone for name, place in stage.items()}
+    is_recut = is_cut_anew(saved, saved_cut(saved), ours)
+    was_sharded, is_sharded = (
+        any(saved.directory.glob("zero_*_optim_states.pt")),
+        bool(engine.zero_optimization()),
+    )
+    if was_sharded != is_sharded:
+        raise ValueError(
+            f"{saved.directory} was saved by a pipeline with ZeRO-{int(was_sharded)}, and this one "
+            f"has zero_optimization.stage={engine.zero_optimization_stage()}: DeepSpeed converts "
+            "nothing between them; keep the stage, or export the model (dsx export) and start "
+            "from it"
+        )
+    own = [name for name in ours if name.startswith(OF_STAGE)]
+    if own and engine.load_universal_checkpoint():
+        raise ValueError(
+            f"DeepSpeed's universal checkpoint has one place for {own[0]} and for that of the "
+            f"first stage: this pipeline goes on with the layout that saved {saved.directory}, "
+            "without checkpoint.load_universal"
+        )
+    if is_recut and not engine.load_universal_checkpoint():
+        advice = "resume with the same stages, or export the model (dsx export) and start from it"
+        if any(saved.directory.glob("*zero_*_optim_states.pt")):
+            advice = (
+                f"convert it in every cluster: {_conversion(saved.directory)} and set "
+                '"checkpoint": {"load_universal": true}'
+            )
+        raise ValueError(
+            f"{saved.directory} was saved with other pipeline stages, by which DeepSpeed keeps "
+            f"the optimizer's states; {advice}"
+        )
+    return is_recut
 
 
 def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[int, str]:

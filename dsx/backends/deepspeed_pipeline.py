@@ -12,6 +12,7 @@ layer holds beside its tied weights is each stage's own, and named so.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch.distributed as dist
 from dsx.backends.host_group import new_host_group
 from dsx.backends.ties import Tie
 from dsx.types import Stage
+
+OF_STAGE = "stage_"  # begins the names of what a tied layer holds beside its tied weights
 
 
 def stage_of(engine: Any) -> Stage:
@@ -41,10 +44,51 @@ def name_in_model(engine: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
         parts = name.split(".")
         is_of_tied_layer = parts[0] == "tied_modules" and id(parameter) not in tied
         if is_of_tied_layer and first[parts[1]] != engine.stage_id:
-            return f"stage_{engine.stage_id}.{name}"
+            return f"{OF_STAGE}{engine.stage_id}.{name}"
         return name
 
     return {unique(name, p): p for name, p in parameters.items()}
+
+
+def describe_layers(engine: Any) -> dict[str, Any]:
+    """Return what tells the tensors of DeepSpeed's layer files apart, of all stages.
+
+    `places`: what begins the names of a tied layer's tensors, by its place in the pipeline;
+    `tied`: the names of tied weights, with the stages that hold them.
+    """
+    from deepspeed.runtime.pipe.module import TiedLayerSpec
+
+    if not engine.pipeline_parallelism:
+        return {}
+    module = engine.module
+    stages, places, tied = _tied_stages(module), dict[str, str](), dict[str, list[int]]()
+    for index, layer in enumerate(module._layer_specs):
+        if isinstance(layer, TiedLayerSpec):
+            key, stage = str(layer.key), module.stage_owner(index)
+            own = f"{OF_STAGE}{stage}." if stage != stages[key][0] else ""
+            places[str(index)] = f"{own}tied_modules.{key}"
+            attributes: Any = layer.tied_weight_attr
+            attributes = [attributes] if isinstance(attributes, str) else attributes
+            tied.update({f"tied_modules.{key}.{name}": stages[key] for name in attributes})
+    return {"places": places, "tied": tied}
+
+
+def mark_replicas(engine: Any) -> dict[str, Any]:
+    """Return what lets DeepSpeed's universal converter take tied weights from one stage only.
+
+    It knows weights of stage 0 that others repeat, and no others.
+    """
+    from deepspeed.checkpoint import constants
+
+    tied = describe_layers(engine).get("tied", {})
+    names = [name for name, stages in tied.items() if stages[0] == 0 and len(stages) > 1]
+    if not names:
+        return {}
+    info = {
+        constants.UNIVERSAL_CHECKPOINT_VERSION_KEY: constants.UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        constants.PIPELINE_REPLICATED_PARAMETER_PATTERNS: [f"{re.escape(n)}$" for n in names],
+    }
+    return {constants.UNIVERSAL_CHECKPOINT_INFO: info}
 
 
 def find_ties(engine: Any, parameters: Mapping[str, Any]) -> list[Tie]:

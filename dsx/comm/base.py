@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dsx.comm.swap import Exchange
+from dsx.types import Stage
 
 VERBS = ("launched", "averaged for export", "compared")
 TRAINING, EXPORT, COMPARISON = range(3)
@@ -31,7 +32,11 @@ class Submission:
     purpose: int = TRAINING
 
     def __str__(self) -> str:
-        return f"fragment {self.fragment} {VERBS[self.purpose]} at step {self.step}"
+        return self.on(Stage())
+
+    def on(self, stage: Stage) -> str:
+        """Return what messages call it."""
+        return f"{stage.name_of(self.fragment)} {VERBS[self.purpose]} at step {self.step}"
 
 
 class Pending(Protocol):

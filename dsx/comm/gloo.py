@@ -30,6 +30,9 @@ from torch import Tensor
 from dsx.comm.base import PeerLost, Submission
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.comm.swap import Exchange, Peers, Swap
+from dsx.types import Stage
+
+_WHOLE = Stage()
 
 
 class GlooPending:
@@ -82,8 +85,11 @@ class Announcements:
     The number of a launch is the message's tag, so fragments' threads need not take turns.
     """
 
-    def __init__(self, group: Any, cluster_id: int, num_clusters: int, deadline: float) -> None:
+    def __init__(
+        self, group: Any, cluster_id: int, num_clusters: int, deadline: float, stage: Stage
+    ) -> None:
         self._group = group
+        self._stage = stage
         self._peers = [m for m in range(num_clusters) if m != cluster_id]
         self._deadline_seconds = deadline
         self._launches = 0
@@ -99,7 +105,7 @@ class Announcements:
         Returns the bytes sent. Costs one one-way latency, on the fragment's own thread.
         """
         until = time.monotonic() + self._deadline_seconds
-        works = _Works(self._group, str(what), until, self._deadline_seconds, tag=number)
+        works = _Works(self._group, what.on(self._stage), until, self._deadline_seconds, tag=number)
         own = torch.tensor([what.fragment, what.step, what.purpose])
         theirs = {peer: torch.empty_like(own) for peer in self._peers}
         for peer in self._peers:
@@ -108,8 +114,9 @@ class Announcements:
         works.wait()
         for peer, other in theirs.items():
             if not torch.equal(own, other):
+                other_one = Submission(*other.tolist()).on(self._stage)
                 raise PeerLost(
-                    f"{what}, but cluster {peer} has {Submission(*other.tolist())}: the clusters "
+                    f"{what.on(self._stage)}, but cluster {peer} has {other_one}: the clusters "
                     "have lost step; give all of them the same configuration and the same number "
                     "of batches"
                 )
@@ -205,7 +212,9 @@ class GlooTransport:
         cluster_id: int,
         num_clusters: int,
         deadline_seconds: float,
+        stage: Stage = _WHOLE,
     ) -> None:
+        self._stage = stage
         self.cluster_id = cluster_id
         self.num_clusters = num_clusters
         self._groups: dict[int, FragmentGroup] = {}
@@ -213,10 +222,10 @@ class GlooTransport:
         is_alone = num_clusters == 1 or not fragments
         self._announcements = Announcements(
             None if is_alone else connect("announcements"), cluster_id, num_clusters,
-            deadline_seconds,
+            deadline_seconds, stage,
         )  # fmt: skip
         for fragment in fragments:
-            group = connect(f"fragment {fragment}") if num_clusters > 1 else None
+            group = connect(stage.name_of(fragment)) if num_clusters > 1 else None
             self._groups[fragment] = FragmentGroup(
                 group, cluster_id, num_clusters, deadline_seconds
             )
@@ -230,7 +239,7 @@ class GlooTransport:
 
         def run() -> Tensor:
             pending.bytes_sent += self._announcements.agree(what, number)
-            return _drive(group, what, exchange, pending)
+            return _drive(group, what.on(self._stage), exchange, pending)
 
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
@@ -239,7 +248,7 @@ class GlooTransport:
         """Overwrite `tensor` in place with cluster 0's."""
         if self.num_clusters > 1:
             group, sent = self._groups[fragment], GlooPending()
-            label = f"fragment {fragment}, outer state of cluster 0"
+            label = f"{self._stage.name_of(fragment)}, outer state of cluster 0"
 
             def run() -> Tensor:  # in turn with the fragment's transfers
                 group.broadcast_(tensor, label)
@@ -276,14 +285,12 @@ def connect_gloo(
     return dist.ProcessGroupGloo(store, cluster_id, num_clusters, options)
 
 
-def _drive(
-    group: FragmentGroup, what: Submission, exchange: Exchange, pending: GlooPending
-) -> Tensor:
+def _drive(group: FragmentGroup, label: str, exchange: Exchange, pending: GlooPending) -> Tensor:
     """Run one exchange to its end, with a swap for each one it yields."""
     started = time.perf_counter()
     try:
         while True:
-            pending.bytes_sent += group.swap(next(exchange), str(what))
+            pending.bytes_sent += group.swap(next(exchange), label)
     except StopIteration as stop:
         pending.seconds = time.perf_counter() - started
         return stop.value

@@ -20,6 +20,7 @@ from dsx.comm.gloo import GlooTransport, connect_gloo
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import LauncherEnvironment, Place, split_world
+from dsx.types import Stage
 
 
 @dataclass(frozen=True)
@@ -88,10 +89,10 @@ class World:
         """Key spaces handed out so far, the same on every rank of every cluster."""
         return self._attachments
 
-    def connect(self, fragments: list[int]) -> GlooTransport:
+    def connect(self, fragments: list[int], stage: Stage) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.
 
-        `fragments` are the ids of those that this rank has to do with.
+        `fragments` are the ids of those of its `stage` that this rank has to do with.
         """
         meeting = self._meeting
         self._transports += 1
@@ -113,7 +114,12 @@ class World:
                 ) from error
 
         return GlooTransport(
-            fragments, connect, self.cluster_id, self.num_clusters, meeting.deadline_seconds
+            fragments,
+            connect,
+            self.cluster_id,
+            self.num_clusters,
+            meeting.deadline_seconds,
+            stage,
         )
 
 

@@ -46,6 +46,7 @@ LAYERS = [
         "backends.deepspeed",
         "tags",
         "saved_state",
+        "recut",
         "reshard",
         "checkpoint",
         "export",

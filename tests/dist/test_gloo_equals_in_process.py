@@ -11,7 +11,11 @@ import pytest
 import torch
 
 import dsx
+from dsx.comm.base import Submission
+from dsx.comm.reduce import ExactMean
+from dsx.comm.swap import Peers
 from dsx.config import preset
+from dsx.types import Stage
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, CASES, TinyNet, mean_loss
@@ -136,22 +140,29 @@ def test_a_mismatch_names_both_sides_and_what_differs(difference: str, named: li
             assert part in message, message
 
 
-def lose_a_peer() -> str:
+def lose_a_peer() -> tuple[str, str]:
     world = dsx.init_distributed(block("diloco", 2))
     model = TinyNet()
+    of_stage = world.connect([2], Stage(1, 2))
     optimizer = adamw(model)
     dsx.attach(model, optimizer, config=block("diloco", 2))
     if world.cluster_id == 1:
-        return "left"  # the process ends before the first sync
-    try:
-        train(model, optimizer, 0, 8)
-    except dsx.PeerLost as error:
-        return str(error)
-    return "no error"
+        return "left", ""  # the process ends before the first sync
+    errors: list[str] = []
+    exchange = ExactMean(Peers(0, 2)).exchange(torch.zeros(3))
+    for wait in (
+        lambda: train(model, optimizer, 0, 8),
+        lambda: of_stage.submit(Submission(2, 4), exchange).wait(),
+    ):
+        with pytest.raises(dsx.PeerLost) as caught:
+            wait()
+        errors.append(str(caught.value))
+    return errors[0], errors[1]
 
 
 def test_a_lost_peer_is_named_with_fragment_and_step() -> None:
-    message = run_distributed(lose_a_peer, 2)[0]
+    message, of_stage = run_distributed(lose_a_peer, 2)[0]
+    assert of_stage.startswith("fragment 2 of pipeline stage 1 launched at step 4: cluster 1 ")
     assert message.startswith("fragment 0 launched at step 4: cluster 1 closed its connection")
     assert message.endswith("last checkpoint: none saved")
 
