@@ -105,3 +105,35 @@ def export(
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"dsx export: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+@app.command()
+def memory(
+    source: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Megatron flags, or a DeepSpeed JSON.")
+    ],
+    model: Annotated[
+        Path | None, typer.Option(help="With a JSON: a file of flags for the model's sizes.")
+    ] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Accelerators per cluster; default tensor x pipeline.", min=1)
+    ] = None,
+    limit: Annotated[float, typer.Option(help="GiB of one accelerator.", min=0.001)] = 40.0,
+    json: Annotated[bool, typer.Option(help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Predict the memory of each rank, inner and outer, and say whether it fits.
+
+    FILE holds Megatron's flags together with the --dsx-* ones, as on the command line, or it is a
+    DeepSpeed JSON with a "dsx" block. Exits with 1 if it does not fit.
+    """
+    from rich.console import Console
+
+    from dsx.memory_command import read_plan, show_memory
+
+    try:
+        fits = show_memory(read_plan(source, model, ranks), limit, json, Console())
+    except ValueError as error:
+        typer.echo(f"dsx memory: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not fits:
+        raise typer.Exit(1)

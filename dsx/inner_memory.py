@@ -1,0 +1,86 @@
+"""What the inner engine takes on a rank: weights, gradients, fp32 masters, Adam's moments.
+
+Bytes per parameter that a rank holds, D being the ranks that share optimizer state:
+
+    Megatron bf16   weights 2, gradients 4 (accumulated in fp32), masters 4/D, moments 8/D
+    Megatron fp32   weights 4 (they are the masters), gradients 4, moments 8/D
+    DeepSpeed bf16  ZeRO-1: weights 2, gradients 2, masters 4/D, moments 8/D; ZeRO-2 shards the
+                    gradients, ZeRO-3 the weights, too; ZeRO-0 shards nothing
+
+D is 1 for Megatron without the distributed optimizer. Not in it: buckets, workspaces, and the
+parameters that ZeRO-3 gathers for a layer at a time.
+
+Activations are an estimate, of layers whose inputs alone are kept (full recomputation): one input
+of `sequence x micro-batch x hidden` in bf16 per layer and micro-batch under way, as many as there
+are stages from this one on, and one layer's own, 34 bytes per element (Korthikanti et al. 2022,
+eq. 2, without the attention scores that fused kernels do not keep).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class InnerMemory:
+    """Bytes of one rank by what they are for."""
+
+    weights: int
+    gradients: int
+    masters: int
+    moments: int
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(vars(self).values())
+
+
+def megatron(
+    numel: int, is_bf16: bool, sharing_ranks: int = 1, activations: int = 0
+) -> InnerMemory:
+    """Return what a rank with `numel` elements of weights takes.
+
+    `sharing_ranks`: those of the data-parallel group with the distributed optimizer, else 1.
+    """
+    own = -(-numel // sharing_ranks)
+    weights, masters = (2 * numel, 4 * own) if is_bf16 else (4 * numel, 0)
+    return InnerMemory(weights, 4 * numel, masters, 8 * own, activations)
+
+
+def deepspeed(
+    numel: int, is_bf16: bool, zero_stage: int, sharing_ranks: int, activations: int = 0
+) -> InnerMemory:
+    """Return what a rank takes of a model with `numel` elements, or of its pipeline stage."""
+    if zero_stage not in (0, 1, 2, 3):
+        raise ValueError(f"zero_stage={zero_stage} must be 0, 1, 2 or 3")
+    own = -(-numel // sharing_ranks)
+    held = own if zero_stage >= 3 else numel
+    reduced = own if zero_stage >= 2 else numel
+    stepped = own if zero_stage >= 1 else numel
+    if is_bf16:
+        return InnerMemory(2 * held, 2 * reduced, 4 * stepped, 8 * stepped, activations)
+    masters = 4 * stepped if zero_stage in (1, 2) else 0  # else the weights are the masters
+    return InnerMemory(4 * held, 4 * reduced, masters, 8 * stepped, activations)
+
+
+def recomputed_activations(
+    sequence: int,
+    micro_batch: int,
+    hidden: int,
+    layers_here: int,
+    under_way: int,
+    tensor_count: int = 1,
+    is_sequence_parallel: bool = False,
+) -> int:
+    """Return the bytes of a stage's activations with full recomputation, as estimated above.
+
+    Without sequence parallelism every tensor-parallel rank keeps whole inputs, and a third of a
+    layer's own is not cut either (10 of 34 bytes, equation 2).
+    """
+    elements = sequence * micro_batch * hidden
+    inputs = 2 * elements * layers_here * under_way
+    if is_sequence_parallel:
+        return (inputs + 34 * elements) // tensor_count
+    return inputs + 10 * elements + 24 * elements // tensor_count

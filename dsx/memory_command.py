@@ -1,0 +1,203 @@
+"""What `dsx memory` does: read a model and a cluster from flags, predict, and say what fits."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsx.config import DsxConfig, load_config, read_json
+from dsx.flags import block_of_flags
+from dsx.gpt_shapes import GPT
+from dsx.memory_plan import Batch, Cluster, RankMemory, plan_stage
+from dsx.types import Stage
+
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What the files say: the model, one cluster, the method."""
+
+    model: GPT
+    cluster: Cluster
+    batch: Batch
+    config: DsxConfig
+
+
+def read_plan(source: Path, model_flags: Path | None, ranks: int | None) -> Planned:
+    """Read a file of Megatron flags, or a DeepSpeed JSON beside one for the model.
+
+    ValueError for what is missing or does not go together.
+    """
+    if source.suffix != ".json":
+        if model_flags is not None:
+            raise ValueError("--model goes with a DeepSpeed JSON; a file of flags tells the model")
+        text = _read(source)
+        known = _parse(text)
+        return Planned(
+            _model(known), _megatron(known, ranks), _batch(known), load_config(block_of_flags(text))
+        )
+    if model_flags is None or ranks is None:
+        raise ValueError(
+            f"{source} does not tell the model nor the ranks of a cluster: add --model FILE (with "
+            "Megatron's flags for its sizes) and --ranks N"
+        )
+    known = _parse(_read(model_flags))
+    document = read_json(source)
+    zero: Any = document.get("zero_optimization", {})
+    bf16: Any = document.get("bf16", {})
+    cluster = Cluster(
+        data=ranks, is_bf16=bool(bf16.get("enabled")), zero_stage=int(zero.get("stage", 0))
+    )
+    micro_batch = int(document.get("train_micro_batch_size_per_gpu", 1))
+    batch = Batch(known.seq_length, micro_batch)
+    return Planned(_model(known), cluster, batch, load_config(document))
+
+
+def show_memory(planned: Planned, limit_gib: float, as_json: bool, console: Console) -> bool:
+    """Print a table, or JSON, of the first, a middle and the last stage; return whether all fit."""
+    count = planned.cluster.pipeline
+    stages = [Stage(i, count) for i in sorted({0, count // 2, count - 1})]
+    ranks = [
+        plan_stage(planned.model, planned.cluster, stage, planned.config, planned.batch)
+        for stage in stages
+    ]
+    fits = [rank.on_device <= limit_gib * _GIB for rank in ranks]
+    if as_json:
+        rows = [_record(r) | {"fits": f} for r, f in zip(ranks, fits, strict=True)]
+        console.print_json(json.dumps({"limit_gib": limit_gib, "ranks": rows}))
+    else:
+        _print(planned, ranks, fits, limit_gib, console)
+    return all(fits)
+
+
+def _print(
+    planned: Planned,
+    ranks: Sequence[RankMemory],
+    fits: Sequence[bool],
+    limit: float,
+    console: Console,
+) -> None:
+    cluster, config = planned.cluster, planned.config
+    console.print(
+        f"{planned.model.numel / 1e9:.1f} B parameters; {config.clusters.num_clusters} clusters of "
+        f"{cluster.ranks} ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data "
+        f"{cluster.data}); {config.preset}, outer state with the {config.state.device}"
+    )
+    table = Table(title=f"GiB per rank, of {limit:g}", title_justify="left")
+    table.add_column("")
+    for rank in ranks:
+        table.add_column(f"stage {rank.stage.index}", justify="right")
+
+    def row(name: str, values: Sequence[int]) -> None:
+        table.add_row(name, *(f"{value / _GIB:.2f}" for value in values))
+
+    for field in dataclasses.fields(ranks[0].inner):
+        name = field.name if field.name != "activations" else "activations (estimate)"
+        row(name, [getattr(rank.inner, field.name) for rank in ranks])
+    row("outer training, device", [rank.outer_on_device for rank in ranks])
+    row("device, all", [rank.on_device for rank in ranks])
+    table.add_section()
+    row("outer training, host", [rank.outer_on_host for rank in ranks])
+    console.print(table)
+    console.print(f"outer state of stage 0: {ranks[0].outer}")
+    verdict = "fits" if all(fits) else "does not fit"
+    console.print(f"{verdict} in {limit:g} GiB per accelerator")
+    if not all(fits) and config.state.device == "masters":
+        console.print('"state": {"device": "host"} moves the outer state to pinned host memory')
+
+
+def _record(rank: RankMemory) -> dict[str, Any]:
+    return {
+        "stage": rank.stage.index,
+        "parameters": rank.numel,
+        "inner": vars(rank.inner),
+        "outer": vars(rank.outer),
+        "contributions": rank.contributions,
+        "on_device": rank.on_device,
+        "outer_on_device": rank.outer_on_device,
+        "outer_on_host": rank.outer_on_host,
+    }
+
+
+def _read(path: Path) -> list[str]:
+    try:
+        return shlex.split(path.read_text(), comments=True)
+    except FileNotFoundError:
+        raise ValueError(f"no file at {path}") from None
+
+
+def _parse(text: Sequence[str]) -> argparse.Namespace:
+    """Read the sizes among Megatron's flags, with Megatron's defaults."""
+    parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
+    for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("ffn-hidden-size", "num-query-groups", "max-position-embeddings"):
+        parser.add_argument(f"--{name}", type=int)
+    for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size"):
+        parser.add_argument(f"--{name}", type=int, default=1)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--position-embedding-type", default="learned_absolute")
+    parser.add_argument("--normalization", default="LayerNorm")
+    for name in (
+        "swiglu", "bf16", "use-distributed-optimizer", "sequence-parallel", "add-qkv-bias",
+        "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention",
+    ):  # fmt: skip
+        parser.add_argument(f"--{name}", action="store_true")
+    try:
+        known = parser.parse_known_args(list(text))[0]
+    except argparse.ArgumentError as error:
+        raise ValueError(str(error)) from None
+    needed = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "vocab_size")
+    missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(known, n) is None]
+    if missing:
+        raise ValueError(f"the flags lack {', '.join(missing)}")
+    return known
+
+
+def _model(known: argparse.Namespace) -> GPT:
+    multiple = known.make_vocab_size_divisible_by * known.tensor_model_parallel_size
+    groups = known.num_query_groups if known.group_query_attention else None
+    is_learned = known.position_embedding_type == "learned_absolute"
+    return GPT(
+        layers=known.num_layers,
+        hidden=known.hidden_size,
+        ffn=known.ffn_hidden_size or 4 * known.hidden_size,
+        heads=known.num_attention_heads,
+        groups=groups or known.num_attention_heads,
+        vocabulary=-(-known.vocab_size // multiple) * multiple,
+        positions=(known.max_position_embeddings or known.seq_length) if is_learned else None,
+        is_gated=known.swiglu,
+        has_bias=not known.disable_bias_linear,
+        has_qkv_bias=known.add_qkv_bias,
+        is_rms_norm=known.normalization == "RMSNorm",
+        is_tied=not known.untie_embeddings_and_output_weights,
+    )
+
+
+def _megatron(known: argparse.Namespace, ranks: int | None) -> Cluster:
+    tensor, pipeline = known.tensor_model_parallel_size, known.pipeline_model_parallel_size
+    ranks = tensor * pipeline if ranks is None else ranks
+    if ranks % (tensor * pipeline):
+        raise ValueError(f"--ranks {ranks} is no multiple of tensor {tensor} x pipeline {pipeline}")
+    return Cluster(
+        pipeline=pipeline,
+        tensor=tensor,
+        data=ranks // (tensor * pipeline),
+        is_bf16=known.bf16,
+        is_sharded=known.use_distributed_optimizer,
+        is_sequence_parallel=known.sequence_parallel,
+    )
+
+
+def _batch(known: argparse.Namespace) -> Batch:
+    return Batch(known.seq_length, known.micro_batch_size)

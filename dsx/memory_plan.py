@@ -1,0 +1,225 @@
+"""Memory per rank of a run that is only planned: the inner engine's, and outer training's.
+
+From a model's sizes, how a cluster is cut, and a method. The outer part is `memory.predict`, over
+fragments laid out as in the run; the inner part is inner_memory.py. What lies on the accelerator
+and what on the host is told apart, because that is what one can choose (`state.device`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dsx import inner_memory
+from dsx.config import DsxConfig
+from dsx.fragment import assign_stage, lay_out
+from dsx.gpt_shapes import GPT
+from dsx.inner_memory import InnerMemory
+from dsx.memory import OuterMemory, predict
+from dsx.redistribution import Redistribution
+from dsx.types import Fragment, ParameterShape, Stage
+
+_SHARE_CHUNK = 1 << 24  # of shares.py
+Pieces = Mapping[str, tuple[tuple[int, ...], int]]
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """How one cluster is cut. `zero_stage` None: Megatron; `is_sharded`: its optimizer state is."""
+
+    pipeline: int = 1
+    tensor: int = 1
+    data: int = 1
+    is_bf16: bool = True
+    is_sharded: bool = True
+    zero_stage: int | None = None
+    is_sequence_parallel: bool = False
+
+    @property
+    def ranks(self) -> int:
+        """Accelerators of one cluster."""
+        return self.pipeline * self.tensor * self.data
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What activations depend on."""
+
+    sequence: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """One rank's bytes; `on_device` and `on_host` are sums of inner and outer by placement."""
+
+    stage: Stage
+    numel: int
+    inner: InnerMemory
+    outer: OuterMemory
+    contributions: int
+    is_state_on_host: bool
+
+    @property
+    def outer_on_device(self) -> int:
+        """Bytes of outer training on the accelerator."""
+        return self.outer.total - self.outer_on_host + self.contributions
+
+    @property
+    def outer_on_host(self) -> int:
+        """Bytes of outer training in host memory."""
+        outer = self.outer
+        return outer.total if self.is_state_on_host else outer.codec + outer.transfers
+
+    @property
+    def on_device(self) -> int:
+        """All bytes on the accelerator."""
+        return self.inner.total + self.outer_on_device
+
+
+def plan_stage(
+    model: GPT, cluster: Cluster, stage: Stage, config: DsxConfig, batch: Batch
+) -> RankMemory:
+    """Return the memory of a stage's largest rank; ValueError for a model that cannot be cut so."""
+    method = config.method
+    shapes, own_by_tensor_rank = _stage_shapes(model, cluster, stage)
+    assignment = assign_stage(method.fragments, shapes, stage)
+    wholes = {p.name: p.shape for p in shapes}
+    layouts = [
+        lay_out(assignment, pieces, wholes, stage.index)
+        for pieces in _pieces_by_rank(cluster, assignment, wholes, own_by_tensor_rank)
+    ]
+    sizes = [sum(f.numel for f in fragments) for fragments in layouts]
+    rank = sizes.index(max(sizes))
+    routes = _routes(config, layouts, rank)
+    in_cluster = sum(route.buffer_bytes for route in routes)
+    if not _is_sharded(cluster) and cluster.data > 1:
+        run = max(sum(_numel(wholes[n]) for n in names) for names in assignment)
+        chunk = max(1, min(-(-run // cluster.data), _SHARE_CHUNK // cluster.data))
+        in_cluster += 4 * chunk * (cluster.data + 1)
+    outer = predict(
+        method,
+        layouts[rank],
+        [len(names) for names in assignment],
+        [route.wire for route in routes],
+        config.clusters.num_clusters,
+        in_cluster,
+    )
+    held = max(sum(p.numel for p in own) for own in own_by_tensor_rank)
+    is_on_host = config.state.device == "host"
+    launched = _launched_together(config, layouts[rank])
+    return RankMemory(
+        stage=stage,
+        numel=held,
+        inner=_inner(model, cluster, stage, held, batch),
+        outer=outer,
+        contributions=0 if is_on_host else 4 * launched,
+        is_state_on_host=is_on_host,
+    )
+
+
+def _inner(model: GPT, cluster: Cluster, stage: Stage, held: int, batch: Batch) -> InnerMemory:
+    activations = inner_memory.recomputed_activations(
+        batch.sequence,
+        batch.micro_batch,
+        model.hidden,
+        model.layers // cluster.pipeline,
+        stage.count - stage.index,
+        cluster.tensor,
+        cluster.is_sequence_parallel,
+    )
+    if cluster.zero_stage is None:
+        sharing = cluster.data if cluster.is_sharded else 1
+        return inner_memory.megatron(held, cluster.is_bf16, sharing, activations)
+    return inner_memory.deepspeed(
+        held, cluster.is_bf16, cluster.zero_stage, cluster.data, activations
+    )
+
+
+def _stage_shapes(
+    model: GPT, cluster: Cluster, stage: Stage
+) -> tuple[list[ParameterShape], list[list[ParameterShape]]]:
+    """Return what the stage's ranks train together, and each tensor-parallel rank's part."""
+    weights = model.weights(stage, cluster.tensor)
+    together: list[ParameterShape] = []
+    parts: list[list[ParameterShape]] = [[] for _ in range(cluster.tensor)]
+    for weight in weights:
+        for rank in range(cluster.tensor):
+            part = weight.on((rank, cluster.tensor))
+            parts[rank].append(part)
+            if weight.split is not None or rank == 0:
+                together.append(part)
+    return together, parts
+
+
+def _is_sharded(cluster: Cluster) -> bool:
+    return cluster.is_sharded if cluster.zero_stage is None else cluster.zero_stage > 0
+
+
+def _pieces_by_rank(
+    cluster: Cluster,
+    assignment: Sequence[Sequence[str]],
+    wholes: Mapping[str, tuple[int, ...]],
+    own_by_tensor_rank: Sequence[Sequence[ParameterShape]],
+) -> list[Pieces]:
+    """Return the masters that each rank of the stage serves: equal runs, or equal parts of each."""
+    found: list[Pieces] = []
+    served: set[str] = set()
+    for own in own_by_tensor_rank:
+        names = {p.name for p in own} - served  # what tensor ranks hold alike is the first one's
+        served |= names
+        for rank in range(cluster.data):
+            pieces: dict[str, tuple[tuple[int, ...], int]] = {}
+            for fragment in assignment:
+                mine = [n for n in fragment if n in names]
+                if cluster.zero_stage == 3:
+                    for name in mine:
+                        _cut(pieces, [name], wholes, rank, cluster.data)
+                else:
+                    _cut(pieces, mine, wholes, rank, cluster.data)
+            found.append(pieces)
+    return found
+
+
+def _cut(
+    pieces: dict[str, tuple[tuple[int, ...], int]],
+    names: Sequence[str],
+    wholes: Mapping[str, tuple[int, ...]],
+    rank: int,
+    count: int,
+) -> None:
+    """Add the rank-th of `count` equal runs over parameters in a row to `pieces`, in place."""
+    run = -(-sum(_numel(wholes[n]) for n in names) // count)
+    first, last, place = rank * run, (rank + 1) * run, 0
+    for name in names:
+        numel = _numel(wholes[name])
+        start, stop = max(first - place, 0), min(last - place, numel)
+        if stop > start:
+            is_whole = stop - start == numel
+            pieces[name] = (wholes[name] if is_whole else (stop - start,), start)
+        place += numel
+
+
+def _routes(
+    config: DsxConfig, layouts: Sequence[Sequence[Fragment]], rank: int
+) -> list[Redistribution]:
+    compression = config.method.compression
+    if not compression.needs_whole_matrices:
+        layouts, rank = [layouts[rank]], 0
+    return [
+        Redistribution([fs[i] for fs in layouts], rank, compression.takes, torch.device("meta"))
+        for i in range(len(layouts[0]))
+    ]
+
+
+def _launched_together(config: DsxConfig, fragments: Sequence[Fragment]) -> int:
+    """Return the elements whose copies to the host may be under way at one step."""
+    sizes = [fragment.numel for fragment in fragments]
+    is_staggered = config.axes["schedule"]["type"] == "streaming"
+    return max(sizes, default=0) if is_staggered else sum(sizes)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return ParameterShape("", shape).numel
