@@ -111,6 +111,12 @@ class DeepSpeedBackend:
         """Return the elementwise largest of the shards' values."""
         return torch.stack(self._gather(values)).amax(0)
 
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of the cluster's ranks, on the CPU."""
+        largest = values.to(self._collective_device(), copy=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.cpu()
+
     @property
     def buffer_bytes(self) -> int:
         """Return what bringing shares together takes."""
