@@ -44,8 +44,9 @@ class Agreement:
         if self._boundary_ended is not None:
             self._step_seconds.append(now - self._boundary_ended)
 
-    def end_boundary(self) -> None:
-        """Start the clock of the next inner step."""
+    def end_boundary(self, history: History) -> None:
+        """Let a pipeline's stages agree, in `history`; start the clock of the next inner step."""
+        self._settle_stages(history)
         self._boundary_ended = time.perf_counter()
 
     def post(self, notes: Notes, fragment: int, history: History) -> None:
@@ -85,6 +86,25 @@ class Agreement:
             return torch.cat(parts) * num_clusters
 
         return measure
+
+    def _settle_stages(self, history: History) -> None:
+        """Take one H for all stages of a pipeline at the ends of its periods, in place.
+
+        Collective over the cluster's ranks then: H is one for all stages, and so is that step.
+        """
+        control, initial, stage = self._method.control, self._method.knobs, self._backend.stage
+        own = control.proposal(initial, history) if stage.count > 1 else None
+        if own is None:
+            return
+        if not history.next_settling:
+            history.next_settling = history.step - 1 + initial.interval
+        if history.step != history.next_settling:
+            return
+        table = torch.zeros(stage.count, len(own), dtype=torch.float64)
+        table[stage.index] = torch.tensor(own, dtype=torch.float64)
+        proposals = self._backend.max_over_stages(table).tolist()
+        control.settle(proposals, self._method.schedule.takes_turns, initial, history)
+        history.next_settling += control.knobs(initial, history).interval
 
     def take(
         self,

@@ -149,8 +149,8 @@ class OuterLoop:
         for transfer in ripe:
             self._apply(transfer)
         self._round_starts.keep(self.history)
+        self.agreement.end_boundary(self.history)
         self.method.schedule.advance(self.history, self._knobs())
-        self.agreement.end_boundary()
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
 

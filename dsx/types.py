@@ -139,6 +139,7 @@ class History:
 
     `step_seconds` is the agreed time of one inner step without communication. `plan` belongs to
     the schedule, `decisions` to the controller: JSON values, in checkpoints like everything here.
+    At step `next_settling` the stages of a pipeline agree on H, if it may move.
     """
 
     num_fragments: int
@@ -157,6 +158,7 @@ class History:
     step_seconds: float | None = None
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
+    next_settling: int = 0
 
     def __post_init__(self) -> None:
         clocks = (self.launched, self.applied, self.intervals, self.fragment_numel)

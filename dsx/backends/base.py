@@ -88,6 +88,10 @@ class Backend(Protocol):
         """
         ...
 
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of a pipeline's ranks, on the CPU. Collective."""
+        ...
+
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of the shards' values. Collective, like the sum."""
         ...

@@ -140,6 +140,10 @@ class MegatronBackend:
         """Return the elementwise largest of the shards' values."""
         return self._ranks.max_over_ranks(values)
 
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of the cluster's ranks, on the host."""
+        return self._ranks.max_over_stages(values)
+
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Start finding the elementwise largest of the shards' values."""
         return self._ranks.begin_max_over_ranks(values)

@@ -32,6 +32,7 @@ class StageRanks:
     def __init__(self, group: Any) -> None:
         self._group = group
         self._host_group = host_group.beside(group)
+        self._cluster_group = host_group.beside(None)
         self._device = collective_device()
 
     @property
@@ -49,6 +50,12 @@ class StageRanks:
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of the shards' values."""
         return torch.stack(self._gather(values)).amax(0)
+
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of the cluster's ranks, on the host."""
+        largest = values.to("cpu", copy=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._cluster_group)
+        return largest
 
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Start finding the elementwise largest of the shards' values."""

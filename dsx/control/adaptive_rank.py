@@ -10,7 +10,10 @@ standard error (codecs estimate |M|_F): r grows by half. Else r falls to 1.15 of
 that reach the target, if that is below 0.9 r and above what was too little in the last windows.
 Then the window starts anew.
 H follows the seconds that a round of transfers takes, over those of an inner step, within
-[`min_interval`, H_1], once the two differ by more than a quarter.
+[`min_interval`, H_1], once the two differ by more than a quarter. The stages of a pipeline share
+the uplink and a period: a round is the transfers of all of them (of the slowest, where they send at
+once), and at the end of a period, once all have ended a window, they take one H. Each stage has its
+own rank.
 
 Deviation: the paper's formulas did not survive; a rank estimated from the r kept values alone can
 only fall, so the full norm is the measure. The leading directions are found by two steps of
@@ -121,9 +124,7 @@ class AdaptiveRank:
         in which nothing was measured (dense rounds) moves H alone.
         """
         state = history.decisions
-        if not state:
-            state.update(rank=self.rank, interval=initial.interval, too_low=0, windows_since=0)
-            state.update(_NOTHING_SEEN)
+        self._begin(state, initial)
         state["seen"] += 1
         total = measured[-1]
         if total > 0 and launched_with.rank == state["rank"]:
@@ -135,7 +136,15 @@ class AdaptiveRank:
             self._end_round(state, history.num_fragments)
         if state["seen"] == self.window * history.num_fragments:
             self._end_window(state)
-            state["interval"] = self.next_interval(state["interval"], initial.interval, history)
+            if "is_ripe" in state:  # of a pipeline, whose stages settle H together
+                state["is_ripe"] = True
+            else:
+                state["interval"] = self.next_interval(state["interval"], initial.interval, history)
+
+    def _begin(self, state: dict[str, Any], initial: Knobs) -> None:
+        if not state:
+            state.update(rank=self.rank, interval=initial.interval, too_low=0, windows_since=0)
+            state.update(_NOTHING_SEEN)
 
     def _end_round(self, state: dict[str, Any], num_fragments: int) -> None:
         """Take the measurements of one transfer of every fragment together, if all are there."""
@@ -158,6 +167,32 @@ class AdaptiveRank:
                 state["too_low"] = 0
         state.update(_NOTHING_SEEN)
 
+    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+        """Return H, whether a window has ended, and the seconds of a round and of a step."""
+        return [
+            float(history.decisions.get("interval", initial.interval)),
+            float(history.decisions.get("is_ripe", False)),
+            sum(s for s in history.transfer_seconds if s is not None),
+            history.step_seconds or 0.0,
+        ]
+
+    def settle(
+        self,
+        stages: Sequence[Sequence[float]],
+        takes_turns: bool,
+        initial: Knobs,
+        history: History,
+    ) -> None:
+        """Take one H for all stages: a new one, once each has ended a window."""
+        state = history.decisions
+        self._begin(state, initial)
+        intervals, ripe, rounds, steps = zip(*stages, strict=True)
+        interval = int(max(intervals))
+        if all(ripe):
+            seconds = sum(rounds) if takes_turns else max(rounds)
+            interval = self._interval(interval, initial.interval, seconds, max(steps))
+        state.update(interval=interval, is_ripe=not all(ripe) and state.get("is_ripe", False))
+
     def knobs(self, initial: Knobs, history: History) -> Knobs:
         """Return the H and r decided last."""
         state = history.decisions
@@ -172,9 +207,14 @@ class AdaptiveRank:
 
     def next_interval(self, interval: int, largest: int, history: History) -> int:
         """Return the H that one round of transfers hides behind, or the old one if close."""
-        measured = [s for s in history.transfer_seconds if s is not None]
-        round_seconds = self.round_seconds or sum(measured)
-        step_seconds = self.step_seconds or history.step_seconds
+        measured = sum(s for s in history.transfer_seconds if s is not None)
+        return self._interval(interval, largest, measured, history.step_seconds)
+
+    def _interval(
+        self, interval: int, largest: int, measured: float, measured_step: float | None
+    ) -> int:
+        round_seconds = self.round_seconds or measured
+        step_seconds = self.step_seconds or measured_step
         if not round_seconds or not step_seconds:
             return interval
         wanted = math.ceil(_MARGIN * round_seconds / step_seconds)

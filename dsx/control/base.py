@@ -57,6 +57,24 @@ class Control(Protocol):
         """
         ...
 
+    def settle(
+        self,
+        stages: Sequence[Sequence[float]],
+        takes_turns: bool,
+        initial: Knobs,
+        history: History,
+    ) -> None:
+        """Take one H for all stages of a pipeline, from what each has for `proposal`, in place.
+
+        Every stage calls it at the same step, with the same values in the order of the stages.
+        `takes_turns`: they do not send at the same time.
+        """
+        ...
+
+    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+        """Return what the other stages must know; None if H never moves."""
+        ...
+
     def knobs(self, initial: Knobs, history: History) -> Knobs:
         """Return what is in force."""
         ...
@@ -88,6 +106,19 @@ class Fixed:
         self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
     ) -> None:
         """Nothing to decide."""
+
+    def settle(
+        self,
+        stages: Sequence[Sequence[float]],
+        takes_turns: bool,
+        initial: Knobs,
+        history: History,
+    ) -> None:
+        """Nothing to settle."""
+
+    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+        """H never moves."""
+        return None
 
     def knobs(self, initial: Knobs, history: History) -> Knobs:
         """Return the initial knobs."""

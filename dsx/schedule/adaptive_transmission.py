@@ -48,6 +48,7 @@ class AdaptiveTransmission:
 
     when = None
     backwards = 1
+    takes_turns = True
     uses_norms = True
 
     @property

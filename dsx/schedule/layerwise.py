@@ -42,6 +42,7 @@ class Layerwise:
     backward_seconds: tuple[float, ...] | None = None
     transfer_seconds: tuple[float, ...] | None = None
 
+    takes_turns = False
     uses_norms = False
 
     @property

@@ -42,6 +42,11 @@ class Schedule(Protocol):
         ...
 
     @property
+    def takes_turns(self) -> bool:
+        """Whether the stages of a pipeline send one after another."""
+        ...
+
+    @property
     def uses_seconds(self) -> bool:
         """Whether it decides from measured times, which then travel with the transfers."""
         ...
@@ -75,6 +80,7 @@ class Periodic:
 
     when = None
     backwards = 1
+    takes_turns = False
     uses_seconds = False
     uses_norms = False
 
@@ -99,6 +105,7 @@ class Streaming:
 
     when = None
     backwards = 1
+    takes_turns = True
     uses_seconds = False
     uses_norms = False
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
+from dsx.agreement import Agreement
 from dsx.config import ConfigError, preset
 from dsx.control.adaptive_rank import AdaptiveRank, leading_squares
-from dsx.types import Fragment, History, Knobs, Slot
+from dsx.types import Fragment, History, Knobs, Slot, Stage
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
 
@@ -151,3 +154,60 @@ def test_h_must_not_fall_to_the_overlap() -> None:
     control = {"type": "adaptive_rank", "rank": 8, "min_interval": 5}
     with pytest.raises(ConfigError, match=r"min_interval=5 lets H fall to delay.steps=5: .* >= 6"):
         preset("streaming_diloco", delay={"steps": 5}, control=control)
+
+
+@dataclass
+class StageOfTwo:
+    """What an agreement needs of a backend, on one of two threads."""
+
+    stage: Stage
+    shared: list[torch.Tensor]
+    meeting: threading.Barrier
+
+    def max_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+        self.meeting.wait(10)
+        self.shared[self.stage.index] = values
+        self.meeting.wait(10)
+        return torch.maximum(*self.shared)
+
+
+@pytest.mark.parametrize(("schedule", "expected"), [("streaming", 14), ("periodic", 10)])
+def test_the_stages_of_a_pipeline_take_one_interval(schedule: str, expected: int) -> None:
+    """Rounds of 4 and 8 s, steps of 1 s; stage 1 ends its window five steps after stage 0."""
+    control = {"rank": 4, "min_rank": 1, "max_rank": 8, "min_interval": 2}
+    axes = {"schedule": {"type": schedule, "interval": 20}, "control": control}
+    method = preset("dilocox", fragments={"by": "layer", "num_fragments": 1}, **axes)
+    shared, meeting = [torch.zeros(0)] * 2, threading.Barrier(2)
+    found: list[list[tuple[int, list[int]]]] = [[], []]
+
+    def train(index: int) -> None:
+        stage = Stage(index, 2)
+        backend: Any = StageOfTwo(stage, shared, meeting)
+        agreement, history = Agreement(method, backend, 0), History(1, [10])
+        schedule = method.schedule
+        schedule.advance(history, method.control.knobs(method.knobs, history))
+        for step in range(1, 61):
+            knobs = method.control.knobs(method.knobs, history)
+            due = list(schedule.due(step, history, knobs, stage))
+            history.step, history.step_seconds = step, 1.0
+            history.transfer_seconds = [4.0 * (index + 1)]
+            for fragment in due:
+                history.launched[fragment] = step
+            if step == 15 + 6 * index:  # stage 1 is late for the first meeting, at step 20
+                history.decisions["is_ripe"] = True
+            agreement.end_boundary(history)
+            knobs = method.control.knobs(method.knobs, history)
+            schedule.advance(history, knobs)
+            found[index].append((knobs.interval, due))
+
+    threads = [threading.Thread(target=train, args=(i,), daemon=True) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    intervals = [[interval for interval, _ in steps] for steps in found]
+    assert intervals[0] == intervals[1] == [20] * 39 + [expected] * 21
+    launches = [[t for t, (_, due) in enumerate(steps, start=1) if due] for steps in found]
+    assert launches == (
+        [[20, 40, 54], [30, 50]] if schedule == "streaming" else [[20, 40, 50, 60]] * 2
+    )
