@@ -116,6 +116,7 @@ def build_inner(kind: Kind, seed: int) -> Engine:
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     parallel_state.destroy_model_parallel()
+    end_groups()
     parallel_state.initialize_model_parallel(
         kind.tensor, kind.pipeline, kind.chunks if kind.chunks > 1 else None
     )
@@ -161,6 +162,13 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         if len(chunks) == 1:
             config.no_sync_func = config.no_sync_func[0]
     return Engine(kind, chunks, optimizer, get_forward_backward_func())
+
+
+def end_groups() -> None:
+    """Destroy the groups of the engine before, each of which has threads of its own."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 def transformer_config(kind: Kind) -> Any:
