@@ -273,7 +273,7 @@ def load_checkpoint(
     for index, chunk in enumerate(chunks):
         unwrapped(chunk).load_state_dict(state[f"model{index}"], strict=False)
     optimizer.load_state_dict(state["optimizer"])
-    _separate_steps(optimizer)
+    _restore_steps(optimizer)
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     return iteration
@@ -298,11 +298,12 @@ def _allocate_moments(optimizer: Any) -> None:
                 adam.state[parameter].update(step=torch.tensor(0.0), **moments)
 
 
-def _separate_steps(optimizer: Any) -> None:
-    """Give each parameter a step count of its own: megatron-core loads one tensor for all."""
+def _restore_steps(optimizer: Any) -> None:
+    """Give each parameter the step count that megatron-core 0.16 leaves with its group."""
     for adam in _sharded_optimizers(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
+        for group in adam.param_groups:
+            for parameter in group["params"]:
+                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 def _sharded_state(
