@@ -1,9 +1,9 @@
-"""A small Llama-style GPT of megatron-core, its optimizer, schedule and checkpoint, on the wheel.
+"""A small Llama-style GPT of megatron-core, its optimizer and its schedule, on the wheel alone.
 
 What Megatron-LM's `megatron.training` does around its core, as little of it as an example needs:
 build the chunks of this rank's stage, wrap them for data parallelism, make the optimizer and its
-schedule, run forward and backward over micro-batches, and save in the torch_dist format. Flags are
-Megatron's own. Layers are megatron-core's local ones: no Transformer Engine, no apex.
+schedule, run forward and backward over micro-batches. Flags are Megatron's own. Layers are
+megatron-core's local ones: no Transformer Engine, no apex.
 """
 
 from __future__ import annotations
@@ -11,12 +11,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core import parallel_state, tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -27,8 +25,6 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch import Tensor
-
-TRACKER = "latest_checkpointed_iteration.txt"
 
 
 @dataclass
@@ -184,7 +180,7 @@ def _make_chunk(
     arguments: argparse.Namespace, config: TransformerConfig, vocab_size: int, index: int
 ) -> Any:
     chunks = arguments.virtual_pipeline_model_parallel_size
-    stage, stages = config_stage()
+    stage, stages = _stage()
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(normalization="RMSNorm"),
@@ -199,7 +195,7 @@ def _make_chunk(
     return Float16Module(config, model) if arguments.bf16 else model
 
 
-def config_stage() -> tuple[int, int]:
+def _stage() -> tuple[int, int]:
     """Return this rank's pipeline stage, and how many there are."""
     state: Any = parallel_state
     return (
@@ -238,120 +234,6 @@ def _make_scheduler(arguments: argparse.Namespace, optimizer: Any) -> OptimizerP
         end_wd=arguments.weight_decay,
         wd_incr_steps=arguments.train_iters * size,
         wd_incr_style="constant",
+        use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,  # a resumed run may be longer
     )
-
-
-def save_checkpoint(
-    directory: Path, iteration: int, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None
-) -> None:
-    """Save in the torch_dist format under the name that Megatron gives; all ranks call it."""
-    path = directory / f"iter_{iteration:07d}"
-    if dist.get_rank() == 0:
-        path.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    state = _sharded_state(chunks, optimizer, scheduler, is_loading=False)
-    dist_checkpointing.save(state, str(path))
-    dist.barrier()
-    if dist.get_rank() == 0:
-        (directory / TRACKER).write_text(str(iteration))
-    dist.barrier()
-
-
-def load_checkpoint(
-    directory: Path, chunks: Sequence[Any], optimizer: Any, scheduler: Any = None
-) -> int:
-    """Load what the tracker names; return its iteration. FileNotFoundError if there is none."""
-    tracker = directory / TRACKER
-    if not tracker.is_file():
-        raise FileNotFoundError(f"no {tracker}: nothing has been saved there")
-    iteration = int(tracker.read_text())
-    path = directory / f"iter_{iteration:07d}"
-    _allocate_moments(optimizer)
-    wanted = _sharded_state(chunks, optimizer, scheduler, is_loading=True)
-    state = dist_checkpointing.load(wanted, str(path))
-    for index, chunk in enumerate(chunks):
-        unwrapped(chunk).load_state_dict(state[f"model{index}"], strict=False)
-    optimizer.load_state_dict(state["optimizer"])
-    _separate_steps(optimizer)
-    if scheduler is not None:
-        scheduler.load_state_dict(state["scheduler"])
-    return iteration
-
-
-def _sharded_optimizers(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return torch's AdamW where it stands in for a fused one in a distributed optimizer."""
-    found: list[torch.optim.Optimizer] = []
-    for leaf in optimizer.chained_optimizers:
-        is_sharded = hasattr(leaf, "model_param_group_index_map")
-        if is_sharded and isinstance(leaf.optimizer, torch.optim.AdamW):
-            found.append(leaf.optimizer)
-    return found
-
-
-def _allocate_moments(optimizer: Any) -> None:
-    """Give AdamW the state that megatron-core 0.16 expects it to have before it loads any."""
-    for adam in _sharded_optimizers(optimizer):
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
-                moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
-                adam.state[parameter].update(step=torch.tensor(0.0), **moments)
-
-
-def _separate_steps(optimizer: Any) -> None:
-    """Give each parameter a step count of its own: megatron-core loads one tensor for all."""
-    for adam in _sharded_optimizers(optimizer):
-        for state in adam.state.values():
-            state["step"] = state["step"].clone()
-
-
-def _sharded_state(
-    chunks: Sequence[Any], optimizer: Any, scheduler: Any, is_loading: bool
-) -> dict[str, Any]:
-    metadata = {"distrib_optim_sharding_type": "dp_reshardable"}
-    state: dict[str, Any] = {
-        f"model{index}": unwrapped(chunk).sharded_state_dict(metadata=metadata)
-        for index, chunk in enumerate(chunks)
-    }
-    state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading, metadata=metadata)
-    if scheduler is not None:
-        state["scheduler"] = scheduler.state_dict()
-    return state
-
-
-def unwrapped(chunk: Any) -> Any:
-    """Return the model inside Megatron's wrappers."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
-def gather_weights(chunks: Sequence[Any]) -> dict[str, Tensor]:
-    """Return the cluster's weights in fp32, by name, on rank 0; all ranks of the cluster call it.
-
-    Slices are put together along the dimension that tensor parallelism cuts them.
-    """
-    own: dict[str, tuple[int, int | None, Tensor]] = {}
-    rank = parallel_state.get_tensor_model_parallel_rank()
-    for chunk in chunks:
-        model = unwrapped(chunk)
-        for name, weight in model.named_parameters():
-            parts = name.split(".")
-            if parts[:2] == ["decoder", "layers"]:
-                parts[2] = str(model.decoder.layers[int(parts[2])].layer_number - 1)
-            is_cut = getattr(weight, "tensor_model_parallel", False)
-            dimension = weight.partition_dim if is_cut else None
-            own[".".join(parts)] = (rank if is_cut else 0, dimension, weight.detach().float().cpu())
-    is_writer = dist.get_rank() == 0
-    everyone: list[Any] | None = [None] * dist.get_world_size() if is_writer else None
-    dist.gather_object(own, everyone)
-    slices: dict[str, dict[int, Tensor]] = {}
-    dimensions: dict[str, int | None] = {}
-    for weights in everyone or []:
-        for name, (place, dimension, weight) in weights.items():
-            slices.setdefault(name, {})[place] = weight
-            dimensions[name] = dimension
-    return {
-        name: torch.cat([parts[k] for k in sorted(parts)], dim=dimensions[name] or 0)
-        for name, parts in slices.items()
-    }

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import os
 import sys
 import warnings
@@ -181,5 +182,7 @@ def _map_random_states() -> None:
     """Keep what tensor parallelism does with random states, on the CPU's generator."""
     import megatron.core.tensor_parallel.random as random
 
+    # one generator is both here, and it would tell so for every weight
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

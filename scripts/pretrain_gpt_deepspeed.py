@@ -9,9 +9,7 @@ to a DeepSpeed script: `dsx.init_distributed`, `dsx.initialize`, and the verbs o
 run directory receives metrics.jsonl (one more file per further cluster), plot.png, summary.json,
 checkpoints/, and the average of the clusters as model.safetensors.
 
-Losses are in nats per token; bytes are payload that one cluster sent to the others. Utilization is
-1 - blocked / elapsed: blocked is the time that training threads spent inside dsx (copying, outer
-steps, waiting for other clusters; each step counts its slowest rank), elapsed the wall time.
+What is counted, and in which units, is said in training_run.py.
 """
 
 from __future__ import annotations
@@ -21,11 +19,10 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
 import time
 import warnings
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,51 +32,12 @@ import torch.distributed as dist
 from gpt import GPT, GPTConfig
 from gpt_pipeline import as_pipeline, gather_weights, with_targets
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import save_file
+from training_run import Counters, Meter, Results, conclude_run, open_bar, positive, set_aside
 
 import dsx
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
-from dsx.report import format_bytes, report
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What one cluster did over some steps."""
-
-    steps: int = 0
-    loss_sum: float = 0.0
-    tokens: int = 0
-    seconds: float = 0.0
-    blocked_seconds: float = 0.0
-    bytes_sent: int = 0
-
-    def __add__(self, other: Counters) -> Counters:
-        return Counters(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
-
-    @property
-    def loss(self) -> float:
-        """Return the mean training loss."""
-        return self.loss_sum / self.steps
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Return the speed of the whole cluster."""
-        return self.tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def utilization(self) -> float:
-        """Return the share of the time in which dsx did not hold up training."""
-        return 1 - self.blocked_seconds / self.seconds if self.seconds else 1.0
-
-    def record(self) -> dict[str, float]:
-        """Return what belongs into the record of a step."""
-        names = ("loss", "tokens", "tokens_per_second", "blocked_seconds", "utilization")
-        return {name: getattr(self, name) for name in names}
-
-    def __str__(self) -> str:
-        speed = f"{self.tokens_per_second:,.0f} tokens/s  util {self.utilization:.1%}"
-        return f"loss {self.loss:.3f}  {speed}"
+from dsx.report import format_bytes
 
 
 @dataclass
@@ -113,35 +71,6 @@ class Run:
         return self.engine.dp_world_size
 
 
-class Meter:
-    """Counts one cluster's progress; every call is one small collective over its ranks."""
-
-    def __init__(self, run: Run) -> None:
-        self._handle = run.engine.dsx
-        self._num_data_ranks = run.num_data_ranks
-        self._ranks = torch.zeros(run.world.world_size, 3, device=run.engine.device).double()
-        # bytes count from 0: the first step of a resumed run brings what was sent before
-        self._last = (time.perf_counter(), self._handle.totals.blocked_seconds, 0)
-
-    def count(self, steps: int = 0, loss: float = 0.0, tokens: int = 0) -> Counters:
-        """Return what happened since the last call: `loss` and `tokens` are this rank's."""
-        totals = self._handle.totals
-        now = (time.perf_counter(), totals.blocked_seconds, totals.bytes_sent)
-        seconds, blocked, sent = (b - a for a, b in zip(self._last, now, strict=True))
-        self._last = now
-        self._ranks.zero_()[dist.get_rank()] = self._ranks.new_tensor([loss, blocked, sent])
-        dist.all_reduce(self._ranks)
-        losses, blocked, sent = self._ranks.T.tolist()
-        return Counters(
-            steps=steps,
-            loss_sum=steps * sum(losses) / len(losses),
-            tokens=tokens * self._num_data_ranks,
-            seconds=seconds,
-            blocked_seconds=max(blocked),
-            bytes_sent=int(sum(sent)),
-        )
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Pretrain a small GPT on byte tokens with DeepSpeed and dsx.",
@@ -168,12 +97,6 @@ def parse_arguments() -> argparse.Namespace:
     if not arguments.deepspeed_config:
         parser.error("--deepspeed_config FILE is required; try configs/quickstart.json")
     return arguments
-
-
-def positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
-    return int(text)
 
 
 def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -241,17 +164,10 @@ def set_up(arguments: argparse.Namespace) -> Run:
     )  # fmt: skip
 
 
-def set_aside(directory: Path) -> None:
-    """Rename an earlier run's checkpoints: --resume must not take them for this run's."""
-    if directory.exists():
-        shutil.rmtree(f"{directory}.old", ignore_errors=True)
-        directory.rename(f"{directory}.old")
-
-
 def train(run: Run) -> Counters:
     """Train up to --steps, save, and drain the transfers in flight; return the cluster's sums."""
     arguments, handle = run.arguments, run.engine.dsx
-    meter = Meter(run)
+    meter = Meter(run.engine.dsx, run.num_data_ranks, run.engine.device)
     total = window = Counters()
     is_last, until = False, time.monotonic() + 60 * (arguments.max_minutes or math.inf)
     with open_bar(run.console) as bar:
@@ -274,13 +190,6 @@ def train(run: Run) -> Counters:
                 run.engine.save_checkpoint(run.checkpoints, tag=f"step_{handle.step:06d}")
     handle.finish()
     return total + meter.count()
-
-
-def open_bar(console: Console | None) -> Progress:
-    """Return a live bar, disabled where the output is not a terminal."""
-    columns = (MofNCompleteColumn(), BarColumn(bar_width=8), TimeRemainingColumn())
-    text = TextColumn("{task.description}")
-    return Progress(*columns, text, console=console, disable=not (console and console.is_terminal))
 
 
 def train_step(run: Run) -> tuple[float, int]:
@@ -336,26 +245,11 @@ def conclude(run: Run, total: Counters, started: float) -> None:
             export_model(run)
     if run.console is None:
         return
-    if run.world.cluster_id:
-        losses = f"own {mine[0]:.4f}, average of the clusters {average:.4f}"
-        run.console.print(f"validation loss: {losses}; cluster 0 writes summary and figure")
-        return
-    num_clusters = run.world.num_clusters
-    model_bytes = run.num_parameters * next(run.engine.module.parameters()).element_size()
-    ring_bytes = 2 * (num_clusters - 1) * model_bytes // num_clusters  # of an all-reduce
-    summary = {
-        "steps": handle.step,
-        "tokens_per_second": sum(speeds),
-        "utilization": sum(utilizations) / num_clusters,
-        "bytes_sent": max(sent),
-        "bytes_sent_synchronous": handle.step * ring_bytes,
-        "val_loss_clusters": val_losses,
-        "val_loss_average": average,
-        "unigram_entropy": run.dataset.unigram_entropy,
-        "wall_seconds": time.perf_counter() - started,
-    }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    report(run_dir)
+    results = Results(
+        val_losses, average, speeds, utilizations, sent, run.dataset.unigram_entropy, started
+    )
+    weight = next(run.engine.module.parameters())
+    conclude_run(handle, run.console, run_dir, results, run.num_parameters * weight.element_size())
 
 
 def export_model(run: Run) -> None:

@@ -77,8 +77,7 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     found = handle.gather(tags_within_reach(base, world.cluster_id))
     source, tag = common_tag(found, base, _tag(iteration))[world.cluster_id]
     path = cluster_directory(base, source) / tag
-    _require_same_masters(handle, path)
-    saved = SavedCluster(path)
+    saved = _open(handle, path)
     handle.load(
         path,
         is_new=source != world.cluster_id,
@@ -120,16 +119,17 @@ def _tag(iteration: int) -> str:
     return f"iter_{iteration:07d}"  # as Megatron names its own
 
 
-def _require_same_masters(handle: Handle, path: Path) -> None:
-    """Raise ValueError, in every cluster, if a cluster's weights are not the saved ones."""
-    sums, trouble = _sum_masters(handle), None
+def _open(handle: Handle, path: Path) -> SavedCluster:
+    """Return the files; ValueError, in every cluster, if one has not all or has other weights."""
+    sums, saved, trouble = _sum_masters(handle), None, None
     try:
-        saved = json.loads((path / MASTERS).read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        trouble = f"{path / MASTERS} cannot be read: {error}"
+        saved = SavedCluster(path)
+        masters = json.loads((path / MASTERS).read_text())
+    except (OSError, ValueError) as error:
+        trouble = f"{error}"
     else:
-        if saved != sums:
-            stages = [stage for stage in sums if sums[stage] != saved.get(stage)]
+        stages = [stage for stage in sums if sums[stage] != masters.get(stage)]
+        if stages:
             trouble = (
                 f"the masters that Megatron has loaded on pipeline stage(s) {', '.join(stages)} "
                 f"are not those that {path} was saved with: load the checkpoint of the same run "
@@ -138,6 +138,8 @@ def _require_same_masters(handle: Handle, path: Path) -> None:
     for cluster, text in enumerate(handle.gather(trouble)):
         if text:
             raise ValueError(f"cluster {cluster}: {text}")
+    assert saved is not None
+    return saved
 
 
 def _sum_masters(handle: Handle) -> Sums:
