@@ -10,3 +10,9 @@ import pytest
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("markexpr") != "gpu":
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--megatron-lm", metavar="PATH", help="a Megatron-LM tree for tests/launch/test_megatron_lm"
+    )

@@ -1,0 +1,44 @@
+"""`dsx.megatron` where there is no GPU: `torchrun ... megatron_lm_on_cpu.py pretrain_gpt.py ...`.
+
+Beside what megatron-core needs (scripts/megatron_on_cpu.py), the training loop asserts that CUDA is
+there and compiles C++ helpers into its tree; here a compiled one is expected to be there.
+"""
+
+from __future__ import annotations
+
+import collections
+import sys
+import typing
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+import megatron_on_cpu  # noqa: E402
+
+
+def install() -> None:
+    """Let an unmodified pretraining script run on the CPU."""
+    if not hasattr(typing, "override"):
+        typing.override = lambda method: method  # type: ignore[attr-defined]  # Python < 3.12
+    megatron_on_cpu.install()
+    cuda: Any = torch.cuda
+    cuda.is_available = lambda: True
+    cuda.memory_stats = lambda *args: collections.defaultdict(int)
+    cuda.device_memory_used = lambda *args: 0
+    import megatron.core.datasets.utils as datasets
+
+    datasets.compile_helpers = lambda: None
+    import megatron.training.initialize as initialize
+
+    kernels = getattr(initialize, "fused_kernels", None)
+    if kernels is not None:  # up to core 0.16
+        kernels.load = lambda args: None
+
+
+if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
+    install()
+    from dsx.megatron import main
+
+    main()

@@ -1,0 +1,259 @@
+"""Unmodified `pretrain_gpt.py` of a Megatron-LM tree, on the CPU: `pytest --megatron-lm PATH -m ""`.
+
+The tree is copied without its history; nothing is written into it. It needs what that release
+imports: triton, pyyaml, six (its own requirements), and a compiled `helpers_cpp`, which
+megatron-core's wheel brings.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.distributed import free_port
+
+BIN = Path(sys.executable).parent
+DRIVER = Path(__file__).with_name("megatron_lm_on_cpu.py")
+ROOT = Path(__file__).parents[2]
+STEPS, SAVED_AT = 12, 7  # a step at which a fragment is under way
+MODEL = [
+    "--num-layers",
+    "4",
+    "--hidden-size",
+    "32",
+    "--num-attention-heads",
+    "4",
+    "--seq-length",
+    "16",
+    "--max-position-embeddings",
+    "16",
+    "--micro-batch-size",
+    "2",
+    "--global-batch-size",
+    "8",
+    "--lr",
+    "0.01",
+    "--min-lr",
+    "0.001",
+    "--lr-decay-style",
+    "constant",
+    "--mock-data",
+    "--tokenizer-type",
+    "NullTokenizer",
+    "--vocab-size",
+    "4222",
+    "--transformer-impl",
+    "local",
+    "--distributed-backend",
+    "gloo",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-persist-layer-norm",
+    "--attention-dropout",
+    "0",
+    "--hidden-dropout",
+    "0",
+    "--eval-iters",
+    "0",
+    "--eval-interval",
+    "100",
+    "--log-interval",
+    "1",
+    "--num-workers",
+    "0",
+    "--split",
+    "99,1,0",
+]
+DSX = [
+    "--dsx-preset",
+    "streaming_diloco",
+    "--dsx-schedule-interval",
+    "4",
+    "--dsx-delay-steps",
+    "1",
+    "--dsx-fragments-num-fragments",
+    "2",
+    "--dsx-deadline-seconds",
+    "120",
+]
+PIPELINE = ["--bf16", "--pipeline-model-parallel-size", "2"]
+SHARDED = ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
+           "--overlap-param-gather"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    given = request.config.getoption("--megatron-lm")
+    if given is None:
+        pytest.skip("no Megatron-LM tree: give one with --megatron-lm PATH")
+    copy = tmp_path_factory.mktemp("megatron_lm") / "tree"
+    shutil.copytree(given, copy, ignore=shutil.ignore_patterns(".git", "tests", "docs"))
+    import megatron.core
+
+    wheel = Path(megatron.core.__path__[0]) / "datasets"
+    for compiled in wheel.glob("helpers_cpp*.so"):
+        shutil.copy(compiled, copy / "megatron/core/datasets")
+    # spawned checkpoint writers import the script before anything of ours
+    (copy / "sitecustomize.py").write_text(
+        "import typing\nif not hasattr(typing, 'override'): typing.override = lambda f: f\n"
+    )
+    return copy
+
+
+def pretrain(
+    tree: Path,
+    out: Path,
+    *arguments: str,
+    clusters: int = 2,
+    ranks: int = 2,
+    must_fail: bool = False,
+) -> list[str]:
+    """Run every cluster's own launcher; return their outputs."""
+    out.mkdir(parents=True, exist_ok=True)
+    rendezvous = f"127.0.0.1:{free_port()}"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+    running: list[subprocess.Popen[bytes]] = []
+    logs = [out / f"cluster_{m}.log" for m in range(clusters)]
+    for cluster, log in enumerate(logs):
+        launcher = [BIN / "torchrun", "--nproc-per-node", str(ranks)]
+        launcher += ["--master-port", str(free_port()), DRIVER, tree / "pretrain_gpt.py"]
+        own = ["--dsx-num-clusters", str(clusters), "--dsx-cluster-id", str(cluster)]
+        own += ["--dsx-rendezvous", rendezvous, *DSX, *MODEL, *arguments]
+        with log.open("wb") as file:
+            running.append(
+                subprocess.Popen(
+                    [*launcher, *own], stdout=file, stderr=subprocess.STDOUT, env=environment
+                )
+            )
+    try:
+        codes = [process.wait(timeout=400) for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    texts = [log.read_text() for log in logs]
+    assert any(codes) == must_fail, "\n".join(text[-3000:] for text in texts)
+    return texts
+
+
+def logged(text: str, what: str) -> dict[int, float]:
+    """Return what Megatron logged of every iteration."""
+    found = re.findall(rf"iteration\s+(\d+)/.*?\| {what}: ([\d.E+-]+)", text)
+    return {int(iteration): float(value) for iteration, value in found}
+
+
+def anchors(checkpoints: Path, iteration: int) -> list[dict[str, torch.Tensor]]:
+    """Return every cluster's anchors at an iteration, by rank file and name."""
+    found: list[dict[str, torch.Tensor]] = []
+    for cluster in range(2):
+        own: dict[str, torch.Tensor] = {}
+        state = checkpoints / f"{cluster}/dsx/cluster_{cluster}/iter_{iteration:07d}"
+        for file in sorted(state.rglob("*.safetensors")):
+            tensors = load_file(file)
+            own |= {f"{file.name}/{n}": t for n, t in tensors.items() if "anchor" in n}
+        found.append(own)
+    return found
+
+
+def require_equal_anchors(checkpoints: Path, iteration: int) -> None:
+    first, second = anchors(checkpoints, iteration)
+    assert first and first.keys() == second.keys()
+    assert all(first[name].equal(second[name]) for name in first)
+    assert any(tensor.any() for tensor in first.values())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", ["pipeline", "sharded"])
+def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kind: str) -> None:
+    save = ["--save", str(tmp_path / "{cluster_id}"), "--save-interval", str(SAVED_AT)]
+    if kind == "sharded":
+        arguments = [*SHARDED, "--train-iters", str(SAVED_AT), *save]
+        texts = pretrain(tree, tmp_path / "logs", *arguments)
+        require_equal_anchors(tmp_path, SAVED_AT)
+        # without apex or TransformerEngine, later releases cannot load what they have saved here
+    else:
+        arguments = [*PIPELINE, "--train-iters", str(STEPS), *save]
+        texts = pretrain(tree, tmp_path / "logs", *arguments)
+        require_equal_anchors(tmp_path, SAVED_AT)
+        require_equal_anchors(tmp_path, STEPS)
+        for cluster in range(2):
+            latest = tmp_path / str(cluster) / "latest_checkpointed_iteration.txt"
+            latest.write_text(str(SAVED_AT))
+        load = ["--load", str(tmp_path / "{cluster_id}")]
+        resumed = pretrain(tree, tmp_path / "resumed", *arguments, *load)
+        for whole, part in zip(texts, resumed, strict=True):
+            assert "goes on from iteration 7" in part
+            before, after = logged(whole, "grad norm"), logged(part, "grad norm")
+            assert sorted(after) == list(range(SAVED_AT + 1, STEPS + 1))
+            assert after == {i: before[i] for i in after}
+            before, after = logged(whole, "lm loss"), logged(part, "lm loss")
+            same = [i for i in after if i != SAVED_AT + 2]  # Megatron's first log is not reset
+            assert [after[i] for i in same] == [before[i] for i in same]
+        require_equal_anchors(tmp_path, STEPS)
+    losses = [logged(text, "lm loss") for text in texts]
+    assert losses[0][1] != losses[1][1]  # samples of their own
+    for of_cluster in losses:
+        last = max(of_cluster)
+        assert of_cluster[last] < of_cluster[1]
+    assert re.search(r"dsx_preset \.+ streaming_diloco", texts[0])  # in the dump of arguments
+    assert "finished after" in texts[0]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
+    save = ["--save", str(tmp_path / "{cluster_id}"), "--save-interval", "4"]
+    pretrain(tree, tmp_path / "logs", *PIPELINE, "--train-iters", "4", *save)
+    shutil.rmtree(tmp_path / "1/dsx/cluster_1")
+    load = ["--load", str(tmp_path / "{cluster_id}"), "--train-iters", "8"]
+    texts = pretrain(tree, tmp_path / "again", *PIPELINE, *load, must_fail=True)
+    assert "iter_0000004" in texts[1]
+    assert re.search(r"(FileNotFound|Value)Error", texts[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--rampup-batch-size", "4", "4", "32"], "--rampup-batch-size does not work with dsx"),
+        (["--save", "{tmp}/same"], "give every cluster a directory of its own"),
+    ],
+)
+def test_what_is_refused_is_named(
+    tree: Path, tmp_path: Path, arguments: Sequence[str], said: str
+) -> None:
+    filled = [text.replace("{tmp}", str(tmp_path)) for text in arguments]
+    texts = pretrain(
+        tree, tmp_path / "logs", *PIPELINE, "--train-iters", "4", *filled, must_fail=True
+    )
+    assert any(said in text for text in texts), texts[0][-3000:]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_flags_are_in_megatrons_help(tree: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
+    shown = subprocess.run(
+        [sys.executable, DRIVER, tree / "pretrain_gpt.py", "--help"],
+        env=environment, capture_output=True, text=True, timeout=200, check=True,
+    ).stdout  # fmt: skip
+    assert "--dsx-schedule-interval" in shown
+    assert "--num-layers" in shown
