@@ -35,6 +35,9 @@ class Samples(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """Without a length."""
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
 
 def build(num_stages: int) -> Any:
     import deepspeed
