@@ -83,12 +83,14 @@ def initialize(
 
     A `PipelineModule` is built after `init_distributed`, and each of its stages is synchronised on
     its own. `training_data` is cut to this cluster's part, so that clusters never train on the same
-    samples; a dataloader of your own is yours to split (`dsx.data.ClusterShard`). Arguments that
-    shape the distributed world are refused: that world is the cluster's, made by dsx.
+    samples, and its position travels with the checkpoints; a dataloader of your own is yours to
+    split (`dsx.data.ClusterShard`). Arguments that shape the distributed world are refused: that
+    world is the cluster's, made by dsx.
     """
     from dsx.backends.deepspeed import start_engine
+    from dsx.backends.deepspeed_data import cut_training_data, follow_training_data
     from dsx.backends.deepspeed_features import refuse_sharded_pipeline
-    from dsx.data import ClusterShard
+    from dsx.handle import DATA_POSITION
 
     _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
     config = config if config is not None else config_params
@@ -100,7 +102,7 @@ def initialize(
     world = current_world() or init_distributed(source, args)
     refuse_sharded_pipeline(model, read_json(source))
     if training_data is not None:
-        training_data = ClusterShard(training_data, world.cluster_id, world.num_clusters)
+        training_data = cut_training_data(training_data, world.cluster_id, world.num_clusters)
     engine, wrapped, loader, scheduler = start_engine(
         args=args,
         model=model,
@@ -111,7 +113,11 @@ def initialize(
         collate_fn=collate_fn,
         config=str(config) if isinstance(config, Path) else config,
     )
-    attach(engine, config=source)
+    handle = attach(engine, config=source)
+    position = None if training_data is None else follow_training_data(engine, training_data)
+    if position is not None:
+        handle.track(**{DATA_POSITION: position})
+        loader = loader and engine.training_dataloader
     return engine, wrapped, loader, scheduler
 
 

@@ -33,6 +33,7 @@ from dsx.sync_records import SyncRecords
 from dsx.transfer import Totals
 
 logger = logging.getLogger(__name__)
+DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
 _COUNTERS = "dsx.counters"  # travels beside what a script tracks
 
 
@@ -258,14 +259,18 @@ class Handle:
         states = dict(load_state(self.loop, directory, place, axes, is_recut))
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
-        if set(states) != set(self._tracked):
+        if DATA_POSITION not in states and DATA_POSITION in self._tracked:
+            logger.warning("%s has no position in training_data: it starts anew", directory)
+        elif DATA_POSITION not in self._tracked:
+            states.pop(DATA_POSITION, None)  # a loader of the script's own reads now
+        if set(states) != set(self._tracked) - ({DATA_POSITION} - set(states)):
             raise ValueError(
                 f"{directory} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
                 "track() with the same names before load_checkpoint()"
             )
-        for name, thing in self._tracked.items():
+        for name, state in states.items():
             try:
-                thing.load_state_dict(states[name])
+                self._tracked[name].load_state_dict(state)
             except ValueError as error:
                 if not is_other_number:
                     raise

@@ -35,6 +35,7 @@ from dsx.handle import Handle
 from dsx.recut import is_cut_anew, own_cut, saved_cut
 from dsx.saved_state import FORMAT, SavedCluster
 from dsx.tags import (
+    UNFINISHED,
     Mark,
     begin_tag,
     cluster_directory,
@@ -68,13 +69,9 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
             str(directory), unfinished, client_state, False, exclude_frozen_parameters
         )
         handle.save(directory / unfinished)
-        facts = _describe_module(engine)
-        if world.rank == 0:
-            write_durably(directory / unfinished / MODULE_FACTS, json.dumps(facts))
-            mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
-            complete_tag(directory, tag, mark)
-            if save_latest:
-                write_durably(directory / "latest", tag)
+        _complete(engine, handle, world, directory, tag)
+        if world.rank == 0 and save_latest:
+            write_durably(directory / "latest", tag)
         dist.barrier()
         handle.saved(directory / tag)
         return result
@@ -121,6 +118,15 @@ def _require_everything(is_wanted: bool) -> None:
             "load_checkpoint without optimizer states leaves the masters and the anchor apart; "
             "load the weights into the model before dsx.initialize instead"
         )
+
+
+def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: str) -> None:
+    """Write what belongs to all ranks, and give the tag its name. Collective in the cluster."""
+    facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
+    if world.rank == 0:
+        write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
+        mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+        complete_tag(directory, tag, mark)
 
 
 def _describe_module(engine: Any) -> dict[str, Any]:

@@ -209,14 +209,14 @@ def test_one_stage_goes_on_where_two_were(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_other_stages_and_other_clusters(tmp_path: Path) -> None:
     base, names = str(tmp_path), ("coded", "drained", "sizes")
-    first = run_distributed(save, 4, base, 2, names, timeout_seconds=250)
+    first = run_distributed(save, 4, base, 2, names, timeout_seconds=500)
     saved = {0: first[0], 1: first[2]}
     for num_ranks, num_stages, num_clusters in ((6, 3, 2), (4, 1, 4), (4, 2, 1)):
         results = run_distributed(
-            resume, num_ranks, base, num_stages, num_clusters, names, timeout_seconds=250
+            resume, num_ranks, base, num_stages, num_clusters, names, timeout_seconds=500
         )
         for name in names:
             check(saved, results, name, num_clusters != 2)
@@ -226,10 +226,10 @@ def test_other_stages_and_other_clusters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_two_stages_go_on_where_one_was(tmp_path: Path) -> None:
     base, names = str(tmp_path), ("coded", "sizes")
-    first = run_distributed(save, 2, base, 1, names, timeout_seconds=250)
-    results = run_distributed(resume, 4, base, 2, 2, names, timeout_seconds=250)
+    first = run_distributed(save, 2, base, 1, names, timeout_seconds=500)
+    results = run_distributed(resume, 4, base, 2, 2, names, timeout_seconds=500)
     for name in names:
         check({0: first[0], 1: first[1]}, results, name)

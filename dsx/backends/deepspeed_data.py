@@ -1,0 +1,138 @@
+"""`training_data` of `dsx.initialize`: each cluster's part of it, and the position in a checkpoint.
+
+DeepSpeed (0.19) cuts a dataset over the ranks of its world, which is one cluster's: every cluster
+would read the same samples. So it is given this cluster's part only. It also begins the dataset
+anew after every resume; the loader here goes on with the next sample.
+
+The position is counted in samples of the cluster, in the order that all its ranks share, so that
+it serves another number of ranks and another micro-batch, too (a few samples are read twice where
+their number is not divisible). Of a pipeline, the first and the last stage read and count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+from dsx.data.cluster_batches import ClusterShard
+
+
+def cut_training_data(data: Any, cluster_id: int, num_clusters: int) -> ClusterShard:
+    """Return a cluster's part of a dataset; ValueError for one that cannot be cut."""
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
+        raise ValueError(
+            f"training_data={type(data).__name__} has no length, so that dsx cannot cut it and all "
+            "clusters would read the same samples; give a dataset with __len__ and __getitem__, or "
+            "leave training_data out and read every num_clusters-th sample from the "
+            "cluster_id-th on, as engine.dsx knows them, in a loader of your own"
+        )
+    return ClusterShard(data, cluster_id, num_clusters)
+
+
+class ResumedSampler:
+    """A sampler that leaves out what was read before a resume, once."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler = sampler
+        self.skipped = 0
+
+    def __iter__(self) -> Iterator[int]:
+        skipped, self.skipped = self.skipped, 0
+        return islice(iter(self._sampler), skipped, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sampler, name)  # set_epoch, and what else it has
+
+
+class ResumableLoader:
+    """DeepSpeed's loader of one rank, whose next sample is known."""
+
+    def __init__(self, loader: Any, num_replicas: int) -> None:
+        self._loader = loader
+        self._sampler = loader.data_sampler = ResumedSampler(loader.data_sampler)
+        self._read_together = loader.batch_size * num_replicas
+        self._num_replicas = num_replicas
+        self._start = 0
+        self._has_begun = False
+        self.consumed = 0  # samples of this epoch, of all ranks
+
+    def __iter__(self) -> ResumableLoader:
+        """Start an epoch, the first one after a resume in its middle."""
+        self._sampler.skipped = self._start // self._num_replicas
+        self.consumed, self._start, self._has_begun = self._start, 0, True
+        iter(self._loader)
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._loader)
+        except StopIteration:
+            self.consumed, self._has_begun = 0, False
+            raise
+        self.consumed += self._read_together
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def go_to(self, consumed: int) -> None:
+        """Read on after so many samples; in an iteration that has begun, too."""
+        self._start = self.consumed = consumed
+        if self._has_begun:
+            iter(self)
+
+
+class DataPosition:
+    """Where a cluster is in its part of the training data: what a checkpoint carries."""
+
+    def __init__(self, loader: ResumableLoader | None, shard: ClusterShard) -> None:
+        """`loader` is None on a rank that reads nothing."""
+        self._loader = loader
+        self._identity = {
+            "cluster_id": shard.cluster_id,
+            "num_clusters": shard.num_clusters,
+            "num_samples": len(shard.dataset),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, the same on all ranks. Collective in the cluster."""
+        own = self._loader.consumed if self._loader else 0
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)
+        return {"consumed": max(everyone), **self._identity}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with the next sample; ValueError for a position in other data."""
+        for name, ours in self._identity.items():
+            if state_dict[name] != ours:
+                raise ValueError(
+                    f"the position in training_data was saved with {name}={state_dict[name]}, "
+                    f"and this run has {name}={ours}; resume with the same dataset"
+                )
+        if self._loader is not None:
+            self._loader.go_to(state_dict["consumed"])
+
+
+def follow_training_data(engine: Any, shard: ClusterShard) -> DataPosition | None:
+    """Let an engine's loader keep its position; None where DeepSpeed itself does (curricula)."""
+    held = engine.training_dataloader
+    if not engine.pipeline_parallelism:
+        if held.curriculum_learning_enabled:
+            return None
+        engine.training_dataloader = ResumableLoader(held, engine.dp_world_size)
+        return DataPosition(engine.training_dataloader, shard)
+    if not (engine.is_first_stage() or engine.is_last_stage()):
+        return DataPosition(None, shard)
+    loader = held.loader = ResumableLoader(held.loader, engine.dp_world_size)
+    held.data_iter = iter(loader)
+    return DataPosition(loader, shard)
