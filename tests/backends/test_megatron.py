@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from tests.distributed import run_distributed
 pytestmark = needs_megatron
 
 NUM_STEPS = 14  # more than three outer rounds of H = 4
+SKIPPED = (2, 6, 7)  # fragments are launched or applied there
 TWO_RANKS = [
     Kind(pipeline=2),
     Kind(is_sharded=True),
@@ -62,10 +64,16 @@ def train_kinds(kinds: list[Kind]) -> list[dict[str, Any]]:
     return [train(kind) for kind in kinds]
 
 
-def train(kind: Kind, **changes: Any) -> dict[str, Any]:
+def train(kind: Kind, skipped: Sequence[int] = (), **changes: Any) -> dict[str, Any]:
+    """Train; cluster 0's steps in `skipped` overflow."""
     engine = build_engine(kind, **changes)
     start = whole_weights(engine)
-    losses = [train_step(engine, step)[0] for step in range(1, NUM_STEPS + 1)]
+    losses, taken = [], []
+    for step in range(1, NUM_STEPS + 1):
+        is_poisoned = engine.handle.cluster_id == 0 and step in skipped
+        loss, was_taken = train_step(engine, step, poison=is_poisoned)
+        losses.append(loss)
+        taken.append(was_taken)
     gather_overlapped(engine)
     end = whole_weights(engine)
     engine.handle.finish()
@@ -74,6 +82,8 @@ def train(kind: Kind, **changes: Any) -> dict[str, Any]:
         "start": as_arrays(start),
         "end": as_arrays(end),
         "losses": losses,
+        "taken": taken,
+        "steps": engine.handle.step,
         "rounds": engine.handle.loop.history.rounds,
         "anchors": [anchor.numpy() for anchor in engine.handle.loop.state.anchor],
         "difference": difference_of_weights(engine),
@@ -88,7 +98,8 @@ def train_coded(kind: Kind) -> list[dict[str, Any]]:
 
 
 def train_everything(kinds: list[Kind], coded: Kind) -> Any:
-    return train_kinds(kinds), train_coded(coded)
+    overflown = train(Kind(pipeline=2, precision="fp16"), skipped=SKIPPED)
+    return train_kinds(kinds), train_coded(coded), overflown
 
 
 def difference_of_weights(engine: Engine) -> float:
@@ -145,7 +156,7 @@ def check_agreement(results: list[dict[str, Any]]) -> None:
 
 @pytest.mark.parametrize("kind", TWO_RANKS, ids=str)
 def test_two_ranks_equal_the_reference(kind: Kind, two_ranks: Any) -> None:
-    check(kind, [kinds[TWO_RANKS.index(kind)] for kinds, _ in two_ranks])
+    check(kind, [rank[0][TWO_RANKS.index(kind)] for rank in two_ranks])
 
 
 @pytest.mark.parametrize("kind", FOUR_RANKS, ids=str)
@@ -156,7 +167,16 @@ def test_four_ranks_equal_the_reference(kind: Kind, four_ranks: Any) -> None:
 @pytest.mark.parametrize("name", CODED)
 def test_slices_agree_whatever_is_lost_in_coding(name: str, two_ranks: Any) -> None:
     """And what tensor-parallel ranks hold alike stays alike: `whole_weights` looks."""
-    check_agreement([coded[list(CODED).index(name)] for _, coded in two_ranks])
+    check_agreement([rank[1][list(CODED).index(name)] for rank in two_ranks])
+
+
+def test_a_step_that_overflows_in_one_cluster_counts(two_ranks: Any) -> None:
+    results = [rank[2] for rank in two_ranks]
+    check_agreement(results)
+    for result in results:
+        assert result["steps"] == NUM_STEPS
+        missed = [step for step, was_taken in enumerate(result["taken"], 1) if not was_taken]
+        assert missed == ([] if result["cluster"] else list(SKIPPED))
 
 
 @pytest.mark.slow
