@@ -1,4 +1,4 @@
-"""Unmodified `pretrain_gpt.py` of a Megatron-LM tree, on the CPU: `pytest --megatron-lm PATH -m ""`.
+"""Unmodified `pretrain_gpt.py` of a Megatron-LM tree, on the CPU: `--megatron-lm PATH -m slow`.
 
 The tree is copied without its history; nothing is written into it. It needs what that release
 imports: triton, pyyaml, six (its own requirements), and a compiled `helpers_cpp`, which
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,68 +26,19 @@ BIN = Path(sys.executable).parent
 DRIVER = Path(__file__).with_name("megatron_lm_on_cpu.py")
 ROOT = Path(__file__).parents[2]
 STEPS, SAVED_AT = 12, 7  # a step at which a fragment is under way
-MODEL = [
-    "--num-layers",
-    "4",
-    "--hidden-size",
-    "32",
-    "--num-attention-heads",
-    "4",
-    "--seq-length",
-    "16",
-    "--max-position-embeddings",
-    "16",
-    "--micro-batch-size",
-    "2",
-    "--global-batch-size",
-    "8",
-    "--lr",
-    "0.01",
-    "--min-lr",
-    "0.001",
-    "--lr-decay-style",
-    "constant",
-    "--mock-data",
-    "--tokenizer-type",
-    "NullTokenizer",
-    "--vocab-size",
-    "4222",
-    "--transformer-impl",
-    "local",
-    "--distributed-backend",
-    "gloo",
-    "--no-gradient-accumulation-fusion",
-    "--no-masked-softmax-fusion",
-    "--no-bias-gelu-fusion",
-    "--no-bias-dropout-fusion",
-    "--no-persist-layer-norm",
-    "--attention-dropout",
-    "0",
-    "--hidden-dropout",
-    "0",
-    "--eval-iters",
-    "0",
-    "--eval-interval",
-    "100",
-    "--log-interval",
-    "1",
-    "--num-workers",
-    "0",
-    "--split",
-    "99,1,0",
-]
-DSX = [
-    "--dsx-preset",
-    "streaming_diloco",
-    "--dsx-schedule-interval",
-    "4",
-    "--dsx-delay-steps",
-    "1",
-    "--dsx-fragments-num-fragments",
-    "2",
-    "--dsx-deadline-seconds",
-    "120",
-]
+MODEL = shlex.split("""
+    --num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16
+    --max-position-embeddings 16 --micro-batch-size 2 --global-batch-size 8 --lr 0.01 --min-lr 0.001
+    --lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 4222
+    --transformer-impl local --distributed-backend gloo --no-gradient-accumulation-fusion
+    --no-masked-softmax-fusion --no-bias-gelu-fusion --no-bias-dropout-fusion
+    --no-persist-layer-norm --attention-dropout 0 --hidden-dropout 0 --eval-iters 0
+    --eval-interval 100 --log-interval 1 --num-workers 0 --split 99,1,0
+""")
+DSX = shlex.split("""
+    --dsx-preset streaming_diloco --dsx-schedule-interval 4 --dsx-delay-steps 1
+    --dsx-fragments-num-fragments 2 --dsx-deadline-seconds 120
+""")
 PIPELINE = ["--bf16", "--pipeline-model-parallel-size", "2"]
 SHARDED = ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
            "--overlap-param-gather"]  # fmt: skip
@@ -220,10 +172,11 @@ def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kin
 @pytest.mark.timeout(900)
 def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
     save = ["--save", str(tmp_path / "{cluster_id}"), "--save-interval", "4"]
-    pretrain(tree, tmp_path / "logs", *PIPELINE, "--train-iters", "4", *save)
+    arguments = [*PIPELINE, "--train-iters", "8", *save]
+    pretrain(tree, tmp_path / "logs", *arguments, "--exit-interval", "4")
     shutil.rmtree(tmp_path / "1/dsx/cluster_1")
-    load = ["--load", str(tmp_path / "{cluster_id}"), "--train-iters", "8"]
-    texts = pretrain(tree, tmp_path / "again", *PIPELINE, *load, must_fail=True)
+    load = ["--load", str(tmp_path / "{cluster_id}")]
+    texts = pretrain(tree, tmp_path / "again", *arguments, *load, must_fail=True)
     assert "iter_0000004" in texts[1]
     assert re.search(r"(FileNotFound|Value)Error", texts[1])
 
