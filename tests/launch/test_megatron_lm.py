@@ -63,6 +63,16 @@ def tree(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return copy
 
 
+def environment(tree: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
 def pretrain(
     tree: Path,
     out: Path,
@@ -74,13 +84,6 @@ def pretrain(
     """Run every cluster's own launcher; return their outputs."""
     out.mkdir(parents=True, exist_ok=True)
     rendezvous = f"127.0.0.1:{free_port()}"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join([str(tree), str(ROOT), os.environ.get("PYTHONPATH", "")]),
-        "OMP_NUM_THREADS": "1",
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        "DS_ACCELERATOR": "cpu",
-    }
     running: list[subprocess.Popen[bytes]] = []
     logs = [out / f"cluster_{m}.log" for m in range(clusters)]
     for cluster, log in enumerate(logs):
@@ -91,7 +94,7 @@ def pretrain(
         with log.open("wb") as file:
             running.append(
                 subprocess.Popen(
-                    [*launcher, *own], stdout=file, stderr=subprocess.STDOUT, env=environment
+                    [*launcher, *own], stdout=file, stderr=subprocess.STDOUT, env=environment(tree)
                 )
             )
     try:
@@ -203,10 +206,9 @@ def test_what_is_refused_is_named(
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_flags_are_in_megatrons_help(tree: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}"}
     shown = subprocess.run(
         [sys.executable, DRIVER, tree / "pretrain_gpt.py", "--help"],
-        env=environment, capture_output=True, text=True, timeout=200, check=True,
+        env=environment(tree), capture_output=True, text=True, timeout=200, check=True,
     ).stdout  # fmt: skip
     assert "--dsx-schedule-interval" in shown
     assert "--num-layers" in shown
