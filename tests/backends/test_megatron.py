@@ -48,7 +48,7 @@ MORE = [
     Kind(pipeline=2, chunks=2, is_sharded=True, overlaps=True, is_tied=True),
     Kind(pipeline=2),
     Kind(pipeline=2, precision="bf16"),
-    Kind(tensor=4, is_tied=True),
+    Kind(tensor=2, is_tied=True),
 ]
 # Codecs cut every shard at other places, and norms are of whole parameters.
 CODED: dict[str, dict[str, Any]] = {
