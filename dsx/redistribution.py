@@ -2,10 +2,10 @@
 
 Under ZeRO a rank holds ragged ranges of flattened matrices, of which no factors can be made: a flat
 range reshaped to some width has another spectrum. So before coding, the pieces of each split
-matrix move to the rank that holds most of it, and the pieces of its mean move back: 4 bytes per
-element each way inside the cluster, once per sync. Factors, ranks and bits are then those of the
-whole matrix, whatever the shards. What stays where it is (vectors, embeddings, whole matrices) is
-not moved.
+matrix move to one rank of those that hold some of it, and the pieces of its mean move back: 4
+bytes per element each way inside the cluster, once per sync. Factors, ranks and bits are then
+those of the whole matrix, whatever the shards. What stays where it is (vectors, embeddings, whole
+matrices) is not moved.
 
 Both ways are collective over the ranks of the cluster, and every rank plans the same from all
 ranks' layouts.
@@ -95,13 +95,30 @@ class Redistribution:
 
 
 def _owners(layouts: Sequence[Fragment], takes: Callable[[Slot], bool]) -> dict[str, int]:
-    """Return the rank of each split matrix that is wanted whole: who holds most, else the first."""
+    """Return the rank of each split matrix that is wanted whole.
+
+    The largest first, to the rank that then has the least to keep and to be sent; of equal ones
+    (under ZeRO-3 all are) others in every fragment, or the first ranks would own every matrix.
+    """
     held: dict[str, dict[int, int]] = {}
+    load = [layout.numel for layout in layouts]
     for rank, layout in enumerate(layouts):
         for slot in layout.layout:
             if slot.numel and not slot.is_whole and takes(_whole(slot)):
                 held.setdefault(slot.name, {})[rank] = slot.numel
-    return {name: max(ranks, key=lambda r: (ranks[r], -r)) for name, ranks in held.items()}
+                load[rank] -= slot.numel
+    first = layouts[0].id * len(held)
+    owners: dict[str, int] = {}
+    for name in sorted(held, key=lambda n: (-sum(held[n].values()), n)):
+        ranks, numel = held[name], sum(held[name].values())
+
+        def cost(rank: int, numel: int = numel, ranks: dict[int, int] = ranks) -> tuple[int, int]:
+            moved = numel - ranks[rank]
+            return load[rank] + numel + moved, (rank - first) % len(layouts)
+
+        owners[name] = min(ranks, key=cost)
+        load[owners[name]] += numel
+    return owners
 
 
 def _whole(slot: Slot) -> Slot:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +64,30 @@ def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int]) -> None:
         [lambda swap, r=r: routes[r].from_wire(wires[r], back[r], swap) for r in range(len(routes))]
     )
     assert all(torch.equal(a, b) for a, b in zip(own, back, strict=True))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8, 16])
+def test_no_rank_owns_every_matrix_where_all_hold_equal_parts(num_ranks: int) -> None:
+    """Parameters cut evenly over all ranks, as ZeRO-3 does: a layer of 6 matrices per fragment."""
+    num_layers, numel = 24, 64 * 48
+    total = [0] * num_ranks
+    for layer in range(num_layers):
+        names = [f"{layer}.{i}" for i in range(6)]
+        wholes = dict.fromkeys(names, (64, 48))
+        size = -(-numel // num_ranks)
+        layouts: list[Fragment] = []
+        for rank in range(num_ranks):
+            part = min(size, numel - rank * size)
+            pieces = {name: ((part,), rank * size) for name in names}
+            layouts.append(replace(lay_out([names], pieces, wholes)[0], id=layer))
+        wires = [
+            Redistribution(layouts, rank, takes, torch.device("cpu")).wire.numel
+            for rank in range(num_ranks)
+        ]
+        assert sum(wires) == 6 * numel
+        assert max(wires) <= -(-6 // num_ranks) * numel
+        total = [a + b for a, b in zip(total, wires, strict=True)]
+    assert max(total) <= 1.2 * sum(total) / num_ranks
 
 
 def flat(layout: Fragment, values: dict[str, Tensor]) -> Tensor:
