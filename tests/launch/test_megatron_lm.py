@@ -189,8 +189,15 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--rampup-batch-size", "4", "4", "32"], "--rampup-batch-size does not work with dsx"),
-        (["--save", "{tmp}/same"], "give every cluster a directory of its own"),
+        (
+            ["--save", "{tmp}/{cluster_id}", "--save-interval", "4"]
+            + ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"],
+            "--non-persistent-save-interval does not work with dsx",
+        ),
+        (
+            ["--save", "{tmp}/same", "--save-interval", "4"],
+            "give every cluster a directory of its own",
+        ),
     ],
 )
 def test_what_is_refused_is_named(
