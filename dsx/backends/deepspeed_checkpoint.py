@@ -64,9 +64,9 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
         unfinished = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
-        client_state = {**mark_replicas(engine), **(client_state or {})}
+        state = {**mark_replicas(engine), **(client_state or {})}
         result = save_checkpoint(
-            str(directory), unfinished, client_state, False, exclude_frozen_parameters
+            str(directory), unfinished, state, False, exclude_frozen_parameters
         )
         handle.save(directory / unfinished)
         _complete(engine, handle, world, directory, tag)

@@ -116,7 +116,7 @@ def save(base: str, num_stages: int, names: tuple[str, ...]) -> dict[str, Any]:
         engine = build(ADAM, BLOCKS[name], num_stages)
         for step in range(1, STOP + 1):
             train_batch(engine, step)
-        if name == "drained":
+        if name in ("drained", "sizes"):
             engine.dsx.finish()
         state = outer_state(engine)
         engine.save_checkpoint(f"{base}/{name}", tag="a")
