@@ -158,7 +158,7 @@ def run(base: str) -> dict[str, Any]:
         return {"resumed": results, "foreign": try_foreign(root / str(RESUMED[0]))}
     finally:
         for child in multiprocessing.active_children():  # and leaves them behind
-            child.terminate()
+            child.kill()
 
 
 @pytest.fixture(scope="module")
