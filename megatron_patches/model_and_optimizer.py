@@ -11,16 +11,12 @@ import functools
 from typing import Any
 
 from dsx.attach import attach_megatron
+from dsx.backends.megatron_features import refuse_arguments
 from megatron_patches import probe
 from megatron_patches.checkpoint import claim_directory
 from megatron_patches.run import Run
 
 _REFUSED = {
-    "inprocess_restart": "it enters training anew in processes whose peers are elsewhere",
-    "optimizer_cuda_graph": "the outer step waits on the host, which a graph cannot capture",
-    "use_megatron_fsdp": "its masters are not found yet",
-    "use_custom_fsdp": "its masters are not found yet",
-    "use_torch_fsdp2": "its masters are not found yet",
     "hybrid_context_parallel": "its sampler is not split between clusters yet",
     "non_persistent_save_interval": "outer state is saved with persistent checkpoints only",
     "rampup_batch_size": "samples are counted per cluster with one batch size only",
@@ -69,6 +65,7 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
 
 
 def _refuse(arguments: Any) -> None:
+    refuse_arguments(arguments)
     for name, reason in _REFUSED.items():
         if getattr(arguments, name, None):
             flag = "--" + name.replace("_", "-")
