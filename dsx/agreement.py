@@ -93,17 +93,20 @@ class Agreement:
         Collective over the cluster's ranks then: H is one for all stages, and so is that step.
         """
         control, initial, stage = self._method.control, self._method.knobs, self._backend.stage
+        takes_turns = self._method.schedule.takes_turns
         own = control.proposal(initial, history) if stage.count > 1 else None
         if own is None:
             return
         if not history.next_settling:
             history.next_settling = history.step - 1 + initial.interval
+            # alone, this moves nothing: from now on the end of a window waits for the others
+            control.settle([own], takes_turns, initial, history)
         if history.step != history.next_settling:
             return
         table = torch.zeros(stage.count, len(own), dtype=torch.float64)
         table[stage.index] = torch.tensor(own, dtype=torch.float64)
         proposals = self._backend.max_over_stages(table).tolist()
-        control.settle(proposals, self._method.schedule.takes_turns, initial, history)
+        control.settle(proposals, takes_turns, initial, history)
         history.next_settling += control.knobs(initial, history).interval
 
     def take(

@@ -100,8 +100,8 @@ def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
         name = argument.partition("=")[0]
         if name.startswith(_PREFIX) and name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            raise ConfigError(f"{name} is not a flag of dsx{hint} See --help for all of them")
+            hint = f"did you mean {near[0]}?" if near else "see --help for all of them"
+            raise ConfigError(f"{name} is not a flag of dsx; {hint}")
     parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
     return _block_of_namespace(parser.parse_known_args(list(arguments))[0])
 
@@ -123,7 +123,8 @@ def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
             block["preset"] = text
     if "preset" not in block:
         raise ConfigError(f"--dsx-preset is missing; choose one of {', '.join(PRESETS)}")
-    if "num_clusters" not in block.get("clusters", {}):
+    clusters = block.get("clusters", {})  # what is no object is refused with the block
+    if isinstance(clusters, dict) and "num_clusters" not in clusters:
         raise ConfigError("--dsx-num-clusters is missing, the number of clusters in this run")
     return {"dsx": block}
 

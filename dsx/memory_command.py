@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,11 @@ from dsx.memory_plan import Batch, Cluster, RankMemory, plan_stage
 from dsx.types import Stage
 
 _GIB = 2**30
+_UNKNOWN_SIZES = ("num-experts", "kv-channels", "context-parallel-size", "mtp-num-layers")
+_UNKNOWN = (
+    *_UNKNOWN_SIZES, "fp16", "multi-latent-attention", "optimizer-cpu-offload",
+    "use-precision-aware-optimizer",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -53,14 +58,8 @@ def read_plan(source: Path, model_flags: Path | None, ranks: int | None) -> Plan
         )
     known = _parse(_read(model_flags))
     document = read_json(source)
-    zero: Any = document.get("zero_optimization", {})
-    bf16: Any = document.get("bf16", {})
-    cluster = Cluster(
-        data=ranks, is_bf16=bool(bf16.get("enabled")), zero_stage=int(zero.get("stage", 0))
-    )
-    micro_batch = int(document.get("train_micro_batch_size_per_gpu", 1))
-    batch = Batch(known.seq_length, micro_batch)
-    return Planned(_model(known), cluster, batch, load_config(document))
+    batch = Batch(known.seq_length, _integer(document, "train_micro_batch_size_per_gpu", 1))
+    return Planned(_model(known), _deepspeed(document, ranks), batch, load_config(document))
 
 
 def show_memory(planned: Planned, limit_gib: float, as_json: bool, console: Console) -> bool:
@@ -132,8 +131,8 @@ def _record(rank: RankMemory) -> dict[str, Any]:
 def _read(path: Path) -> list[str]:
     try:
         return shlex.split(path.read_text(), comments=True)
-    except FileNotFoundError:
-        raise ValueError(f"no file at {path}") from None
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"no file at {path}; give one of Megatron's flags") from None
 
 
 def _parse(text: Sequence[str]) -> argparse.Namespace:
@@ -153,6 +152,11 @@ def _parse(text: Sequence[str]) -> argparse.Namespace:
         "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention",
     ):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
+    for name in _UNKNOWN:
+        if name in _UNKNOWN_SIZES:
+            parser.add_argument(f"--{name}", type=int)
+        else:
+            parser.add_argument(f"--{name}", action="store_true")
     try:
         known = parser.parse_known_args(list(text))[0]
     except argparse.ArgumentError as error:
@@ -161,7 +165,24 @@ def _parse(text: Sequence[str]) -> argparse.Namespace:
     missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(known, n) is None]
     if missing:
         raise ValueError(f"the flags lack {', '.join(missing)}")
+    _require_dense_gpt(known)
     return known
+
+
+def _require_dense_gpt(known: argparse.Namespace) -> None:
+    """Raise ValueError for flags with which a rank holds what no formula here tells."""
+    given = {name: getattr(known, name.replace("-", "_")) for name in _UNKNOWN}
+    if given["kv-channels"] == known.hidden_size // known.num_attention_heads:
+        given["kv-channels"] = None
+    if given["context-parallel-size"] == 1:
+        given["context-parallel-size"] = None
+    names = [f"--{name}" for name, value in given.items() if value]
+    if names:
+        raise ValueError(
+            f"{', '.join(names)}: dsx memory plans dense GPTs in fp32 or bf16, with heads of "
+            "hidden / heads channels and optimizer states on the accelerator; leave the flags out "
+            "to plan such a model"
+        )
 
 
 def _model(known: argparse.Namespace) -> GPT:
@@ -197,6 +218,33 @@ def _megatron(known: argparse.Namespace, ranks: int | None) -> Cluster:
         is_sharded=known.use_distributed_optimizer,
         is_sequence_parallel=known.sequence_parallel,
     )
+
+
+def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:
+    """Read a cluster out of a DeepSpeed JSON; ValueError for what the formulas do not know."""
+    zero: Any = document.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        device = (zero.get(key) or {}).get("device", "none")
+        if device != "none":
+            raise ValueError(
+                f"zero_optimization.{key}.device={device!r}: dsx memory knows inner states on the "
+                f"accelerator only; leave {key} out to see what it would take there"
+            )
+    if "grad_accum_dtype" in document.get("data_types", {}):
+        raise ValueError(
+            "data_types.grad_accum_dtype: dsx memory knows gradients in the weights' type only; "
+            "leave it out, and add the difference"
+        )
+    precisions: list[Any] = [document.get(key, {}) for key in ("bf16", "fp16")]
+    is_bit16 = any(precision.get("enabled") for precision in precisions)
+    return Cluster(data=ranks, is_bf16=is_bit16, zero_stage=_integer(zero, "stage", 0))
+
+
+def _integer(section: Mapping[str, Any], key: str, default: int) -> int:
+    value = section.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{key}={value!r} must be an integer; write the number of the planned run")
+    return value
 
 
 def _batch(known: argparse.Namespace) -> Batch:

@@ -18,7 +18,7 @@ from dsx.fragment import assign_stage, lay_out
 from dsx.gpt_shapes import GPT
 from dsx.inner_memory import InnerMemory
 from dsx.memory import OuterMemory, predict
-from dsx.redistribution import Redistribution
+from dsx.redistribution import Redistribution, plan_redistribution, share_out
 from dsx.types import Fragment, ParameterShape, Stage
 
 _SHARE_CHUNK = 1 << 24  # of shares.py
@@ -91,8 +91,7 @@ def plan_stage(
         lay_out(assignment, pieces, wholes, stage.index)
         for pieces in _pieces_by_rank(cluster, assignment, wholes, own_by_tensor_rank)
     ]
-    sizes = [sum(f.numel for f in fragments) for fragments in layouts]
-    rank = sizes.index(max(sizes))
+    rank = _largest(config, layouts)
     routes = _routes(config, layouts, rank)
     in_cluster = sum(route.buffer_bytes for route in routes)
     if not _is_sharded(cluster) and cluster.data > 1:
@@ -164,7 +163,11 @@ def _pieces_by_rank(
     wholes: Mapping[str, tuple[int, ...]],
     own_by_tensor_rank: Sequence[Sequence[ParameterShape]],
 ) -> list[Pieces]:
-    """Return the masters that each rank of the stage serves: equal runs, or equal parts of each."""
+    """Return the masters that each rank of the stage serves.
+
+    Equal parts of each parameter (ZeRO-3), equal runs of all of them in the model's order, whatever
+    the fragments (ZeRO-1 and 2), or equal runs of every fragment.
+    """
     found: list[Pieces] = []
     served: set[str] = set()
     for own in own_by_tensor_rank:
@@ -172,7 +175,8 @@ def _pieces_by_rank(
         served |= names
         for rank in range(cluster.data):
             pieces: dict[str, tuple[tuple[int, ...], int]] = {}
-            for fragment in assignment:
+            rows = [list(wholes)] if cluster.zero_stage in (1, 2) else assignment
+            for fragment in rows:
                 mine = [n for n in fragment if n in names]
                 if cluster.zero_stage == 3:
                     for name in mine:
@@ -208,10 +212,16 @@ def _routes(
     compression = config.method.compression
     if not compression.needs_whole_matrices:
         layouts, rank = [layouts[rank]], 0
-    return [
-        Redistribution([fs[i] for fs in layouts], rank, compression.takes, torch.device("meta"))
-        for i in range(len(layouts[0]))
-    ]
+    return plan_redistribution(layouts, rank, compression.takes, torch.device("meta"))
+
+
+def _largest(config: DsxConfig, layouts: Sequence[Sequence[Fragment]]) -> int:
+    """Return the rank with the most to send; of equal ones, with the largest fragment."""
+    sizes = [[fragment.numel for fragment in fragments] for fragments in layouts]
+    sent = [sum(own) for own in sizes]
+    if config.method.compression.needs_whole_matrices:
+        _, sent = share_out(layouts, config.method.compression.takes)
+    return max(range(len(layouts)), key=lambda rank: (sent[rank], max(sizes[rank])))
 
 
 def _launched_together(config: DsxConfig, fragments: Sequence[Fragment]) -> int:

@@ -8,12 +8,12 @@ those of the whole matrix, whatever the shards. What stays where it is (vectors,
 matrices) is not moved.
 
 Both ways are collective over the ranks of the cluster, and every rank plans the same from all
-ranks' layouts.
+ranks' layouts. Matrices are shared out so that the ranks' sums over all fragments come out alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -43,10 +43,9 @@ class Redistribution:
         self,
         layouts: Sequence[Fragment],
         rank: int,
-        takes: Callable[[Slot], bool],
+        owners: Mapping[str, int],
         device: torch.device,
     ) -> None:
-        owners = _owners(layouts, takes)
         wires = [_wire_layout(layout, r, owners) for r, layout in enumerate(layouts)]
         own = layouts[rank]
         self.wire = Fragment(own.id, own.stage, wires[rank])
@@ -94,27 +93,54 @@ class Redistribution:
             _unpack(buffer, [(m.home_offset, m.numel) for m in moves], out)
 
 
-def _owners(layouts: Sequence[Fragment], takes: Callable[[Slot], bool]) -> dict[str, int]:
-    """Return the rank of each split matrix that is wanted whole.
+def plan_redistribution(
+    layouts: Sequence[Sequence[Fragment]],
+    rank: int,
+    takes: Callable[[Slot], bool],
+    device: torch.device,
+) -> list[Redistribution]:
+    """Return a rank's part in every fragment; `layouts` are all ranks' fragments."""
+    owners, _ = share_out(layouts, takes)
+    return [
+        Redistribution([fragments[index] for fragments in layouts], rank, of_fragment, device)
+        for index, of_fragment in enumerate(owners)
+    ]
 
-    The largest first, to the rank that then has the least to keep and to be sent; of equal ones
-    (under ZeRO-3 all are) others in every fragment, or the first ranks would own every matrix.
+
+def share_out(
+    layouts: Sequence[Sequence[Fragment]], takes: Callable[[Slot], bool]
+) -> tuple[list[dict[str, int]], list[int]]:
+    """Return the rank of each split matrix by fragment, and each rank's elements on the wire."""
+    load = [0] * len(layouts)
+    owners = [
+        _own([fragments[index] for fragments in layouts], takes, load)
+        for index in range(len(layouts[0]))
+    ]
+    return owners, load
+
+
+def _own(
+    layouts: Sequence[Fragment], takes: Callable[[Slot], bool], load: list[int]
+) -> dict[str, int]:
+    """Return the rank of each split matrix that is wanted whole; adds to `load` in place.
+
+    The largest first, to the rank that then has the least to keep and to be sent, with what it has
+    of the fragments before: else the same ranks would own the largest of every fragment.
     """
     held: dict[str, dict[int, int]] = {}
-    load = [layout.numel for layout in layouts]
     for rank, layout in enumerate(layouts):
+        load[rank] += layout.numel
         for slot in layout.layout:
             if slot.numel and not slot.is_whole and takes(_whole(slot)):
                 held.setdefault(slot.name, {})[rank] = slot.numel
                 load[rank] -= slot.numel
-    first = layouts[0].id * len(held)
     owners: dict[str, int] = {}
     for name in sorted(held, key=lambda n: (-sum(held[n].values()), n)):
         ranks, numel = held[name], sum(held[name].values())
 
-        def cost(rank: int, numel: int = numel, ranks: dict[int, int] = ranks) -> tuple[int, int]:
+        def cost(rank: int, numel: int = numel, ranks: dict[int, int] = ranks) -> int:
             moved = numel - ranks[rank]
-            return load[rank] + numel + moved, (rank - first) % len(layouts)
+            return load[rank] + numel + moved
 
         owners[name] = min(ranks, key=cost)
         load[owners[name]] += numel
@@ -125,7 +151,7 @@ def _whole(slot: Slot) -> Slot:
     return replace(slot, shape=slot.whole, offset=0, start=0)
 
 
-def _wire_layout(layout: Fragment, rank: int, owners: dict[str, int]) -> tuple[Slot, ...]:
+def _wire_layout(layout: Fragment, rank: int, owners: Mapping[str, int]) -> tuple[Slot, ...]:
     """Return what a rank sends: its slots, with split matrices whole where it is their rank."""
     slots = [
         _whole(slot) if slot.name in owners else slot
@@ -146,7 +172,7 @@ def _kept(own: Fragment, wire: Sequence[Slot]) -> list[tuple[int, int, int]]:
 
 
 def _moves(
-    rank: int, layout: Fragment, owners: dict[str, int], wires: Sequence[tuple[Slot, ...]]
+    rank: int, layout: Fragment, owners: Mapping[str, int], wires: Sequence[tuple[Slot, ...]]
 ) -> list[Move]:
     """Return where the pieces of one rank go, its own pieces of its own matrices included."""
     found: list[Move] = []

@@ -7,7 +7,7 @@ import warnings
 
 from dsx.backends.base import Backend
 from dsx.method import Method, SettingWarning
-from dsx.redistribution import Redistribution
+from dsx.redistribution import Redistribution, plan_redistribution
 from dsx.types import Slot
 
 logger = logging.getLogger(__name__)
@@ -18,15 +18,7 @@ def plan_routes(method: Method, backend: Backend) -> list[Redistribution]:
     layouts, rank = [backend.fragments], 0
     if method.compression.needs_whole_matrices:
         layouts, rank = backend.cluster_layouts()
-    return [
-        Redistribution(
-            [fragments[index] for fragments in layouts],
-            rank,
-            method.compression.takes,
-            backend.device,
-        )
-        for index in range(len(backend.fragments))
-    ]
+    return plan_redistribution(layouts, rank, method.compression.takes, backend.device)
 
 
 def factored(method: Method, backend: Backend) -> list[tuple[list[str], list[str]]]:

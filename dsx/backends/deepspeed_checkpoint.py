@@ -63,11 +63,10 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
-        unfinished = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
+        begun = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
         state = {**mark_replicas(engine), **(client_state or {})}
-        base = str(directory)
-        result = save_checkpoint(base, unfinished, state, False, exclude_frozen_parameters)
-        handle.save(directory / unfinished)
+        result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
+        handle.save(directory / begun)
         _complete(engine, handle, world, directory, tag)
         if world.rank == 0 and save_latest:
             write_durably(directory / "latest", tag)

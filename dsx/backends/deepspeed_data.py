@@ -48,6 +48,8 @@ class ResumedSampler:
         return len(self._sampler)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":  # not there yet, in a copy
+            raise AttributeError(name)
         return getattr(self._sampler, name)  # set_epoch, and what else it has
 
 
@@ -83,6 +85,8 @@ class ResumableLoader:
         return len(self._loader)
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # not there yet, in a copy
+            raise AttributeError(name)
         return getattr(self._loader, name)
 
     def go_to(self, consumed: int) -> None:

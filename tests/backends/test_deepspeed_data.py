@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from dsx.backends.deepspeed_data import cut_training_data
+from dsx.backends.deepspeed_data import ResumedSampler, cut_training_data
 from tests.backends.engines import ds_config, quiet
 from tests.backends.test_deepspeed_resharding import end
 from tests.distributed import run_distributed
@@ -123,3 +124,9 @@ def test_clusters_read_apart_and_a_resume_reads_on(tmp_path: Path) -> None:
 def test_data_without_a_length_is_refused() -> None:
     with pytest.raises(ValueError, match=r"training_data=Stream has no length, .* loader of your"):
         cut_training_data(Stream(), 0, 2)
+
+
+def test_a_sampler_can_be_copied() -> None:
+    other = copy.copy(ResumedSampler(range(3)))
+    other.skipped = 1
+    assert list(other) == [1, 2]

@@ -211,3 +211,16 @@ def test_the_stages_of_a_pipeline_take_one_interval(schedule: str, expected: int
     assert launches == (
         [[20, 40, 54], [30, 50]] if schedule == "streaming" else [[20, 40, 50, 60]] * 2
     )
+
+
+def test_a_stage_waits_for_the_others_before_their_first_meeting_too() -> None:
+    """A window that ends before it must not move this stage's H alone, nor be lost."""
+    control = {"rank": 4, "min_rank": 1, "max_rank": 8, "min_interval": 2, "window": 1}
+    axes = {"schedule": {"type": "streaming", "interval": 20}, "control": control}
+    method = preset("dilocox", fragments={"by": "layer", "num_fragments": 1}, **axes)
+    backend: Any = StageOfTwo(Stage(0, 2), [], threading.Barrier(2))
+    history = History(1, [10], step=41, transfer_seconds=[4.0], step_seconds=1.0)
+    Agreement(method, backend, 0).end_boundary(history)
+    method.control.decide([1.0] * 9, method.knobs, method.knobs, history)
+    assert method.control.knobs(method.knobs, history).interval == 20
+    assert history.decisions["is_ripe"] and history.next_settling == 60

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from dsx.fragment import lay_out
-from dsx.redistribution import Redistribution
+from dsx.redistribution import Redistribution, plan_redistribution, share_out
 from dsx.types import Fragment, Slot
 
 WHOLES = {"a": (40, 30), "b": (1200,), "c": (50, 64), "embed": (40, 40), "d": (5, 7)}
@@ -45,7 +44,7 @@ def takes(slot: Slot) -> bool:
 def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int]) -> None:
     layouts = shards(cuts)
     values = {n: torch.randn(shape) for n, shape in WHOLES.items()}
-    routes = [Redistribution(layouts, r, takes, torch.device("cpu")) for r in range(len(layouts))]
+    routes = [plan([[own] for own in layouts], r)[0] for r in range(len(layouts))]
     own = [flat(layout, values) for layout in layouts]
     wires = [torch.full((route.wire.numel,), torch.nan) for route in routes]
     swapped = run_together(
@@ -67,27 +66,37 @@ def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 16])
-def test_no_rank_owns_every_matrix_where_all_hold_equal_parts(num_ranks: int) -> None:
-    """Parameters cut evenly over all ranks, as ZeRO-3 does: a layer of 6 matrices per fragment."""
-    num_layers, numel = 24, 64 * 48
-    total = [0] * num_ranks
-    for layer in range(num_layers):
-        names = [f"{layer}.{i}" for i in range(6)]
-        wholes = dict.fromkeys(names, (64, 48))
-        size = -(-numel // num_ranks)
-        layouts: list[Fragment] = []
-        for rank in range(num_ranks):
-            part = min(size, numel - rank * size)
-            pieces = {name: ((part,), rank * size) for name in names}
-            layouts.append(replace(lay_out([names], pieces, wholes)[0], id=layer))
-        wires = [
-            Redistribution(layouts, rank, takes, torch.device("cpu")).wire.numel
-            for rank in range(num_ranks)
-        ]
-        assert sum(wires) == 6 * numel
-        assert max(wires) <= -(-6 // num_ranks) * numel
-        total = [a + b for a, b in zip(total, wires, strict=True)]
-    assert max(total) <= 1.2 * sum(total) / num_ranks
+@pytest.mark.parametrize("widths", [(48,) * 6, (72, 36, 8, 6)], ids=["equal", "as in a layer"])
+@pytest.mark.parametrize("layers_per_fragment", [1, 4])
+def test_ranks_own_alike_where_all_hold_equal_parts(
+    num_ranks: int, widths: tuple[int, ...], layers_per_fragment: int
+) -> None:
+    """Parameters cut evenly over all ranks, as ZeRO-3 does."""
+    num_layers = 24
+    wholes = {f"{n}.{i}": (64, w) for n in range(num_layers) for i, w in enumerate(widths)}
+    names = list(wholes)
+    size = layers_per_fragment * len(widths)
+    assignment = [names[i : i + size] for i in range(0, len(names), size)]
+    layouts = [lay_out(assignment, evenly(wholes, r, num_ranks), wholes) for r in range(num_ranks)]
+    _, sent = share_out(layouts, takes)
+    assert sent == [sum(r.wire.numel for r in plan(layouts, rank)) for rank in range(num_ranks)]
+    assert sum(sent) == num_layers * 64 * sum(widths)
+    assert max(sent) - min(sent) <= 64 * max(widths)
+
+
+def evenly(
+    wholes: Mapping[str, tuple[int, ...]], rank: int, num_ranks: int
+) -> dict[str, tuple[tuple[int, ...], int]]:
+    pieces: dict[str, tuple[tuple[int, ...], int]] = {}
+    for name, (rows, columns) in wholes.items():
+        run = -(-rows * columns // num_ranks)
+        first, last = rank * run, min((rank + 1) * run, rows * columns)
+        pieces[name] = ((last - first,), first)
+    return pieces
+
+
+def plan(layouts: Sequence[Sequence[Fragment]], rank: int) -> list[Redistribution]:
+    return plan_redistribution(layouts, rank, takes, torch.device("cpu"))
 
 
 def flat(layout: Fragment, values: dict[str, Tensor]) -> Tensor:
