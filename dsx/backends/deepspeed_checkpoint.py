@@ -65,16 +65,14 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         directory = cluster_directory(save_dir, world.cluster_id)
         unfinished = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
         state = {**mark_replicas(engine), **(client_state or {})}
-        result = save_checkpoint(
-            str(directory), unfinished, state, False, exclude_frozen_parameters
-        )
+        saved = save_checkpoint(str(directory), unfinished, state, False, exclude_frozen_parameters)
         handle.save(directory / unfinished)
         _complete(engine, handle, world, directory, tag)
         if world.rank == 0 and save_latest:
             write_durably(directory / "latest", tag)
         dist.barrier()
         handle.saved(directory / tag)
-        return result
+        return saved
 
     def load(
         load_dir: str,

@@ -33,6 +33,8 @@ LAYERS = [
         "guard",
         "line",
         "redistribution",
+        "gpt_shapes",
+        "inner_memory",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
@@ -58,10 +60,10 @@ LAYERS = [
         "stop",
         "last_comparison",
     ],
-    ["config", "flags", "simulate"],
+    ["config", "flags", "simulate", "memory_plan"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attach"],
-    ["", "cli", "bench", "export_command", "megatron"],
+    ["", "cli", "bench", "export_command", "memory_command", "megatron"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 
