@@ -107,6 +107,8 @@ def plan_stage(
         in_cluster,
     )
     held = max(sum(p.numel for p in own) for own in own_by_tensor_rank)
+    if model.is_tied and 0 < stage.index == stage.count - 1:  # a copy, which is not synchronised
+        held += model.vocabulary * model.hidden // cluster.tensor
     is_on_host = config.state.device == "host"
     launched = _launched_together(config, layouts[rank])
     return RankMemory(

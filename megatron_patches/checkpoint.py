@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from dsx.backends.megatron_checkpoint import save_outer_state
-
 from megatron_patches import probe
 from megatron_patches.run import Run
 
@@ -40,13 +39,14 @@ def patch(run: Run) -> None:
     training.save_checkpoint = save_checkpoint
 
 
-def claim_directory(run: Run, directory: str) -> None:
+def claim_directory(run: Run, directory: str | None) -> None:
     """Make sure that no other cluster saves to the same directory. Collective over all clusters.
 
-    Each names its own with `{cluster_id}`, as in `--save checkpoints/{cluster_id}`.
+    Each names its own with `{cluster_id}`, as in `--save checkpoints/{cluster_id}`; None: a run
+    that saves nothing.
     """
     trouble = None
-    if run.world.rank == 0:
+    if directory is not None and run.world.rank == 0:
         path = Path(directory) / "dsx" / _OWNER
         path.parent.mkdir(parents=True, exist_ok=True)
         own = str(run.world.cluster_id)

@@ -16,12 +16,11 @@ from megatron_patches import probe
 from megatron_patches.checkpoint import claim_directory
 from megatron_patches.run import Run
 
-_REFUSED = {
-    "hybrid_context_parallel": "its sampler is not split between clusters yet",
-    "non_persistent_save_interval": "outer state is saved with persistent checkpoints only",
-    "rampup_batch_size": "samples are counted per cluster with one batch size only",
-}
-_EQUAL = ("global_batch_size", "micro_batch_size", "seq_length", "train_iters", "train_samples")
+_EQUAL = (
+    "global_batch_size", "micro_batch_size", "seq_length", "train_iters", "train_samples",
+    "seed",  # of the order of samples, of which every cluster takes its part
+    "save_interval", "exit_interval", "iterations_to_skip",
+)  # fmt: skip
 
 
 def patch(run: Run) -> None:
@@ -31,7 +30,7 @@ def patch(run: Run) -> None:
 
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        _refuse(probe.arguments_in_force())
+        refuse_arguments(probe.arguments_in_force())
         made = original(*args, **kwargs)
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], list)):
             raise probe.UnknownMegatron(
@@ -48,8 +47,8 @@ def patch(run: Run) -> None:
 
 def _attach(run: Run, model: Any, optimizer: Any) -> None:
     arguments = probe.arguments_in_force()
-    if arguments.save:
-        claim_directory(run, arguments.save)
+    claim_directory(run, arguments.save)
+    _require_same_start(run, arguments)
     facts = {name: getattr(arguments, name, None) for name in _EQUAL}
     resume = (arguments.load, arguments.iteration) if arguments.iteration else None
     run.handle = attach_megatron(
@@ -64,9 +63,12 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
     )
 
 
-def _refuse(arguments: Any) -> None:
-    refuse_arguments(arguments)
-    for name, reason in _REFUSED.items():
-        if getattr(arguments, name, None):
-            flag = "--" + name.replace("_", "-")
-            raise ValueError(f"{flag} does not work with dsx: {reason}; leave it out")
+def _require_same_start(run: Run, arguments: Any) -> None:
+    """Refuse, in all clusters, that some go on from a checkpoint and others start anew."""
+    iterations = run.world.rendezvous.gather("loaded iteration", arguments.iteration)
+    if 0 < iterations.count(0) < len(iterations):
+        loaded = ", ".join(f"cluster {m}: {i or 'none'}" for m, i in enumerate(iterations))
+        raise ValueError(
+            f"some clusters have loaded a checkpoint and others none (iterations: {loaded}); give "
+            "every cluster a --load of its own that holds the same iteration, or none"
+        )

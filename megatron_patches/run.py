@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,9 +24,11 @@ class Run:
 
     @classmethod
     def join(cls, arguments: Sequence[str]) -> Run:
-        """Read the flags and meet the other clusters."""
+        """Read the flags and meet the other clusters; in values, too, `{cluster_id}` is filled."""
         block = block_of_flags(arguments)
-        return cls(block, load_config(block), init_distributed(block))
+        world = init_distributed(block)
+        block = json.loads(json.dumps(block).replace("{cluster_id}", str(world.cluster_id)))
+        return cls(block, load_config(block), world)
 
     def tell(self, text: str) -> None:
         """Print a line, on the cluster's first rank."""

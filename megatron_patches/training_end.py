@@ -23,7 +23,11 @@ def patch(run: Run) -> None:
     train = probe.function(training, "train")
     decide = probe.function(training, "checkpoint_and_decide_exit", ["iteration"])
     signals = probe.function(training, "get_signal_handler")
-    watch = _Watch(run)
+    if not hasattr(training, "_TRAIN_START_TIME"):
+        raise probe.UnknownMegatron(
+            f"{training.__name__} has no _TRAIN_START_TIME; checked: {probe.CHECKED}"
+        )
+    watch = _Watch(run, training)
 
     @functools.wraps(train)
     def train_and_finish(*args: Any, **kwargs: Any) -> Any:
@@ -58,21 +62,22 @@ def patch(run: Run) -> None:
 class _Watch:
     """Looks after one rank's training from step to step."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: Run, training: Any) -> None:
         self._run = run
-        self._begin = self._logged = time.monotonic()
+        self._training = training
+        self._logged = time.monotonic()
         self._blocked = 0.0
 
     def begin(self) -> None:
-        """Start the clock."""
-        self._begin = self._logged = time.monotonic()
+        """Start the clock of what is logged; that of --exit-duration-in-mins is Megatron's own."""
+        self._logged = time.monotonic()
 
     def pass_iteration(self, iteration: int, arguments: Any, signals: Any) -> None:
         """Ask for a stop where this cluster wants one, and make the loop exit at an agreed one."""
         handle = self._run.handle
         assert handle is not None
         minutes = arguments.exit_duration_in_mins
-        if minutes and time.monotonic() - self._begin > 60 * minutes:
+        if minutes and time.time() - self._training._TRAIN_START_TIME > 60 * minutes:
             handle.request_stop(f"--exit-duration-in-mins {minutes}")
         if arguments.exit_signal_handler and any(signals().signals_received()):
             handle.request_stop("a signal")

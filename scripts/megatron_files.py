@@ -15,6 +15,8 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from torch import Tensor
 
+from dsx.tags import write_durably
+
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -30,7 +32,7 @@ def save_checkpoint(
     dist_checkpointing.save(state, str(path))
     dist.barrier()
     if dist.get_rank() == 0:
-        (directory / TRACKER).write_text(str(iteration))
+        write_durably(directory / TRACKER, str(iteration))
     dist.barrier()
 
 

@@ -75,7 +75,13 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         )
     base = _outer(directory)
     found = handle.gather(tags_within_reach(base, world.cluster_id))
-    source, tag = common_tag(found, base, _tag(iteration))[world.cluster_id]
+    try:
+        source, tag = common_tag(found, base, _tag(iteration))[world.cluster_id]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; to begin outer training from weights of Megatron alone, leave resume out "
+            "(with Megatron-LM's own loading: --finetune)"
+        ) from None
     path = cluster_directory(base, source) / tag
     saved = _open(handle, path)
     handle.load(

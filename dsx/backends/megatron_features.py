@@ -37,12 +37,18 @@ def refuse_arguments(arguments: Any) -> None:
 
     `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
     """
+    one_size = "samples are counted per cluster with one batch size; use --global-batch-size"
     reasons = {
         "optimizer_cuda_graph": "it would capture the outer step; leave it out",
         "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
         "use_torch_fsdp2": "use the distributed optimizer",
         "use_megatron_fsdp": "use the distributed optimizer",
-        "skip_train": "there is nothing to synchronise",
+        "use_custom_fsdp": "use the distributed optimizer",
+        "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
+        "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
+        "rampup_batch_size": one_size,
+        "step_batch_size_schedule": one_size,
+        "skip_train": "there is nothing to synchronise; start the script without dsx",
     }
     given = {name: getattr(arguments, name, None) for name in reasons}
     _refuse({_flag(name): reasons[name] for name, value in given.items() if value})

@@ -129,7 +129,8 @@ class Rendezvous:
         self._exchanges += 1
         prefix = f"gather/{self._exchanges}"
         if self._place.rank == 0:
-            self._store.set(f"{prefix}/{self._place.cluster_id}", json.dumps(value))
+            own = f"{prefix}/{self._place.cluster_id}"
+            self._call(name, lambda: self._store.set(own, json.dumps(value)))
         readers = self._place.num_clusters * self._place.world_size
         return [json.loads(v) for v in self._read(prefix, name, readers)]
 
@@ -141,7 +142,8 @@ class Rendezvous:
         self._exchanges += 1
         prefix = f"compare/{self._exchanges}/{self._place.rank}"
         packed = zlib.compress(json.dumps(value).encode())
-        self._store.set(f"{prefix}/{self._place.cluster_id}", packed.hex())
+        own = f"{prefix}/{self._place.cluster_id}"
+        self._call(name, lambda: self._store.set(own, packed.hex()))
         packets = self._read(prefix, name, self._place.num_clusters)
         return [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
 

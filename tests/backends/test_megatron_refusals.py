@@ -36,7 +36,11 @@ OPTIMIZER = {
     "reuse_grad_buf_for_mxfp8_param_ag": True,
     "optimizer": "dist_muon",
 }
-ARGUMENTS = ("optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp")
+ARGUMENTS = (
+    "optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp",
+    "use_custom_fsdp", "hybrid_context_parallel", "non_persistent_save_interval",
+    "rampup_batch_size", "step_batch_size_schedule", "skip_train",
+)  # fmt: skip
 TYPES = ("LayerWiseDistributedOptimizer", "TensorParallelMuon", "HybridDeviceOptimizer")
 
 

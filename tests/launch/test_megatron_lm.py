@@ -192,7 +192,7 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
         (
             ["--save", "{tmp}/{cluster_id}", "--save-interval", "4"]
             + ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"],
-            "--non-persistent-save-interval does not work with dsx",
+            "dsx does not serve --non-persistent-save-interval of Megatron",
         ),
         (
             ["--save", "{tmp}/same", "--save-interval", "4"],

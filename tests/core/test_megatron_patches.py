@@ -1,0 +1,131 @@
+"""The wraps around Megatron's training loop, on stand-ins of its shape: no tree is needed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_patches import data, probe, training_end
+
+TOTAL, MICRO_BATCH, RANKS, CLUSTERS = 48, 2, 2, 3
+
+
+class MegatronPretrainingSampler:
+    """Megatron's own, shortened."""
+
+    def __init__(
+        self,
+        total_samples: int,
+        consumed_samples: int,
+        micro_batch_size: int,
+        data_parallel_rank: int,
+        data_parallel_size: int,
+    ) -> None:
+        self.range = range(consumed_samples, total_samples)
+        self.size, self.rank = micro_batch_size, data_parallel_rank
+        self.whole = micro_batch_size * data_parallel_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for first in range(0, len(self.range) - self.whole + 1, self.whole):
+            start = first + self.rank * self.size
+            yield list(self.range[start : start + self.size])
+
+
+class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
+    """Of the same parameters."""
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, cluster: int) -> tuple[Any, Any]:
+    """Return the sampler and the training module as a cluster's processes have them."""
+    kinds = (MegatronPretrainingSampler, MegatronPretrainingRandomSampler)
+    copies = {kind.__name__: type(kind.__name__, (kind,), {}) for kind in kinds}
+    for copy in copies.values():
+        copy.__init__ = MegatronPretrainingSampler.__init__
+    samplers = SimpleNamespace(__name__="data_samplers", **copies)
+    training = SimpleNamespace(
+        __name__="training", get_train_valid_test_num_samples=lambda: (TOTAL, None, 0)
+    )
+    monkeypatch.setattr(probe, "module", lambda new, old: samplers)  # pyright: ignore
+    monkeypatch.setattr(probe, "training", lambda: training)
+    run: Any = SimpleNamespace(world=SimpleNamespace(num_clusters=CLUSTERS, cluster_id=cluster))
+    data.patch(run)
+    return samplers.MegatronPretrainingSampler, training
+
+
+def test_clusters_read_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    for cluster in range(CLUSTERS):
+        kind, training = patched(monkeypatch, cluster)
+        assert training.get_train_valid_test_num_samples() == (CLUSTERS * TOTAL, None, 0)
+        for rank in range(RANKS):
+            batches = list(kind(TOTAL, 0, MICRO_BATCH, rank, RANKS))
+            consumed = 2 * MICRO_BATCH * RANKS  # of this cluster, after two batches
+            assert list(kind(TOTAL, consumed, MICRO_BATCH, rank, RANKS)) == batches[2:]
+            assert list(kind(TOTAL, consumed, MICRO_BATCH, rank, data_parallel_size=RANKS))
+            read += [sample for batch in batches for sample in batch]
+    assert sorted(read) == list(range(TOTAL))
+
+
+def test_another_shape_is_refused() -> None:
+    def train(forward_step: Any) -> None: ...
+
+    owner = SimpleNamespace(__name__="training", train=train)
+    assert probe.function(owner, "train", ["forward_step"])
+    with pytest.raises(probe.UnknownMegatron, match=r"training has no setup.*; checked: "):
+        probe.function(owner, "setup")
+    with pytest.raises(probe.UnknownMegatron, match=r"takes \(forward_step\) and not iteration"):
+        probe.function(owner, "train", ["iteration"])
+    with pytest.raises(probe.UnknownMegatron, match="first on PYTHONPATH"):
+        probe.module("no_such_module.training")
+
+
+class Handle:
+    """What the end of training asks of a handle."""
+
+    step = 4
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.is_due = False
+
+    def request_stop(self, reason: str) -> None:
+        self.asked.append(reason)
+
+    def should_stop(self) -> bool:
+        return self.is_due
+
+
+@pytest.mark.parametrize(("minutes", "asks"), [(1, True), (3, False), (None, False)])
+def test_a_time_limit_asks_all_clusters(
+    monkeypatch: pytest.MonkeyPatch, minutes: int | None, asks: bool
+) -> None:
+    own = {"exit_duration_in_mins": minutes, "exit_signal_handler": True}
+    arguments = SimpleNamespace(**own, exit_interval=None, log_interval=100)
+    seen: list[Any] = []
+
+    def decide(model: Any, optimizer: Any, scheduler: Any, iteration: int) -> bool:
+        seen.append((arguments.exit_duration_in_mins, arguments.exit_signal_handler))
+        return bool(arguments.exit_interval) and iteration % arguments.exit_interval == 0
+
+    training = SimpleNamespace(
+        __name__="training",
+        _TRAIN_START_TIME=time.time() - 90,
+        train=lambda: None,
+        checkpoint_and_decide_exit=decide,
+        get_signal_handler=lambda: SimpleNamespace(signals_received=lambda: [False]),
+    )
+    monkeypatch.setattr(probe, "training", lambda: training)
+    monkeypatch.setattr(probe, "arguments_in_force", lambda: arguments)
+    handle = Handle()
+    run: Any = SimpleNamespace(handle=handle)
+    training_end.patch(run)
+    assert training.checkpoint_and_decide_exit(None, None, None, 4) is False
+    assert bool(handle.asked) == asks
+    assert seen == [(None, False)]  # one cluster alone does not leave
+    assert vars(arguments) | own == vars(arguments)
+    handle.is_due = True
+    assert training.checkpoint_and_decide_exit(None, None, None, 5) is True
