@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-CHECKED = "Megatron-LM core_v0.12.0 to core_v0.19.0 and main of August 2026"
+CHECKED = "Megatron-LM core_v0.12.0, core_v0.16.1, core_v0.19.0 and main of August 2026"
 
 
 class UnknownMegatron(RuntimeError):

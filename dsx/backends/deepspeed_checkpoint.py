@@ -65,14 +65,15 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         directory = cluster_directory(save_dir, world.cluster_id)
         unfinished = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
         state = {**mark_replicas(engine), **(client_state or {})}
-        saved = save_checkpoint(str(directory), unfinished, state, False, exclude_frozen_parameters)
+        base = str(directory)
+        result = save_checkpoint(base, unfinished, state, False, exclude_frozen_parameters)
         handle.save(directory / unfinished)
         _complete(engine, handle, world, directory, tag)
         if world.rank == 0 and save_latest:
             write_durably(directory / "latest", tag)
         dist.barrier()
         handle.saved(directory / tag)
-        return saved
+        return result
 
     def load(
         load_dir: str,
@@ -135,6 +136,7 @@ def _describe_module(engine: Any) -> dict[str, Any]:
     return {
         "aliases": {name: first for aliases, _ in everyone for name, first in aliases.items()},
         "buffers": sorted({name for _, names in everyone for name in names}),
+        "zero_stage": engine.zero_optimization_stage(),
         **describe_layers(engine),
     }
 
@@ -150,13 +152,10 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
     dist.all_gather_object(everyone, own_cut(handle.loop))
     ours = {name: place for stage in everyone for name, place in stage.items()}
     is_recut = is_cut_anew(saved, saved_cut(saved), ours)
-    was_sharded, is_sharded = (
-        any(saved.directory.glob("zero_*_optim_states.pt")),
-        bool(engine.zero_optimization()),
-    )
-    if was_sharded != is_sharded:
+    zero_stage = json.loads((saved.directory / MODULE_FACTS).read_text())["zero_stage"]
+    if zero_stage != engine.zero_optimization_stage():
         raise ValueError(
-            f"{saved.directory} was saved by a pipeline with ZeRO-{int(was_sharded)}, and this one "
+            f"{saved.directory} was saved by a pipeline with ZeRO-{zero_stage}, and this one "
             f"has zero_optimization.stage={engine.zero_optimization_stage()}: DeepSpeed converts "
             "nothing between them; keep the stage, or export the model (dsx export) and start "
             "from it"

@@ -43,6 +43,7 @@ def build(
     kind: Kind, block: dict[str, Any], num_stages: int, num_clusters: int = 2, **changes: Any
 ) -> Any:
     config = {**ds_config(kind.stage, kind.precision, "diloco"), **changes}
+    dsx.types.SMALL_NUMEL = 16  # weights of 36 elements are coded, too
     clusters = {"num_clusters": num_clusters, "deadline_seconds": 30}
     config["dsx"] = {**block, "clusters": clusters}
     if dsx.comm.world.current_world() is None:
@@ -179,7 +180,8 @@ def check(
         kept = first.get(result[name]["cluster"], first[0])[name]["state"]
         now = result[name]["state"]
         assert result[name]["step"] == STOP
-        assert {"anchor", "momentum"} <= kept.keys()
+        assert {"anchor", "momentum"} <= kept.keys() == now.keys()
+        assert ("residual" in kept) == (name == "coded")
         for buffer in kept:
             if buffer != "residual" or not is_other_number:
                 assert now[buffer] == kept[buffer], buffer
