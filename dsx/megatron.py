@@ -16,9 +16,7 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from dsx.comm.base import PeerLost
 from dsx.comm.world import current_world
-from dsx.config import ConfigError
 
 _USAGE = "usage: python -m dsx.megatron SCRIPT [--dsx-... VALUE] [Megatron's flags]"
 
@@ -36,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.argv = [script, *rest]
     try:
         _apply()
-    except (ConfigError, PeerLost) as error:
+    except (ValueError, RuntimeError) as error:  # of flags, of clusters, of the tree
         sys.exit(f"dsx.megatron: {error}")
     world = current_world()
     if world is not None:

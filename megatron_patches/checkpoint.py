@@ -66,9 +66,12 @@ def claim_directory(run: Run, directory: str | None) -> None:
 
 
 def _delete_what_megatron_has(directory: Path, cluster_id: int, iteration: int) -> None:
-    """Delete the outer state of iterations that have no checkpoint of Megatron's any more."""
+    """Delete the outer state of iterations that have no checkpoint of Megatron's any more.
+
+    What an earlier iteration held before it was saved again goes, too.
+    """
     for state in (directory / "dsx" / f"cluster_{cluster_id}").glob("iter_*"):
-        number = state.name.removeprefix("iter_")
+        number = state.stem.removeprefix("iter_")
         is_older = number.isdigit() and int(number) < iteration
         if is_older and not (directory / state.name).exists():
             shutil.rmtree(state)

@@ -10,6 +10,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch.distributed as dist
+
 from dsx.attach import attach_megatron
 from dsx.backends.megatron_features import refuse_arguments
 from megatron_patches import probe
@@ -47,6 +49,7 @@ def patch(run: Run) -> None:
 
 def _attach(run: Run, model: Any, optimizer: Any) -> None:
     arguments = probe.arguments_in_force()
+    _require_backend(arguments.distributed_backend)
     claim_directory(run, arguments.save)
     _require_same_start(run, arguments)
     facts = {name: getattr(arguments, name, None) for name in _EQUAL}
@@ -61,6 +64,16 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
         f"{method.method.schedule.interval} steps, {len(run.handle.loop.backend.fragments)} "
         "fragment(s) on this stage"
     )
+
+
+def _require_backend(wanted: str) -> None:
+    """Raise ValueError if Megatron was told another backend than the cluster's world has."""
+    made = dist.get_backend()
+    if wanted != made:
+        raise ValueError(
+            f"--distributed-backend {wanted}, but this cluster's world runs on {made}, which dsx "
+            "chooses by the hardware (nccl where there is CUDA, else gloo); give that one"
+        )
 
 
 def _require_same_start(run: Run, arguments: Any) -> None:

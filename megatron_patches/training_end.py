@@ -1,9 +1,10 @@
 """The end of training, agreed between clusters; and a line on the way there.
 
-Wraps `train`, after which what is under way is applied (an early exit leaves it in the checkpoint),
-and `checkpoint_and_decide_exit`, which the loop calls after every step. A stop for
-`--exit-duration-in-mins` or a signal is one cluster's own: it is asked for, and all clusters stop
-at one later step, as if `--exit-interval` had named it, with a checkpoint.
+Wraps `checkpoint_and_decide_exit`, which the loop calls after every step. After the last one, and
+before its checkpoint, what is under way is applied: that checkpoint is of the finished model. A
+stop for `--exit-duration-in-mins` or a signal is one cluster's own: it is asked for, and all
+clusters stop at one later step, as if `--exit-interval` had named it, with a checkpoint that holds
+what is under way. Wraps `train`, which is left then by exiting.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def patch(run: Run) -> None:
         except SystemExit:
             watch.end_early()
             raise
-        watch.finish()
+        watch.finish()  # where no iteration was the last one, say none was to be taken
         return result
 
     @functools.wraps(decide)
@@ -67,6 +68,8 @@ class _Watch:
         self._training = training
         self._logged = time.monotonic()
         self._blocked = 0.0
+        self._is_finished = False
+        self._all_leave = False
 
     def begin(self) -> None:
         """Start the clock of what is logged; that of --exit-duration-in-mins is Megatron's own."""
@@ -83,14 +86,18 @@ class _Watch:
             handle.request_stop("a signal")
         if handle.should_stop():
             arguments.exit_interval = iteration
+        self._all_leave = bool(arguments.exit_interval) and not iteration % arguments.exit_interval
         if iteration % arguments.log_interval == 0:
             self._log(iteration)
+        if iteration >= arguments.train_iters:
+            self.finish()
 
     def finish(self) -> None:
-        """Apply what is under way, with all clusters."""
+        """Apply what is under way, with all clusters; once."""
         handle = self._run.handle
-        if handle is None:
+        if handle is None or self._is_finished:
             return
+        self._is_finished = True
         handle.finish()
         totals = handle.totals
         self._run.tell(
@@ -102,6 +109,8 @@ class _Watch:
     def end_early(self) -> None:
         """Release connections; what is under way is in the checkpoint, if one was saved."""
         if self._run.handle is not None:
+            if self._all_leave:  # none takes the meeting point away before all know
+                self._run.world.rendezvous.gather("exit", self._run.handle.step)
             self._run.handle.close()
 
     def _log(self, iteration: int) -> None:

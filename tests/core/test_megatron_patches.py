@@ -104,7 +104,7 @@ def test_a_time_limit_asks_all_clusters(
     monkeypatch: pytest.MonkeyPatch, minutes: int | None, asks: bool
 ) -> None:
     own = {"exit_duration_in_mins": minutes, "exit_signal_handler": True}
-    arguments = SimpleNamespace(**own, exit_interval=None, log_interval=100)
+    arguments = SimpleNamespace(**own, exit_interval=None, log_interval=100, train_iters=50)
     seen: list[Any] = []
 
     def decide(model: Any, optimizer: Any, scheduler: Any, iteration: int) -> bool:
@@ -129,3 +129,69 @@ def test_a_time_limit_asks_all_clusters(
     assert vars(arguments) | own == vars(arguments)
     handle.is_due = True
     assert training.checkpoint_and_decide_exit(None, None, None, 5) is True
+
+
+class EndingHandle(Handle):
+    """One that notes the order of what is asked of it."""
+
+    totals = SimpleNamespace(syncs=1, bytes_sent=0, wait_seconds=0.0)
+
+    def __init__(self, order: list[Any]) -> None:
+        super().__init__()
+        self._order = order
+
+    def finish(self) -> None:
+        self._order.append("finish")
+
+    def close(self) -> None:
+        self._order.append("close")
+
+
+def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int | None) -> Any:
+    """A training loop of six iterations, as Megatron's: it exits, or returns."""
+    arguments = SimpleNamespace(
+        exit_duration_in_mins=None, exit_signal_handler=False, exit_interval=exit_interval,
+        log_interval=100, train_iters=6,
+    )  # fmt: skip
+
+    def decide(model: Any, optimizer: Any, scheduler: Any, iteration: int) -> bool:
+        order.append(f"save {iteration}")
+        return bool(exit_interval) and iteration % exit_interval == 0
+
+    def train() -> None:
+        for iteration in range(1, 7):
+            if training.checkpoint_and_decide_exit(None, None, None, iteration):
+                raise SystemExit(0)
+
+    training: Any = SimpleNamespace(
+        __name__="training",
+        _TRAIN_START_TIME=time.time(),
+        train=train,
+        checkpoint_and_decide_exit=decide,
+        get_signal_handler=None,
+    )
+    training.get_signal_handler = lambda: None
+    monkeypatch.setattr(probe, "training", lambda: training)
+    monkeypatch.setattr(probe, "arguments_in_force", lambda: arguments)
+    monkeypatch.setattr(training_end.atexit, "register", lambda function: None)
+    rendezvous = SimpleNamespace(gather=lambda what, value: order.append(what))
+    run: Any = SimpleNamespace(
+        handle=EndingHandle(order),
+        world=SimpleNamespace(rendezvous=rendezvous),
+        tell=lambda text: None,
+    )
+    training_end.patch(run)
+    return training
+
+
+def test_the_last_checkpoint_is_of_the_finished_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    ending(monkeypatch, order, None).train()
+    assert order == [*(f"save {i}" for i in range(1, 6)), "finish", "save 6"]
+
+
+def test_clusters_that_exit_together_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[Any] = []
+    with pytest.raises(SystemExit):
+        ending(monkeypatch, order, 4).train()
+    assert order == [*(f"save {i}" for i in range(1, 5)), "exit", "close"]
