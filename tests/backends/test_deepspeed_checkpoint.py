@@ -91,7 +91,8 @@ def stop_and_resume_all(base: str, stops: tuple[int, ...]) -> list[dict[str, Any
     return [stop_and_resume(f"{base}/{index}", kind, stops) for index, kind in enumerate(RESUMED)]
 
 
-@pytest.mark.parametrize("stops", [(6, 8), pytest.param(PERIOD, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.slow  # test_deepspeed_resume.py resumes every preset; this one every kind of engine
+@pytest.mark.parametrize("stops", [(6, 8), PERIOD], ids=str)
 def test_resume_is_bit_for_bit(stops: tuple[int, ...], tmp_path: Path) -> None:
     for results in run_distributed(
         stop_and_resume_all, 4, str(tmp_path), stops, timeout_seconds=280

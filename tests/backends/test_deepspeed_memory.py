@@ -79,6 +79,7 @@ def ranks() -> list[list[dict[str, Any]]]:
     return run_distributed(all_held, 4, timeout_seconds=200)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_are_what_small_models_hold(
     kind: tuple[int, str], ranks: list[list[dict[str, Any]]]
