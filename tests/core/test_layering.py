@@ -61,7 +61,7 @@ LAYERS = [
     ["config", "flags", "simulate"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attach"],
-    ["", "cli", "bench", "export_command", "megatron"],
+    ["", "cli", "bench", "plan", "export_command", "megatron"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 
