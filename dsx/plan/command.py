@@ -109,7 +109,7 @@ def simulate(
         if gbps is not None:
             show.show_bandwidth(scenario, gbps, json, Console())
         else:
-            percents = show.read_targets(targets or show.DEFAULT_TARGETS)
+            percents = show.read_targets(show.DEFAULT_TARGETS if targets is None else targets)
             show.show_targets(scenario, percents, paper_grid, json, Console())
     except ValueError as error:
         typer.echo(f"dsx simulate: {error}", err=True)

@@ -54,13 +54,15 @@ def show_targets(
     title = "last point of the papers' grid below it" if is_paper_grid else "least bandwidth for it"
     table = Table("utilization", title=title, title_justify="left")
     table.add_column("Gbit/s", justify="right")
-    table.add_column("note")
+    has_notes = any(each.note for each in found)
+    if has_notes:
+        table.add_column("note")
     for target, each in zip(targets, found, strict=True):
         if each.gbps is None:
             number = "-"
         else:
             number = f"{each.gbps:.1f}" if is_paper_grid else f"{each.gbps:.4g}"
-        table.add_row(f"{target:g} %", number, each.note)
+        table.add_row(f"{target:g} %", number, *([each.note] if has_notes else []))
     console.print(table)
 
 
@@ -111,6 +113,7 @@ def _print_scenario(scenario: Scenario, console: Console) -> None:
         f"{compute.params:.4g} parameters, {compute.layers} layers, {compute.step_seconds:g} s of "
         f"compute per step; {wire.clusters} clusters",
         highlight=False,
+        soft_wrap=True,
     )
     how = {
         "data_parallel": "the whole model in every step",
@@ -121,7 +124,9 @@ def _print_scenario(scenario: Scenario, console: Console) -> None:
     steps = f"{sync.overlap_steps} step{'' if sync.overlap_steps == 1 else 's'}"
     hidden = f"behind {steps}" if sync.overlap_steps else "not overlapped with further steps"
     console.print(
-        f"{sync.method}: {how}, {wire.bits:g} bits per parameter, {hidden}", highlight=False
+        f"{sync.method}: {how}, {wire.bits:g} bits per parameter, {hidden}",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
