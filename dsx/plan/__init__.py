@@ -1,0 +1,1 @@
+"""What a run across slow links will do, computed before it is started: no torch, no network."""
