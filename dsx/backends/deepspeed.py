@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from dsx.backends.base import Masters
 from dsx.backends.deepspeed_features import refuse_unsupported
@@ -35,14 +34,15 @@ from dsx.backends.deepspeed_parameters import (
 )
 from dsx.backends.deepspeed_pipeline import find_ties, name_in_model, stage_of
 from dsx.backends.shares import Shares
+from dsx.backends.stage_backend import StageBackend
 from dsx.backends.stage_ranks import StageRanks, collective_device
 from dsx.backends.ties import Ties
 from dsx.fragment import Fragmenter, assign_stage
 from dsx.schedule.periodic import BackwardTrigger
-from dsx.types import Fragment, ParameterShape
+from dsx.types import ParameterShape
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(StageBackend):
     """One rank's masters inside a `DeepSpeedEngine`."""
 
     def __init__(
@@ -83,15 +83,6 @@ class DeepSpeedBackend:
         self._stepped: set[int] = set()
         self._is_passed = False
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy this rank's masters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
-
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite this rank's masters of a fragment, in place."""
-        self._masters.write(fragment, source)
-        self._written[fragment] = None
-
     def publish(self) -> None:
         """Copy masters to bit16 weights and gather them; collective in the cluster."""
         self._bring_together(range(len(self.fragments)))
@@ -102,40 +93,6 @@ class DeepSpeedBackend:
         """Return the first parameter group's rate."""
         return float(stepping_optimizer(self._engine).param_groups[0]["lr"])
 
-    @property
-    def buffer_bytes(self) -> int:
-        """Return what bringing shares together takes."""
-        return 0 if self._shares is None else self._shares.buffer_bytes
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Return this rank's place in its stage."""
-        return self._ranks.shard
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return the shards' sum in rank order."""
-        return self._ranks.sum_over_shards(values)
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the shards' values."""
-        return self._ranks.max_over_ranks(values)
-
-    def max_over_stages(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of all of the cluster's ranks, on the host."""
-        return self._ranks.max_over_stages(values)
-
-    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start finding the elementwise largest of the shards' values."""
-        return self._ranks.begin_max_over_ranks(values)
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        """Return every rank's fragments."""
-        return self._ranks.layouts(self.fragments)
-
-    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Exchange shards over the ranks of the stage."""
-        self._ranks.swap(outgoing, incoming)
-
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
         """Refuse: DeepSpeed reduces gradients in buckets, across layers, on its own schedule."""
         raise ValueError(
@@ -144,13 +101,6 @@ class DeepSpeedBackend:
             "delay.type='average' for layer-wise averaging at step boundaries, or plain PyTorch "
             "with dsx.attach(model, optimizer)"
         )
-
-    def end_inner_step(self) -> None:
-        """Nothing to do: the backward is DeepSpeed's own."""
-
-    def backward_seconds(self, fragment: int) -> float | None:
-        """Return None: the backward is DeepSpeed's own."""
-        return None
 
     def on_inner_step(self, callback: Callable[[], bool]) -> None:
         """Call back once per step boundary; it returns whether it wrote masters."""

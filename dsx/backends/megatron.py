@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch import Tensor
 
 from dsx.backends.base import Masters, Piece
 from dsx.backends.megatron_copies import TensorParallelCopies, find_ties
@@ -38,14 +37,15 @@ from dsx.backends.megatron_parameters import (
     stage_shapes,
 )
 from dsx.backends.shares import Shares
+from dsx.backends.stage_backend import StageBackend
 from dsx.backends.stage_ranks import StageRanks, collective_device
 from dsx.backends.ties import Ties
 from dsx.fragment import Fragmenter, assign_stage
 from dsx.schedule.periodic import BackwardTrigger
-from dsx.types import Fragment, Stage
+from dsx.types import Stage
 
 
-class MegatronBackend:
+class MegatronBackend(StageBackend):
     """One rank's masters inside Megatron's optimizer; creating it is collective in the cluster."""
 
     def __init__(
@@ -99,15 +99,6 @@ class MegatronBackend:
         self._ties.locate(self.assignment, {**{n: located[n] for n in tied & set(located)}, **own})
         self._masters = Masters(shapes, self.assignment, own, self.stage.index)
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy this rank's masters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
-
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite this rank's masters of a fragment, in place."""
-        self._masters.write(fragment, source)
-        self._written[fragment] = None
-
     def publish(self) -> None:
         """Bring all masters into the weights of every rank; collective in the cluster."""
         everything = range(len(self.fragments))
@@ -121,40 +112,6 @@ class MegatronBackend:
         """Return the first parameter group's rate; 0 on a rank that steps nothing."""
         groups = self._optimizer.param_groups
         return float(groups[0]["lr"]) if groups else 0.0
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Return what bringing shares together takes."""
-        return 0 if self._shares is None else self._shares.buffer_bytes
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Return this rank's place in its stage, tensor-parallel ranks counted."""
-        return self._ranks.shard
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return the shards' sum in rank order."""
-        return self._ranks.sum_over_shards(values)
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the shards' values."""
-        return self._ranks.max_over_ranks(values)
-
-    def max_over_stages(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of all of the cluster's ranks, on the host."""
-        return self._ranks.max_over_stages(values)
-
-    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start finding the elementwise largest of the shards' values."""
-        return self._ranks.begin_max_over_ranks(values)
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        """Return every rank's fragments."""
-        return self._ranks.layouts(self.fragments)
-
-    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Exchange shards over the ranks of the stage."""
-        self._ranks.swap(outgoing, incoming)
 
     def facts(self) -> dict[str, Any]:
         """Return what must be the same on the ranks of this number in all clusters."""
@@ -174,13 +131,6 @@ class MegatronBackend:
             "where Megatron's gradients are not reduced yet; use schedule.type='streaming' with "
             "delay.type='average' for layer-wise averaging at step boundaries"
         )
-
-    def end_inner_step(self) -> None:
-        """Nothing to do: the backward is Megatron's own."""
-
-    def backward_seconds(self, fragment: int) -> float | None:
-        """Return None: the backward is Megatron's own."""
-        return None
 
     def on_inner_step(self, callback: Callable[[], bool]) -> None:
         """Call back once per `optimizer.step()`; it returns whether it wrote masters."""
