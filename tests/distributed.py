@@ -25,17 +25,26 @@ def free_port() -> int:
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_seconds: float = 60.0
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    ends_together: bool = True,
 ) -> list[Any]:
-    """Return `function(*args)` of every rank, in rank order; AssertionError with the traceback."""
+    """Return `function(*args)` of every rank, in rank order; AssertionError with the traceback.
+
+    A rank's process goes on until all have returned, unless not to end together is what is tested.
+    """
     context = multiprocessing.get_context("spawn")
-    results = context.Queue()
+    results, all_done = context.Queue(), context.Event()
+    if not ends_together:
+        all_done.set()
     port = free_port()
     extensions = tempfile.mkdtemp(prefix="dsx-extensions-")
     ranks = [
         context.Process(
             target=_rank_main,
-            args=(function, args, rank, world_size, port, extensions, results),
+            args=(function, args, rank, world_size, port, extensions, results, all_done),
             daemon=True,
         )
         for rank in range(world_size)
@@ -45,6 +54,7 @@ def run_distributed(
     try:
         return _collect(results, ranks, time.monotonic() + timeout_seconds)
     finally:
+        all_done.set()
         for process in ranks:
             process.kill()
             process.join()
@@ -74,6 +84,7 @@ def _rank_main(
     port: int,
     extensions: str,
     results: Any,
+    all_done: Any,
 ) -> None:
     import torch
 
@@ -92,4 +103,5 @@ def _rank_main(
         results.put((rank, None, traceback.format_exc()))
     results.close()
     results.join_thread()
+    all_done.wait()  # others may still need the store, which lives in rank 0
     os._exit(0)
