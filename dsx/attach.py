@@ -166,7 +166,7 @@ def attach_megatron(
     ValueError names what of Megatron is not served.
     """
     from dsx.backends.megatron import MegatronBackend
-    from dsx.backends.megatron_checkpoint import keep_masters, load_outer_state
+    from dsx.backends.megatron_checkpoint import load_outer_state
 
     world = current_world()
     if world is None:
@@ -177,11 +177,10 @@ def attach_megatron(
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     is_on_host = settings.state.device == "host"
     backend = MegatronBackend(chunks, optimizer, settings.method.fragments, is_on_host)
-    put_back = keep_masters(backend) if resume else None
-    handle = Handle(backend, world, settings, {**backend.facts(), **(facts or {})})
+    all_facts = {**backend.facts(), **(facts or {})}
+    handle = Handle(backend, world, settings, all_facts, keeps_masters=resume is not None)
     backend.on_inner_step(handle.after_inner_step)
-    if resume and put_back:
-        put_back()
+    if resume:
         directory, iteration = resume
         load_outer_state(handle, iteration, directory)
     optimizer.dsx = handle

@@ -58,6 +58,7 @@ class Handle:
         world: World,
         config: DsxConfig,
         facts: Mapping[str, Any] | None = None,
+        keeps_masters: bool = False,
     ) -> None:
         if config.clusters.num_clusters != world.num_clusters:
             raise ValueError(
@@ -98,7 +99,7 @@ class Handle:
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
         transport = world.connect(used, backend.stage)
         self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
-        self.loop.start()
+        self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, backend)
             logger.info("outer state of this rank, on %s: %s", backend.device, self.memory)

@@ -84,12 +84,12 @@ class OuterLoop:
         self._round_starts = RoundStarts(method, backend, self.state, self._per_tensor)
 
     @torch.no_grad()
-    def start(self) -> None:
-        """Take cluster 0's masters everywhere as the first anchor. Once, before training."""
+    def start(self, keeps_masters: bool = False) -> None:
+        """Take cluster 0's masters, or keep one's own, as the first anchor; before training."""
         for fragment in self.backend.fragments:
             start = self.state.scratch(fragment.id, "local")
             self.backend.read(fragment.id, start)
-            if fragment.numel:
+            if fragment.numel and not keeps_masters:
                 wire = start.to("cpu", copy=True)
                 self.transport.broadcast(fragment.id, wire)
                 start.copy_(wire)

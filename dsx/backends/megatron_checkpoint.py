@@ -13,15 +13,12 @@ bits of every fragment's masters, which is the same however they are sharded.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from dsx.backends.megatron import MegatronBackend
 from dsx.backends.megatron_copies import bit_sum
 from dsx.comm.world import World, current_world
 from dsx.handle import Handle
@@ -90,24 +87,6 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         is_other_number=saved.num_clusters != world.num_clusters,
     )
     handle.saved(path)
-
-
-def keep_masters(backend: MegatronBackend) -> Callable[[], None]:
-    """Copy the masters to the host; return what puts them back, collectively in the cluster."""
-    kept: list[Tensor] = []
-    for fragment in backend.fragments:
-        own = torch.empty(fragment.numel)
-        backend.read(fragment.id, own)
-        kept.append(own)
-
-    def put_back() -> None:
-        with torch.no_grad():
-            for fragment, own in zip(backend.fragments, kept, strict=True):
-                backend.write(fragment.id, own)
-            backend.publish()
-        kept.clear()
-
-    return put_back
 
 
 def _world() -> World:
