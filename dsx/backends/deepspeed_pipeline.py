@@ -16,9 +16,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch.distributed as dist
-
-from dsx.backends.host_group import new_host_group
+from dsx.backends.host_group import new_groups
 from dsx.backends.ties import Tie
 from dsx.types import Stage
 
@@ -104,7 +102,7 @@ def find_ties(engine: Any, parameters: Mapping[str, Any]) -> list[Tie]:
     for key, stages in _tied_stages(module).items():
         if len(stages) > 1:
             ranks = [r for s in stages for r in module.topology().filter_match(pipe=s)]
-            groups: tuple[Any, Any] = dist.new_group(ranks), new_host_group(ranks)
+            groups = new_groups(ranks)
             weights = _tied_weights(module, key) if stage in stages else []
             found += [
                 Tie(names[id(w)], w.numel(), *groups, stage == stages[0])

@@ -32,3 +32,13 @@ def new_host_group(ranks: Sequence[int]) -> Any:
     """Return a new group on the host. Collective over the whole world, members or not."""
     group: Any = dist.new_group(list(ranks), backend=dist.Backend.GLOO)
     return group
+
+
+def new_groups(ranks: Sequence[int]) -> tuple[Any, Any]:
+    """Return new groups of the world's backend and on the host: one and the same where it is gloo.
+
+    Collective over the whole world, members or not.
+    """
+    group: Any = dist.new_group(list(ranks))
+    is_on_host = dist.get_backend() == dist.Backend.GLOO
+    return group, group if is_on_host else new_host_group(ranks)

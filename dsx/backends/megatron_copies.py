@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 
 from dsx.backends.base import Piece
-from dsx.backends.host_group import new_host_group
+from dsx.backends.host_group import new_groups
 from dsx.backends.megatron_parameters import EMBEDDING, Coordinates, Parameter
 from dsx.backends.ties import Tie
 
@@ -92,7 +92,7 @@ def find_ties(parameters: Sequence[Parameter], place: Coordinates) -> list[Tie]:
             for rank, (other, _) in enumerate(cards)
             if other.tensor[0] == slice_number and other.pipeline[0] in (0, last)
         ]
-        groups: tuple[Any, Any] = dist.new_group(ranks), new_host_group(ranks)
+        groups = new_groups(ranks)
         if dist.get_rank() in ranks:
             is_owner = place.pipeline[0] == 0
             tied = next(
