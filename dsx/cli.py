@@ -11,6 +11,7 @@ import typer
 
 from dsx.bench.command import app as bench_app
 from dsx.data.command import app as data_app
+from dsx.link.command import net_test
 from dsx.plan.command import simulate
 
 app = typer.Typer(
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
+app.command()(net_test)
 
 
 @app.callback()

@@ -107,7 +107,7 @@ class Announcements:
         """
         until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)
-        works = _Works([self._group], label, until, self._deadline_seconds, tag=number)
+        works = Works([self._group], label, until, self._deadline_seconds, tag=number)
         own = torch.tensor([what.fragment, what.step, what.purpose])
         theirs = {peer: torch.empty_like(own) for peer in self._peers}
         for peer in self._peers:
@@ -136,7 +136,7 @@ class FragmentGroups:
     def swap(self, swap: Swap, label: str) -> int:
         """Send and receive what `swap` says; return the payload bytes sent."""
         until = time.monotonic() + self._deadline_seconds
-        works = _Works(self._groups, label, until, self._deadline_seconds)
+        works = Works(self._groups, label, until, self._deadline_seconds)
         for peer in self._peers.others:
             for tensor in swap.incoming[peer]:
                 works.receive(tensor, peer)
@@ -149,7 +149,7 @@ class FragmentGroups:
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with cluster 0's."""
         until = time.monotonic() + self._deadline_seconds
-        works = _Works(self._groups, label, until, self._deadline_seconds)
+        works = Works(self._groups, label, until, self._deadline_seconds)
         if self._peers.cluster_id == 0:
             for peer in self._peers.others:
                 works.send(x, peer)
@@ -158,7 +158,7 @@ class FragmentGroups:
         works.wait()
 
 
-class _Works:
+class Works:
     """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`."""
 
     def __init__(

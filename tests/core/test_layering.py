@@ -64,7 +64,7 @@ LAYERS = [
     ["config", "flags", "simulate", "memory_plan"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attach"],
-    ["", "cli", "bench", "plan", "export_command", "memory_command", "megatron"],
+    ["", "cli", "bench", "plan", "link", "export_command", "memory_command", "megatron"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 
