@@ -7,8 +7,13 @@ fragment's transfers stay one FIFO while different fragments overlap. A group is
 each peer; with `link.streams` a fragment has several, and each message is cut over them
 (stripes.py). A rank then holds fragments x streams x peers connections.
 
-A swap is point-to-point sends and receives with every peer. Every wait has the transport's
-deadline; a peer that closes its connection or misses it becomes `PeerLost`.
+A swap is point-to-point sends and receives with every peer, receives first. gloo tells the peer of
+a receive on the connection that its own data take, and sends only what the peer has asked for: its
+all_gather, which posts sends first, lets a rank that comes second send half its data ahead of its
+requests while the other direction idles, and so takes 3/2 of the time (payload at 61 to 64 % of a
+tbf line of 2 or 20 Mbit/s with one rank 50 ms late; this swap 93 to 95 %, TCP's ceiling 95.6).
+Every wait has the transport's deadline; a peer that closes its connection or misses it becomes
+`PeerLost`.
 
 Before each transfer the clusters tell each other what it is, over a group that all fragments
 share: the n-th launch of one cluster must be the n-th of all. Clusters that chose different

@@ -1,12 +1,14 @@
 """How one message is cut for several TCP connections: as bytes, into nearly equal pieces.
 
-One connection carries at most its window per round trip, and halves that window with every loss,
-so a long line with loss is filled by several. Both ends cut by the size alone and so agree without
-a word; the bytes that arrive are those that were sent, whatever the number of connections.
+One connection carries at most its buffers per round trip, and shrinks its window with every loss,
+so a long line is filled by several. (gloo sets SO_SNDBUF to the size of the largest message so
+far, which ends the kernel's own tuning, and net.core.wmem_max caps it: 208 KiB where Linux has its
+default.) Both ends cut by the size alone and so agree without a word; the bytes that arrive are
+those that were sent, whatever the number of connections.
 
 Each connection is a socket, and kernel buffers, on either side: fragments x streams x peers of
-them per rank. Their number is what a firewall's table, the limit on open files and the time to
-connect (some round trips each, one after another) see.
+them per rank. Their number counts against the limit on open files and in firewalls' tables, and
+they connect one after another, some 8 round trips for each stream of a fragment.
 """
 
 from __future__ import annotations
