@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -26,6 +27,11 @@ class Settings:
         require_number("cluster-id", self.cluster_id, 0, self.clusters - 1)
         require_number("seconds", self.seconds, 0.01, 600)
         require_number("deadline-seconds", self.deadline_seconds, 0.1, 86_400)
+        names = [name for _, name in socket.if_nameindex()]
+        if self.interface is not None and self.interface not in names:
+            raise ValueError(
+                f"interface={self.interface!r} must be one of this host's: {', '.join(names)}"
+            )
         if 4 * self.seconds > self.deadline_seconds:
             raise ValueError(
                 f"deadline-seconds={self.deadline_seconds:g} must be at least 4 times "

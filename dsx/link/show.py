@@ -71,4 +71,5 @@ def _plans(plans: list[Plan]) -> Table:
 
 
 def _mbits(bits_per_second: float) -> str:
-    return f"{bits_per_second / 1e6:.4g}"
+    mbits = bits_per_second / 1e6
+    return f"{mbits:.4g}" if mbits < 1000 else f"{mbits:,.0f}"

@@ -76,6 +76,19 @@ def test_a_missing_cluster_is_named(cluster: int, said: str) -> None:
     assert time.monotonic() - started < 10
 
 
+@pytest.mark.slow
+def test_a_cluster_that_is_lost_is_named() -> None:
+    port = free_port()
+    first = start(0, port, "--seconds", "5")
+    second = start(1, port)
+    assert second.stderr is not None and second.stderr.readline() == "2 clusters have met\n"
+    second.kill()
+    second.communicate(timeout=60)
+    _, said = first.communicate(timeout=60)
+    assert first.returncode == 1
+    assert "cluster 1 closed its connection" in said.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
@@ -85,6 +98,7 @@ def test_a_missing_cluster_is_named(cluster: int, said: str) -> None:
         ("--streams 1,65", "streams='1,65' must be numbers from 1 to 64"),
         ("--streams two", "streams='two' must be numbers from 1 to 64"),
         ("--seconds 100", "deadline-seconds=300 must be at least 4 times seconds=100; try 400"),
+        ("--interface nope0", "interface='nope0' must be one of this host's: "),
         ("--target 100", "target=100 must be a percentage above 0 and below 100"),
         ("--params 0", "params=0 must be 1 to"),
         ("--json no/such/file", "there is no such directory"),
