@@ -74,6 +74,9 @@ def __getattr__(name: str) -> Any:
     for module, names in _NAMES.items():
         if name in names:
             return getattr(import_module(f"dsx.{module}"), name)
+    if name == "comm":  # for `dsx.comm.world.current_world()` before anything else was used
+        import_module("dsx.comm.world")
+        return import_module("dsx.comm")
     raise AttributeError(f"module 'dsx' has no attribute {name!r}")
 
 

@@ -132,9 +132,15 @@ def test_importing_dsx_imports_no_engine() -> None:
 
 
 def test_importing_dsx_or_its_command_imports_no_torch() -> None:
-    code = "import sys, dsx, dsx.cli; print('torch' in sys.modules)"
+    code = "import sys, dsx, dsx.cli, dsx.plan.predict; print('torch' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "False"
+
+
+def test_the_world_is_there_without_an_import_of_its_own() -> None:
+    code = "import dsx; print(dsx.comm.world.current_world())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "None"
 
 
 def test_every_public_name_is_there() -> None:
