@@ -19,6 +19,7 @@ LAYERS = [
         "outer_optimizer",
         "comm.swap",
         "comm.reduce",
+        "comm.stripes",
         "wire",
         "compress",
         "wire",
