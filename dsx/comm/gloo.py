@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.comm.base import PeerLost, Submission
+from dsx.comm.parcels import Incoming, outgoing
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.comm.stripes import pieces
 from dsx.comm.swap import Exchange, Peers, Swap
@@ -142,13 +143,16 @@ class FragmentGroups:
         """Send and receive what `swap` says; return the payload bytes sent."""
         until = time.monotonic() + self._deadline_seconds
         works = Works(self._groups, label, until, self._deadline_seconds)
+        arriving = {peer: Incoming(swap.incoming[peer]) for peer in self._peers.others}
+        for peer, incoming in arriving.items():
+            for message in incoming.messages:
+                works.receive(message, peer)
         for peer in self._peers.others:
-            for tensor in swap.incoming[peer]:
-                works.receive(tensor, peer)
-        for peer in self._peers.others:
-            for tensor in swap.outgoing[peer]:
-                works.send(tensor, peer)
+            for message in outgoing(swap.outgoing[peer]):
+                works.send(message, peer)
         works.wait()
+        for incoming in arriving.values():
+            incoming.deliver()
         return swap.bytes_sent(self._peers)
 
     def broadcast_(self, x: Tensor, label: str) -> None:

@@ -63,9 +63,7 @@ def in_process(codec: Compressor, num_clusters: int) -> list[tuple[torch.Tensor,
     return found
 
 
-def over_gloo(
-    codec: Compressor, num_clusters: int, streams: int
-) -> list[tuple[torch.Tensor, int]]:
+def over_gloo(codec: Compressor, num_clusters: int, streams: int) -> list[tuple[torch.Tensor, int]]:
     """The same with a thread per cluster, each with connections of its own."""
     meeting = dist.HashStore()
 
