@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices"],
+    ["types", "choices", "record_file"],
     [
         "outer_optimizer",
         "comm.swap",
