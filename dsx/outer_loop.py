@@ -254,7 +254,7 @@ class OuterLoop:
                 self.history.intervals[fragment] = transfer.interval
                 self._step_anchor(transfer, mean)
         if isinstance(transfer, Transfer) and self.judge.restarts(transfer.berth.verdict):
-            self._restart()
+            self.judge.restart([t for t in self.in_flight if isinstance(t, Transfer)])
         else:
             self._merge(transfer, mean, report)
         self.history.under_way[fragment] -= 1
@@ -262,24 +262,6 @@ class OuterLoop:
             transfer.berth.is_free = True
             self.history.applied[fragment] = self.history.step
             self._account(transfer, wait_seconds, report)
-
-    def _restart(self) -> None:
-        """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
-
-        What is kept of transfers under way is of the path that ends here: the new one starts with
-        no progress of its own.
-        """
-        for anchor, slots, fragment in zip(
-            self.state.anchor, self.state.slots, self.backend.fragments, strict=True
-        ):
-            self.method.delay.begin(anchor, slots.delay)
-            for sizes in slots.staleness.values():
-                sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
-            self.backend.write(fragment.id, anchor)
-        under_way = [t for t in self.in_flight if isinstance(t, Transfer)]
-        for transfer in under_way if self.method.delay.keeps == "local" else ():
-            if transfer.berth.kept is not None:
-                transfer.berth.kept.copy_(self.state.anchor[transfer.fragment])
 
     def _agree(self, transfer: Transfer) -> None:
         """Bring what this transfer has agreed into the history."""
