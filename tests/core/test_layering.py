@@ -35,6 +35,7 @@ LAYERS = [
         "redistribution",
         "gpt_shapes",
         "inner_memory",
+        "trace.recorder",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
@@ -61,9 +62,10 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "flags", "simulate", "memory_plan"],
+    ["trace.start"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attach"],
-    ["", "cli", "bench", "plan", "export_command", "memory_command", "megatron"],
+    ["", "cli", "bench", "plan", "trace", "export_command", "memory_command", "megatron"],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
 
