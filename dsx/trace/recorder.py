@@ -175,7 +175,7 @@ class Trace:
         total = HEADER_BYTES * len(peers)
         facts: dict[str, Any] = {"fragment": fragment, "launched": step}
         counts = {**facts, "bytes": total, "peers": peers, "round": 0}
-        at = self.add("announce", "network", began, step, counts)
+        at = self.add("announce", "meet", began, step, counts)
         while True:
             try:
                 swap = next(exchange)

@@ -151,7 +151,7 @@ def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
     assert swaps == ["header", "codes", "codes", "notes"]
     spans = lines(tmp_path / "t.jsonl")[1:]
     assert [(s["name"], s["category"], s.get("bytes")) for s in spans] == [
-        ("announce", "network", 24),
+        ("announce", "meet", 24),
         ("copy", "copy", None),
         ("header", "network", 24),
         ("encode", "encode", None),

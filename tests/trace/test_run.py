@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dsx.cli import app
 from tests.distributed import run_distributed
 from tests.trace.runs import NUM_STEPS, lines, train_traced_or_not
+from tests.trace.test_command import require_nesting
 
 CASES = ("streaming_diloco", "eager")
 Run = tuple[Path, list[dict[str, Any]]]
@@ -73,3 +77,16 @@ def test_every_step_has_forward_backward_and_optimizer(run: Run, case: str) -> N
     for step in range(1, NUM_STEPS + 1):
         for name in ("forward", "backward", "optimizer step"):
             assert names.count((name, step)) == 1, (name, step)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_command_takes_it(run: Run, case: str) -> None:
+    result = CliRunner().invoke(app, ["trace", str(run[0] / case)])
+    assert result.exit_code == 0, result.output
+    document = json.loads((run[0] / case / "trace.json").read_text())
+    complete = [e for e in document["traceEvents"] if e["ph"] == "X"]
+    assert len(complete) == sum(len(spans_of(run, case, m)) for m in (0, 1))
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 for e in complete)
+    require_nesting(complete)
+    arrows = [e["ph"] for e in document["traceEvents"] if e["ph"] in "stf"]
+    assert arrows.count("s") == arrows.count("t") == arrows.count("f") > 0
