@@ -22,8 +22,13 @@ def write_chrome(timeline: Timeline, path: Path) -> int:
     """Write the file; return how many spans it has."""
     places = _places(timeline)
     events = [*_names(places)]
+    arrows: dict[tuple[int, int, int], int] = {}
     for span in timeline.spans:
-        events += _events(span, places, timeline.start)
+        event = _complete(span, places[span.lane], timeline.start)
+        events.append(event)
+        if span.name in _ARROW and "launched" in span.facts:
+            key = event["pid"], span.facts["fragment"], span.facts["launched"]
+            events.append(_arrow(event, arrows.setdefault(key, len(arrows))))
     document = {"traceEvents": events, "displayTimeUnit": "ms"}
     path.write_text(json.dumps(document) + "\n")
     return len(timeline.spans)
@@ -40,22 +45,22 @@ def thread_order(lane: Lane) -> tuple[bool, int, str]:
 
 
 def _places(timeline: Timeline) -> dict[Lane, tuple[int, int]]:
-    """Number processes and threads."""
+    """Number processes from 1, and threads through all of them: Perfetto names by thread alone."""
     places: dict[Lane, tuple[int, int]] = {}
     lanes = {span.lane for span in timeline.spans}
-    for pid, rank in enumerate(timeline.ranks):
+    for pid, rank in enumerate(timeline.ranks, start=1):
         own = sorted((lane for lane in lanes if lane[:2] == rank), key=thread_order)
-        places |= {lane: (pid, tid) for tid, lane in enumerate(own)}
+        places |= {lane: (pid, 1000 * pid + index) for index, lane in enumerate(own)}
     return places
 
 
 def _names(places: dict[Lane, tuple[int, int]]) -> Iterator[Event]:
     for lane, (pid, tid) in places.items():
         cluster, rank, thread = lane
-        if tid == 0:
+        if tid == 1000 * pid:
             process = f"cluster {cluster} rank {rank}"
-            yield _metadata("process_name", pid, 0, name=process)
-            yield _metadata("process_sort_index", pid, 0, sort_index=pid)
+            yield _metadata("process_name", pid, tid, name=process)
+            yield _metadata("process_sort_index", pid, tid, sort_index=pid)
         yield _metadata("thread_name", pid, tid, name=thread_name(thread))
         yield _metadata("thread_sort_index", pid, tid, sort_index=tid)
 
@@ -64,14 +69,18 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _events(span: Span, places: dict[Lane, tuple[int, int]], origin: int) -> Iterator[Event]:
-    pid, tid = places[span.lane]
-    place = {"ts": span.start - origin, "pid": pid, "tid": tid}
-    args = {"step": span.step, **span.facts}
-    named = {"name": span.name, "cat": span.category, "ph": "X"}
-    yield {**named, **place, "dur": span.end - span.start, "args": args}
-    if span.name in _ARROW and "launched" in span.facts:
-        arrow = f"{pid}/{span.facts['fragment']}/{span.facts['launched']}"
-        phase = _ARROW[span.name]
-        event = {"name": "transfer", "cat": "arrow", "ph": phase, "id": arrow, **place}
-        yield {**event, "bp": "e"} if phase == "f" else event
+def _complete(span: Span, place: tuple[int, int], origin: int) -> Event:
+    pid, tid = place
+    return {
+        "name": span.name, "cat": span.category, "ph": "X", "pid": pid, "tid": tid,
+        "ts": span.start - origin, "dur": span.end - span.start,
+        "args": {"step": span.step, **span.facts},
+    }  # fmt: skip
+
+
+def _arrow(event: Event, number: int) -> Event:
+    """Return an arrow's start, way or end at a span, which has to come just before."""
+    place = {key: event[key] for key in ("ts", "pid", "tid")}
+    phase = _ARROW[event["name"]]
+    arrow = {"name": "transfer", "cat": "arrow", "ph": phase, "id": number, **place}
+    return {**arrow, "bp": "e"} if phase == "f" else arrow

@@ -84,13 +84,16 @@ def test_the_merged_file_is_what_viewers_take(run_dir: Path) -> None:
     require_nesting(complete)
     named = {(e["pid"], e["args"]["name"]) for e in found if e["name"] == "process_name"}
     assert named == {
-        (0, "cluster 0 rank 0"), (1, "cluster 0 rank 1"),
-        (2, "cluster 1 rank 0"), (3, "cluster 1 rank 1"),
+        (1, "cluster 0 rank 0"), (2, "cluster 0 rank 1"),
+        (3, "cluster 1 rank 0"), (4, "cluster 1 rank 1"),
     }  # fmt: skip
+    lanes = ("training", "fragment 0")
     threads = {(e["tid"], e["args"]["name"]) for e in found if e["name"] == "thread_name"}
-    assert threads == {(0, "training"), (1, "fragment 0")}
-    (codes,) = [e for e in complete if e["name"] == "codes" and e["pid"] == 3]
-    assert codes["ts"] == 13 * MS and codes["dur"] == 5 * MS and codes["tid"] == 1
+    assert threads == {
+        (1000 * pid + i, name) for pid in (1, 2, 3, 4) for i, name in enumerate(lanes)
+    }
+    (codes,) = [e for e in complete if e["name"] == "codes" and e["pid"] == 4]
+    assert codes["ts"] == 13 * MS and codes["dur"] == 5 * MS and codes["tid"] == 4001
     assert codes["args"]["bytes"] == 400 and codes["args"]["peers"] == [1]
 
 
@@ -109,11 +112,12 @@ def require_nesting(complete: list[dict[str, Any]]) -> None:
 def test_an_arrow_leads_from_launch_over_transfer_to_apply(run_dir: Path) -> None:
     dsx(run_dir)
     arrows = [e for e in events(run_dir / "trace.json") if e["ph"] in "stf"]
-    own = [e for e in arrows if e["pid"] == 0]
+    own = [e for e in arrows if e["pid"] == 1]
     assert [(e["ph"], e["tid"], e["ts"]) for e in own] == [
-        ("s", 0, 8 * MS), ("t", 1, 9 * MS), ("f", 0, 14 * MS),
+        ("s", 1000, 8 * MS), ("t", 1001, 9 * MS), ("f", 1000, 14 * MS),
     ]  # fmt: skip
-    assert len({e["id"] for e in own}) == 1 and len({e["id"] for e in arrows}) == 4
+    assert len({e["id"] for e in own}) == 1 and isinstance(own[0]["id"], int)
+    assert len({e["id"] for e in arrows}) == 4
 
 
 def test_times_are_of_the_innermost_span(run_dir: Path) -> None:
