@@ -3,26 +3,31 @@
 Public API: `initialize` (as `deepspeed.initialize`), `attach` (for an engine that exists),
 `attach_megatron`, `init_distributed`, `add_config_arguments`, `add_launch_arguments`,
 `load_config`, `preset`; `SimulatedClusters` runs any method with C clusters in one process.
-Importing dsx imports neither deepspeed nor megatron.
+Importing dsx imports neither deepspeed nor megatron, nor torch before a name is used: commands that
+only plan start at once.
 """
 
 from __future__ import annotations
 
-from dsx.attach import (
-    add_config_arguments,
-    add_launch_arguments,
-    attach,
-    attach_megatron,
-    init_distributed,
-    initialize,
-)
-from dsx.comm.base import PeerLost
-from dsx.comm.world import World
-from dsx.config import ConfigError, load_config, preset
-from dsx.handle import Handle
-from dsx.judge import NonFiniteError, ParityError
-from dsx.method import Method, SettingWarning
-from dsx.simulate import SimulatedClusters
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsx.attachment import (
+        add_config_arguments,
+        add_launch_arguments,
+        attach,
+        attach_megatron,
+        init_distributed,
+        initialize,
+    )
+    from dsx.comm.base import PeerLost
+    from dsx.comm.world import World
+    from dsx.config import ConfigError, load_config, preset
+    from dsx.handle import Handle
+    from dsx.judge import NonFiniteError, ParityError
+    from dsx.method import Method, SettingWarning
+    from dsx.simulate import SimulatedClusters
 
 __all__ = [
     "ConfigError",
@@ -44,3 +49,36 @@ __all__ = [
     "preset",
 ]
 __version__ = "0.1.0"
+
+_NAMES = {  # no public name may be that of a module here, which would take its place
+    "attachment": (
+        "add_config_arguments",
+        "add_launch_arguments",
+        "attach",
+        "attach_megatron",
+        "init_distributed",
+        "initialize",
+    ),
+    "comm.base": ("PeerLost",),
+    "comm.world": ("World",),
+    "config": ("ConfigError", "load_config", "preset"),
+    "handle": ("Handle",),
+    "judge": ("NonFiniteError", "ParityError"),
+    "method": ("Method", "SettingWarning"),
+    "simulate": ("SimulatedClusters",),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what a public name stands for, when it is first asked for."""
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"dsx.{module}"), name)
+    if name == "comm":  # for `dsx.comm.world.current_world()` before anything else was used
+        import_module("dsx.comm.world")
+        return import_module("dsx.comm")
+    raise AttributeError(f"module 'dsx' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

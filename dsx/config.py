@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from dsx.comm.stripes import MAX_STREAMS
 from dsx.compress.base import Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
@@ -116,6 +117,14 @@ class StateConfig(BaseModel):
     device: Literal["masters", "host"] = "masters"
 
 
+class LinkConfig(BaseModel):
+    """How a transfer uses the link: over how many TCP connections of each fragment and peer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    streams: int = Field(default=1, ge=1, le=MAX_STREAMS)
+
+
 @dataclass(frozen=True)
 class DsxConfig:
     """The "dsx" block, resolved: `method` is what runs, `axes` the same as plain JSON values."""
@@ -124,6 +133,7 @@ class DsxConfig:
     clusters: ClustersConfig
     metrics: MetricsConfig
     state: StateConfig
+    link: LinkConfig
     method: Method
     axes: dict[str, Any]
 
@@ -148,7 +158,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     if not isinstance(block, Mapping):
         raise ConfigError(f'"dsx" must be an object, not {block!r}')
     block = cast(Mapping[str, Any], block)
-    _require_known("dsx", block, ["preset", "clusters", "metrics", "state", *AXES])
+    _require_known("dsx", block, ["preset", "clusters", "metrics", "state", "link", *AXES])
     if "preset" not in block:
         raise ConfigError(f"dsx.preset is missing; choose one of {', '.join(PRESETS)}")
     if "clusters" not in block:
@@ -163,6 +173,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         clusters=clusters,
         metrics=metrics,
         state=_section("state", StateConfig, block.get("state", {})),
+        link=_section("link", LinkConfig, block.get("link", {})),
         method=dataclasses.replace(method, on_mismatch=clusters.on_mismatch),
         axes=axes,
     )

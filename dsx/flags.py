@@ -23,6 +23,7 @@ from dsx.config import (
     ClustersConfig,
     ConfigError,
     DsxConfig,
+    LinkConfig,
     MetricsConfig,
     StateConfig,
     load_config,
@@ -35,6 +36,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "clusters": ClustersConfig,
     "metrics": MetricsConfig,
     "state": StateConfig,
+    "link": LinkConfig,
 }
 
 
@@ -137,6 +139,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
         "clusters": config.clusters.model_dump(),
         "metrics": config.metrics.model_dump(),
         "state": config.state.model_dump(),
+        "link": config.link.model_dump(),
         **config.axes,
     }
     for flag in all_flags():

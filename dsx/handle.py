@@ -99,7 +99,7 @@ class Handle:
         routes = plan_routes(config.method, backend)
         pairs = zip(backend.fragments, routes, strict=True)
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
-        transport = world.connect(used, backend.stage)
+        transport = world.connect(used, backend.stage, config.link.streams)
         self.loop = OuterLoop(method, backend, transport, self._on_sync, routes, self._trace)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
@@ -318,7 +318,8 @@ class Handle:
     def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:
         """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
         fragments = layout(backend.fragments)
-        ours = {"dsx": dict(self._config.axes), **facts, "fragments": fragments}
+        settings = {**self._config.axes, "link": self._config.link.model_dump()}
+        ours = {"dsx": settings, **facts, "fragments": fragments}
         everyone = self._world.rendezvous.compare("layout", ours)
         for cluster in range(1, len(everyone)):
             difference = first_difference(everyone[0], everyone[cluster])

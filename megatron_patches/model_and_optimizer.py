@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsx.attach import attach_megatron
+from dsx.attachment import attach_megatron
 from dsx.backends.megatron_features import refuse_arguments
 from megatron_patches import probe
 from megatron_patches.checkpoint import claim_directory

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dsx.attach import init_distributed
+from dsx.attachment import init_distributed
 from dsx.comm.world import World
 from dsx.config import DsxConfig, load_config
 from dsx.flags import block_of_flags

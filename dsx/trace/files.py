@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from dsx.trace.recorder import TRAINING
+from dsx.trace.lanes import TRAINING
 
 _NAME = re.compile(r"trace\.cluster_(\d+)\.rank_(\d+)\.jsonl")
 Lane = tuple[int, int, str]  # cluster, rank, thread

@@ -7,7 +7,7 @@ from typing import Any
 
 from dsx.trace.chrome import thread_name, thread_order
 from dsx.trace.files import Lane, Span, Timeline
-from dsx.trace.recorder import TRAINING
+from dsx.trace.lanes import TRAINING
 
 MOST_RANKS = 8
 COLORS = {

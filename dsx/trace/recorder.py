@@ -28,10 +28,9 @@ from typing import Any, Protocol, TextIO
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.comm.swap import Exchange, Peers
 from dsx.record_file import reopen
+from dsx.trace.lanes import TRAINING, TRANSFERS
 
 logger = logging.getLogger(__name__)
-TRAINING = "training"
-TRANSFERS = "dsx-"  # what the names of threads begin with that are not the training's
 now: Callable[[], int] = time.perf_counter_ns
 _Span = tuple[str, str, str, int, int, int, dict[str, Any]]
 

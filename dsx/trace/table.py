@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from dsx.trace.files import Timeline, clock_offsets, self_times
-from dsx.trace.recorder import TRAINING
+from dsx.trace.lanes import TRAINING
 
 TRAINING_ROWS = ("forward", "backward", "optimizer", "compute", "launch", "wait", "apply")
 TRANSFER_ROWS = ("meet", "copy", "encode", "network", "reduce", "decode")

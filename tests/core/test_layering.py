@@ -14,11 +14,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices", "record_file"],
+    ["types", "choices", "record_file", "trace.lanes"],
     [
         "outer_optimizer",
         "comm.swap",
         "comm.reduce",
+        "comm.stripes",
         "wire",
         "compress",
         "wire",
@@ -64,10 +65,10 @@ LAYERS = [
     ["config", "flags", "simulate", "memory_plan"],
     ["trace.start"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
-    ["attach"],
+    ["attachment"],
     ["", "cli", "bench", "plan", "trace", "export_command", "memory_command", "megatron"],
 ]
-MAY_IMPORT_ENGINES = ("comm", "backends", "attach", "cli")
+MAY_IMPORT_ENGINES = ("comm", "backends", "attachment", "cli")
 
 
 def module_name(path: Path) -> str:
@@ -131,3 +132,27 @@ def test_importing_dsx_imports_no_engine() -> None:
     code = "import sys, dsx; print([m for m in ('deepspeed', 'megatron') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
+
+
+def test_importing_dsx_or_its_command_imports_no_torch() -> None:
+    code = "import sys, dsx, dsx.cli, dsx.plan.predict; print('torch' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
+
+
+def test_the_world_is_there_without_an_import_of_its_own() -> None:
+    code = "import dsx; print(dsx.comm.world.current_world())"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "None"
+
+
+def test_every_public_name_is_there() -> None:
+    import dsx
+
+    modules = {module_name(path).split(".")[0] for path in FILES}
+    for name in dsx.__all__:
+        assert getattr(dsx, name).__name__ == name
+        assert name not in modules, f"dsx.{name} would be the module once that is imported"
+    assert set(dsx.__all__) <= set(dir(dsx))
+    with pytest.raises(AttributeError, match="no attribute 'initialise'"):
+        getattr(dsx, "initialise")  # noqa: B009 - what a typing error does

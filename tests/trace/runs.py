@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 import dsx
+from dsx.comm.world import current_world
 from tests.tiny import CASES, TinyNet, batch
 
 NUM_STEPS = 13
@@ -28,7 +29,7 @@ def block(case: str, **metrics: Any) -> dict[str, Any]:
 def train(case: str, first: int = 1, **metrics: Any) -> list[list[float]]:
     """Train one cluster, and return its weights; from step `first` if it resumes there."""
     config = block(case, **metrics)
-    world = dsx.comm.world.current_world() or dsx.init_distributed(config)
+    world = current_world() or dsx.init_distributed(config)
     model = TinyNet(world.cluster_id)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     handle = dsx.attach(model, optimizer, config=config)

@@ -1,0 +1,101 @@
+"""The line of one cluster, and what coding costs: what a transfer's seconds are made of.
+
+A line is given by its raw rate, as a network card, a provider or `tc tbf` counts: Ethernet frames.
+A frame of 1514 bytes carries 1448 of payload at an MTU of 1500: 14 of Ethernet, 20 of IPv4, 20 of
+TCP and 12 of its timestamps are not. Acknowledgements go the other way, about one per two frames,
+and are left out, as are retransmissions and the first round trips in which TCP finds its window.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dsx.plan.scenario import require_number
+
+FRAME_BYTES, FRAME_PAYLOAD_BYTES = 1514, 1448
+PAYLOAD_SHARE = FRAME_PAYLOAD_BYTES / FRAME_BYTES
+_MEMCPY = 6.9e9  # bytes per second, of the machine the README's table of codecs was made on
+_PERCENT = {  # of memcpy there: encode, decode, encode with feedback
+    "bf16": (102, 105, 37),
+    "fp16": (102, 105, 37),
+    "int8": (60, 100, 27),
+    "int4": (60, 99, 34),
+    "fp8": (27, 94, 14),
+    "fp4_e2m1": (47, 92, 23),
+    "fp4_e3m0": (42, 86, 19),
+    "ternary": (34, 59, 24),
+}
+
+
+def wire_bytes(payload: float) -> float:
+    """Return what a line counts for so many bytes of payload in full frames."""
+    return payload / PAYLOAD_SHARE
+
+
+@dataclass(frozen=True)
+class Link:
+    """A cluster's line to the others: each way at once, shared by all of its ranks.
+
+    `bits_per_second` is the raw rate, of which `payload_share` is payload; 1 for a rate that was
+    measured in payload. `latency_seconds` is one way.
+    """
+
+    bits_per_second: float
+    latency_seconds: float = 0.0
+    payload_share: float = PAYLOAD_SHARE
+
+    def __post_init__(self) -> None:
+        require_number("bits_per_second", self.bits_per_second, 1, 1e18)
+        require_number("latency_seconds", self.latency_seconds, 0, 1e6)
+        require_number("payload_share", self.payload_share, 1e-3, 1)
+
+    @property
+    def payload_bytes_per_second(self) -> float:
+        """What is left for tensors."""
+        return self.bits_per_second * self.payload_share / 8
+
+
+@dataclass(frozen=True)
+class CodecSpeeds:
+    """Of one format: bytes of fp32 per second on one thread, as `dsx bench codec` counts."""
+
+    encode: float
+    decode: float
+    encode_with_feedback: float
+
+
+def _of_readme() -> dict[str, CodecSpeeds]:
+    return {
+        name: CodecSpeeds(*(_MEMCPY * percent / 100 for percent in percents))
+        for name, percents in _PERCENT.items()
+    }
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What one core does beside the line; the defaults are those of the README's table of codecs.
+
+    `copy_bytes_per_second`: of sums and hashes of fp32; `flops`: of the products of low-rank
+    factors, per second on one rank's host; `blocking_seconds_per_element`: what the training thread
+    itself spends on an element at launch and apply together (masters read, outer step, masters
+    written), which no overlap hides. It is 0 unless measured.
+    """
+
+    formats: Mapping[str, CodecSpeeds] = field(default_factory=_of_readme)
+    copy_bytes_per_second: float = _MEMCPY
+    flops: float = 5e10
+    blocking_seconds_per_element: float = 0.0
+
+
+def read_codec_figures(figures: list[Mapping[str, Any]]) -> Costs:
+    """Read what `dsx bench codec --json` wrote, of the host's figures; others stay as they are."""
+    formats, memcpy = _of_readme(), _MEMCPY
+    for figure in figures:
+        if figure["device"] == "cpu":
+            keys = ("encode", "decode", "encode_ef")
+            speeds = [1e9 * float(figure[f"{key}_gb_per_second"]) for key in keys]
+            formats[figure["format"]] = CodecSpeeds(*speeds)
+            memcpy = 1e9 * float(figure["memcpy_gb_per_second"])
+    return Costs(formats, memcpy)

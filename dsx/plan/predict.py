@@ -1,0 +1,179 @@
+"""What a run of dsx will do on a line: utilization, exposed seconds, bytes, for every method.
+
+    link = Link(1e9, latency_seconds=0.02)
+    predict(load_config(path).method, [backend.fragments], 2.5, link, num_clusters=2)
+
+`ranks` are the fragments of each rank of a cluster *as they travel*: `backend.fragments`, or for a
+low-rank codec under ZeRO `route.wire`. `traffic.one_rank` makes them for a model that one rank
+holds, `traffic.of_sizes` where only numbers of elements are known. Bytes are those that a run
+counts, in the long run: at the rank a controller starts from, after the dense rounds that a method
+begins with. Time is that of the slowest cluster, whose line carries what it sends.
+
+Left out: the first round trips of TCP, the bursts of `tc tbf`, what ranks of one cluster wait for
+each other, and the training thread's own work unless `costs.blocking_seconds_per_element` says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsx.plan.closed_forms import data_parallel_step_seconds
+from dsx.plan.launches import launches_of
+from dsx.plan.link import Costs, Link
+from dsx.plan.scenario import Compute, require_number
+from dsx.plan.settings import Settings, settings_of
+from dsx.plan.timeline import Launch, Timeline
+from dsx.plan.traffic import Ranks, Traffic
+
+if TYPE_CHECKING:
+    from dsx.method import Method
+
+MOST_STEPS = 10**6
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of one period of `steps_per_round` inner steps, in the long run.
+
+    `exposed_seconds` are what the period takes beyond its compute; `transfer_seconds` how long the
+    line is held; `bytes_per_round` the payload that the cluster with most to send sends, and
+    `bytes_by_cluster` that of each. A period in which all is sent once is a round; `adaptive` and
+    `layerwise` may send some fragments more often, `transmissions` counts all.
+    """
+
+    utilization: float
+    round_seconds: float
+    exposed_seconds: float
+    bytes_per_round: float
+    transfer_seconds: float
+    steps_per_round: int
+    transmissions: int
+    bytes_by_cluster: tuple[float, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def predict(
+    method: Method | Settings,
+    ranks: Ranks,
+    step_seconds: float,
+    link: Link,
+    num_clusters: int,
+    costs: Costs | None = None,
+) -> Prediction:
+    """Return what a run does in the long run; ValueError for numbers that make no sense."""
+    settings = method if isinstance(method, Settings) else settings_of(method)
+    require_number("step_seconds", step_seconds, 1e-9, 1e9)
+    require_number("num_clusters", num_clusters, 1, 10**4)
+    traffic = Traffic(settings, ranks, num_clusters)
+    return predict_traffic(settings, traffic, step_seconds, link, costs or Costs())
+
+
+def predict_traffic(
+    settings: Settings, traffic: Traffic, step_seconds: float, link: Link, costs: Costs
+) -> Prediction:
+    """Return what a run does, its traffic being known; `predict` is what one calls."""
+    if settings.schedule == "every_step":
+        return _data_parallel(traffic, step_seconds, link)
+    steps = settings.interval
+    transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.ids))]
+    launches = launches_of(settings, traffic, transfers, step_seconds)
+    timeline = Timeline(
+        steps, step_seconds, launches, transfers, settings.overlap_steps, settings.rounds_late
+    )
+    seconds = max(timeline.period_seconds(), steps * step_seconds)
+    totals = _totals(settings, traffic, launches)
+    return Prediction(
+        utilization=steps * step_seconds / seconds,
+        round_seconds=seconds,
+        exposed_seconds=seconds - steps * step_seconds,
+        bytes_per_round=max(totals),
+        transfer_seconds=max(totals) / link.payload_bytes_per_second,
+        steps_per_round=steps,
+        transmissions=len(launches),
+        bytes_by_cluster=tuple(totals),
+    )
+
+
+def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
+    """Return what each cluster sends in a period; which fragment adaptive sends more, norms say."""
+    share = [0.0] * len(traffic.ids)
+    for launch in launches:
+        share[launch.fragment] += 1
+    if settings.schedule == "adaptive":
+        share = [len(launches) / len(share)] * len(share)
+    columns = zip(*traffic.bytes_sent, strict=True)
+    return [sum(times * sent for times, sent in zip(share, c, strict=True)) for c in columns]
+
+
+def fitting_interval(
+    method: Method | Settings,
+    ranks: Ranks,
+    step_seconds: float,
+    link: Link,
+    num_clusters: int,
+    costs: Costs | None = None,
+    target: float = 1.0,
+) -> int | None:
+    """Return the least H at which the utilization reaches `target`; None if no H does.
+
+    At 1, the default, nothing is exposed: to a millionth of the period.
+    """
+    require_number("target", target, 1e-6, 1)
+    settings = method if isinstance(method, Settings) else settings_of(method)
+    traffic = Traffic(settings, ranks, num_clusters)
+    return least_interval(settings, traffic, step_seconds, link, costs or Costs(), target)
+
+
+def least_interval(
+    settings: Settings,
+    traffic: Traffic,
+    step_seconds: float,
+    link: Link,
+    costs: Costs,
+    target: float,
+) -> int | None:
+    """Return `fitting_interval`, the traffic being known."""
+    reached = min(target, 1 - 1e-6)
+
+    def fits(interval: int) -> bool:
+        found = predict_traffic(settings.at(interval), traffic, step_seconds, link, costs)
+        return found.utilization >= reached
+
+    low = _least_allowed(settings, traffic) - 1
+    high = low + 1
+    while not fits(high):
+        low, high = high, 2 * high
+        if high > MOST_STEPS:
+            return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle, high)
+    return high
+
+
+def _least_allowed(settings: Settings, traffic: Traffic) -> int:
+    """Return the least H that a schedule takes: a step per fragment, and more than tau."""
+    per_stage = math.ceil(len(traffic.ids) / traffic.num_stages)
+    needs = per_stage if settings.schedule in ("streaming", "adaptive") else 1
+    return max(needs, settings.overlap_steps + 1)
+
+
+def _data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Prediction:
+    """All gradients every step, in fp32 as dsx's own transfers, layer by layer in the backward."""
+    numel, clusters = sum(traffic.numel), traffic.num_clusters
+    sent = 4 * 2 * (clusters - 1) / clusters * numel
+    line_seconds = sent / link.payload_bytes_per_second
+    layers = traffic.layers
+    compute = Compute(max(numel, 1), layers, step_seconds)
+    latency = 2 * link.latency_seconds if clusters > 1 else 0.0
+    seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
+    return Prediction(
+        step_seconds / seconds, seconds, seconds - step_seconds, sent, line_seconds, 1, 1,
+        (sent,) * clusters,
+    )  # fmt: skip

@@ -1,0 +1,121 @@
+"""What the fragments of a model send, and what each transfer takes on a line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from dsx.fragment import Fragmenter, group_by_layer, lay_out
+from dsx.plan.link import Costs, Link
+from dsx.plan.payload import Parts, format_of, parts_of, transfer_bytes
+from dsx.plan.settings import Coding, Settings
+from dsx.plan.timeline import Cost
+from dsx.types import Fragment, ParameterShape, Slot
+
+Ranks = Sequence[Sequence[Fragment]]
+
+
+def one_rank(fragmenter: Fragmenter, parameters: Sequence[ParameterShape]) -> list[list[Fragment]]:
+    """Return the fragments of a model that one rank of each cluster holds, in model order."""
+    wholes = {p.name: p.shape for p in parameters}
+    pieces = {name: (shape, 0) for name, shape in wholes.items()}
+    return [lay_out(fragmenter.assign(parameters), pieces, wholes)]
+
+
+def of_sizes(numels: Iterable[int]) -> list[list[Fragment]]:
+    """Return fragments of which only the sizes are known: each one matrix of a single row."""
+    return [[Fragment(i, 0, (Slot(f"fragment.{i}", (1, n), 0),)) for i, n in enumerate(numels)]]
+
+
+class Traffic:
+    """What every fragment sends, and what its coding takes: of a model, a coding, C clusters."""
+
+    def __init__(self, settings: Settings, ranks: Ranks, num_clusters: int) -> None:
+        self.num_clusters = num_clusters
+        self.coding = coding = settings.coding
+        names: dict[tuple[int, int], set[str]] = {}
+        for fragments in ranks:
+            for f in fragments:
+                names.setdefault((f.stage, f.id), set()).update(s.name for s in f.layout)
+        self.ids = sorted(names)
+        self.num_stages = len({stage for stage, _ in self.ids})
+        self.layers = _num_layers(names)
+        by_id: dict[tuple[int, int], list[Parts]] = {key: [] for key in self.ids}
+        for fragments in ranks:
+            for f in fragments:
+                if f.numel:
+                    key = (f.stage, f.id)
+                    by_id[key].append(parts_of(f, coding, len(names[key])))
+        self.parts = [by_id[key] for key in self.ids]
+        self.numel = [sum(p.numel for p in parts) for parts in self.parts]
+        self.bytes_sent = [
+            [
+                sum(column)
+                for column in zip(
+                    *(transfer_bytes(p, coding, settings.notes, num_clusters) for p in parts),
+                    strict=True,
+                )
+            ]
+            or [0] * num_clusters
+            for parts in self.parts
+        ]
+        self.has_notes = settings.notes != type(settings.notes)()
+
+    def cost(self, index: int, link: Link, costs: Costs) -> Cost:
+        """Return what a transfer of a fragment takes, on the rank with most of it."""
+        largest = max(self.parts[index], key=lambda p: p.numel, default=None)
+        if largest is None or self.num_clusters == 1:
+            return Cost(0.0, 0.0, 0.0)
+        before, after = _coding_seconds(largest, self.coding, self.num_clusters, costs)
+        messages = 2 + _messages(self.coding, self.num_clusters) + 2 * self.has_notes
+        return Cost(
+            before + 2 * link.latency_seconds,
+            max(self.bytes_sent[index]) / link.payload_bytes_per_second,
+            after + (messages - 2) * link.latency_seconds,
+            costs.blocking_seconds_per_element * largest.numel,
+        )
+
+
+def _num_layers(names: dict[tuple[int, int], set[str]]) -> int:
+    shapes = [
+        ParameterShape(n, (1,)) for of_fragment in names.values() for n in sorted(of_fragment)
+    ]
+    return max(len(group_by_layer(shapes)), 1) if shapes else 1
+
+
+def _messages(coding: Coding, num_clusters: int) -> int:
+    """Return one-way latencies between a codec's first and last byte."""
+    if coding.type == "dense":
+        return 2
+    if coding.type == "low_rank":
+        return 4
+    return 1 if coding.type == "top_k" or num_clusters <= 3 else 2
+
+
+def _coding_seconds(
+    parts: Parts, coding: Coding, num_clusters: int, costs: Costs
+) -> tuple[float, float]:
+    """Return a transfer thread's seconds before its first byte leaves, and after the last came.
+
+    A copy, a sum and the guard's hash go at the speed of memory; the small rest is left out.
+    """
+    passes = 4 * parts.numel / costs.copy_bytes_per_second
+    if coding.type == "dense":
+        return passes, 3 * passes  # from the masters; the own slices of C, divided, the hash
+    before, after = passes, 2 * passes
+    if coding.type == "low_rank":
+        rank_flops = sum(2 * m * n * min(coding.rank or 0, m, n) for m, n in parts.matrices)
+        before += rank_flops / costs.flops
+        after += 2 * rank_flops / costs.flops
+    wire = "int8" if coding.type == "top_k" else format_of(coding.wire).name
+    coded = 4 * sum(parts.runs)
+    if wire not in costs.formats:  # fp32 is a copy
+        return before + coded / costs.copy_bytes_per_second, after
+    speeds = costs.formats[wire]
+    has_feedback = coding.error_feedback != "none"
+    before += coded / (speeds.encode_with_feedback if has_feedback else speeds.encode)
+    if coding.type == "top_k" or num_clusters <= 3:
+        return before, after + num_clusters * coded / speeds.decode
+    mean = costs.formats.get(coding.mean_wire, speeds)
+    own = coded / num_clusters
+    after += num_clusters * own / speeds.decode + own / mean.encode + coded / mean.decode
+    return before, after

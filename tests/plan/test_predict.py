@@ -1,0 +1,218 @@
+"""Predicted times: against closed forms, the DAG, and a line simulated in small steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dsx.plan.closed_forms import data_parallel_step_seconds
+from dsx.plan.dag import elapsed_seconds
+from dsx.plan.link import PAYLOAD_SHARE, Costs, Link, read_codec_figures, wire_bytes
+from dsx.plan.predict import fitting_interval, predict
+from dsx.plan.scenario import Compute, Scenario, Sync, Wire
+from dsx.plan.settings import DATA_PARALLEL, Coding, Settings
+from dsx.plan.timeline import Cost, SharedLine
+from dsx.plan.traffic import of_sizes
+
+FREE = Costs(formats={}, copy_bytes_per_second=1e30)
+BLOCKING = Settings("periodic", 20)
+LATE = Settings("periodic", 20, rounds_late=1)
+STREAMING = Settings("streaming", 20, overlap_steps=2)
+SIZES = [1_000_000] * 4
+ALL_SETTINGS = [
+    BLOCKING,
+    LATE,
+    STREAMING,
+    Settings("adaptive", 20, overlap_steps=2),
+    Settings("layerwise", 4),
+    DATA_PARALLEL,
+]
+
+
+def line_of(seconds: float, numel: int, num_clusters: int = 2) -> Link:
+    """Return a line that carries a dense mean of so many elements in so many seconds."""
+    sent = 4 * 2 * (num_clusters - 1) / num_clusters * numel
+    return Link(8 * sent / seconds, payload_share=1)
+
+
+def test_a_blocking_round_is_compute_and_transfer() -> None:
+    found = predict(BLOCKING, of_sizes(SIZES), 1.0, line_of(5.0, sum(SIZES)), 2, FREE)
+    assert found.round_seconds == pytest.approx(25.0, rel=1e-4)
+    assert found.exposed_seconds == pytest.approx(5.0, rel=1e-3)
+    assert found.utilization == pytest.approx(0.8, rel=1e-4)
+
+
+@pytest.mark.parametrize("seconds", [5.0, 19.9, 30.0])
+def test_one_round_late_hides_a_round_of_compute(seconds: float) -> None:
+    found = predict(LATE, of_sizes(SIZES), 1.0, line_of(seconds, sum(SIZES)), 2, FREE)
+    assert found.round_seconds == pytest.approx(max(20.0, seconds), rel=1e-4)
+
+
+def test_latency_and_coding_take_their_time() -> None:
+    sizes = [10**6]
+    slow = Costs(FREE.formats, copy_bytes_per_second=4e6)
+    base = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, FREE)
+    late = replace(line_of(5.0, 10**6), latency_seconds=0.5)
+    found = predict(BLOCKING, of_sizes(sizes), 1.0, late, 2, FREE)
+    # announcement, guard, slices to their owners, means back
+    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 0.5)
+    found = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, slow)
+    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 1.0)
+
+
+def scenario_of(settings: Settings, layers: int) -> Scenario:
+    """Return the DAG's counterpart, with fragments that leave as a whole."""
+    is_streaming = settings.schedule == "streaming"
+    overlap = settings.interval if settings.rounds_late else settings.overlap_steps
+    sync = Sync(
+        "streaming" if is_streaming else "diloco",
+        settings.interval,
+        overlap,
+        granularity="fragment",
+        layers_per_fragment=1 if is_streaming else 3,
+    )
+    return Scenario(Compute(sum(SIZES), layers, 1.0), sync, Wire(32, 2), rounds=200)
+
+
+@pytest.mark.parametrize("settings", [BLOCKING, LATE, STREAMING])
+@pytest.mark.parametrize("seconds", [1.0, 7.0, 18.0])
+def test_as_the_dag_where_nothing_is_shared(settings: Settings, seconds: float) -> None:
+    line = line_of(seconds, sum(SIZES))
+    scenario = scenario_of(settings, len(SIZES))
+    by_dag = float(elapsed_seconds(scenario, np.array([line.bits_per_second]))[0]) / 200
+    found = predict(settings, of_sizes(SIZES), 1.0, line, 2, FREE)
+    assert found.round_seconds == pytest.approx(by_dag, rel=0.01)
+
+
+def test_a_large_fragment_that_shares_the_line_ends_later_than_before_it() -> None:
+    """Launched at 0 and 2, waited for 2 steps later; the large one has 0.9 s left at 2.
+
+    A FIFO would end it at 2.9 and lose 0.9 s; sharing with 0.5 s of the small one ends it at 3.4.
+    """
+    settings, sizes = Settings("streaming", 4, overlap_steps=2), [500_000, 2_900_000]
+    found = predict(settings, of_sizes(sizes), 1.0, line_of(3.4, sum(sizes)), 2, FREE)
+    assert found.exposed_seconds == pytest.approx(1.4, rel=1e-3)
+
+
+def test_a_full_line_is_as_slow_however_it_is_shared() -> None:
+    settings = Settings("streaming", 4, overlap_steps=2)
+    found = predict(settings, of_sizes(SIZES), 1.0, line_of(7.2, sum(SIZES)), 2, FREE)
+    assert found.round_seconds == pytest.approx(7.2, rel=1e-3)
+
+
+def test_data_parallel_is_the_closed_form() -> None:
+    line = Link(1e9, payload_share=1)
+    found = predict(DATA_PARALLEL, of_sizes(SIZES), 0.1, line, 2, FREE)
+    layer_seconds = 4 * SIZES[0] * 8 / 1e9
+    compute = Compute(sum(SIZES), 4, 0.1)
+    assert found.round_seconds == pytest.approx(data_parallel_step_seconds(compute, layer_seconds))
+
+
+@pytest.mark.parametrize("settings", ALL_SETTINGS, ids=lambda s: f"{s.schedule} {s.rounds_late}")
+def test_a_better_line_never_harms_and_bits_are_conserved(settings: Settings) -> None:
+    found = [
+        predict(settings, of_sizes(SIZES), 0.2, Link(10**exponent, 0.01), 3)
+        for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 12)
+    ]
+    if settings.schedule != "adaptive":  # which sends more over a better line
+        assert [f.round_seconds for f in found] == sorted(
+            (f.round_seconds for f in found), reverse=True
+        )
+    for each in found:
+        assert each.utilization <= 1
+        assert each.round_seconds >= each.transfer_seconds * (1 - 1e-6)
+        compute = each.steps_per_round * 0.2
+        assert each.round_seconds == pytest.approx(compute + each.exposed_seconds)
+
+
+def test_a_stages_transfers_share_the_line_and_take_turns() -> None:
+    (whole,) = of_sizes(SIZES)
+    stages = [[replace(f, id=0, stage=f.id)] for f in whole]
+    line = line_of(2.0, sum(SIZES))
+    one = predict(STREAMING, [whole], 1.0, line, 2, FREE)
+    four = predict(STREAMING, stages, 1.0, line, 2, FREE)
+    assert four == one
+
+
+def test_adaptive_sends_as_often_as_gamma_allows() -> None:
+    line = line_of(4 * 1.25, sum(SIZES))  # gamma H Tc / Ts = 0.4 * 20 / 1.25
+    found = predict(Settings("adaptive", 20, overlap_steps=2), of_sizes(SIZES), 1.0, line, 2, FREE)
+    assert found.transmissions == 6
+    assert found.bytes_per_round == pytest.approx(1.5 * 4 * sum(SIZES), rel=1e-4)
+
+
+@pytest.mark.parametrize("settings", [BLOCKING, LATE, STREAMING], ids=["now", "late", "streaming"])
+def test_the_least_interval_fits_and_the_next_less_does_not(settings: Settings) -> None:
+    line, ranks = line_of(33.0, sum(SIZES)), of_sizes(SIZES)
+    target = 1.0 if settings is LATE else 0.9
+    least = fitting_interval(settings, ranks, 1.0, line, 2, FREE, target)
+    assert least is not None
+    reached = [
+        predict(settings.at(h), ranks, 1.0, line, 2, FREE).utilization for h in (least - 1, least)
+    ]
+    assert reached[0] < target <= reached[1] + 1e-6
+    if settings is LATE:
+        assert least == 34  # and some bytes of headers
+
+
+def test_no_interval_hides_a_blocking_transfer() -> None:
+    assert fitting_interval(BLOCKING, of_sizes(SIZES), 1.0, line_of(1, 10), 2, FREE) is None
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 3), st.floats(0.01, 2)), min_size=1, max_size=6),
+    st.floats(0, 1),
+)
+def test_a_shared_line_against_small_steps(sent: list[tuple[float, float]], after: float) -> None:
+    sent = sorted(sent)
+    line = SharedLine(len(sent))
+    numbers = [
+        line.launch(at, fragment, Cost(0.1, seconds, after))
+        for fragment, (at, seconds) in enumerate(sent)
+    ]
+    ends = [line.end(number) for number in numbers]
+    left = [seconds for _, seconds in sent]
+    expected, now, step = [0.0] * len(sent), 0.0, 0.002
+    while any(s > 0 for s in left):
+        active = [i for i, (at, _) in enumerate(sent) if at + 0.1 <= now and left[i] > 0]
+        now += step
+        for i in active:
+            left[i] -= step / len(active)
+            if left[i] <= 0:
+                expected[i] = now + after
+    assert ends == pytest.approx(expected, abs=0.05)
+
+
+def test_transfers_of_one_fragment_come_one_after_another() -> None:
+    line = SharedLine(1)
+    numbers = [line.launch(at, 0, Cost(1.0, 2.0, 1.0)) for at in (0.0, 1.0, 20.0)]
+    assert [line.end(number) for number in numbers] == [4.0, 8.0, 24.0]
+
+
+def test_what_a_line_counts_beside_the_payload() -> None:
+    assert wire_bytes(1448) == pytest.approx(1514)
+    assert Link(1e9).payload_bytes_per_second == pytest.approx(1.25e8 * PAYLOAD_SHARE)
+
+
+def test_measured_codecs_replace_the_table() -> None:
+    figure = {"format": "int4", "device": "cpu", "encode_gb_per_second": 2.0}
+    figure |= {"decode_gb_per_second": 3.0, "encode_ef_gb_per_second": 1.0}
+    costs = read_codec_figures([{**figure, "memcpy_gb_per_second": 9.0}])
+    assert costs.formats["int4"].encode == 2e9
+    assert costs.formats["int8"] == Costs().formats["int8"]
+    assert costs.copy_bytes_per_second == 9e9
+    settings = Settings("periodic", 10, coding=Coding("quantized"))
+    slow = predict(settings, of_sizes(SIZES), 1.0, Link(1e12), 2, costs)
+    fast = predict(settings, of_sizes(SIZES), 1.0, Link(1e12), 2)
+    assert slow.round_seconds > fast.round_seconds
+
+
+def test_nonsense_is_refused() -> None:
+    with pytest.raises(ValueError, match="bits_per_second=0 must be"):
+        Link(0)
+    with pytest.raises(ValueError, match="step_seconds=0 must be"):
+        predict(BLOCKING, of_sizes(SIZES), 0.0, Link(1e9), 2)
