@@ -112,15 +112,19 @@ UNTRACED = Untraced()
 
 
 class Trace:
-    """Records one rank's spans of steps `first` to `last`; any thread may add."""
+    """Records one rank's spans of the steps from first to last; any thread may add.
+
+    `logs`: whether to say when the last of them is past.
+    """
 
     def __init__(
-        self, path: Path, session: str, peers: Peers, steps: tuple[int, int] = (1, 1000)
+        self, path: Path, session: str, peers: Peers, steps: tuple[int, int], logs: bool = True
     ) -> None:
         self._path = path
         self._session = session
         self._peers = peers
         self._first, self._last = steps
+        self._logs = logs
         self._offset = time.time_ns() - now()
         self._begins_at = 0
         self._file: TextIO | None = None
@@ -226,9 +230,9 @@ class Trace:
 
     def _tell(self, what: str) -> None:
         self._is_past = True
-        logger.info(
-            "%s: %s (metrics.trace_steps is [%d, %d])", self._path, what, self._first, self._last
-        )
+        if self._logs:
+            steps = self._first, self._last
+            logger.info("%s: %s (metrics.trace_steps is [%d, %d])", self._path, what, *steps)
 
 
 class _Laps:

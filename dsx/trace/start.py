@@ -17,6 +17,6 @@ def start_trace(metrics: MetricsConfig, world: World, backend: Backend) -> Recor
         return UNTRACED
     path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)
     peers = Peers(world.cluster_id, world.num_clusters)
-    trace = Trace(path, world.session, peers, metrics.trace_steps)
+    trace = Trace(path, world.session, peers, metrics.trace_steps, logs=world.rank == 0)
     backend.trace_compute(trace)
     return trace
