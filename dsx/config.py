@@ -96,12 +96,17 @@ class ClustersConfig(BaseModel):
 
 
 class MetricsConfig(BaseModel):
-    """Where the records of a run go; without a directory none are written."""
+    """Where the records of a run go; without a directory none are written.
+
+    `trace_steps`: the first and the last step that a trace holds.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     dir: str | None = None
     tensorboard: bool = False
+    trace: bool = False
+    trace_steps: tuple[int, int] = (1, 1000)
 
 
 class StateConfig(BaseModel):
@@ -162,8 +167,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     clusters = _section("clusters", ClustersConfig, block["clusters"])
     method, axes = resolve_method(block["preset"], overrides, clusters.num_clusters)
     metrics = _section("metrics", MetricsConfig, block.get("metrics", {}))
-    if metrics.tensorboard and metrics.dir is None:
-        raise ConfigError("dsx.metrics.tensorboard needs dsx.metrics.dir, a directory to write to")
+    _check_metrics(metrics)
     return DsxConfig(
         preset=block["preset"],
         clusters=clusters,
@@ -243,6 +247,20 @@ def _section(name: str, model: type[BaseModel], values: Any) -> Any:
         return model.model_validate_json(json.dumps(dict(cast(Mapping[str, Any], values))))
     except ValidationError as error:
         raise ConfigError(_explain(path, error)) from error
+
+
+def _check_metrics(metrics: MetricsConfig) -> None:
+    for key in ("tensorboard", "trace"):
+        if getattr(metrics, key) and metrics.dir is None:
+            raise ConfigError(f"dsx.metrics.{key} needs dsx.metrics.dir, a directory to write to")
+    first, last = metrics.trace_steps
+    if "trace_steps" in metrics.model_fields_set and not metrics.trace:
+        raise ConfigError(f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true')
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "
+            "trace, from 1; try [1, 1000]"
+        )
 
 
 def _check_clusters(clusters: ClustersConfig) -> None:

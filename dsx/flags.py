@@ -61,9 +61,10 @@ def all_flags() -> Iterator[Flag]:
     yield Flag("--dsx-config", "", "config", 'JSON file with a "dsx" block, which flags override')
     yield Flag("--dsx-preset", "", "preset", ", ".join(PRESETS))
     for section, model in _SECTIONS.items():
-        for key in model.model_fields:
+        for key, field in model.model_fields.items():
             words = [key] if section == "clusters" else [section, key]
-            yield Flag(_flag(*words), section, key, f"dsx.{section}.{key}")
+            is_list = str(field.annotation).startswith("tuple")
+            yield Flag(_flag(*words), section, key, f"dsx.{section}.{key}", is_list)
     for axis, (selector, choices) in AXES.items():
         yield Flag(_flag(axis, selector), axis, selector, ", ".join(choices))
         of: dict[str, list[str]] = {}

@@ -30,6 +30,7 @@ from dsx.routes import plan_routes, tell_what_is_factored
 from dsx.saved_state import first_difference, layout
 from dsx.stop import StopAgreement
 from dsx.sync_records import SyncRecords
+from dsx.trace.start import start_trace
 from dsx.transfer import Totals
 
 logger = logging.getLogger(__name__)
@@ -74,6 +75,7 @@ class Handle:
         self._metrics = Metrics(
             Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
         )
+        self._trace = start_trace(config.metrics, world, backend)
         store = world.attachment_store()
         self._stop = StopAgreement(
             world.rendezvous,
@@ -98,7 +100,7 @@ class Handle:
         pairs = zip(backend.fragments, routes, strict=True)
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
         transport = world.connect(used, backend.stage, config.link.streams)
-        self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
+        self.loop = OuterLoop(method, backend, transport, self._on_sync, routes, self._trace)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, backend)
@@ -150,6 +152,7 @@ class Handle:
             was_written = self.loop.after_inner_step()
         self._syncs.pass_boundary()
         self._metrics.step(self._boundary_record())
+        self._trace.end_step(self.step)
         return was_written
 
     def skip_inner_step(self) -> None:
@@ -233,15 +236,9 @@ class Handle:
             )  # fmt: skip
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
         states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
+        place, session, axes = self._world.place, self._world.session, self._config.axes
         with self._naming_last_checkpoint():
-            save_state(
-                self.loop,
-                directory,
-                self._world.place,
-                self._world.session,
-                self._config.axes,
-                states,
-            )
+            save_state(self.loop, directory, place, session, axes, states)
 
     def load(
         self,
@@ -285,10 +282,12 @@ class Handle:
     def close(self) -> None:
         """Write the last records and release connections."""
         self._metrics.close()
+        self._trace.close()
         self.loop.transport.close()
 
     def _begin_clock(self) -> None:
         self._metrics.begin(self.step)
+        self._trace.begin(self.step)
         self._passed = time.perf_counter()
         self._blocked = self.totals.blocked_seconds
 
@@ -338,6 +337,7 @@ class Handle:
             yield
         except (PeerLost, ParityError, NonFiniteError) as error:
             self._metrics.flush()
+            self._trace.flush()
             kept = self._last_checkpoint
             is_usable = kept is not None and not isinstance(error, NonFiniteError)
             advice = f"resume from {kept}" if is_usable else kept or "none saved"

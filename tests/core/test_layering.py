@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices"],
+    ["types", "choices", "record_file", "trace.lanes"],
     [
         "outer_optimizer",
         "comm.swap",
@@ -36,6 +36,7 @@ LAYERS = [
         "redistribution",
         "gpt_shapes",
         "inner_memory",
+        "trace.recorder",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
@@ -62,9 +63,20 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "flags", "simulate", "memory_plan"],
+    ["trace.start"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attachment"],
-    ["", "cli", "bench", "plan", "link", "export_command", "memory_command", "megatron"],
+    [
+        "",
+        "cli",
+        "bench",
+        "plan",
+        "link",
+        "trace",
+        "export_command",
+        "memory_command",
+        "megatron",
+    ],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attachment", "cli")
 
