@@ -192,6 +192,9 @@ class Testbed:
             _ip("-n", name, "addr", "add", f"{self.address(cluster)}/24", "dev", INTERFACE)
             _ip("-n", name, "link", "set", "lo", "up")
             _ip("-n", name, "link", "set", INTERFACE, "up")
+            # the kernel's own default; a host may prefer another, and figures would differ by it
+            _ip("-n", name, "route", "replace", "10.77.0.0/24", "dev", INTERFACE,
+                "src", self.address(cluster), "congctl", "cubic")  # fmt: skip
 
     def _remove(self) -> None:
         for number in self._handlers:

@@ -78,7 +78,7 @@ LAYERS = [
         "megatron",
     ],
 ]
-MAY_IMPORT_ENGINES = ("comm", "backends", "attachment", "cli")
+MAY_IMPORT_ENGINES = ("comm", "backends", "attachment", "cli", "bench.e2e_worker")
 
 
 def module_name(path: Path) -> str:

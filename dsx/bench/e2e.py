@@ -1,0 +1,284 @@
+"""`dsx bench e2e`: every preset against no communication and against all-reduce, on a slow line.
+
+The line is chosen by what decides: `ratio` = seconds of an all-reduce of fp32 gradients over the
+seconds of an inner step. DiLoCoX (arXiv:2506.21263) reports ratios of about 32 and 350.
+
+All runs take the same number of steps on the same batches from the same weights, so their losses
+are after the same number of tokens. DeepSpeed's own data parallel is timed for a few steps on the
+line; its loss is that of a run of all the steps with the line lifted.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dsx.bench.e2e_job import Job, Mode, Shape, build_model
+from dsx.bench.e2e_plan import Plan, Situation, plan_presets
+from dsx.bench.e2e_run import Measured, Runner
+from dsx.bench.testbed import MAX_CLUSTERS, Line, Testbed
+from dsx.plan.link import Link, wire_bytes
+from dsx.plan.predict import predict
+from dsx.plan.scenario import require_number
+from dsx.plan.settings import DATA_PARALLEL
+from dsx.plan.traffic import of_sizes
+from dsx.presets import PRESETS
+from dsx.types import ParameterShape
+
+_CEILING_STEPS, _CEILING_PERIOD = 150, 10
+_SYNCHRONOUS_STEPS = 4
+_DEADLINE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is asked for; `margin` is the time of H steps over that of the transfers in them.
+
+    A preset whose ceiling has drifted by more than `max_drift` from before to after runs again, up
+    to `attempts` times; the run with the least drift counts.
+    """
+
+    directory: Path
+    data: Path
+    num_clusters: int = 2
+    ratios: tuple[float, ...] = (32.0, 350.0)
+    presets: tuple[str, ...] = tuple(PRESETS)
+    rounds: int = 3
+    margin: float = 1.15
+    max_drift: float = 0.03
+    attempts: int = 3
+    shape: Shape = Shape()
+
+    def __post_init__(self) -> None:
+        for name in self.presets:
+            if name not in PRESETS:
+                raise ValueError(f"presets={name!r} is not known; allowed: {', '.join(PRESETS)}")
+        for ratio in self.ratios:
+            require_number("ratios", ratio, 0.1, 10_000)
+        require_number("clusters", self.num_clusters, 2, MAX_CLUSTERS)
+        require_number("rounds", self.rounds, 1, 1000)
+        require_number("margin", self.margin, 1.0, 10.0)
+        require_number("max_drift", self.max_drift, 1e-4, 10.0)
+        require_number("attempts", self.attempts, 1, 100)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: a method on a line. Bytes are of the cluster that sends most.
+
+    `utilization` is the ceiling's step over the measured one; `exposed_seconds` what a period of
+    `interval` steps takes beyond its compute; `wire_bytes` the kernel's count, headers included;
+    `payload_bytes` the library's own, `planned_bytes` the planner's for as many rounds. None where
+    a method has no such number.
+    """
+
+    ratio: float
+    megabits_per_second: float
+    method: str
+    interval: int
+    delay_steps: int
+    steps: int
+    is_overlapped: bool
+    step_seconds: float
+    ceiling_seconds: float
+    tokens_per_second: float
+    utilization: float
+    predicted_utilization: float
+    exposed_seconds: float
+    wire_bytes: int
+    payload_bytes: int
+    planned_bytes: float | None
+    validation_loss: float
+    speedup: float = 1.0
+    ceiling_drift: float = 0.0
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
+    """Yield a row per ratio and method; `tell` gets a line per run.
+
+    ValueError for inputs, TestbedUnavailable if this host has no slow line, RunFailed otherwise.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < options.num_clusters:
+        raise ValueError(
+            f"clusters={options.num_clusters} need a core each; this process may use {len(cores)}"
+        )
+    if not (options.data / "dataset.json").is_file():
+        build = f"dsx data build --from stdlib --out {options.data}"
+        raise ValueError(f"{options.data} is not a dataset; build one with: {build}")
+    with Testbed(options.num_clusters, None) as bed:
+        bench = Bench(options, Runner(bed, cores, _DEADLINE_SECONDS), tell)
+        for ratio in options.ratios:
+            yield from bench.rows(ratio)
+
+
+class Bench:
+    """Plans the runs of one ratio after the other, and reads rows off them."""
+
+    def __init__(self, options: Options, runner: Runner, tell: Callable[[str], None]) -> None:
+        self._options = options
+        self._runner = runner
+        self._tell = tell
+        named = build_model(options.shape, 0).named_parameters()
+        self._parameters = [ParameterShape(name, tuple(p.shape)) for name, p in named]
+        self._numel = sum(math.prod(p.shape) for p in self._parameters)
+
+    def rows(self, ratio: float) -> Iterator[Row]:
+        """Yield the ceiling, all-reduce, and every preset."""
+        options = self._options
+        first = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
+        step_seconds = first.step_seconds(_CEILING_PERIOD)
+        line = self._line(ratio, step_seconds)
+        situation = self._situation(line, step_seconds)
+        plans = plan_presets(options.presets, situation, options.margin)
+        steps = (options.rounds + 1) * max(plan.interval for plan in plans)
+        self._tell(
+            f"ratio {ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
+            f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"
+        )
+        rows: list[Row] = []
+        for plan in plans:
+            measured = self._steady(f"{ratio:g}_{plan.name}", steps, line, plan.block)
+            rows.append(self._row(plan, measured, ratio, line))
+        ceilings = [row.ceiling_seconds for row in rows]
+        alone = self._run(f"{ratio:g}_ceiling", "ceiling", steps)
+        ceilings.append(alone.step_seconds(_CEILING_PERIOD))
+        synchronous = self._synchronous(ratio, line, steps, statistics.median(ceilings))
+        yield self._ceiling(alone, ratio, line, synchronous)
+        yield synchronous
+        for row in rows:
+            speedup = row.tokens_per_second / synchronous.tokens_per_second
+            yield replace(row, speedup=speedup)
+
+    def _line(self, ratio: float, step_seconds: float) -> Line:
+        clusters = self._options.num_clusters
+        sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
+        return Line(8e-6 * sent / (ratio * step_seconds))
+
+    def _situation(self, line: Line, step_seconds: float) -> Situation:
+        link = Link(1e6 * line.megabits_per_second)
+        return Situation(self._parameters, step_seconds, link, self._options.num_clusters)
+
+    def _run(
+        self,
+        name: str,
+        mode: Mode,
+        steps: int,
+        line: Line | None = None,
+        block: dict[str, Any] | None = None,
+    ) -> Measured:
+        options = self._options
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": options.shape.batch_size,
+            "gradient_clipping": 1.0,
+            "zero_optimization": {"stage": 0},
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+            "steps_per_print": 10**9,
+        }
+        if block is not None:
+            config["dsx"] = {**block, "clusters": self._runner.clusters_block()}
+        directory = options.directory.resolve() / name
+        job = Job(
+            mode, config, options.shape, steps, options.num_clusters, str(options.data.resolve()),
+            str(directory), _DEADLINE_SECONDS,
+        )  # fmt: skip
+        return self._runner.run(job.write(), mode, line)
+
+    def _steady(self, name: str, steps: int, line: Line, block: dict[str, Any]) -> Measured:
+        """Run a preset until its ceiling holds still, and return the steadiest run."""
+        runs: list[Measured] = []
+        for _ in range(self._options.attempts):
+            runs.append(self._run(name, "dsx", steps, line, block))
+            self._tell(f"  {name}: its ceiling drifted by {runs[-1].drift():.1%}")
+            if runs[-1].drift() <= self._options.max_drift:
+                break
+        return min(runs, key=Measured.drift)
+
+    def _row(self, plan: Plan, measured: Measured, ratio: float, line: Line) -> Row:
+        step_seconds = measured.step_seconds(plan.interval)
+        ceiling, steps = measured.ceiling_seconds(), len(measured.clusters[0]["steps"])
+        predicted = plan.predict(self._situation(line, ceiling))
+        planned = predicted.bytes_per_round * steps / plan.interval
+        return Row(
+            ratio=ratio,
+            megabits_per_second=line.megabits_per_second,
+            method=plan.name,
+            interval=plan.interval,
+            delay_steps=plan.method.delay.steps,
+            steps=steps,
+            is_overlapped=plan.is_overlapped,
+            step_seconds=step_seconds,
+            ceiling_seconds=ceiling,
+            tokens_per_second=self._tokens / step_seconds,
+            utilization=ceiling / step_seconds,
+            predicted_utilization=predicted.utilization,
+            exposed_seconds=plan.interval * (step_seconds - ceiling),
+            wire_bytes=measured.total("wire_bytes"),
+            payload_bytes=measured.total("bytes_sent"),
+            planned_bytes=planned if plan.has_fixed_traffic else None,
+            validation_loss=measured.mean("validation_loss"),
+            ceiling_drift=measured.drift(),
+        )
+
+    @property
+    def _tokens(self) -> int:
+        """Per step, of all clusters."""
+        return self._options.num_clusters * self._options.shape.tokens_per_step
+
+    def _ceiling(self, alone: Measured, ratio: float, line: Line, like: Row) -> Row:
+        """Return the row of no communication; its loss is the mean of the clusters' own."""
+        return replace(
+            like,
+            method="no communication",
+            interval=0,
+            step_seconds=like.ceiling_seconds,
+            tokens_per_second=self._tokens / like.ceiling_seconds,
+            utilization=1.0,
+            predicted_utilization=1.0,
+            exposed_seconds=0.0,
+            wire_bytes=0,
+            payload_bytes=0,
+            planned_bytes=0.0,
+            validation_loss=alone.mean("validation_loss"),
+            speedup=like.step_seconds / like.ceiling_seconds,
+        )
+
+    def _synchronous(self, ratio: float, line: Line, steps: int, ceiling: float) -> Row:
+        timed = self._run(f"{ratio:g}_data_parallel", "data_parallel", _SYNCHRONOUS_STEPS + 1, line)
+        self._tell("  data parallel: timed")
+        whole = self._run(f"{ratio:g}_data_parallel_lifted", "data_parallel", steps)
+        step_seconds = timed.step_seconds(1)
+        link = Link(1e6 * line.megabits_per_second)
+        predicted = predict(
+            DATA_PARALLEL, of_sizes([self._numel]), ceiling, link, self._options.num_clusters
+        )
+        sent = timed.clusters[0]["steps"]
+        return Row(
+            ratio=ratio,
+            megabits_per_second=line.megabits_per_second,
+            method="data_parallel",
+            interval=1,
+            delay_steps=0,
+            steps=steps,
+            is_overlapped=False,
+            step_seconds=step_seconds,
+            ceiling_seconds=ceiling,
+            tokens_per_second=self._tokens / step_seconds,
+            utilization=ceiling / step_seconds,
+            predicted_utilization=predicted.utilization,
+            exposed_seconds=step_seconds - ceiling,
+            wire_bytes=round(steps * (sent[-1]["wire_bytes"] - sent[0]["wire_bytes"])
+                             / _SYNCHRONOUS_STEPS),
+            payload_bytes=round(steps * predicted.bytes_per_round),
+            planned_bytes=steps * predicted.bytes_per_round,
+            validation_loss=whole.mean("validation_loss"),
+        )  # fmt: skip

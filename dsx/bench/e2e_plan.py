@@ -1,0 +1,123 @@
+"""What `dsx bench e2e` runs on a line: every preset's "dsx" block, with H and tau by the planner.
+
+H is the least whose transfers fit under its steps on a line that is slower by the margin. It is
+found for the whole model in fp32, applied one round late, and for dilocox in int4, as its first
+rounds are; the former is rounded up to a multiple of the latter, so that all runs have whole
+rounds. Blocking presets, where nothing is hidden, take the H of fp32. Where fragments are applied
+tau steps later, tau is the least that hides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dsx.config import resolve_method
+from dsx.control.adaptive_rank import AdaptiveRank
+from dsx.method import Method
+from dsx.plan.link import Link
+from dsx.plan.predict import Prediction, fitting_interval, predict
+from dsx.plan.traffic import one_rank
+from dsx.types import ParameterShape
+
+_BLOCKING = ("local_sgd", "slowmo", "diloco", "dreamddp")
+_WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
+_INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
+_OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
+    "slowmo": {"lr": 0.7, "momentum": 0.5},
+    "diloco": {"lr": 0.7, "momentum": 0.5},
+    "streaming_diloco": {"lr": 0.7, "momentum": 0.5},
+    "cocodc": {"lr": 0.7, "momentum": 0.5},
+    "eager": {"lr": 0.7, "momentum": 0.0},
+    "diloco_delayed": {"lr": 0.4, "momentum": 0.5},
+    "dilocox": {"lr": 0.4, "momentum": 0.5},
+    "co2": {"lr": 0.4, "momentum": 0.2},
+}
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A model that computes a step in `step_seconds`, on a line between clusters."""
+
+    parameters: Sequence[ParameterShape]
+    step_seconds: float
+    link: Link
+    num_clusters: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A preset as it is run; `block` is the "dsx" block without its "clusters"."""
+
+    name: str
+    block: dict[str, Any]
+    method: Method
+    interval: int
+
+    @property
+    def is_overlapped(self) -> bool:
+        """Whether transfers have steps to hide behind."""
+        return self.name not in _BLOCKING
+
+    @property
+    def has_fixed_traffic(self) -> bool:
+        """Whether what is sent does not depend on times or values measured in the run."""
+        return not (self.method.uses_seconds or self.method.control.largest_rank)
+
+    def predict(self, situation: Situation) -> Prediction:
+        """Return what the planner says."""
+        return _predict(self.method, situation)
+
+
+def plan_presets(names: Sequence[str], situation: Situation, margin: float) -> list[Plan]:
+    """Return how each preset is run; ValueError if one fits under no number of steps."""
+    link = situation.link
+    slower = replace(situation, link=replace(link, bits_per_second=link.bits_per_second / margin))
+    first_rounds = {"preset": "dilocox", "control": {"type": "fixed"}, "compression": _INT4}
+    coded = max(_fit(first_rounds, slower), AdaptiveRank(1).min_interval)
+    whole = _fit({"preset": "diloco_delayed"}, slower)
+    whole = -(-whole // coded) * coded
+    plans: list[Plan] = []
+    for name in names:
+        interval = coded if name == "dilocox" else whole
+        block: dict[str, Any] = {"preset": name, "schedule": {"interval": interval}}
+        if name in _OUTER_RATES:
+            block["outer_optimizer"] = _OUTER_RATES[name]
+        if name == "dilocox":
+            block["control"] = {"rank": 16, "max_rank": 32}
+        if name in _WITH_DELAY_STEPS:
+            block["delay"] = {"steps": _least_delay(block, slower)}
+        plans.append(Plan(name, block, _resolve(block, situation), interval))
+    return plans
+
+
+def _fit(block: dict[str, Any], situation: Situation) -> int:
+    method = _resolve(block, situation)
+    ranks = one_rank(method.fragments, situation.parameters)
+    found = fitting_interval(
+        method, ranks, situation.step_seconds, situation.link, situation.num_clusters
+    )
+    if found is None:
+        raise ValueError(f"{block['preset']} fits under no number of steps on this line")
+    return found
+
+
+def _least_delay(block: dict[str, Any], situation: Situation) -> int:
+    """Return the least tau that hides a fragment's transfer."""
+    interval = block["schedule"]["interval"]
+    for steps in range(1, interval):
+        method = _resolve({**block, "delay": {"steps": steps}}, situation)
+        if _predict(method, situation).utilization > 1 - 1e-6:
+            return steps
+    raise ValueError(f"no delay below {interval} steps hides the transfers of {block['preset']}")
+
+
+def _predict(method: Method, situation: Situation) -> Prediction:
+    ranks = one_rank(method.fragments, situation.parameters)
+    return predict(method, ranks, situation.step_seconds, situation.link, situation.num_clusters)
+
+
+def _resolve(block: dict[str, Any], situation: Situation) -> Method:
+    axes = {key: value for key, value in block.items() if key != "preset"}
+    return resolve_method(block["preset"], axes, situation.num_clusters)[0]

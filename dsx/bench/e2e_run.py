@@ -1,0 +1,171 @@
+"""One run of `dsx bench e2e` on a testbed: a `deepspeed` launcher in every cluster, one core each.
+
+The line is lifted while launchers start and while they end, and throttled from the first step to
+the last transfer.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.bench.testbed import INTERFACE, Line, Testbed
+
+_LAUNCHER_PORT, _RENDEZVOUS_PORT = 29500, 29400
+_POLL_SECONDS = 0.05
+_TAIL = 2000  # characters of a failed worker's output
+
+
+class RunFailed(RuntimeError):
+    """A launcher has ended with an error, or a run has missed its deadline."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run's clusters have written, one record per cluster; see e2e_worker.py."""
+
+    clusters: Sequence[dict[str, Any]]
+
+    def step_seconds(self, interval: int, skipped: int = 1) -> float:
+        """Return seconds per step: the median over whole periods of `interval` steps.
+
+        Without the first `skipped`; the mean of the clusters, which meet at every sync.
+        """
+        return statistics.fmean(
+            statistics.median(_periods([s["seconds"] for s in record["steps"]], interval)[skipped:])
+            for record in self.clusters
+        )
+
+    def ceiling_seconds(self) -> float:
+        """Return the step of DeepSpeed alone, measured before and after; the clusters' mean."""
+        return statistics.fmean(
+            statistics.fmean(
+                (statistics.median(r["ceiling_before"]), statistics.median(r["ceiling_after"]))
+            )
+            for r in self.clusters
+        )
+
+    def drift(self) -> float:
+        """Return the largest change of a cluster's ceiling from before to after, as a share."""
+        medians = [
+            (statistics.median(r["ceiling_before"]), statistics.median(r["ceiling_after"]))
+            for r in self.clusters
+        ]
+        return max(abs(after / before - 1) for before, after in medians)
+
+    def total(self, key: str) -> int:
+        """Return what the cluster with most of it has counted."""
+        return max(record[key] for record in self.clusters)
+
+    def mean(self, key: str) -> float:
+        """Return the clusters' mean."""
+        return statistics.fmean(record[key] for record in self.clusters)
+
+
+def _periods(cumulative: Sequence[float], interval: int) -> list[float]:
+    """Return seconds per step of each whole period, given the time at the end of every step."""
+    ends = [0.0, *cumulative[interval - 1 :: interval]]
+    return [(end - begin) / interval for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+class Runner:
+    """Starts jobs on a testbed, one after the other."""
+
+    def __init__(self, bed: Testbed, cores: Sequence[int], deadline_seconds: float) -> None:
+        self._bed = bed
+        self._cores = cores
+        self._deadline_seconds = deadline_seconds
+
+    def clusters_block(self) -> dict[str, Any]:
+        """Return the "clusters" part of a JSON for this testbed."""
+        return {
+            "num_clusters": self._bed.num_clusters,
+            "rendezvous": f"tcp://{self._bed.address(0)}:{_RENDEZVOUS_PORT}",
+            "interface": INTERFACE,
+            "deadline_seconds": self._deadline_seconds,
+        }
+
+    def run(self, job: Path, mode: str, line: Line | None) -> Measured:
+        """Run a job that lies in a directory of its own to its end; RunFailed has its output."""
+        directory = job.parent
+        self._bed.throttle(None)
+        clusters = range(self._bed.num_clusters)
+        processes = [self._start(cluster, job, mode) for cluster in clusters]
+        try:
+            self._wait_for("ready", directory, processes)
+            self._bed.throttle(line)
+            (directory / "go").touch()
+            self._wait_for("drained", directory, processes)
+            self._bed.throttle(None)
+            (directory / "leave").touch()
+            self._wait_for("cluster", directory, processes, ".json")
+            for process in processes:
+                process.wait(self._deadline_seconds)
+        finally:
+            self._bed.end_processes()
+        return Measured([json.loads(_file(directory, "cluster", m, ".json").read_text())
+                         for m in clusters])  # fmt: skip
+
+    def _start(self, cluster: int, job: Path, mode: str) -> subprocess.Popen[bytes]:
+        directory = job.parent
+        launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
+        command = [launcher, "--master_port", str(_LAUNCHER_PORT)]
+        if mode == "data_parallel":  # one launcher's world over all clusters
+            hosts = directory / "hosts"
+            addresses = [self._bed.address(m) for m in range(self._bed.num_clusters)]
+            hosts.write_text("".join(f"{address} slots=1\n" for address in addresses))
+            command += ["--hostfile", str(hosts), "--no_ssh", "--node_rank", str(cluster)]
+            command += ["--master_addr", addresses[0]]
+        else:
+            command += ["--num_gpus", "1"]
+        command += ["--module", "dsx.bench.e2e_worker"]
+        command += ["--job", str(job), "--cluster", str(cluster)]
+        if mode == "dsx":
+            command += ["--dsx-cluster-id", str(cluster)]
+        environment = {
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "TORCH_EXTENSIONS_DIR": str(directory / "extensions"),
+        }
+        with _log(directory, cluster).open("wb") as log:
+            return self._bed.start(cluster, command, environment, log, self._cores[cluster])
+
+    def _wait_for(
+        self,
+        what: str,
+        directory: Path,
+        processes: Sequence[subprocess.Popen[bytes]],
+        suffix: str = "",
+    ) -> None:
+        until = time.monotonic() + self._deadline_seconds
+        waiting = {m: _file(directory, what, m, suffix) for m in range(len(processes))}
+        while waiting := {m: path for m, path in waiting.items() if not path.exists()}:
+            for cluster in waiting:
+                if processes[cluster].poll() not in (None, 0):
+                    raise RunFailed(
+                        f"cluster {cluster} of {directory.name} has failed:\n"
+                        f"{_log(directory, cluster).read_text()[-_TAIL:]}"
+                    )
+            if time.monotonic() > until:
+                raise RunFailed(
+                    f"clusters {sorted(waiting)} of {directory.name} are not {what} within "
+                    f"{self._deadline_seconds:g} s; their output is in {directory}"
+                )
+            time.sleep(_POLL_SECONDS)
+
+
+def _file(directory: Path, what: str, cluster: int, suffix: str = "") -> Path:
+    return directory / f"{what}_{cluster}{suffix}"
+
+
+def _log(directory: Path, cluster: int) -> Path:
+    return directory / f"cluster_{cluster}.log"
