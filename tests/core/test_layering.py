@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices"],
+    ["types", "choices", "documents"],
     [
         "outer_optimizer",
         "comm.swap",
@@ -35,6 +35,7 @@ LAYERS = [
         "redistribution",
         "gpt_shapes",
         "inner_memory",
+        "model_files",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
