@@ -26,7 +26,7 @@ from dsx.plan.link import Costs, Link
 from dsx.plan.scenario import Compute, require_number
 from dsx.plan.settings import Settings, settings_of
 from dsx.plan.timeline import Launch, Timeline
-from dsx.plan.traffic import Ranks, Traffic
+from dsx.plan.traffic import Ranks, Traffic, loads_of
 
 if TYPE_CHECKING:
     from dsx.method import Method
@@ -70,7 +70,7 @@ def predict(
     settings = method if isinstance(method, Settings) else settings_of(method)
     require_number("step_seconds", step_seconds, 1e-9, 1e9)
     require_number("num_clusters", num_clusters, 1, 10**4)
-    traffic = Traffic(settings, ranks, num_clusters)
+    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
     return predict_traffic(settings, traffic, step_seconds, link, costs or Costs())
 
 
@@ -79,9 +79,9 @@ def predict_traffic(
 ) -> Prediction:
     """Return what a run does, its traffic being known; `predict` is what one calls."""
     if settings.schedule == "every_step":
-        return _data_parallel(traffic, step_seconds, link)
+        return data_parallel(traffic, step_seconds, link)
     steps = settings.interval
-    transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.ids))]
+    transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.loads))]
     launches = launches_of(settings, traffic, transfers, step_seconds)
     timeline = Timeline(
         steps, step_seconds, launches, transfers, settings.overlap_steps, settings.rounds_late
@@ -102,7 +102,7 @@ def predict_traffic(
 
 def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
     """Return what each cluster sends in a period; which fragment adaptive sends more, norms say."""
-    share = [0.0] * len(traffic.ids)
+    share = [0.0] * len(traffic.loads)
     for launch in launches:
         share[launch.fragment] += 1
     if settings.schedule == "adaptive":
@@ -126,7 +126,7 @@ def fitting_interval(
     """
     require_number("target", target, 1e-6, 1)
     settings = method if isinstance(method, Settings) else settings_of(method)
-    traffic = Traffic(settings, ranks, num_clusters)
+    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
     return least_interval(settings, traffic, step_seconds, link, costs or Costs(), target)
 
 
@@ -159,17 +159,20 @@ def least_interval(
 
 def _least_allowed(settings: Settings, traffic: Traffic) -> int:
     """Return the least H that a schedule takes: a step per fragment, and more than tau."""
-    per_stage = math.ceil(len(traffic.ids) / traffic.num_stages)
+    per_stage = math.ceil(len(traffic.loads) / traffic.num_stages)
     needs = per_stage if settings.schedule in ("streaming", "adaptive") else 1
     return max(needs, settings.overlap_steps + 1)
 
 
-def _data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Prediction:
-    """All gradients every step, in fp32 as dsx's own transfers, layer by layer in the backward."""
-    numel, clusters = sum(traffic.numel), traffic.num_clusters
+def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Prediction:
+    """Return what sending all gradients in every step does, in fp32 as dsx's own transfers.
+
+    Fragment by fragment in the backward, as `dsx simulate` has it layer by layer.
+    """
+    numel, clusters = sum(load.numel for load in traffic.loads), traffic.num_clusters
     sent = 4 * 2 * (clusters - 1) / clusters * numel
     line_seconds = sent / link.payload_bytes_per_second
-    layers = traffic.layers
+    layers = len(traffic.loads)
     compute = Compute(max(numel, 1), layers, step_seconds)
     latency = 2 * link.latency_seconds if clusters > 1 else 0.0
     seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
