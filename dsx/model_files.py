@@ -45,10 +45,11 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Batch:
-    """What activations depend on."""
+    """What activations depend on, and how many sequences a step of one cluster has, if given."""
 
     sequence: int
     micro_batch: int
+    sequences_per_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,9 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
         )
     known = _parse(read_words(model_flags))
     document = read_json(source)
-    batch = Batch(known.seq_length, _integer(document, "train_micro_batch_size_per_gpu", 1))
+    micro_batch = _integer(document, "train_micro_batch_size_per_gpu", 1)
+    whole = _integer(document, "train_batch_size", 0) or None
+    batch = Batch(known.seq_length, micro_batch, whole)
     return ModelFiles(_model(known), _deepspeed(document, ranks), batch)
 
 
@@ -94,7 +97,12 @@ def _parse(text: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(allow_abbrev=False, add_help=False, exit_on_error=False)
     for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length", "vocab-size"):
         parser.add_argument(f"--{name}", type=int)
-    for name in ("ffn-hidden-size", "num-query-groups", "max-position-embeddings"):
+    for name in (
+        "ffn-hidden-size",
+        "num-query-groups",
+        "max-position-embeddings",
+        "global-batch-size",
+    ):
         parser.add_argument(f"--{name}", type=int)
     for name in ("tensor-model-parallel-size", "pipeline-model-parallel-size", "micro-batch-size"):
         parser.add_argument(f"--{name}", type=int, default=1)
@@ -202,7 +210,7 @@ def _integer(section: Mapping[str, Any], key: str, default: int) -> int:
 
 
 def _batch(known: argparse.Namespace) -> Batch:
-    return Batch(known.seq_length, known.micro_batch_size)
+    return Batch(known.seq_length, known.micro_batch_size, known.global_batch_size)
 
 
 def stage_shapes(

@@ -16,6 +16,7 @@ each other, and the training thread's own work unless `costs.blocking_seconds_pe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
 from dsx.plan.scenario import Compute, require_number
 from dsx.plan.settings import Settings, settings_of
-from dsx.plan.timeline import Launch, Timeline
+from dsx.plan.timeline import Cost, Launch, Timeline
 from dsx.plan.traffic import Ranks, Traffic, loads_of
 
 if TYPE_CHECKING:
@@ -83,10 +84,12 @@ def predict_traffic(
     steps = settings.interval
     transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.loads))]
     launches = launches_of(settings, traffic, transfers, step_seconds)
-    timeline = Timeline(
-        steps, step_seconds, launches, transfers, settings.overlap_steps, settings.rounds_late
-    )
-    seconds = max(timeline.period_seconds(), steps * step_seconds)
+    if settings.schedule == "layerwise":
+        seconds = _step_by_step(steps, step_seconds, launches, transfers)
+    else:
+        delay = settings.overlap_steps, settings.rounds_late
+        seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
+    seconds = max(seconds, steps * step_seconds)
     totals = _totals(settings, traffic, launches)
     return Prediction(
         utilization=steps * step_seconds / seconds,
@@ -98,6 +101,20 @@ def predict_traffic(
         transmissions=len(launches),
         bytes_by_cluster=tuple(totals),
     )
+
+
+def _step_by_step(
+    steps: int, step_seconds: float, launches: Sequence[Launch], transfers: Sequence[Cost]
+) -> float:
+    """Return a period in which every step waits for all that leaves in it: equal steps once."""
+    rows: dict[int, list[Launch]] = {}
+    for launch in launches:
+        rows.setdefault(launch.step, []).append(launch._replace(step=1))
+    counts = Counter(tuple(row) for row in rows.values())
+    seconds = (steps - len(rows)) * step_seconds
+    for row, count in counts.items():
+        seconds += count * Timeline(1, step_seconds, row, transfers).period_seconds(0, 1)
+    return seconds
 
 
 def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
