@@ -12,6 +12,7 @@ import typer
 from dsx.bench.command import app as bench_app
 from dsx.data.command import app as data_app
 from dsx.plan.command import simulate
+from dsx.plan.plan_command import plan
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -22,6 +23,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
+app.command()(plan)
 
 
 @app.callback()

@@ -21,7 +21,7 @@ from dsx.plan.settings import DATA_PARALLEL, Coding, Settings
 from dsx.plan.traffic import Load, Traffic
 
 INTERVALS = (5, 10, 20, 30, 40, 50, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
-_FACTOR_OF_BANDWIDTH = 1.005  # to which the least bandwidth is found
+_FACTOR_OF_BANDWIDTH = 1.01  # to which the least bandwidth is found
 
 
 @dataclass(frozen=True)
@@ -131,17 +131,21 @@ class Search:
             )
         return self._found[key]
 
+    def at(self, candidate: Candidate, bits_per_second: float) -> Prediction:
+        """Return what a candidate does on a line of another rate."""
+        line = replace(self.question.link, bits_per_second=bits_per_second)
+        return self.predict(candidate.recipe, candidate.num_fragments, candidate.settings, line)
+
     def least_bits_per_second(self, candidate: Candidate) -> float | None:
         """Return the raw rate at which a candidate reaches the target at its H; None if none does.
 
-        To half a percent, from above.
+        To a percent, from above.
         """
         link, target = self.question.link, self.question.target
-        recipe, count, settings = candidate.recipe, candidate.num_fragments, candidate.settings
+        settings = candidate.settings
 
         def reaches(rate: float) -> bool:
-            line = replace(link, bits_per_second=rate)
-            return self.predict(recipe, count, settings, line).utilization >= target
+            return self.at(candidate, rate).utilization >= target
 
         high = link.bits_per_second
         while not reaches(high):

@@ -7,6 +7,7 @@ of every fragment, and of low-rank matrices every n-th: a run's differ by alignm
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -117,6 +118,13 @@ def from_sizes(params: float, layers: int, hidden: int | None, ranks: int) -> Pl
             ParameterShape(f"{name}mlp.down", (hidden, wide)),
         ]
     return PlannedModel((tuple(shapes),), ranks, hidden)
+
+
+def from_parameters(parameters: Sequence[ParameterShape], ranks: int) -> PlannedModel:
+    """Return the model of a run; its width is that of most matrices' smaller side."""
+    sides = Counter(min(p.shape[0], p.numel // p.shape[0]) for p in parameters if len(p.shape) > 1)
+    hidden = sides.most_common(1)[0][0] if sides else None
+    return PlannedModel((tuple(parameters),), ranks, hidden)
 
 
 def from_numels(numels: Sequence[int], ranks: int) -> PlannedModel:

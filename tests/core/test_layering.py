@@ -62,7 +62,7 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "flags", "simulate", "memory_plan"],
-    ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
+    ["handle", "start_record", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attachment"],
     ["", "cli", "bench", "plan", "export_command", "memory_command", "megatron"],
 ]
