@@ -32,7 +32,7 @@ from dsx.plan.traffic import Ranks, Traffic, loads_of
 if TYPE_CHECKING:
     from dsx.method import Method
 
-MOST_STEPS = 10**6
+MOST_STEPS = 20_000
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def fitting_interval(
     costs: Costs | None = None,
     target: float = 1.0,
 ) -> int | None:
-    """Return the least H at which the utilization reaches `target`; None if no H does.
+    """Return the least H at which the utilization reaches `target`; None if none up to 20,000 does.
 
     At 1, the default, nothing is exposed: to a millionth of the period.
     """

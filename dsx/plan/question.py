@@ -98,8 +98,9 @@ def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedMod
         "--megatron": given.megatron,
         "--deepspeed": given.deepspeed,
         "--params": given.params,
-        "--from-run": run if given.params is None and given.megatron is None else None,
     }
+    if not any(sources.values()):
+        sources["--from-run"] = run
     named = [name for name, value in sources.items() if value is not None]
     if len(named) != 1:
         raise ValueError(
@@ -193,7 +194,7 @@ def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
         raise ValueError("the line is missing: give --gbps G, or --link FILE of dsx net-test")
     facts.append(
         f"line: at least {run.payload_bits_per_second / 1e9:.4g} Gbit/s of payload: the fastest of "
-        "its transfers, in whose time it also waited for the other clusters; a line may be faster"
+        "its transfers, in whose time latency and waits for the other clusters are, too"
     )
     if latency is None:
         facts.append("latency: 0, as no record tells it apart; --latency-ms adds it")

@@ -17,7 +17,6 @@ from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
 from dsx.plan.ranking import best_of_each, harm, ranked
 
-_GIB = 2**30
 _SCALES_WITH_H = ("periodic", "streaming")  # others would send more in a longer period
 
 
@@ -99,8 +98,8 @@ def _print_table(
     title = f"for {100 * question.target:g} % of the time computing, least harm first"
     table = Table(title=title, title_justify="left")
     table.add_column("preset", no_wrap=True)
-    first = ("H", "frag-\nments", "tau", "codec", "util.\n%", "exposed\ns", "GB per\nround")
-    for heading in (*first, "TB per\nday", "outer\nGiB", "least\nGbit/s", "harm"):
+    first = ("H", "frag-\nments", "tau", "codec", "util.\n%", "exposed\ns", "sent per\nround")
+    for heading in (*first, "sent per\nday", "outer\nmemory", "least\nGbit/s", "harm"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         found, device, host = row.prediction, *_placed(row)
@@ -113,19 +112,20 @@ def _print_table(
             _codec(row),
             f"{math.floor(1e4 * found.utilization) / 100:.2f}",
             f"{found.exposed_seconds:.3g}",
-            f"{found.bytes_per_round / 1e9:.4g}",
-            f"{row.bytes_per_day / 1e12:.3g}",
-            f"{device / _GIB:.3g} + {host / _GIB:.3g}" + ("" if row.is_fitting else " (!)"),
+            _size(found.bytes_per_round, 1000, "B"),
+            _size(row.bytes_per_day, 1000, "B"),
+            f"{_size(device, 1024, 'iB')} + {_size(host, 1024, 'iB')}"
+            + ("" if row.is_fitting else " (!)"),
             "-" if least is None else f"{least / 1e9:.3g}",
             f"{harm(row):.1f}",
         )
-    console.width = max(console.width, 120)
+    console.width = max(console.width, 132)
     console.print(table)
     _say(
         console,
-        "tau: steps, or a round. GiB: outer training per rank, on the accelerator and on its host. "
-        "least Gbit/s: for the target\nat this H. harm: doublings of H, of delay, and of what a "
-        "codec loses (dsx/plan/ranking.py)",
+        "tau: steps, or a round. outer memory: per rank, on the accelerator and on its host. least "
+        "Gbit/s: for the target\nat this H. harm: doublings of H, of delay, and of what a codec "
+        "loses (dsx/plan/ranking.py)",
     )
     if any(not row.is_fitting for row in rows):
         _say(console, "(!) beyond --memory-limit even with outer state on the host")
@@ -136,7 +136,8 @@ def _print_table(
 def _print_offer(best: Candidate, question: Question, console: Console) -> None:
     block = block_of(best, question.num_clusters)
     _say(console, "\nthe first, in a DeepSpeed JSON:")
-    _say(console, f'"dsx": {json.dumps(block, indent=2)}')
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in block.items())
+    _say(console, f'"dsx": {{\n{lines}\n}}')
     _say(console, "or as Megatron's flags:")
     _say(console, flags_of(block))
 
@@ -231,6 +232,15 @@ def _delay(row: Candidate) -> str:
 def _codec(row: Candidate) -> str:
     rank = row.settings.coding.rank
     return row.codec.name if rank is None else f"rank {rank}"
+
+
+def _size(num_bytes: float, base: int, unit: str) -> str:
+    """Return a size in three digits, with the unit that leaves the fewest before the point."""
+    prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "K", "M", "G", "T", "P")
+    size, place = float(num_bytes), 0
+    while size >= 0.9995 * base and place < len(prefixes) - 1:
+        size, place = size / base, place + 1
+    return f"{size:.3g} {prefixes[place]}{unit if place or base == 1000 else 'B'}"
 
 
 def _say(console: Console, text: str) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -207,6 +209,21 @@ def test_mistakes_end_with_one_line(arguments: list[str], message: str) -> None:
     result = call(*arguments)
     assert result.exit_code == 2
     assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_example_of_the_readme_prints_what_it_says() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("`dsx plan` asks the other way")[2].partition("\n## ")[0]
+    blocks = [dedent(block) for block in re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)]
+    command, printed = blocks[:2]
+    result = CliRunner().invoke(app, shlex.split(command.replace("\\\n", " "))[1:])
+    assert result.exit_code == 0, result.output
+    lines = [line.rstrip() for line in result.stdout.splitlines() if line.strip()]
+    for line, expected in zip(lines, printed.splitlines(), strict=True):
+        if expected.endswith("..."):
+            assert line.startswith(expected.removesuffix("..."))
+        else:
+            assert line == expected
 
 
 def test_a_thousand_layers_and_thirty_two_clusters_take_no_two_seconds() -> None:
