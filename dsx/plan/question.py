@@ -94,7 +94,7 @@ def _run(given: Given, facts: list[str]) -> RunFigures:
 
 
 def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedModel:
-    sources = {
+    sources: dict[str, object] = {
         "--megatron": given.megatron,
         "--deepspeed": given.deepspeed,
         "--params": given.params,
