@@ -18,6 +18,7 @@ from typing import Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from dsx.comm.stripes import MAX_STREAMS
 from dsx.compress.base import Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
@@ -92,12 +93,17 @@ class ClustersConfig(BaseModel):
 
 
 class MetricsConfig(BaseModel):
-    """Where the records of a run go; without a directory none are written."""
+    """Where the records of a run go; without a directory none are written.
+
+    `trace_steps`: the first and the last step that a trace holds.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     dir: str | None = None
     tensorboard: bool = False
+    trace: bool = False
+    trace_steps: tuple[int, int] = (1, 1000)
 
 
 class StateConfig(BaseModel):
@@ -108,6 +114,14 @@ class StateConfig(BaseModel):
     device: Literal["masters", "host"] = "masters"
 
 
+class LinkConfig(BaseModel):
+    """How a transfer uses the link: over how many TCP connections of each fragment and peer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    streams: int = Field(default=1, ge=1, le=MAX_STREAMS)
+
+
 @dataclass(frozen=True)
 class DsxConfig:
     """The "dsx" block, resolved: `method` is what runs, `axes` the same as plain JSON values."""
@@ -116,6 +130,7 @@ class DsxConfig:
     clusters: ClustersConfig
     metrics: MetricsConfig
     state: StateConfig
+    link: LinkConfig
     method: Method
     axes: dict[str, Any]
 
@@ -140,7 +155,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     if not isinstance(block, Mapping):
         raise ConfigError(f'"dsx" must be an object, not {block!r}')
     block = cast(Mapping[str, Any], block)
-    _require_known("dsx", block, ["preset", "clusters", "metrics", "state", *AXES])
+    _require_known("dsx", block, ["preset", "clusters", "metrics", "state", "link", *AXES])
     if "preset" not in block:
         raise ConfigError(f"dsx.preset is missing; choose one of {', '.join(PRESETS)}")
     if "clusters" not in block:
@@ -149,13 +164,13 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     clusters = _section("clusters", ClustersConfig, block["clusters"])
     method, axes = resolve_method(block["preset"], overrides, clusters.num_clusters)
     metrics = _section("metrics", MetricsConfig, block.get("metrics", {}))
-    if metrics.tensorboard and metrics.dir is None:
-        raise ConfigError("dsx.metrics.tensorboard needs dsx.metrics.dir, a directory to write to")
+    _check_metrics(metrics)
     return DsxConfig(
         preset=block["preset"],
         clusters=clusters,
         metrics=metrics,
         state=_section("state", StateConfig, block.get("state", {})),
+        link=_section("link", LinkConfig, block.get("link", {})),
         method=dataclasses.replace(method, on_mismatch=clusters.on_mismatch),
         axes=axes,
     )
@@ -229,6 +244,20 @@ def _section(name: str, model: type[BaseModel], values: Any) -> Any:
         return model.model_validate_json(json.dumps(dict(cast(Mapping[str, Any], values))))
     except ValidationError as error:
         raise ConfigError(_explain(path, error)) from error
+
+
+def _check_metrics(metrics: MetricsConfig) -> None:
+    for key in ("tensorboard", "trace"):
+        if getattr(metrics, key) and metrics.dir is None:
+            raise ConfigError(f"dsx.metrics.{key} needs dsx.metrics.dir, a directory to write to")
+    first, last = metrics.trace_steps
+    if "trace_steps" in metrics.model_fields_set and not metrics.trace:
+        raise ConfigError(f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true')
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "
+            "trace, from 1; try [1, 1000]"
+        )
 
 
 def _check_clusters(clusters: ClustersConfig) -> None:

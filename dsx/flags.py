@@ -23,6 +23,7 @@ from dsx.config import (
     ClustersConfig,
     ConfigError,
     DsxConfig,
+    LinkConfig,
     MetricsConfig,
     StateConfig,
     load_config,
@@ -35,6 +36,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "clusters": ClustersConfig,
     "metrics": MetricsConfig,
     "state": StateConfig,
+    "link": LinkConfig,
 }
 
 
@@ -59,9 +61,10 @@ def all_flags() -> Iterator[Flag]:
     yield Flag("--dsx-config", "", "config", 'JSON file with a "dsx" block, which flags override')
     yield Flag("--dsx-preset", "", "preset", ", ".join(PRESETS))
     for section, model in _SECTIONS.items():
-        for key in model.model_fields:
+        for key, field in model.model_fields.items():
             words = [key] if section == "clusters" else [section, key]
-            yield Flag(_flag(*words), section, key, f"dsx.{section}.{key}")
+            is_list = str(field.annotation).startswith("tuple")
+            yield Flag(_flag(*words), section, key, f"dsx.{section}.{key}", is_list)
     for axis, (selector, choices) in AXES.items():
         yield Flag(_flag(axis, selector), axis, selector, ", ".join(choices))
         of: dict[str, list[str]] = {}
@@ -136,6 +139,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
         "clusters": config.clusters.model_dump(),
         "metrics": config.metrics.model_dump(),
         "state": config.state.model_dump(),
+        "link": config.link.model_dump(),
         **config.axes,
     }
     for flag in all_flags():

@@ -59,7 +59,7 @@ class Guard:
         self._own[1:] = self.memory
         self._theirs[self._peers.cluster_id].copy_(self._own)
         if self._peers.num_clusters > 1:
-            yield to_all([self._own], [[header] for header in self._theirs])
+            yield to_all([self._own], [[header] for header in self._theirs], "header")
         headers = [header.tolist() for header in self._theirs]
         verdict.refused_by = [m for m, header in enumerate(headers) if not header[0]]
         verdict.is_refused = bool(verdict.refused_by)

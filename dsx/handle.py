@@ -31,6 +31,7 @@ from dsx.saved_state import first_difference, layout
 from dsx.start_record import start_record
 from dsx.stop import StopAgreement
 from dsx.sync_records import SyncRecords
+from dsx.trace.start import start_trace
 from dsx.transfer import Totals
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ class Handle:
         self._metrics = Metrics(
             Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
         )
+        self._trace = start_trace(config.metrics, world, backend)
         store = world.attachment_store()
         self._stop = StopAgreement(
             world.rendezvous,
@@ -99,8 +101,8 @@ class Handle:
         routes = plan_routes(config.method, backend)
         pairs = zip(backend.fragments, routes, strict=True)
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
-        transport = world.connect(used, backend.stage)
-        self.loop = OuterLoop(config.method, backend, transport, self._on_sync, routes)
+        transport = world.connect(used, backend.stage, config.link.streams)
+        self.loop = OuterLoop(method, backend, transport, self._on_sync, routes, self._trace)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, backend)
@@ -155,6 +157,7 @@ class Handle:
             self._metrics.event("start", start_record(self.loop.backend, self._world, self._config))
             self._has_begun = True
         self._metrics.step(self._boundary_record())
+        self._trace.end_step(self.step)
         return was_written
 
     def skip_inner_step(self) -> None:
@@ -238,15 +241,9 @@ class Handle:
             )  # fmt: skip
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
         states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
+        place, session, axes = self._world.place, self._world.session, self._config.axes
         with self._naming_last_checkpoint():
-            save_state(
-                self.loop,
-                directory,
-                self._world.place,
-                self._world.session,
-                self._config.axes,
-                states,
-            )
+            save_state(self.loop, directory, place, session, axes, states)
 
     def load(
         self,
@@ -290,10 +287,12 @@ class Handle:
     def close(self) -> None:
         """Write the last records and release connections."""
         self._metrics.close()
+        self._trace.close()
         self.loop.transport.close()
 
     def _begin_clock(self) -> None:
         self._metrics.begin(self.step)
+        self._trace.begin(self.step)
         self._passed = time.perf_counter()
         self._blocked = self.totals.blocked_seconds
 
@@ -324,7 +323,8 @@ class Handle:
     def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:
         """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
         fragments = layout(backend.fragments)
-        ours = {"dsx": dict(self._config.axes), **facts, "fragments": fragments}
+        settings = {**self._config.axes, "link": self._config.link.model_dump()}
+        ours = {"dsx": settings, **facts, "fragments": fragments}
         everyone = self._world.rendezvous.compare("layout", ours)
         for cluster in range(1, len(everyone)):
             difference = first_difference(everyone[0], everyone[cluster])
@@ -342,6 +342,7 @@ class Handle:
             yield
         except (PeerLost, ParityError, NonFiniteError) as error:
             self._metrics.flush()
+            self._trace.flush()
             kept = self._last_checkpoint
             is_usable = kept is not None and not isinstance(error, NonFiniteError)
             advice = f"resume from {kept}" if is_usable else kept or "none saved"

@@ -8,6 +8,7 @@ after some rounds, rather than train on without it unnoticed; at once, where the
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -16,6 +17,7 @@ from dsx.comm.base import Transport
 from dsx.guard import Verdict
 from dsx.method import Method
 from dsx.state import StateStore
+from dsx.transfer import Transfer
 from dsx.types import History, Refusals
 
 MOST_REFUSALS = 3  # of one fragment in a row, and one for each round that is under way
@@ -68,6 +70,24 @@ class Judge:
     def restarts(self, verdict: Verdict) -> bool:
         """Whether this cluster has lost its progress and goes on from the anchor."""
         return self._has_anchor and self._transport.cluster_id in verdict.refused_by
+
+    def restart(self, under_way: Sequence[Transfer]) -> None:
+        """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
+
+        What is kept of transfers under way is of the path that ends here: the new one starts with
+        no progress of its own.
+        """
+        state = self._state
+        for anchor, slots, fragment in zip(
+            state.anchor, state.slots, self._backend.fragments, strict=True
+        ):
+            self._method.delay.begin(anchor, slots.delay)
+            for sizes in slots.staleness.values():
+                sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
+            self._backend.write(fragment.id, anchor)
+        for transfer in under_way if self._method.delay.keeps == "local" else ():
+            if transfer.berth.kept is not None:
+                transfer.berth.kept.copy_(state.anchor[transfer.fragment])
 
     @property
     def _has_anchor(self) -> bool:

@@ -20,7 +20,7 @@ class Line:
     def __init__(self, channel: Channel, peers: Peers) -> None:
         self.channel = channel
         self.guard = Guard(peers)
-        self._notes_mean = ExactMean(peers)
+        self._notes_mean = ExactMean(peers, "notes")
 
     @property
     def slots(self) -> Mapping[str, Tensor]:

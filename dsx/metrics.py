@@ -8,13 +8,12 @@ A resumed run drops the records of steps it takes again.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-logger = logging.getLogger(__name__)
+from dsx.record_file import reopen
 
 
 class Metrics:
@@ -69,7 +68,7 @@ class Metrics:
         if self._path is None:
             return
         if self._file is None:
-            self._file = _reopen(self._path, self._begins_at)
+            self._file = reopen(self._path, self._begins_at)
         line = {"cluster": self._cluster_id, "time": time.time(), **record}
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
@@ -91,30 +90,6 @@ def metrics_path(directory: Path, cluster_id: int) -> Path:
     """Return the file of one cluster's records."""
     name = "metrics.jsonl" if cluster_id == 0 else f"metrics.cluster_{cluster_id}.jsonl"
     return directory / name
-
-
-def _reopen(path: Path, step: int) -> TextIO:
-    """Open for appending after the records up to `step`; the others are dropped, atomically."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rewritten = path.with_suffix(".tmp")
-    rewritten.write_text("".join(_lines_up_to(path, step) if step else []))
-    rewritten.replace(path)
-    return path.open("a")
-
-
-def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
-    kept: list[str] = []
-    for line in path.read_text().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            logger.warning("dropping an incomplete record from %s", path)
-            continue
-        if record.get("step", record.get("applied_step", 0)) <= step:
-            kept.append(line)
-    return kept
 
 
 def _open_board(directory: Path, cluster_id: int) -> Any:

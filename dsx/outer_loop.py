@@ -36,6 +36,7 @@ from dsx.redistribution import Redistribution
 from dsx.round_starts import RoundStarts
 from dsx.routes import plan_routes
 from dsx.state import Berth, StateStore
+from dsx.trace.recorder import UNTRACED, Recorder
 from dsx.transfer import Arrived, NothingYet, Totals, Transfer, sync_event
 from dsx.types import History, Knobs, SyncView
 
@@ -52,6 +53,7 @@ class OuterLoop:
         transport: Transport,
         on_sync: Callable[[Event], None] | None = None,
         routes: Sequence[Redistribution] | None = None,
+        trace: Recorder = UNTRACED,
     ) -> None:
         fragments = backend.fragments
         method.validate(num_fragments=len(fragments))
@@ -70,6 +72,7 @@ class OuterLoop:
         self._departures = Departures(method, backend, self.routes, self.state.device)
         self.judge = Judge(method, backend, transport, self.state)
         self._on_sync = on_sync
+        self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         self._per_tensor = [
             ShardedTensors(
@@ -188,17 +191,21 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
+        laps = self._trace.laps("launch", fragment, step)
         delay, slots = self.method.delay, self.state.slots[fragment]
         berth = self.state.take_berth(fragment)
         local = self.state.outgoing(fragment)
         self.backend.read(fragment, local)
+        laps.mark("read")
         if berth.kept is not None and delay.keeps == "local":
             berth.kept.copy_(local)
         contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
         if berth.kept is not None and delay.keeps == "contribution":
             berth.kept.copy_(contribution)
         note = self.method.staleness.note(slots.staleness)
+        laps.mark("contribution")
         departure = self._departures.start(fragment, contribution, note, berth)
+        laps.mark("copy")
         pending = self._submit(Submission(fragment, step), berth, departure)
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
@@ -209,6 +216,7 @@ class OuterLoop:
         self.in_flight.append(
             Transfer(fragment, step, interval, pending, berth, norm, knobs, is_early, shared_by)
         )
+        laps.end(launched=step)
 
     def _submit(self, what: Submission, berth: Berth, departure: Departure) -> Pending:
         berth.verdict = Verdict()
@@ -222,7 +230,8 @@ class OuterLoop:
         exchange = line.exchange(
             berth.wire, departure.is_finite, launch, berth.verdict, berth.notes, measure
         )
-        return self.transport.submit(what, exchange)
+        followed = self._trace.follow(exchange, what.fragment, what.step)
+        return self.transport.submit(what, followed)
 
     def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
         later = self.in_flight[index + 1 :]
@@ -234,6 +243,7 @@ class OuterLoop:
         """Take the outer step of a transfer, if it carries one, and merge."""
         self.in_flight.remove(transfer)
         fragment = transfer.fragment
+        laps = self._trace.laps("apply", fragment, self.history.step)
         report: dict[str, Tensor] = {}
         mean: Tensor | None = None
         wait_seconds = 0.0
@@ -241,11 +251,13 @@ class OuterLoop:
             waited = time.perf_counter()
             mean_on_wire = transfer.pending.wait()
             wait_seconds = time.perf_counter() - waited
+            laps.mark("wait", "wait")
             self.judge.judge(fragment, transfer.launched, transfer.berth.verdict, self.history)
             mean = self.state.scratch(fragment, "mean")
             self.routes[fragment].from_wire(mean_on_wire, mean, self.backend.swap_in_cluster)
             report["mean_norm"] = torch.linalg.vector_norm(mean)
             self._agree(transfer)
+            laps.mark("judge")
             if transfer.berth.verdict.is_refused:
                 self.totals.refused += 1
                 mean = None
@@ -253,33 +265,20 @@ class OuterLoop:
                 self.history.rounds[fragment] += 1
                 self.history.intervals[fragment] = transfer.interval
                 self._step_anchor(transfer, mean)
+                laps.mark("outer step")
         if isinstance(transfer, Transfer) and self.judge.restarts(transfer.berth.verdict):
-            self._restart()
+            self.judge.restart([t for t in self.in_flight if isinstance(t, Transfer)])
         else:
-            self._merge(transfer, mean, report)
+            merged = self._merge(transfer, mean, report)
+            laps.mark("merge")
+            self.backend.write(fragment, merged)
+            laps.mark("write")
         self.history.under_way[fragment] -= 1
         if isinstance(transfer, Transfer):
             transfer.berth.is_free = True
             self.history.applied[fragment] = self.history.step
             self._account(transfer, wait_seconds, report)
-
-    def _restart(self) -> None:
-        """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
-
-        What is kept of transfers under way is of the path that ends here: the new one starts with
-        no progress of its own.
-        """
-        for anchor, slots, fragment in zip(
-            self.state.anchor, self.state.slots, self.backend.fragments, strict=True
-        ):
-            self.method.delay.begin(anchor, slots.delay)
-            for sizes in slots.staleness.values():
-                sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
-            self.backend.write(fragment.id, anchor)
-        under_way = [t for t in self.in_flight if isinstance(t, Transfer)]
-        for transfer in under_way if self.method.delay.keeps == "local" else ():
-            if transfer.berth.kept is not None:
-                transfer.berth.kept.copy_(self.state.anchor[transfer.fragment])
+            laps.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
 
     def _agree(self, transfer: Transfer) -> None:
         """Bring what this transfer has agreed into the history."""
@@ -311,7 +310,7 @@ class OuterLoop:
 
     def _merge(
         self, transfer: Transfer | NothingYet, mean: Tensor | None, report: dict[str, Tensor]
-    ) -> None:
+    ) -> Tensor:
         fragment, delay, slots = transfer.fragment, self.method.delay, self.state.slots
         local: Tensor | None = None
         if delay.needs_local:
@@ -338,7 +337,7 @@ class OuterLoop:
             is_current=age == 0 and not (is_launched and transfer.was_sent_before_update),
             report=report,
         )
-        self.backend.write(fragment, delay.merge(view))
+        return delay.merge(view)
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
         self.totals.bytes_sent += transfer.pending.bytes_sent

@@ -51,7 +51,7 @@ class BackwardWatch:
         self._began = None
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        for tensor in _tensors(output):
+        for tensor in tensors_of(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_pass)
 
@@ -81,13 +81,13 @@ class BackwardWatch:
         return hook
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
+def tensors_of(output: Any) -> Iterator[Tensor]:
     """Yield the tensors of what a module returned."""
     if isinstance(output, Tensor):
         yield output
     elif isinstance(output, Mapping):
         for value in cast(Mapping[Any, Any], output).values():
-            yield from _tensors(value)
+            yield from tensors_of(value)
     elif isinstance(output, (tuple, list)):
         for value in cast(Sequence[Any], output):
-            yield from _tensors(value)
+            yield from tensors_of(value)

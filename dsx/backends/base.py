@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dsx.fragment import lay_out
 from dsx.schedule.periodic import BackwardTrigger
+from dsx.trace.recorder import Trace
 from dsx.types import Fragment, ParameterShape, Stage
 
 
@@ -120,6 +121,10 @@ class Backend(Protocol):
         With `when="after"` its optimizer step has then been taken. ValueError where the engine
         does not allow it.
         """
+        ...
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record what the engine does in its steps; called at most once, before training."""
         ...
 
     def end_inner_step(self) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from dsx.backends.base import Masters
+from dsx.backends.compute_watch import ComputeWatch
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.backends.deepspeed_masters import locate, require_fp32
 from dsx.backends.deepspeed_parameters import (
@@ -39,6 +40,7 @@ from dsx.backends.stage_ranks import StageRanks, collective_device
 from dsx.backends.ties import Ties
 from dsx.fragment import Fragmenter, assign_stage
 from dsx.schedule.periodic import BackwardTrigger
+from dsx.trace.recorder import Trace
 from dsx.types import ParameterShape
 
 
@@ -101,6 +103,19 @@ class DeepSpeedBackend(StageBackend):
             "delay.type='average' for layer-wise averaging at step boundaries, or plain PyTorch "
             "with dsx.attach(model, optimizer)"
         )
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record forward and backward, by micro-batch, the reduction and the optimizer's step."""
+        engine, watch = self._engine, ComputeWatch(trace)
+        watch.follow(engine.module)
+        engine._take_model_step = watch.around_step(engine._take_model_step)
+        reduce_gradients = engine.allreduce_gradients
+
+        def reduce(*args: Any, **kwargs: Any) -> None:
+            with trace.span("reduce gradients", "backward"):
+                reduce_gradients(*args, **kwargs)
+
+        engine.allreduce_gradients = reduce
 
     def on_inner_step(self, callback: Callable[[], bool]) -> None:
         """Call back once per step boundary; it returns whether it wrote masters."""

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dsx.backends.base import Masters, Piece
+from dsx.backends.compute_watch import ComputeWatch
 from dsx.backends.megatron_copies import TensorParallelCopies, find_ties
 from dsx.backends.megatron_features import refuse_unsupported
 from dsx.backends.megatron_masters import gather, locate
@@ -42,6 +43,7 @@ from dsx.backends.stage_ranks import StageRanks, collective_device
 from dsx.backends.ties import Ties
 from dsx.fragment import Fragmenter, assign_stage
 from dsx.schedule.periodic import BackwardTrigger
+from dsx.trace.recorder import Trace
 from dsx.types import Stage
 
 
@@ -131,6 +133,13 @@ class MegatronBackend(StageBackend):
             "where Megatron's gradients are not reduced yet; use schedule.type='streaming' with "
             "delay.type='average' for layer-wise averaging at step boundaries"
         )
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record forward and backward, by micro-batch and chunk, and the optimizer's step."""
+        watch = ComputeWatch(trace)
+        for chunk in self._chunks:
+            watch.follow(chunk)
+        self._optimizer.step = watch.around_step(self._optimizer.step)
 
     def on_inner_step(self, callback: Callable[[], bool]) -> None:
         """Call back once per `optimizer.step()`; it returns whether it wrote masters."""

@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from dsx.backends.backward_watch import BackwardWatch
 from dsx.backends.base import Masters, Piece
+from dsx.backends.compute_watch import ComputeWatch
 from dsx.fragment import Fragmenter
 from dsx.schedule.periodic import BackwardTrigger
+from dsx.trace.recorder import Trace
 from dsx.types import Fragment, ParameterShape, Stage
 
 
@@ -119,6 +121,20 @@ class TorchBackend:
                 callback()
                 self.end_inner_step()
 
+        self._optimizer.register_step_post_hook(after_step)
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record forward, backward and the optimizer's step."""
+        watch = ComputeWatch(trace)
+        watch.follow(self._model)
+
+        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            watch.begin_step()
+
+        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            watch.end_step()
+
+        self._optimizer.register_step_pre_hook(before_step)
         self._optimizer.register_step_post_hook(after_step)
 
     def end_inner_step(self) -> None:

@@ -93,3 +93,52 @@ def launch(
     print_launch(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def link(
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="Run in every cluster.")
+    ] = None,
+    clusters: Annotated[int, typer.Option(help="2 to 4.")] = 2,
+    mbit: Annotated[float, typer.Option(help="Each way, per cluster; Ethernet frames.")] = 22.0,
+    queue_ms: Annotated[
+        float, typer.Option(help="What may wait in a queue of the line before packets are lost.")
+    ] = 50.0,
+    burst_kb: Annotated[int, typer.Option(help="What may pass at once after a pause, KiB.")] = 64,
+    pin: Annotated[bool, typer.Option(help="Give each cluster a core of its own.")] = False,
+    json_file: Annotated[
+        Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")
+    ] = None,
+) -> None:
+    """Run COMMAND in 2 to 4 network namespaces that are joined by slow lines, one per cluster.
+
+    {cluster}, {clusters}, {address}, {rendezvous} and {interface} in COMMAND are replaced. Without
+    a COMMAND the bare line is measured. All is removed at the end, on Ctrl-C, too. Exits with the
+    first failed command's status, and with 77 where namespaces or `tc` are not to be had.
+    """
+    from rich.console import Console
+
+    from dsx.bench.link import probe, run_in_clusters, show_results
+    from dsx.bench.testbed import UNAVAILABLE, Line, Testbed, TestbedUnavailable
+
+    try:
+        line = Line(mbit, burst_kb, queue_ms)
+        with Testbed(clusters, line) as bed:
+            results = run_in_clusters(bed, command, pin) if command else [probe(bed, line)]
+    except TestbedUnavailable as error:
+        typer.echo(f"dsx bench link: no testbed: {error}", err=True)
+        raise typer.Exit(UNAVAILABLE) from error
+    except (ValueError, FileNotFoundError) as error:
+        typer.echo(f"dsx bench link: {error}", err=True)
+        raise typer.Exit(2) from error
+    except KeyboardInterrupt:
+        typer.echo("dsx bench link: interrupted; the testbed has been removed", err=True)
+        raise typer.Exit(130) from None
+    show_results(results, Console())
+    if json_file is not None:
+        json_file.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n")
+    failed = [r for r in results if r.status]
+    if failed:  # the others were ended because of the first
+        status = min(failed, key=lambda r: r.seconds).status
+        raise typer.Exit(status if status > 0 else 128 - status)

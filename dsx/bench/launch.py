@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from dsx.backends.torch import TorchBackend
 from dsx.comm.gloo import GlooTransport
+from dsx.comm.swap import Peers
 from dsx.config import preset
 from dsx.outer_loop import OuterLoop
 
@@ -52,7 +53,7 @@ def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int)
     }
     method = preset("streaming_diloco", 1, **changed)
     backend = TorchBackend(model, optimizer, method.fragments, 1)
-    transport = GlooTransport([0], lambda what: None, 0, 1, _DEADLINE_SECONDS)
+    transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), _DEADLINE_SECONDS)
     loop = OuterLoop(method, backend, transport)
     loop.start()
     berth, local = loop.state.take_berth(0), loop.state.outgoing(0)

@@ -51,8 +51,9 @@ def mean_bounds(numel: int, wire: Wire, mean_wire: Wire, peers: Peers) -> tuple[
 class ExactMean:
     """The fp32 mean of vectors; its receive buffers are kept from call to call."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: Peers, what: str = "codes") -> None:
         self._peers = peers
+        self._what = what
         self._received = torch.empty(0)
 
     def bytes_sent(self, numel: int) -> int:
@@ -71,13 +72,13 @@ class ExactMean:
         if self._received.numel() < num_clusters * own.numel():
             self._received = torch.empty(num_clusters * own.numel())
         copies = list(self._received[: num_clusters * own.numel()].view(num_clusters, -1))
-        yield Swap([[s] for s in slices], [[c] for c in copies])
+        yield Swap([[s] for s in slices], [[c] for c in copies], self._what)
         copies[peers.cluster_id].copy_(own)
         total = copies[0]
         for copy in copies[1:]:
             total.add_(copy)
         own.copy_(total.div_(num_clusters))
-        yield to_all([own], [[s] for s in slices])
+        yield to_all([own], [[s] for s in slices], self._what)
         return x
 
 

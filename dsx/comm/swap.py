@@ -34,11 +34,12 @@ class Swap:
     """Tensors to send to, and to fill from, each cluster; contiguous, of any type, may be empty.
 
     `outgoing[m]` of one cluster has the sizes of `incoming[n]` of cluster m, where n is the
-    sender. The places of the own cluster are ignored.
+    sender. The places of the own cluster are ignored. `what` is for traces.
     """
 
     outgoing: Sequence[Sequence[Tensor]]
     incoming: Sequence[Sequence[Tensor]]
+    what: str = "codes"
 
     def bytes_sent(self, peers: Peers) -> int:
         """Return the payload this cluster sends."""
@@ -46,9 +47,11 @@ class Swap:
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
-def to_all(own: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]]) -> Swap:
+def to_all(
+    own: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]], what: str = "codes"
+) -> Swap:
     """Send the same tensors to every cluster, and receive theirs."""
-    return Swap([own] * len(incoming), incoming)
+    return Swap([own] * len(incoming), incoming, what)
 
 
 def together(*exchanges: Generator[Swap, None, Any]) -> Generator[Swap, None, list[Any]]:

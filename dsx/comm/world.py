@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from dsx.comm.base import PeerLost
 from dsx.comm.gloo import GlooTransport, connect_gloo
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
+from dsx.comm.swap import Peers
 from dsx.comm.topology import LauncherEnvironment, Place, split_world
 from dsx.types import Stage
 
@@ -89,22 +91,23 @@ class World:
         """Key spaces handed out so far, the same on every rank of every cluster."""
         return self._attachments
 
-    def connect(self, fragments: list[int], stage: Stage) -> GlooTransport:
+    def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.
 
-        `fragments` are the ids of those of its `stage` that this rank has to do with.
+        `fragments` are the ids of those of its `stage` that this rank has to do with; each has
+        `streams` connections to every peer.
         """
         meeting = self._meeting
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"
 
-        def connect(what: str) -> object:
+        peers = Peers(self.cluster_id, self.num_clusters)
+
+        def connect(what: str, streams: int) -> list[Any]:
             deadline = timedelta(seconds=meeting.join_deadline_seconds)
             store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
-                return connect_gloo(
-                    store, self.cluster_id, self.num_clusters, deadline, meeting.interface
-                )
+                return connect_gloo(store, peers, deadline, meeting.interface, streams)
             except RuntimeError as error:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "
@@ -113,14 +116,8 @@ class World:
                     f"{str(error).splitlines()[0]}"
                 ) from error
 
-        return GlooTransport(
-            fragments,
-            connect,
-            self.cluster_id,
-            self.num_clusters,
-            meeting.deadline_seconds,
-            stage,
-        )
+        deadline_seconds = meeting.deadline_seconds
+        return GlooTransport(fragments, connect, peers, deadline_seconds, stage, streams)
 
 
 _world: World | None = None

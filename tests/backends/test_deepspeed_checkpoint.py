@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import dsx
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.guard import GUARD_BYTES
+from dsx.trace.files import read_timeline
 from tests.backends.engines import (
+    ACCUMULATION,
     GROUPS,
     Kind,
     build_engine,
@@ -114,7 +117,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 def train_with_metrics(base: str) -> bool:
     quiet()
     config = ds_config(1, "fp32", "streaming_diloco")
-    config["dsx"]["metrics"] = {"dir": f"{base}/metrics"}
+    config["dsx"]["metrics"] = {"dir": f"{base}/metrics", "trace": True}
     world = dsx.init_distributed(config)
     for first_step, last_step in ((0, 8), (6, 12)):
         model = TinyNet(0)
@@ -132,12 +135,43 @@ def train_with_metrics(base: str) -> bool:
     return world.rank == 0
 
 
-def test_metrics_are_for_the_cluster_and_survive_a_resume(tmp_path: Path) -> None:
-    assert run_distributed(train_with_metrics, 4, str(tmp_path), timeout_seconds=240)
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("recorded")
+    assert run_distributed(train_with_metrics, 4, str(base), timeout_seconds=240)
+    return base / "metrics"
+
+
+def test_a_trace_shows_each_step_once_and_survives_a_resume(recorded: Path) -> None:
+    timeline = read_timeline(recorded)
+    assert timeline.ranks == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    for rank in timeline.ranks:
+        own = [span for span in timeline.spans if span.rank == rank]
+        counts = Counter((span.name, span.step) for span in own)
+        for step in range(1, 13):
+            assert counts["forward", step] == counts["backward", step] == ACCUMULATION
+            assert counts["reduce gradients", step] == ACCUMULATION
+            assert counts["optimizer step", step] == 1
+        steps = {s.step: s for s in own if s.name == "optimizer step"}
+        for span in own:
+            if span.name in ("launch", "apply") and span.step < 12:  # the rest is drained
+                assert steps[span.step].start <= span.start <= span.end <= steps[span.step].end
+    for cluster, name in enumerate(("metrics.jsonl", "metrics.cluster_1.jsonl")):
+        syncs = [r for r in records(recorded / name) if r["kind"] == "sync"]
+        sent = {(r["fragment"], r["launched_step"]): r["bytes_sent"] for r in syncs}
+        for kind in ("transfer", "apply"):
+            shown: Counter[tuple[int, int]] = Counter()
+            for span in timeline.spans:
+                if span.lane[0] == cluster and span.name == kind:
+                    shown[span.facts["fragment"], span.facts["launched"]] += span.facts["bytes"]
+            assert shown == sent
+
+
+def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> None:
     recipe = CASES["streaming_diloco"].recipe
     numel = {n: p.numel() for n, p in TinyNet().named_parameters()}
     for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
-        written = records(tmp_path / "metrics" / name)
+        written = records(recorded / name)
         steps = [r for r in written if r["kind"] == "step"]
         assert [r["preset"] for r in written if r["kind"] == "start"] == ["streaming_diloco"] * 2
         syncs = [r for r in written if r["kind"] == "sync"]

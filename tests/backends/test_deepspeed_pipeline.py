@@ -15,6 +15,7 @@ from dsx.backends.deepspeed import start_engine
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.guard import GUARD_BYTES
+from dsx.trace.files import read_timeline
 from tests.backends.engines import (
     ACCUMULATION,
     NUM_CLUSTERS,
@@ -123,7 +124,7 @@ def train_kinds(kinds: list[Kind]) -> list[dict[str, Any]]:
 def keep_in_touch(base: str) -> dict[str, Any]:
     """Train with records, finish, export, go on."""
     kind = Kind(1, "bf16", is_tied=True, groups="two")
-    engine = build_pipeline(kind, {"metrics": {"dir": base}})
+    engine = build_pipeline(kind, {"metrics": {"dir": base, "trace": True}})
     for step in range(1, NUM_STEPS + 1):
         train_batch(engine, step)
     engine.dsx.finish()
@@ -374,6 +375,16 @@ def test_records_tell_the_stage_and_show_stages_in_turn(outcomes: list[dict[str,
         assert sum(r["bytes_sent"] for r in syncs) == sent
         assert records[-1]["kind"] == "finish"
         assert records[-1]["bytes_sent"] == sum(r["bytes_sent"] for r in syncs)
+
+
+def test_a_trace_tells_the_micro_batches_of_every_stage(outcomes: list[dict[str, Any]]) -> None:
+    timeline = read_timeline(Path(outcomes[0]["base"]) / "metrics")
+    counts = Counter((s.rank, s.name, s.step) for s in timeline.spans)
+    for rank in timeline.ranks:
+        for step in range(1, NUM_STEPS + 1):
+            for name in ("forward", "backward"):
+                assert counts[rank, name, step] == ACCUMULATION, (rank, name, step)
+            assert counts[rank, "optimizer step", step] == 1
 
 
 def test_the_export_is_the_same_everywhere_and_leaves_no_trace(outcomes: Any) -> None:

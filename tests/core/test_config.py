@@ -160,6 +160,16 @@ def test_launch_arguments_override_the_file() -> None:
         (block(clusters={"num_clusters": 2, "store": "x"}), r"'cluster_0' or 'standalone'"),
         (block(clusters={"num_clusters": 2, "deadline_seconds": 0}), r"deadline_seconds=0"),
         (block(metrics={"tensorboard": True}), r"tensorboard needs dsx.metrics.dir"),
+        (block(metrics={"trace": True}), r"metrics.trace needs dsx.metrics.dir"),
+        (block(metrics={"dir": "r", "trace_steps": [2, 3]}), r"\[2, 3\] needs \"trace\": true"),
+        (
+            block(metrics={"dir": "r", "trace": True, "trace_steps": [3, 2]}),
+            r"trace_steps=\[3, 2\] must be the first and the last step to trace, from 1",
+        ),
+        (
+            block(metrics={"dir": "r", "trace": True, "trace_steps": [0, 2]}),
+            r"trace_steps=\[0, 2\] must be",
+        ),
         (block(metrics={"tensorbord": True}), r"did you mean 'tensorboard'\?"),
     ],
 )

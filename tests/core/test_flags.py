@@ -18,7 +18,8 @@ TWO = ["--dsx-num-clusters", "2"]
 
 def block_of(arguments: list[str]) -> Any:
     config = read_flags(arguments)
-    return config.clusters, config.metrics, config.state, config.method, config.axes
+    sections = config.clusters, config.metrics, config.state, config.link
+    return *sections, config.method, config.axes
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -32,8 +33,9 @@ def test_every_kind_of_value_is_read_as_in_json() -> None:
         "preset": "dilocox",
         "clusters": {"num_clusters": 3, "cluster_id": 1, "rendezvous": "tcp://a.example:29400",
                      "deadline_seconds": 90.5},
-        "metrics": {"dir": "runs/x", "tensorboard": True},
+        "metrics": {"dir": "runs/x", "tensorboard": True, "trace": True, "trace_steps": [5, 9]},
         "state": {"device": "host"},
+        "link": {"streams": 4},
         "schedule": {"interval": 50},
         "outer_optimizer": {"type": "adam", "lr": 0.1, "betas": [0.9, 0.99]},
         "compression": {"rank": 8, "exclude": ["embedding", "head"]},
@@ -41,8 +43,9 @@ def test_every_kind_of_value_is_read_as_in_json() -> None:
     }  # fmt: skip
     flags = """--dsx-preset dilocox --dsx-num-clusters=3 --dsx-cluster-id 1
         --dsx-rendezvous a.example:29400 --dsx-deadline-seconds 90.5 --dsx-metrics-dir runs/x
-        --dsx-metrics-tensorboard true --dsx-state-device host --dsx-schedule-interval 50
-        --dsx-outer-optimizer-type adam --dsx-outer-optimizer-lr 0.1
+        --dsx-metrics-tensorboard true --dsx-metrics-trace true --dsx-metrics-trace-steps 5,9
+        --dsx-state-device host --dsx-link-streams 4
+        --dsx-schedule-interval 50 --dsx-outer-optimizer-type adam --dsx-outer-optimizer-lr 0.1
         --dsx-outer-optimizer-betas 0.9,0.99 --dsx-compression-rank 8
         --dsx-compression-exclude embedding,head --dsx-control-type fixed --num-layers 4"""
     assert read_flags(flags.split()) == load_config({"dsx": block})

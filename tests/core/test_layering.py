@@ -14,11 +14,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices", "documents"],
+    ["types", "choices", "documents", "record_file", "trace.lanes"],
     [
         "outer_optimizer",
         "comm.swap",
         "comm.reduce",
+        "comm.stripes",
         "wire",
         "compress",
         "wire",
@@ -36,6 +37,7 @@ LAYERS = [
         "gpt_shapes",
         "inner_memory",
         "model_files",
+        "trace.recorder",
     ],
     ["method", "comm.base"],
     ["backends.base", "presets", "state"],
@@ -62,9 +64,20 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "flags", "simulate", "memory_plan"],
-    ["handle", "start_record", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
+    ["trace.start", "start_record"],
+    ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attachment"],
-    ["", "cli", "bench", "plan", "export_command", "memory_command", "megatron"],
+    [
+        "",
+        "cli",
+        "bench",
+        "plan",
+        "link",
+        "trace",
+        "export_command",
+        "memory_command",
+        "megatron",
+    ],
 ]
 MAY_IMPORT_ENGINES = ("comm", "backends", "attachment", "cli")
 

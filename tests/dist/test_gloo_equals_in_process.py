@@ -14,7 +14,6 @@ import dsx
 from dsx.comm.base import Submission
 from dsx.comm.reduce import ExactMean
 from dsx.comm.swap import Peers
-from dsx.config import preset
 from dsx.types import Stage
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
@@ -85,7 +84,8 @@ def check_export(clusters: list[dict[str, Any]], name: str) -> None:
             drained = zip(*(c["drained"] for c in clusters), strict=True)
             expected = np.concatenate([np.mean(p, axis=0).reshape(-1) for p in drained])
             assert np.abs(flat - expected).max() < 1e-6
-            assert any((a != b).any() for a, b in zip(cluster["averaged"], cluster["drained"]))
+            pair = (cluster["averaged"], cluster["drained"])
+            assert any((a != b).any() for a, b in zip(*pair, strict=True))
         else:
             anchors = np.concatenate(cluster["drained_anchors"])  # in the order of fragments
             assert (np.sort(flat) == np.sort(anchors)).all()

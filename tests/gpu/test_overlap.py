@@ -13,6 +13,7 @@ import torch
 from dsx.backends.torch import TorchBackend
 from dsx.comm.gloo import GlooTransport
 from dsx.comm.in_process import InProcessHub, step_together
+from dsx.comm.swap import Peers
 from dsx.config import preset
 from dsx.outer_loop import OuterLoop
 from tests.simulated import Simulated
@@ -32,7 +33,7 @@ def large_loop() -> tuple[OuterLoop, torch.nn.Parameter]:
     method = preset("streaming_diloco", 1, schedule={"interval": 4}, delay={"steps": 2},
                     fragments={"by": "model"})  # fmt: skip
     backend = TorchBackend(model, optimizer, method.fragments, 1)
-    transport = GlooTransport([0], lambda what: None, 0, 1, 60.0)
+    transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0)
     loop = OuterLoop(method, backend, transport)
     loop.start()
     return loop, model["w"]
@@ -103,7 +104,7 @@ def test_what_the_side_stream_reads_is_not_written_meanwhile() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = preset("co2", 1, schedule={"interval": 2}, staleness={"granularity": "element"})
     backend = TorchBackend(model, optimizer, method.fragments, 1)
-    loop = OuterLoop(method, backend, GlooTransport([0], lambda what: None, 0, 1, 60.0))
+    loop = OuterLoop(method, backend, GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0))
     loop.start()
     loop.after_inner_step()
     sizes = loop.state.slots[0].staleness["first_step"]

@@ -1,0 +1,154 @@
+"""`dsx bench link`: run a command in every cluster of a testbed, or measure the bare line.
+
+The command's words may contain `{cluster}`, `{clusters}`, `{address}` (the cluster's own),
+`{rendezvous}` (tcp://, in cluster 0) and `{interface}`. Output is prefixed with the cluster.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import IO, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsx.bench.testbed import INTERFACE, Line, Testbed, Traffic
+
+_PORT = 29400
+_PROBE_SECONDS = 3.0
+_POLL_SECONDS = 0.1
+# One connection to cluster 0 and bytes into it for some seconds, from the standard library alone.
+_RECEIVE = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    connection, _ = server.accept()
+    while connection.recv(1 << 16):
+        pass
+"""
+_SEND = """
+import socket, sys, time
+until = time.monotonic() + 10
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], int(sys.argv[2])))
+        break
+    except ConnectionRefusedError:
+        if time.monotonic() > until:
+            raise
+        time.sleep(0.05)
+connection.sendall(bytes(int(sys.argv[3])))
+connection.shutdown(socket.SHUT_WR)
+connection.recv(1)
+"""
+
+
+@dataclass(frozen=True)
+class ClusterResult:
+    """What one cluster's command did: its exit status, and the kernel's counts meanwhile."""
+
+    cluster: int
+    status: int
+    seconds: float
+    bytes_sent: int
+    bytes_received: int
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values."""
+        return asdict(self)
+
+
+def run_in_clusters(bed: Testbed, command: Sequence[str], is_pinned: bool) -> list[ClusterResult]:
+    """Run a command in every cluster to its end; where one fails, the others are ended."""
+    clusters = range(bed.num_clusters)
+    before = [bed.traffic(m) for m in clusters]
+    began = time.monotonic()
+    processes: list[subprocess.Popen[bytes]] = []
+    echoes: list[threading.Thread] = []
+    for cluster in clusters:
+        words = [_filled(word, bed, cluster) for word in command]
+        core = cluster if is_pinned else None
+        process = bed.start(cluster, words, output=subprocess.PIPE, core=core)
+        assert process.stdout is not None
+        echo = threading.Thread(target=_echo, args=(process.stdout, f"[cluster {cluster}] "))
+        echo.start()
+        processes.append(process)
+        echoes.append(echo)
+    ended: dict[int, tuple[float, Traffic]] = {}
+    while len(ended) < len(processes):
+        for cluster, process in enumerate(processes):
+            if cluster not in ended and process.poll() is not None:
+                ended[cluster] = (time.monotonic() - began, bed.traffic(cluster))
+        if any(p.poll() not in (None, 0) for p in processes):
+            bed.end_processes()
+        time.sleep(_POLL_SECONDS)
+    for echo in echoes:
+        echo.join()
+    return [
+        ClusterResult(
+            cluster,
+            processes[cluster].returncode,
+            seconds,
+            (traffic - before[cluster]).bytes_sent,
+            (traffic - before[cluster]).bytes_received,
+        )
+        for cluster, (seconds, traffic) in sorted(ended.items())
+    ]
+
+
+def probe(bed: Testbed, line: Line) -> ClusterResult:
+    """Send for some seconds from cluster 1 to cluster 0 over one connection."""
+    where = [bed.address(0), str(_PORT)]
+    payload = round(line.megabits_per_second * 1e6 / 8 * _PROBE_SECONDS)
+    before, began = bed.traffic(1), time.monotonic()
+    receiver = bed.start(0, [sys.executable, "-c", _RECEIVE, *where])
+    sender = bed.start(1, [sys.executable, "-c", _SEND, *where, str(payload)])
+    deadline = 60 + 10 * _PROBE_SECONDS
+    status = sender.wait(deadline) or receiver.wait(deadline)
+    passed = bed.traffic(1) - before
+    seconds = time.monotonic() - began
+    return ClusterResult(1, status, seconds, passed.bytes_sent, passed.bytes_received)
+
+
+def show_results(results: Sequence[ClusterResult], console: Console) -> None:
+    """Print a row per cluster."""
+    table = Table(caption=f"bytes on {INTERFACE} by the kernel, Ethernet headers included")
+    table.add_column("cluster")
+    for name in ("exit", "seconds", "sent MB", "received MB", "sent Mbit/s"):
+        table.add_column(name, justify="right")
+    for result in results:
+        status = result.status
+        table.add_row(
+            str(result.cluster),
+            str(status) if status >= 0 else signal.Signals(-status).name,
+            f"{result.seconds:.1f}",
+            f"{result.bytes_sent / 1e6:.3f}",
+            f"{result.bytes_received / 1e6:.3f}",
+            f"{8e-6 * result.bytes_sent / result.seconds:.3g}",
+        )
+    console.print(table)
+
+
+def _filled(word: str, bed: Testbed, cluster: int) -> str:
+    values = {
+        "cluster": str(cluster),
+        "clusters": str(bed.num_clusters),
+        "address": bed.address(cluster),
+        "rendezvous": f"tcp://{bed.address(0)}:{_PORT}",
+        "interface": INTERFACE,
+    }
+    for name, value in values.items():
+        word = word.replace("{" + name + "}", value)
+    return word
+
+
+def _echo(stream: IO[bytes], prefix: str) -> None:
+    with stream:
+        for text in iter(stream.readline, b""):
+            sys.stdout.write(prefix + text.decode(errors="replace"))
+            sys.stdout.flush()

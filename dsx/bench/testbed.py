@@ -1,0 +1,272 @@
+"""A slow line on one host: a network namespace per cluster, throttled veth pairs between them.
+
+Every cluster has an interface `dsx0` with an address of its own; a bridge in one more namespace
+joins them, so nothing shows in the host's own network. `tc tbf` shapes both ends of every pair:
+what a cluster sends and what it receives, each at the line's rate (full duplex). Bytes are the
+kernel's own counts per interface, Ethernet headers included. Segments leave one by one
+(`gso_max_segs 1`), so that the counters see the headers that a real line carries.
+
+It needs Linux, root, and `ip` and `tc`; `TestbedUnavailable` says what is missing. Everything is
+removed when the context ends, by an exception, Ctrl-C or SIGTERM, too; what a SIGKILL left behind
+is removed by the next testbed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from dsx.plan.scenario import require_number
+
+INTERFACE = "dsx0"
+UNAVAILABLE = 77  # exit code where there is no testbed; what test harnesses call skipped
+MAX_CLUSTERS = 4
+_NAMESPACES = Path("/run/netns")
+_HOSTS = Path("/etc/netns")  # `ip netns exec` puts what is in here over /etc
+_OWNED = re.compile(r"dsx-(\d+)-(hub|\d)")
+_GRACE_SECONDS = 10.0
+
+
+class TestbedUnavailable(RuntimeError):
+    """This host cannot make a slow line: not root, no tool, or no support in the kernel."""
+
+    __test__ = False
+
+
+@dataclass(frozen=True)
+class Line:
+    """One cluster's line, each way: `megabits_per_second` counts Ethernet frames, as `tc` does.
+
+    `burst_kilobytes` may pass at once after a pause; `queue_milliseconds` of the rate wait in the
+    queue before packets are dropped.
+    """
+
+    megabits_per_second: float
+    burst_kilobytes: int = 64
+    queue_milliseconds: float = 50.0
+
+    def __post_init__(self) -> None:
+        require_number("megabits_per_second", self.megabits_per_second, 0.01, 100_000)
+        require_number("burst_kilobytes", self.burst_kilobytes, 2, 100_000)
+        require_number("queue_milliseconds", self.queue_milliseconds, 1, 10_000)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What has passed a cluster's interface, by the kernel's count."""
+
+    bytes_sent: int
+    bytes_received: int
+    packets_sent: int
+    packets_received: int
+
+    def __sub__(self, before: Traffic) -> Traffic:
+        return Traffic(
+            self.bytes_sent - before.bytes_sent,
+            self.bytes_received - before.bytes_received,
+            self.packets_sent - before.packets_sent,
+            self.packets_received - before.packets_received,
+        )
+
+
+class Testbed:
+    """`num_clusters` namespaces on throttled lines, for as long as the context is open."""
+
+    __test__ = False
+
+    def __init__(self, num_clusters: int, line: Line | None) -> None:
+        if not 2 <= num_clusters <= MAX_CLUSTERS:
+            raise ValueError(f"clusters={num_clusters} must be 2 to {MAX_CLUSTERS} on a testbed")
+        self.num_clusters = num_clusters
+        self._line = line
+        self._hub = f"dsx-{os.getpid()}-hub"
+        self._started: list[subprocess.Popen[bytes]] = []
+        self._handlers: dict[int, object] = {}
+
+    def __enter__(self) -> Testbed:
+        _require_tools()
+        remove_left_behind()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            self._handlers[number] = signal.signal(number, _leave)
+        try:
+            self._build()
+            self.throttle(self._line)
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._remove()
+
+    def namespace(self, cluster: int) -> str:
+        """Return the name that `ip netns` knows a cluster by."""
+        return f"dsx-{os.getpid()}-{cluster}"
+
+    def address(self, cluster: int) -> str:
+        """Return a cluster's address on the line."""
+        return f"10.77.0.{cluster + 1}"
+
+    def throttle(self, line: Line | None) -> None:
+        """Give both ends of every cluster's line another rate, at once; None lifts it."""
+        for cluster in range(self.num_clusters):
+            ends = ((self.namespace(cluster), INTERFACE), (self._hub, f"port{cluster}"))
+            for namespace, interface in ends:
+                where = ("netns", "exec", namespace, "tc", "qdisc")
+                if line is None:
+                    _ip(*where, "replace", "dev", interface, "root", "pfifo")
+                    continue
+                _ip(
+                    *where, "replace", "dev", interface, "root", "tbf",
+                    "rate", f"{round(line.megabits_per_second * 1e6)}bit",
+                    "burst", f"{line.burst_kilobytes}kb",
+                    "latency", f"{line.queue_milliseconds:g}ms",
+                )  # fmt: skip
+
+    def traffic(self, cluster: int) -> Traffic:
+        """Return what has passed a cluster's interface since the testbed was made."""
+        return read_traffic(_ip("netns", "exec", self.namespace(cluster), "cat", "/proc/net/dev"))
+
+    def start(
+        self,
+        cluster: int,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        output: IO[bytes] | int | None = None,
+        core: int | None = None,
+    ) -> subprocess.Popen[bytes]:
+        """Start a command inside a cluster, on one core if given; it ends with the testbed."""
+        pinned = [] if core is None else ["taskset", "-c", str(core)]
+        process = subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace(cluster), *pinned, *command],
+            env={**os.environ, **(environment or {})},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=None if output is None else subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._started.append(process)
+        return process
+
+    def end_processes(self) -> None:
+        """End whatever still runs inside the clusters: SIGTERM, and after some seconds SIGKILL."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            until = time.monotonic() + _GRACE_SECONDS
+            _signal(self._inside(), number)
+            while self._inside() and time.monotonic() < until:
+                time.sleep(0.1)
+        for process in self._started:
+            process.wait()
+        self._started.clear()
+
+    def _inside(self) -> list[int]:
+        for process in self._started:
+            process.poll()  # a child that has ended is not inside any more
+        return _processes_in([self.namespace(m) for m in range(self.num_clusters)])
+
+    def _build(self) -> None:
+        _ip("netns", "add", self._hub)
+        _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", self._hub, "link", "set", "bridge", "up")
+        hosts = f"127.0.0.1 localhost\n{{}} {os.uname().nodename}\n"
+        for cluster in range(self.num_clusters):
+            name, port = self.namespace(cluster), f"port{cluster}"
+            # the host's name leads to the line, for whoever asks it where to listen
+            _HOSTS.joinpath(name).mkdir(parents=True)
+            _HOSTS.joinpath(name, "hosts").write_text(hosts.format(self.address(cluster)))
+            _ip("netns", "add", name)
+            _ip("link", "add", INTERFACE, "netns", name, "type", "veth",
+                "peer", "name", port, "netns", self._hub)  # fmt: skip
+            for namespace, interface in ((name, INTERFACE), (self._hub, port)):
+                _ip("-n", namespace, "link", "set", interface, "mtu", "1500", "gso_max_segs", "1")
+            _ip("-n", self._hub, "link", "set", port, "master", "bridge", "up")
+            _ip("-n", name, "addr", "add", f"{self.address(cluster)}/24", "dev", INTERFACE)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "link", "set", INTERFACE, "up")
+
+    def _remove(self) -> None:
+        for number in self._handlers:
+            signal.signal(number, signal.SIG_IGN)
+        try:
+            self.end_processes()
+            remove_namespaces([self._hub, *map(self.namespace, range(self.num_clusters))])
+        finally:
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)  # type: ignore[arg-type]
+
+
+def read_traffic(counters: str) -> Traffic:
+    """Read the text of /proc/net/dev as it is inside a cluster."""
+    for line in counters.splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == INTERFACE:
+            fields = [int(field) for field in numbers.split()]
+            return Traffic(fields[8], fields[0], fields[9], fields[1])
+    raise ValueError(f"/proc/net/dev has no {INTERFACE}: {counters!r}")
+
+
+def remove_left_behind() -> list[str]:
+    """Remove the namespaces of testbeds whose process is gone; return their names."""
+    found = sorted(path.name for path in _NAMESPACES.glob("dsx-*"))
+    owners = {name: match for name in found if (match := _OWNED.fullmatch(name))}
+    gone = [name for name, owner in owners.items() if not Path(f"/proc/{owner[1]}").exists()]
+    _signal(_processes_in(gone), signal.SIGKILL)
+    remove_namespaces(gone)
+    return gone
+
+
+def remove_namespaces(names: Sequence[str]) -> None:
+    """Remove namespaces with all that is in them, as far as they exist."""
+    for name in names:
+        shutil.rmtree(_HOSTS / name, ignore_errors=True)
+        if (_NAMESPACES / name).exists():
+            _ip("netns", "del", name)
+
+
+def _processes_in(namespaces: Sequence[str]) -> list[int]:
+    existing = [name for name in namespaces if (_NAMESPACES / name).exists()]
+    return [int(pid) for name in existing for pid in _ip("netns", "pids", name).split()]
+
+
+def _signal(processes: Sequence[int], number: int) -> None:
+    for process in processes:
+        try:
+            os.kill(process, number)
+        except ProcessLookupError:
+            continue  # it has just ended by itself
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    raise SystemExit(128 + number)
+
+
+def _require_tools() -> None:
+    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
+        if shutil.which(tool) is None:
+            raise TestbedUnavailable(f"no `{tool}` on this host: install {package}")
+    if os.geteuid() != 0:
+        raise TestbedUnavailable(
+            "network namespaces and `tc` need root; run it as root, or in a container with "
+            "CAP_NET_ADMIN and CAP_SYS_ADMIN"
+        )
+
+
+def _ip(*arguments: str) -> str:
+    """Run `ip`; the kernel's refusal becomes `TestbedUnavailable`."""
+    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise TestbedUnavailable(
+            f"`ip {' '.join(arguments)}` failed: {done.stderr.strip() or done.stdout.strip()}"
+        )
+    return done.stdout

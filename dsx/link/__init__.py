@@ -1,0 +1,1 @@
+"""The link between clusters, measured without training: `dsx net-test`."""

@@ -1,0 +1,34 @@
+"""A file of JSON lines that a resumed run goes on with: the records of steps taken again go."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TextIO
+
+logger = logging.getLogger(__name__)
+
+
+def reopen(path: Path, step: int) -> TextIO:
+    """Open for appending after the records up to `step`; the others are dropped, atomically."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rewritten = path.with_suffix(".tmp")
+    rewritten.write_text("".join(_lines_up_to(path, step) if step else []))
+    rewritten.replace(path)
+    return path.open("a")
+
+
+def _lines_up_to(path: Path, step: int) -> list[str]:
+    if not path.exists():
+        return []
+    kept: list[str] = []
+    for line in path.read_text().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            logger.warning("dropping an incomplete record from %s", path)
+            continue
+        if record.get("step", record.get("applied_step", 0)) <= step:
+            kept.append(line)
+    return kept
