@@ -29,7 +29,7 @@ class Question:
     """What is planned for: the model, its step, the line, and what is asked of the method.
 
     `memory_limit` is in bytes of one accelerator, beside what the inner engine takes where that is
-    known; `target` a share of the time.
+    known; `target` a share of the time; `streams` the connections with which the line was measured.
     """
 
     model: PlannedModel
@@ -40,6 +40,7 @@ class Question:
     costs: Costs = Costs()
     max_interval: int = 1000
     memory_limit: int | None = None
+    streams: int = 1
 
     def __post_init__(self) -> None:
         require_number("step_seconds", self.step_seconds, 1e-6, 1e9)

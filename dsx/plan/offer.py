@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from dsx.plan.candidates import Candidate
+from dsx.plan.candidates import Candidate, Question
 
 
-def block_of(candidate: Candidate, num_clusters: int) -> dict[str, Any]:
-    """Return the "dsx" block; keys that the preset already has are left out."""
+def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
+    """Return the "dsx" block; sections that the preset already has are left out."""
     recipe, settings = candidate.recipe, candidate.settings
     block: dict[str, Any] = {
         "preset": candidate.preset,
-        "clusters": {"num_clusters": num_clusters},
+        "clusters": {"num_clusters": question.num_clusters},
         "schedule": {"interval": settings.interval},
     }
     if recipe.fragment_counts:
@@ -30,6 +30,8 @@ def block_of(candidate: Candidate, num_clusters: int) -> dict[str, Any]:
         block["control"] = {"rank": rank, "max_rank": rank}
         if settings.interval < 8:  # dilocox's own least H
             block["control"]["min_interval"] = settings.interval
+    if question.streams > 1:
+        block["link"] = {"streams": question.streams}
     if candidate.is_state_on_host:
         block["state"] = {"device": "host"}
     return block

@@ -79,6 +79,7 @@ def read_question(given: Given) -> Read:
         _costs(given, run, facts),
         given.max_interval,
         limit,
+        1 if given.link is None else int(_json(given.link).get("streams", 1)),
     )
     return Read(question, facts)
 

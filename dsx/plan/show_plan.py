@@ -134,7 +134,7 @@ def _print_table(
 
 
 def _print_offer(best: Candidate, question: Question, console: Console) -> None:
-    block = block_of(best, question.num_clusters)
+    block = block_of(best, question)
     _say(console, "\nthe first, in a DeepSpeed JSON:")
     lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in block.items())
     _say(console, f'"dsx": {{\n{lines}\n}}')
@@ -192,7 +192,7 @@ def _record(read: Read, search: Search, rows: Sequence[Candidate]) -> dict[str, 
 def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
     device, host = _placed(row)
     least = search.least_bits_per_second(row)
-    block = block_of(row, search.question.num_clusters)
+    block = block_of(row, search.question)
     return {
         "preset": row.preset,
         "interval": row.interval,

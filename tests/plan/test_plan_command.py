@@ -60,7 +60,7 @@ def test_every_candidate_is_what_its_block_and_its_flags_say() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for candidate in candidates:
-            block = block_of(candidate, num_clusters)
+            block = block_of(candidate, asked)
             config = load_config({"dsx": block})
             assert settings_of(config.method) == candidate.settings
             assert (config.state.device == "host") == candidate.is_state_on_host
@@ -123,7 +123,7 @@ def test_memory_is_that_of_dsx_memory() -> None:
     for candidate in best_of_each(ranked(Search(asked).candidates(), asked))[::3]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            config = load_config({"dsx": block_of(candidate, 2)})
+            config = load_config({"dsx": block_of(candidate, asked)})
         real = plan_stage(files.model, files.cluster, Stage(0, 10), config, files.batch)
         is_on_host = candidate.is_state_on_host
         assert candidate.memory.on_host(is_on_host) == pytest.approx(real.outer_on_host, rel=0.02)
@@ -165,6 +165,8 @@ def test_a_measured_line_and_measured_codecs(tmp_path: Path) -> None:
     assert found["link"] == {"bits_per_second": 5e8, "latency_seconds": 0.03, "payload_share": 1}
     diloco = next(c for c in found["candidates"] if c["preset"] == "diloco")
     assert diloco["codec"] == "int4"
+    assert load_config({"dsx": diloco["dsx"]}).link.streams == 4
+    assert read_flags(shlex.split(diloco["flags"])).link.streams == 4
     found = answer(*SIZES, *STEP, "--link", str(link), "--codec", str(codec))
     diloco = next(c for c in found["candidates"] if c["preset"] == "diloco")
     assert diloco["codec"] != "int4"
