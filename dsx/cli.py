@@ -13,6 +13,7 @@ from dsx.bench.command import app as bench_app
 from dsx.data.command import app as data_app
 from dsx.link.command import net_test
 from dsx.plan.command import simulate
+from dsx.plan.plan_command import plan
 from dsx.trace.command import trace
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.add_typer(data_app, name="data")
 app.add_typer(bench_app, name="bench")
 app.command()(simulate)
+app.command()(plan)
 app.command()(net_test)
 app.command()(trace)
 

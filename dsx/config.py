@@ -31,6 +31,7 @@ from dsx.delay.delay_compensation import DelayCompensation
 from dsx.delay.eager import Eager
 from dsx.delay.one_step import OneStepDelay
 from dsx.delay.streaming import Blend
+from dsx.documents import ConfigError, read_json
 from dsx.fragment import ByLayer, BySize, WholeModel
 from dsx.method import Method
 from dsx.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
@@ -74,10 +75,6 @@ AXES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "control": ("type", {"fixed": Fixed, "adaptive_rank": AdaptiveRank}),
 }
-
-
-class ConfigError(ValueError):
-    """A "dsx" block that cannot be used; the message gives value, what is allowed, and the fix."""
 
 
 class ClustersConfig(BaseModel):
@@ -274,21 +271,6 @@ def _check_clusters(clusters: ClustersConfig) -> None:
             f"dsx.clusters.cluster_id={clusters.cluster_id} must be below num_clusters="
             f"{clusters.num_clusters}"
         )
-
-
-def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a DeepSpeed JSON as it is written; ConfigError if there is none."""
-    if isinstance(source, Mapping):
-        return source
-    try:
-        document = json.loads(Path(source).read_text())
-    except FileNotFoundError as error:
-        raise ConfigError(f"no config file at {source}") from error
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{source} is not valid JSON: {error}") from error
-    if not isinstance(document, Mapping):
-        raise ConfigError(f"{source} must hold a JSON object")
-    return cast(Mapping[str, Any], document)
 
 
 def _require_known(

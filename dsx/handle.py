@@ -28,6 +28,7 @@ from dsx.metrics import Metrics
 from dsx.outer_loop import Event, OuterLoop
 from dsx.routes import plan_routes, tell_what_is_factored
 from dsx.saved_state import first_difference, layout
+from dsx.start_record import start_record
 from dsx.stop import StopAgreement
 from dsx.sync_records import SyncRecords
 from dsx.trace.start import start_trace
@@ -70,6 +71,7 @@ class Handle:
         self._config = config
         self._tracked: dict[str, Resumable] = {}
         self._last_checkpoint: Path | None = None
+        self._has_begun = False
         method = config.method
         directory = config.metrics.dir if world.rank == 0 else None
         self._metrics = Metrics(
@@ -151,6 +153,9 @@ class Handle:
         with self._naming_last_checkpoint():
             was_written = self.loop.after_inner_step()
         self._syncs.pass_boundary()
+        if not self._has_begun:
+            self._metrics.event("start", start_record(self.loop.backend, self._world, self._config))
+            self._has_begun = True
         self._metrics.step(self._boundary_record())
         self._trace.end_step(self.step)
         return was_written

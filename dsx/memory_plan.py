@@ -12,43 +12,17 @@ from dataclasses import dataclass
 
 import torch
 
-from dsx import inner_memory
 from dsx.config import DsxConfig
 from dsx.fragment import assign_stage, lay_out
 from dsx.gpt_shapes import GPT
 from dsx.inner_memory import InnerMemory
 from dsx.memory import OuterMemory, predict
+from dsx.model_files import Batch, Cluster, inner_of, stage_shapes
 from dsx.redistribution import Redistribution, plan_redistribution, share_out
 from dsx.types import Fragment, ParameterShape, Stage
 
 _SHARE_CHUNK = 1 << 24  # of shares.py
 Pieces = Mapping[str, tuple[tuple[int, ...], int]]
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """How one cluster is cut. `zero_stage` None: Megatron; `is_sharded`: its optimizer state is."""
-
-    pipeline: int = 1
-    tensor: int = 1
-    data: int = 1
-    is_bf16: bool = True
-    is_sharded: bool = True
-    zero_stage: int | None = None
-    is_sequence_parallel: bool = False
-
-    @property
-    def ranks(self) -> int:
-        """Accelerators of one cluster."""
-        return self.pipeline * self.tensor * self.data
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What activations depend on."""
-
-    sequence: int
-    micro_batch: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +58,7 @@ def plan_stage(
 ) -> RankMemory:
     """Return the memory of a stage's largest rank; ValueError for a model that cannot be cut so."""
     method = config.method
-    shapes, own_by_tensor_rank = _stage_shapes(model, cluster, stage)
+    shapes, own_by_tensor_rank = stage_shapes(model, cluster, stage)
     assignment = assign_stage(method.fragments, shapes, stage)
     wholes = {p.name: p.shape for p in shapes}
     layouts = [
@@ -114,45 +88,11 @@ def plan_stage(
     return RankMemory(
         stage=stage,
         numel=held,
-        inner=_inner(model, cluster, stage, held, batch),
+        inner=inner_of(model, cluster, stage, held, batch),
         outer=outer,
         contributions=0 if is_on_host else 4 * launched,
         is_state_on_host=is_on_host,
     )
-
-
-def _inner(model: GPT, cluster: Cluster, stage: Stage, held: int, batch: Batch) -> InnerMemory:
-    activations = inner_memory.recomputed_activations(
-        batch.sequence,
-        batch.micro_batch,
-        model.hidden,
-        model.layers // cluster.pipeline,
-        stage.count - stage.index,
-        cluster.tensor,
-        cluster.is_sequence_parallel,
-    )
-    if cluster.zero_stage is None:
-        sharing = cluster.data if cluster.is_sharded else 1
-        return inner_memory.megatron(held, cluster.is_bf16, sharing, activations)
-    return inner_memory.deepspeed(
-        held, cluster.is_bf16, cluster.zero_stage, cluster.data, activations
-    )
-
-
-def _stage_shapes(
-    model: GPT, cluster: Cluster, stage: Stage
-) -> tuple[list[ParameterShape], list[list[ParameterShape]]]:
-    """Return what the stage's ranks train together, and each tensor-parallel rank's part."""
-    weights = model.weights(stage, cluster.tensor)
-    together: list[ParameterShape] = []
-    parts: list[list[ParameterShape]] = [[] for _ in range(cluster.tensor)]
-    for weight in weights:
-        for rank in range(cluster.tensor):
-            part = weight.on((rank, cluster.tensor))
-            parts[rank].append(part)
-            if weight.split is not None or rank == 0:
-                together.append(part)
-    return together, parts
 
 
 def _is_sharded(cluster: Cluster) -> bool:

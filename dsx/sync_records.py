@@ -25,7 +25,7 @@ from dsx.comm.base import PeerLost
 from dsx.types import Stage
 
 _SUMMED = ("bytes_sent",)
-_LONGEST = ("wait_seconds", "transfer_seconds")
+_LONGEST = ("wait_seconds", "transfer_seconds", "coding_seconds")
 
 
 class KeyValueStore(Protocol):

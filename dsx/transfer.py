@@ -47,6 +47,7 @@ class Arrived:
         self._mean = mean
         self.bytes_sent = bytes_sent
         self.seconds = seconds
+        self.coding_seconds = 0.0
 
     def wait(self) -> Tensor:
         """Return the mean at once."""
@@ -87,6 +88,7 @@ def sync_event(
         "bytes_sent": transfer.pending.bytes_sent,
         "wait_seconds": wait_seconds,
         "transfer_seconds": transfer.pending.seconds,
+        "coding_seconds": transfer.pending.coding_seconds,
         "pseudo_gradient_norm": transfer.contribution_norm,
         **report,
     }

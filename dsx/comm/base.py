@@ -52,6 +52,11 @@ class Pending(Protocol):
         """From the start of the exchange to its end; 0 until it has ended."""
         ...
 
+    @property
+    def coding_seconds(self) -> float:
+        """Those of them that were not spent on messages: copies awaited, coding, sums."""
+        ...
+
     def wait(self) -> Tensor:
         """Block until the mean is there and return it; may be called again. Raises `PeerLost`."""
         ...

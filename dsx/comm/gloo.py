@@ -50,6 +50,7 @@ class GlooPending:
     def __init__(self) -> None:
         self.bytes_sent = 0
         self.seconds = 0.0
+        self.coding_seconds = 0.0
         self.future: Future[Tensor] = Future()
 
     def wait(self) -> Tensor:
@@ -314,9 +315,14 @@ def connect_gloo(
 def _drive(group: FragmentGroups, label: str, exchange: Exchange, pending: GlooPending) -> Tensor:
     """Run one exchange to its end, with a swap for each one it yields."""
     started = time.perf_counter()
+    on_messages = 0.0
     try:
         while True:
-            pending.bytes_sent += group.swap(next(exchange), label)
+            swap = next(exchange)
+            since = time.perf_counter()
+            pending.bytes_sent += group.swap(swap, label)
+            on_messages += time.perf_counter() - since
     except StopIteration as stop:
         pending.seconds = time.perf_counter() - started
+        pending.coding_seconds = pending.seconds - on_messages
         return stop.value

@@ -77,6 +77,7 @@ class InProcessPending:
         self.exchange = exchange
         self.bytes_sent = 0
         self.seconds = 0.0
+        self.coding_seconds = 0.0
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:

@@ -17,7 +17,7 @@ def data_parallel_step_seconds(compute: Compute, layer_seconds: float, latency: 
 
     The line has been busy since the last layer's backward, since the second's, or not before it;
     between those two layers, backwards are 2 u apart and cannot decide alone. Without the term of
-    the second layer, which is left out elsewhere, the step is up to u / 2 too short.
+    the second layer, which is left out elsewhere, the step is up to u too short (1 % at 32 layers).
     """
     layers, node = compute.layers, compute.node_seconds
     idle = compute.step_seconds + layer_seconds

@@ -17,22 +17,22 @@ def launches_of(
     settings: Settings, traffic: Traffic, transfers: Sequence[Cost], step_seconds: float
 ) -> list[Launch]:
     """Return a period's launches in the order of their times."""
-    steps, ids = settings.interval, traffic.ids
+    steps, loads = settings.interval, traffic.loads
     if settings.schedule == "periodic":
-        return [Launch(steps, i) for i in range(len(ids))]
-    if settings.schedule == "layerwise":
-        return _in_the_backward(settings, traffic, transfers, step_seconds)
+        return [Launch(steps, i) for i in range(len(loads))]
     stages: dict[int, list[int]] = {}
-    for index, (stage, _) in enumerate(ids):
-        stages.setdefault(stage, []).append(index)
+    for index, load in enumerate(loads):
+        stages.setdefault(load.stage, []).append(index)
     found: list[Launch] = []
     for number, own in enumerate(stages.values()):
         of_stage = (number, len(stages))
-        if settings.schedule == "streaming":
+        if settings.schedule == "layerwise":
+            found += _in_the_backward(settings, own, transfers, step_seconds, len(stages))
+        elif settings.schedule == "streaming":
             found += _spread(own, steps, len(own), of_stage)
         else:
             found += _adaptive(settings, own, transfers, step_seconds, of_stage)
-    return sorted(found)
+    return sorted(found, key=lambda launch: (launch.step, -launch.early))
 
 
 def _spread(
@@ -63,7 +63,7 @@ def _adaptive(
     free sends nothing, so there may be fewer.
     """
     steps, compute = settings.interval, settings.step_seconds or step_seconds
-    alone = [transfers[f].alone - transfers[f].blocking for f in fragments]
+    alone = [transfers[f].alone for f in fragments]
     seconds = settings.transfer_seconds or sum(alone) / len(alone)
     wanted = num_transmissions(
         steps, len(fragments), settings.gamma / stage[1], compute, max(seconds, 1e-12)
@@ -87,22 +87,29 @@ def _adaptive(
 
 
 def _in_the_backward(
-    settings: Settings, traffic: Traffic, transfers: Sequence[Cost], step_seconds: float
+    settings: Settings,
+    fragments: Sequence[int],
+    transfers: Sequence[Cost],
+    step_seconds: float,
+    num_stages: int,
 ) -> list[Launch]:
-    """Return DreamDDP's launches: layers by the table, each when its own backward is done."""
-    count = len(traffic.ids)
+    """Return DreamDDP's launches of a stage: by the table, each when its own backward is done.
+
+    The table is made of the times that a run would measure, of stages that send at once.
+    """
+    count = len(fragments)
     node = Compute(1, count, step_seconds).node_seconds
     backward = settings.layer_backward_seconds or tuple(
         node if layer == 0 else 2 * node for layer in range(count)
     )
     seconds = settings.layer_transfer_seconds or tuple(
-        max(t.alone - t.blocking, 1e-12) for t in transfers
+        max(transfers[f].alone + (num_stages - 1) * transfers[f].line, 1e-12) for f in fragments
     )
     table = layer_table(backward, seconds, settings.interval)
     scale = (2 * count - 1) * node / sum(backward)
     early = [scale * sum(backward[:layer]) for layer in range(count)]
     return [
-        Launch(step, layer, early[layer])
+        Launch(step, fragments[layer], early[layer])
         for step, layers in enumerate(table, start=1)
         for layer in layers
     ]

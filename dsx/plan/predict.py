@@ -16,6 +16,7 @@ each other, and the training thread's own work unless `costs.blocking_seconds_pe
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -25,13 +26,13 @@ from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
 from dsx.plan.scenario import Compute, require_number
 from dsx.plan.settings import Settings, settings_of
-from dsx.plan.timeline import Launch, Timeline
-from dsx.plan.traffic import Ranks, Traffic
+from dsx.plan.timeline import Cost, Launch, Timeline
+from dsx.plan.traffic import Ranks, Traffic, loads_of
 
 if TYPE_CHECKING:
     from dsx.method import Method
 
-MOST_STEPS = 10**6
+MOST_STEPS = 20_000
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def predict(
     settings = method if isinstance(method, Settings) else settings_of(method)
     require_number("step_seconds", step_seconds, 1e-9, 1e9)
     require_number("num_clusters", num_clusters, 1, 10**4)
-    traffic = Traffic(settings, ranks, num_clusters)
+    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
     return predict_traffic(settings, traffic, step_seconds, link, costs or Costs())
 
 
@@ -79,14 +80,16 @@ def predict_traffic(
 ) -> Prediction:
     """Return what a run does, its traffic being known; `predict` is what one calls."""
     if settings.schedule == "every_step":
-        return _data_parallel(traffic, step_seconds, link)
+        return data_parallel(traffic, step_seconds, link)
     steps = settings.interval
-    transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.ids))]
+    transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.loads))]
     launches = launches_of(settings, traffic, transfers, step_seconds)
-    timeline = Timeline(
-        steps, step_seconds, launches, transfers, settings.overlap_steps, settings.rounds_late
-    )
-    seconds = max(timeline.period_seconds(), steps * step_seconds)
+    if settings.schedule == "layerwise":
+        seconds = _step_by_step(steps, step_seconds, launches, transfers)
+    else:
+        delay = settings.overlap_steps, settings.rounds_late
+        seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
+    seconds = max(seconds, steps * step_seconds)
     totals = _totals(settings, traffic, launches)
     return Prediction(
         utilization=steps * step_seconds / seconds,
@@ -100,9 +103,23 @@ def predict_traffic(
     )
 
 
+def _step_by_step(
+    steps: int, step_seconds: float, launches: Sequence[Launch], transfers: Sequence[Cost]
+) -> float:
+    """Return a period in which every step waits for all that leaves in it: equal steps once."""
+    rows: dict[int, list[Launch]] = {}
+    for launch in launches:
+        rows.setdefault(launch.step, []).append(launch._replace(step=1))
+    counts = Counter(tuple(row) for row in rows.values())
+    seconds = (steps - len(rows)) * step_seconds
+    for row, count in counts.items():
+        seconds += count * Timeline(1, step_seconds, row, transfers).period_seconds(0, 1)
+    return seconds
+
+
 def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
     """Return what each cluster sends in a period; which fragment adaptive sends more, norms say."""
-    share = [0.0] * len(traffic.ids)
+    share = [0.0] * len(traffic.loads)
     for launch in launches:
         share[launch.fragment] += 1
     if settings.schedule == "adaptive":
@@ -120,13 +137,13 @@ def fitting_interval(
     costs: Costs | None = None,
     target: float = 1.0,
 ) -> int | None:
-    """Return the least H at which the utilization reaches `target`; None if no H does.
+    """Return the least H at which the utilization reaches `target`; None if none up to 20,000 does.
 
     At 1, the default, nothing is exposed: to a millionth of the period.
     """
     require_number("target", target, 1e-6, 1)
     settings = method if isinstance(method, Settings) else settings_of(method)
-    traffic = Traffic(settings, ranks, num_clusters)
+    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
     return least_interval(settings, traffic, step_seconds, link, costs or Costs(), target)
 
 
@@ -159,17 +176,20 @@ def least_interval(
 
 def _least_allowed(settings: Settings, traffic: Traffic) -> int:
     """Return the least H that a schedule takes: a step per fragment, and more than tau."""
-    per_stage = math.ceil(len(traffic.ids) / traffic.num_stages)
+    per_stage = math.ceil(len(traffic.loads) / traffic.num_stages)
     needs = per_stage if settings.schedule in ("streaming", "adaptive") else 1
     return max(needs, settings.overlap_steps + 1)
 
 
-def _data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Prediction:
-    """All gradients every step, in fp32 as dsx's own transfers, layer by layer in the backward."""
-    numel, clusters = sum(traffic.numel), traffic.num_clusters
+def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Prediction:
+    """Return what sending all gradients in every step does, in fp32 as dsx's own transfers.
+
+    Fragment by fragment in the backward, as `dsx simulate` has it layer by layer.
+    """
+    numel, clusters = sum(load.numel for load in traffic.loads), traffic.num_clusters
     sent = 4 * 2 * (clusters - 1) / clusters * numel
     line_seconds = sent / link.payload_bytes_per_second
-    layers = traffic.layers
+    layers = len(traffic.loads)
     compute = Compute(max(numel, 1), layers, step_seconds)
     latency = 2 * link.latency_seconds if clusters > 1 else 0.0
     seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)

@@ -129,7 +129,7 @@ class Timeline:
     overlap_steps: int = 0
     rounds_late: int = 0
 
-    def period_seconds(self, warm_up: int = 6, periods: int = 12) -> float:
+    def period_seconds(self, warm_up: int = 4, periods: int = 6) -> float:
         """Return a period in the long run: the mean of `periods` after `warm_up` others."""
         by_step: dict[int, list[Launch]] = {self.steps: []}
         for launch in self.launches:

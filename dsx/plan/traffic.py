@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
-from dsx.fragment import Fragmenter, group_by_layer, lay_out
+from dsx.fragment import Fragmenter, lay_out
 from dsx.plan.link import Costs, Link
 from dsx.plan.payload import Parts, format_of, parts_of, transfer_bytes
-from dsx.plan.settings import Coding, Settings
+from dsx.plan.settings import Coding, Notes, Settings
 from dsx.plan.timeline import Cost
 from dsx.types import Fragment, ParameterShape, Slot
 
@@ -26,47 +27,53 @@ def of_sizes(numels: Iterable[int]) -> list[list[Fragment]]:
     return [[Fragment(i, 0, (Slot(f"fragment.{i}", (1, n), 0),)) for i, n in enumerate(numels)]]
 
 
+class Load(NamedTuple):
+    """A fragment, as the ranks of a cluster send it: their parts, each so many times."""
+
+    stage: int
+    id: int
+    parts: tuple[tuple[Parts, int], ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of all ranks."""
+        return sum(count * parts.numel for parts, count in self.parts)
+
+
+def loads_of(ranks: Ranks, coding: Coding) -> list[Load]:
+    """Return every fragment with its parts on all ranks, in the order of stages and numbers."""
+    names: dict[tuple[int, int], set[str]] = {}
+    for fragments in ranks:
+        for f in fragments:
+            names.setdefault((f.stage, f.id), set()).update(s.name for s in f.layout)
+    by_id: dict[tuple[int, int], list[tuple[Parts, int]]] = {key: [] for key in sorted(names)}
+    for fragments in ranks:
+        for f in fragments:
+            if f.numel:
+                key = (f.stage, f.id)
+                by_id[key].append((parts_of(f, coding, len(names[key])), 1))
+    return [Load(stage, id, tuple(parts)) for (stage, id), parts in by_id.items()]
+
+
 class Traffic:
     """What every fragment sends, and what its coding takes: of a model, a coding, C clusters."""
 
-    def __init__(self, settings: Settings, ranks: Ranks, num_clusters: int) -> None:
+    def __init__(self, settings: Settings, loads: Sequence[Load], num_clusters: int) -> None:
         self.num_clusters = num_clusters
-        self.coding = coding = settings.coding
-        names: dict[tuple[int, int], set[str]] = {}
-        for fragments in ranks:
-            for f in fragments:
-                names.setdefault((f.stage, f.id), set()).update(s.name for s in f.layout)
-        self.ids = sorted(names)
-        self.num_stages = len({stage for stage, _ in self.ids})
-        self.layers = _num_layers(names)
-        by_id: dict[tuple[int, int], list[Parts]] = {key: [] for key in self.ids}
-        for fragments in ranks:
-            for f in fragments:
-                if f.numel:
-                    key = (f.stage, f.id)
-                    by_id[key].append(parts_of(f, coding, len(names[key])))
-        self.parts = [by_id[key] for key in self.ids]
-        self.numel = [sum(p.numel for p in parts) for parts in self.parts]
-        self.bytes_sent = [
-            [
-                sum(column)
-                for column in zip(
-                    *(transfer_bytes(p, coding, settings.notes, num_clusters) for p in parts),
-                    strict=True,
-                )
-            ]
-            or [0] * num_clusters
-            for parts in self.parts
-        ]
-        self.has_notes = settings.notes != type(settings.notes)()
+        self.coding = settings.coding
+        self.loads = list(loads)
+        self.num_stages = len({load.stage for load in loads})
+        self.bytes_sent = [_bytes_of(load, settings, num_clusters) for load in loads]
+        self._has_notes = settings.notes != Notes()
 
     def cost(self, index: int, link: Link, costs: Costs) -> Cost:
         """Return what a transfer of a fragment takes, on the rank with most of it."""
-        largest = max(self.parts[index], key=lambda p: p.numel, default=None)
-        if largest is None or self.num_clusters == 1:
+        parts = [parts for parts, _ in self.loads[index].parts]
+        if not parts or self.num_clusters == 1:
             return Cost(0.0, 0.0, 0.0)
+        largest = max(parts, key=lambda p: p.numel)
         before, after = _coding_seconds(largest, self.coding, self.num_clusters, costs)
-        messages = 2 + _messages(self.coding, self.num_clusters) + 2 * self.has_notes
+        messages = 2 + _messages(self.coding, self.num_clusters) + 2 * self._has_notes
         return Cost(
             before + 2 * link.latency_seconds,
             max(self.bytes_sent[index]) / link.payload_bytes_per_second,
@@ -75,11 +82,14 @@ class Traffic:
         )
 
 
-def _num_layers(names: dict[tuple[int, int], set[str]]) -> int:
-    shapes = [
-        ParameterShape(n, (1,)) for of_fragment in names.values() for n in sorted(of_fragment)
-    ]
-    return max(len(group_by_layer(shapes)), 1) if shapes else 1
+def _bytes_of(load: Load, settings: Settings, num_clusters: int) -> list[int]:
+    """Return what each cluster sends of a fragment, over all of its ranks."""
+    total = [0] * num_clusters
+    for parts, count in load.parts:
+        sent = transfer_bytes(parts, settings.coding, settings.notes, num_clusters)
+        for m, of_cluster in enumerate(sent):
+            total[m] += count * of_cluster
+    return total
 
 
 def _messages(coding: Coding, num_clusters: int) -> int:

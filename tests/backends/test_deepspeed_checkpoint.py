@@ -173,6 +173,7 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> Non
     for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
         written = records(recorded / name)
         steps = [r for r in written if r["kind"] == "step"]
+        assert [r["preset"] for r in written if r["kind"] == "start"] == ["streaming_diloco"] * 2
         syncs = [r for r in written if r["kind"] == "sync"]
         assert [(r["step"], r["loss"]) for r in steps] == [(t, float(t)) for t in range(1, 13)]
         launches = sorted((r["fragment"], r["launched_step"]) for r in syncs)

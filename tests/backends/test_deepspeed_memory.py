@@ -12,7 +12,8 @@ import dsx
 from dsx.backends.deepspeed_parameters import stepping_optimizer
 from dsx.config import load_config
 from dsx.gpt_shapes import GPT
-from dsx.memory_plan import Batch, Cluster, plan_stage
+from dsx.memory_plan import plan_stage
+from dsx.model_files import Batch, Cluster
 from dsx.types import Stage
 from tests.backends.engines import ds_config, quiet
 from tests.distributed import run_distributed

@@ -9,7 +9,8 @@ import torch
 
 from dsx.config import load_config
 from dsx.gpt_shapes import GPT
-from dsx.memory_plan import Batch, Cluster, plan_stage
+from dsx.memory_plan import plan_stage
+from dsx.model_files import Batch, Cluster
 from dsx.types import Stage
 from tests.backends import megatrons
 from tests.backends.megatrons import Kind, build_engine, dsx_config, needs_megatron, train_step

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices", "record_file", "trace.lanes"],
+    ["types", "choices", "documents", "record_file", "trace.lanes"],
     [
         "outer_optimizer",
         "comm.swap",
@@ -36,6 +36,7 @@ LAYERS = [
         "redistribution",
         "gpt_shapes",
         "inner_memory",
+        "model_files",
         "trace.recorder",
     ],
     ["method", "comm.base"],
@@ -63,7 +64,7 @@ LAYERS = [
         "last_comparison",
     ],
     ["config", "flags", "simulate", "memory_plan"],
-    ["trace.start"],
+    ["trace.start", "start_record"],
     ["handle", "backends.deepspeed_checkpoint", "backends.megatron_checkpoint"],
     ["attachment"],
     [

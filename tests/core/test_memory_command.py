@@ -11,7 +11,8 @@ import pytest
 from dsx.config import load_config
 from dsx.gpt_shapes import GPT
 from dsx.memory_command import read_plan
-from dsx.memory_plan import Batch, Cluster, plan_stage
+from dsx.memory_plan import plan_stage
+from dsx.model_files import Batch, Cluster
 from dsx.types import Stage
 
 FLAGS = (

@@ -24,6 +24,7 @@ def event(numel: int, norm: float, sent: int, seconds: float, round: int = 1) ->
         "bytes_sent": sent,
         "wait_seconds": seconds,
         "transfer_seconds": 2 * seconds,
+        "coding_seconds": seconds / 2,
         "pseudo_gradient_norm": torch.tensor(norm),
         "mean_norm": torch.tensor(norm / 2),
     }
@@ -53,6 +54,7 @@ def test_ranks_are_put_together(shards: list[tuple[int, float]], norm: float) ->
         assert record["bytes_sent"] == sum(4 * numel for numel, _ in shards)
         assert record["wait_seconds"] == pytest.approx(0.2)
         assert record["transfer_seconds"] == pytest.approx(0.4)
+        assert record["coding_seconds"] == pytest.approx(0.1)
         assert record["pseudo_gradient_norm"] == pytest.approx(norm)
         assert record["mean_norm"] == pytest.approx(norm / 2)
     assert ranks[0].bytes_sent == 2 * written[0]["bytes_sent"]

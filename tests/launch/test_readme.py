@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -37,7 +38,13 @@ def test_the_script_of_five_lines(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "runs" / "minimal" / "metrics.jsonl").read_text().splitlines()
-    kinds = [json.loads(line)["kind"] for line in lines]
+    first, kinds = json.loads(lines[0]), [json.loads(line)["kind"] for line in lines]
+    assert (first["kind"], first["preset"], first["num_clusters"]) == ("start", "diloco", 2)
+    assert first["axes"]["schedule"]["interval"] == 10 and first["ranks"] == 1
+    sizes = [[math.prod(shape) for shape in of.values()] for of in first["parameters"]]
+    syncs = [json.loads(line) for line in lines if '"kind": "sync"' in line]
+    assert {sync["numel"] for sync in syncs} == {sum(sizes[0])}
+    assert all(0 < sync["coding_seconds"] < sync["transfer_seconds"] for sync in syncs)
     assert kinds.count("step") == 4096 // 2 // 16  # every second sample, 16 at a time
     assert kinds.count("sync") == kinds.count("step") // 10
     assert "do all clusters read the same batches" not in done.stderr

@@ -1,0 +1,27 @@
+"""JSON files of the user: read without torch, so that a plan can."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+
+class ConfigError(ValueError):
+    """A "dsx" block that cannot be used; the message gives value, what is allowed, and the fix."""
+
+
+def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a DeepSpeed JSON as it is written; ConfigError if there is none."""
+    if isinstance(source, Mapping):
+        return source
+    try:
+        document = json.loads(Path(source).read_text())
+    except FileNotFoundError as error:
+        raise ConfigError(f"no config file at {source}") from error
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{source} is not valid JSON: {error}") from error
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{source} must hold a JSON object")
+    return cast(Mapping[str, Any], document)

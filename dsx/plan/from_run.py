@@ -1,0 +1,169 @@
+"""What a run's records tell of its step, its line and its codec: what `dsx plan --from-run` reads.
+
+- A step: the median of `seconds` less `blocked_seconds`, of steps in which nothing was sent or
+  applied, so that launches, waits and outer steps are not in it; the first two are left out.
+- The line: payload of all fragments launched at one boundary over the longest of their
+  `transfer_seconds` less `coding_seconds`; of all boundaries the largest. A cluster that comes late
+  or codes slowly is waited for in those seconds, so it is at least this: the line may be faster.
+- Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it,
+  and it is of the run's own codec, so a plan shows it and computes with figures per codec.
+- The training thread's own work at launch and apply: what `blocked_seconds` holds beyond the waits.
+
+Latency is not in the records: it is part of a transfer's seconds, and of no other number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from dsx.types import ParameterShape
+
+_WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class RunFigures:
+    """One run in numbers; None where its records do not tell.
+
+    `parameters` are empty for a pipeline, of which only the sizes of fragments are known. Rates are
+    payload, one way; `num_steps` are the quiet ones.
+    """
+
+    preset: str
+    num_clusters: int
+    ranks: int
+    stages: int
+    parameters: tuple[ParameterShape, ...]
+    fragment_numels: tuple[int, ...]
+    step_seconds: float
+    payload_bits_per_second: float | None
+    coding_seconds_per_element: float | None
+    blocking_seconds_per_element: float | None
+    num_steps: int
+    num_syncs: int
+
+
+def read_run(directory: Path) -> RunFigures:
+    """Read all clusters' records; ValueError for what is missing, and how to get it."""
+    files = sorted(directory.glob("metrics*.jsonl"))
+    if not files:
+        raise ValueError(
+            f"{directory} holds no metrics.jsonl: give the directory that a run's metrics.dir named"
+        )
+    by_file = [_records(path) for path in files]
+    starts = [r for records in by_file for r in records if r["kind"] == "start"]
+    if not starts:
+        raise ValueError(
+            f'{directory} has no "start" record, which runs write since dsx plan reads them: run '
+            "some rounds with this version, or give the sizes by --params and --layers"
+        )
+    start = starts[-1]
+    syncs = [[r for r in records if r["kind"] == "sync"] for records in by_file]
+    steps = [[r for r in records if r["kind"] == "step"] for records in by_file]
+    pairs = list(zip(steps, syncs, strict=True))
+    quiet = [seconds for s, y in pairs for seconds in _quiet_steps(s, y)]
+    if not quiet:
+        raise ValueError(
+            f"{directory} has no step beyond the first {_WARM_UP} without a sync: let the run take "
+            "more steps between syncs"
+        )
+    numels = _fragment_numels(syncs[0])
+    ranks = int(start["ranks"])
+    return RunFigures(
+        preset=start["preset"],
+        num_clusters=int(start["num_clusters"]),
+        ranks=ranks,
+        stages=int(start["stages"]),
+        parameters=_parameters(start) if start["stages"] == 1 else (),
+        fragment_numels=numels,
+        step_seconds=median(quiet),
+        payload_bits_per_second=max((r for y in syncs for r in _rates(y)), default=None),
+        coding_seconds_per_element=_median(
+            r["coding_seconds"] * ranks / r["numel"]
+            for y in syncs
+            for r in y
+            if "coding_seconds" in r and r["numel"]
+        ),
+        blocking_seconds_per_element=_median(
+            seconds * ranks for s, y in pairs for seconds in _blocking(s, y)
+        ),
+        num_steps=len(quiet),
+        num_syncs=sum(len(y) for y in syncs),
+    )
+
+
+def _records(path: Path) -> list[dict[str, Any]]:
+    """Return a file's complete records of the kinds used here."""
+    found: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # of a run that was killed, or is writing it now
+        if isinstance(record, dict) and record.get("kind") in ("start", "step", "sync"):
+            found.append(record)
+    return found
+
+
+def _quiet_steps(
+    steps: Iterable[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
+) -> list[float]:
+    busy = {s[key] for s in syncs for key in ("launched_step", "applied_step")}
+    quiet = [s for s in steps if s["step"] not in busy]
+    return [s["seconds"] - s["blocked_seconds"] for s in quiet if s["step"] > _WARM_UP]
+
+
+def _rates(syncs: Iterable[Mapping[str, Any]]) -> list[float]:
+    """Return payload bits per second of every boundary's launches, the first one left out."""
+    by_launch: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sync in syncs:
+        by_launch[sync["launched_step"]].append(sync)
+    rates: list[float] = []
+    for step in sorted(by_launch)[1:]:
+        own = by_launch[step]
+        seconds = max(s["transfer_seconds"] - s.get("coding_seconds", 0.0) for s in own)
+        if seconds > 0:
+            rates.append(8 * sum(s["bytes_sent"] for s in own) / seconds)
+    return rates
+
+
+def _blocking(
+    steps: Iterable[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
+) -> list[float]:
+    """Return seconds per element, of steps at which what was launched is applied, or one round."""
+    applied: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    for sync in syncs:
+        applied[sync["applied_step"]].append(sync)
+    found: list[float] = []
+    for step in steps:
+        own = applied.get(step["step"], [])
+        numel = sum(s["numel"] for s in own)
+        if numel and step["step"] > _WARM_UP:
+            waited = sum(s["wait_seconds"] for s in own)
+            found.append(max(step["blocked_seconds"] - waited, 0.0) / numel)
+    return found
+
+
+def _fragment_numels(syncs: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
+    sizes = {(s.get("stage", 0), s["fragment"]): int(s["numel"]) for s in syncs}
+    return tuple(sizes[key] for key in sorted(sizes))
+
+
+def _parameters(start: Mapping[str, Any]) -> tuple[ParameterShape, ...]:
+    """Return the parameters, fragments one after another; their names tell the layers."""
+    return tuple(
+        ParameterShape(name, tuple(shape))
+        for of_fragment in start["parameters"]
+        for name, shape in of_fragment.items()
+    )
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return median(known) if known else None

@@ -1,0 +1,155 @@
+"""The model of a plan, cut as a run would cut it: stages, fragments, and each rank's share.
+
+From files, or from a number of parameters and layers. A rank's share is taken to be one part in n
+of every fragment, and of low-rank matrices every n-th: a run's differ by alignment, a few bytes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from dsx.fragment import Fragmenter, assign_stage, group_by_layer, lay_out
+from dsx.model_files import ModelFiles, inner_of, stage_shapes
+from dsx.plan.payload import Parts, parts_of
+from dsx.plan.scenario import require_number
+from dsx.plan.settings import Coding
+from dsx.plan.traffic import Load
+from dsx.types import ParameterShape, Stage
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """Parameters by pipeline stage, in model order, and how many ranks share a stage's masters.
+
+    `hidden` is the width of its matrices, None where these are not known; `files` what it was read
+    from, if it was.
+    """
+
+    stages: tuple[tuple[ParameterShape, ...], ...]
+    ranks_per_stage: int
+    hidden: int | None
+    files: ModelFiles | None = None
+
+    @cached_property
+    def numel(self) -> int:
+        """All parameters."""
+        return sum(p.numel for stage in self.stages for p in stage)
+
+    @property
+    def ranks(self) -> int:
+        """Of one cluster."""
+        return self.ranks_per_stage * len(self.stages)
+
+    @cached_property
+    def layers_per_stage(self) -> int:
+        """Layers of the stage with fewest."""
+        return min(len(group_by_layer(stage)) for stage in self.stages)
+
+    @cached_property
+    def inner_bytes(self) -> int | None:
+        """What the inner engine takes of an accelerator, where it takes most; None if not known."""
+        if self.files is None:
+            return None
+        model, cluster, batch = self.files.model, self.files.cluster, self.files.batch
+        sizes: list[int] = []
+        for index in range(cluster.pipeline):
+            stage = Stage(index, cluster.pipeline)
+            own = stage_shapes(model, cluster, stage)[1][0]
+            held = sum(p.numel for p in own)
+            if model.is_tied and 0 < index == cluster.pipeline - 1:
+                held += model.vocabulary * model.hidden // cluster.tensor
+            sizes.append(inner_of(model, cluster, stage, held, batch).total)
+        return max(sizes)
+
+    def loads(self, fragmenter: Fragmenter, coding: Coding) -> list[Load]:
+        """Return every fragment of every stage, as its ranks send it."""
+        found: list[Load] = []
+        for index, shapes in enumerate(self.stages):
+            stage = Stage(index, len(self.stages))
+            wholes = {p.name: p.shape for p in shapes}
+            pieces = {name: (shape, 0) for name, shape in wholes.items()}
+            for fragment in lay_out(assign_stage(fragmenter, shapes, stage), pieces, wholes, index):
+                parts = parts_of(fragment, coding, len(fragment.layout))
+                shares = _shares(parts, self.ranks_per_stage)
+                found.append(Load(index, fragment.id, shares))
+        return found
+
+
+def from_files(files: ModelFiles) -> PlannedModel:
+    """Return what a file of flags, or a JSON with one, describes."""
+    model, cluster = files.model, files.cluster
+    stages = [
+        tuple(stage_shapes(model, cluster, Stage(index, cluster.pipeline))[0])
+        for index in range(cluster.pipeline)
+    ]
+    ranks = cluster.tensor * cluster.data
+    return PlannedModel(tuple(stages), ranks, model.hidden, files)
+
+
+def from_sizes(params: float, layers: int, hidden: int | None, ranks: int) -> PlannedModel:
+    """Return a model of equal layers: four square matrices of attention, and a wide and a long one.
+
+    Without `hidden` each layer is one matrix of which only the size is known.
+    """
+    require_number("params", params, 1, 1e15)
+    require_number("layers", layers, 1, 10_000)
+    per_layer = round(params / layers)
+    shapes: list[ParameterShape] = []
+    for layer in range(layers):
+        name = f"layers.{layer}."
+        if hidden is None:
+            shapes.append(ParameterShape(f"{name}weight", (1, per_layer)))
+            continue
+        wide = round((per_layer - 4 * hidden**2) / (2 * hidden))
+        if wide < 1:
+            raise ValueError(
+                f"hidden={hidden}: {params:g} parameters in {layers} layers are {per_layer} per "
+                f"layer, less than four matrices of {hidden} x {hidden}; try hidden="
+                f"{math.isqrt(per_layer // 12)}"
+            )
+        shapes += [
+            ParameterShape(f"{name}attention.qkv", (3 * hidden, hidden)),
+            ParameterShape(f"{name}attention.out", (hidden, hidden)),
+            ParameterShape(f"{name}mlp.up", (wide, hidden)),
+            ParameterShape(f"{name}mlp.down", (hidden, wide)),
+        ]
+    return PlannedModel((tuple(shapes),), ranks, hidden)
+
+
+def from_parameters(parameters: Sequence[ParameterShape], ranks: int) -> PlannedModel:
+    """Return the model of a run; its width is that of most matrices' smaller side."""
+    sides = Counter(min(p.shape[0], p.numel // p.shape[0]) for p in parameters if len(p.shape) > 1)
+    hidden = sides.most_common(1)[0][0] if sides else None
+    return PlannedModel((tuple(parameters),), ranks, hidden)
+
+
+def from_numels(numels: Sequence[int], ranks: int) -> PlannedModel:
+    """Return a model of which only the sizes of layers are known, as a run's records tell them."""
+    shapes = [ParameterShape(f"layers.{i}.weight", (1, n)) for i, n in enumerate(numels)]
+    return PlannedModel((tuple(shapes),), ranks, None)
+
+
+def _shares(parts: Parts, ranks: int) -> tuple[tuple[Parts, int], ...]:
+    """Return what each of a stage's ranks sends of a fragment, equal shares once with a count."""
+    share = _share(parts, ranks)
+    if not parts.matrices:
+        return ((share, ranks),)
+    factored = [parts.matrices[rank::ranks] for rank in range(ranks)]
+    return tuple(
+        (share._replace(id=parts.id + rank, matrices=own), 1) for rank, own in enumerate(factored)
+    )
+
+
+def _share(parts: Parts, ranks: int) -> Parts:
+    """Return one rank's part in everything that is a number of elements, rounded up."""
+    return parts._replace(
+        numel=-(-parts.numel // ranks),
+        runs=tuple(-(-run // ranks) for run in parts.runs),
+        factored_runs=tuple(-(-run // ranks) for run in parts.factored_runs),
+        small=-(-parts.small // ranks),
+        matrices=(),
+    )

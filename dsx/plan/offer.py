@@ -1,0 +1,51 @@
+"""A candidate as what one starts a run with: the "dsx" block, and the same as Megatron's flags."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from dsx.plan.candidates import Candidate, Question
+
+
+def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
+    """Return the "dsx" block; sections that the preset already has are left out."""
+    recipe, settings = candidate.recipe, candidate.settings
+    block: dict[str, Any] = {
+        "preset": candidate.preset,
+        "clusters": {"num_clusters": question.num_clusters},
+        "schedule": {"interval": settings.interval},
+    }
+    if recipe.fragment_counts:
+        block["fragments"] = {
+            "num_fragments": candidate.num_fragments,
+            "pattern": recipe.pattern,
+        }
+    if recipe.is_overlapped:
+        block["delay"] = {"steps": settings.overlap_steps}
+    if candidate.codec.block:
+        block["compression"] = dict(candidate.codec.block)
+    if recipe.is_low_rank:
+        rank = settings.coding.rank
+        block["control"] = {"rank": rank, "max_rank": rank}
+        if settings.interval < 8:  # dilocox's own least H
+            block["control"]["min_interval"] = settings.interval
+    if question.streams > 1:
+        block["link"] = {"streams": question.streams}
+    if candidate.is_state_on_host:
+        block["state"] = {"device": "host"}
+    return block
+
+
+def flags_of(block: dict[str, Any]) -> str:
+    """Return the block as flags, in one line."""
+    words: list[str] = []
+    for section, value in block.items():
+        if not isinstance(value, dict):
+            words += [f"--dsx-{section}", str(value)]
+            continue
+        for key, leaf in value.items():
+            name = key if section == "clusters" else f"{section}-{key}"
+            text = leaf if isinstance(leaf, str) else json.dumps(leaf)
+            words += [f"--dsx-{name.replace('_', '-')}", text]
+    return " ".join(words)

@@ -1,0 +1,108 @@
+"""`dsx plan`: which method, H, overlap and codec a line and a model ask for.
+
+    dsx plan --megatron configs/qwen_107b.flags --clusters 2 --gbps 1 --gpu a800 --target 95
+    dsx plan --params 7e9 --layers 32 --hidden 4096 --gpus-per-cluster 8 --step-seconds 2 \\
+        --clusters 4 --gbps 0.5 --latency-ms 40
+    dsx plan --from-run runs/x --latency-ms 20
+
+A mistake of the user ends with one line on stderr and exit code 2; a target that nothing reaches
+with exit code 1.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+
+def _option(help: str, metavar: str | None = None) -> Any:
+    return typer.Option(help=help, metavar=metavar)
+
+
+FromRun = Annotated[
+    Path | None, _option("Read step, line and model from a run's metrics.dir.", "DIR")
+]
+Megatron = Annotated[Path | None, _option("Megatron's flags of the model.", "FILE")]
+Deepspeed = Annotated[Path | None, _option("A DeepSpeed JSON, with --model for the sizes.", "FILE")]
+Model = Annotated[Path | None, _option("With --deepspeed: Megatron's flags for the sizes.", "FILE")]
+Params = Annotated[float | None, _option("Parameters, in place of files: 7e9.")]
+Layers = Annotated[int | None, _option("With --params: layers of equal size.")]
+Hidden = Annotated[int | None, _option("With --params: the width, for low rank.")]
+GpusPerCluster = Annotated[
+    int | None, _option("Ranks of one cluster; default of flags: tensor x pipeline.")
+]
+StepSeconds = Annotated[
+    float | None, _option("Compute of one inner step, as measured in one cluster alone.")
+]
+Gpu = Annotated[str | None, _option("In place of it: 6 N tokens over these.", "a100|a800|h100")]
+Mfu = Annotated[float, _option("With --gpu: the share of its peak that is reached.")]
+TokensPerStep = Annotated[
+    float | None, _option("With --gpu: of one cluster; default of flags: batch x sequence.")
+]
+Gbps = Annotated[float | None, _option("A cluster's line, each way, in Gbit/s, as frames count.")]
+LatencyMs = Annotated[float | None, _option("One way; 0 if not given.")]
+Link = Annotated[Path | None, _option("In place of both: the JSON of dsx net-test.", "FILE")]
+Clusters = Annotated[int | None, _option("C.")]
+Target = Annotated[float, _option("Percent of the time that is to be computing.")]
+Codec = Annotated[
+    Path | None, _option("The JSON of dsx bench codec, in place of README's table.", "FILE")
+]
+MemoryLimit = Annotated[float | None, _option("GiB of one accelerator.")]
+MaxInterval = Annotated[int, _option("The largest H to consider.")]
+Top = Annotated[int | None, typer.Option(help="Presets shown; default all.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
+Plot = Annotated[Path | None, _option("Draw utilization against bandwidth there.", "FILE.png")]
+
+
+def plan(
+    from_run: FromRun = None,
+    megatron: Megatron = None,
+    deepspeed: Deepspeed = None,
+    model: Model = None,
+    params: Params = None,
+    layers: Layers = None,
+    hidden: Hidden = None,
+    gpus_per_cluster: GpusPerCluster = None,
+    step_seconds: StepSeconds = None,
+    gpu: Gpu = None,
+    mfu: Mfu = 0.4,
+    tokens_per_step: TokensPerStep = None,
+    gbps: Gbps = None,
+    latency_ms: LatencyMs = None,
+    link: Link = None,
+    clusters: Clusters = None,
+    target: Target = 95.0,
+    codec: Codec = None,
+    memory_limit: MemoryLimit = None,
+    max_interval: MaxInterval = 1000,
+    top: Top = None,
+    json: Json = False,
+    json_file: JsonFile = None,
+    plot: Plot = None,
+) -> None:
+    """Rank the ways of training over a line, and print the best one's configuration.
+
+    Every preset is taken at the least H, with the codec, that reach the target with least harm.
+    Exits with 1 if none does, and then says what would.
+    """
+    from rich.console import Console
+
+    from dsx.plan import question, show_plan
+
+    given = question.Given(
+        from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
+        step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
+        memory_limit, max_interval,
+    )  # fmt: skip
+    try:
+        read = question.read_question(given)
+        outputs = show_plan.Outputs(top, json, json_file, plot)
+        is_reached = show_plan.show_plan(read, outputs, Console())
+    except ValueError as error:
+        typer.echo(f"dsx plan: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not is_reached:
+        raise typer.Exit(1)

@@ -1,0 +1,238 @@
+"""What `dsx plan` is given, read into a question: from files, numbers, or a run's records.
+
+Every reading leaves a line that says what was taken and from where, which the plan prints.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dsx.model_files import read_model
+from dsx.plan.candidates import Question
+from dsx.plan.from_run import RunFigures, read_run
+from dsx.plan.link import Costs, Link, read_codec_figures
+from dsx.plan.model import PlannedModel, from_files, from_numels, from_parameters, from_sizes
+
+PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
+_GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Given:
+    """The command line, as typed."""
+
+    from_run: Path | None = None
+    megatron: Path | None = None
+    deepspeed: Path | None = None
+    model: Path | None = None
+    params: float | None = None
+    layers: int | None = None
+    hidden: int | None = None
+    gpus_per_cluster: int | None = None
+    step_seconds: float | None = None
+    gpu: str | None = None
+    mfu: float = 0.4
+    tokens_per_step: float | None = None
+    gbps: float | None = None
+    latency_ms: float | None = None
+    link: Path | None = None
+    clusters: int | None = None
+    target: float = 95.0
+    codec: Path | None = None
+    memory_limit: float | None = None
+    max_interval: int = 1000
+
+
+@dataclass(frozen=True)
+class Read:
+    """A question, and what was read for it."""
+
+    question: Question
+    facts: list[str] = field(default_factory=list[str])
+
+
+def read_question(given: Given) -> Read:
+    """Read everything; ValueError with what is missing, or given twice."""
+    facts: list[str] = []
+    run = None if given.from_run is None else _run(given, facts)
+    model = _model(given, run, facts)
+    step_seconds = _step_seconds(given, model, run, facts)
+    clusters = given.clusters or (run.num_clusters if run else None)
+    if clusters is None:
+        raise ValueError("--clusters is missing: the number of clusters that are to train together")
+    link = _link(given, run, facts)
+    limit = None if given.memory_limit is None else round(given.memory_limit * _GIB)
+    if limit is not None and model.inner_bytes is None:
+        facts.append(
+            "memory: --memory-limit is compared with outer training alone; what the inner engine "
+            "takes is known with --megatron or --deepspeed"
+        )
+    question = Question(
+        model,
+        step_seconds,
+        link,
+        clusters,
+        given.target / 100,
+        _costs(given, run, facts),
+        given.max_interval,
+        limit,
+        1 if given.link is None else int(_json(given.link).get("streams", 1)),
+    )
+    return Read(question, facts)
+
+
+def _run(given: Given, facts: list[str]) -> RunFigures:
+    assert given.from_run is not None
+    run = read_run(given.from_run)
+    facts.append(
+        f"{given.from_run}: {run.preset}, {run.num_clusters} clusters of {run.ranks} ranks, "
+        f"{run.num_steps} steps without a sync, {run.num_syncs} syncs"
+    )
+    return run
+
+
+def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedModel:
+    sources: dict[str, object] = {
+        "--megatron": given.megatron,
+        "--deepspeed": given.deepspeed,
+        "--params": given.params,
+    }
+    if not any(sources.values()):
+        sources["--from-run"] = run
+    named = [name for name, value in sources.items() if value is not None]
+    if len(named) != 1:
+        raise ValueError(
+            f"the model is given by {' and '.join(named) or 'nothing'}: give one of --megatron "
+            "FILE, --deepspeed FILE with --model FILE, --params N with --layers N, --from-run DIR"
+        )
+    ranks = given.gpus_per_cluster or (run.ranks if run else None)
+    if named == ["--from-run"]:
+        assert run is not None
+        if run.parameters:
+            return from_parameters(run.parameters, ranks or run.ranks)
+        facts.append(
+            "model: of a pipeline's stages the records tell only the sizes of fragments, which are "
+            "taken for layers; low rank is left out"
+        )
+        return from_numels(run.fragment_numels, ranks or run.ranks)
+    if given.params is not None:
+        if given.layers is None or ranks is None:
+            raise ValueError("--params needs --layers N and --gpus-per-cluster N")
+        if given.hidden is None:
+            facts.append("model: without --hidden low rank is left out, which needs matrices")
+        return from_sizes(given.params, given.layers, given.hidden, ranks)
+    source = given.megatron or given.deepspeed
+    assert source is not None
+    return from_files(read_model(source, given.model, given.gpus_per_cluster))
+
+
+def _step_seconds(
+    given: Given, model: PlannedModel, run: RunFigures | None, facts: list[str]
+) -> float:
+    named = [n for n, v in (("--step-seconds", given.step_seconds), ("--gpu", given.gpu)) if v]
+    if len(named) == 2 or not (named or run):
+        raise ValueError(
+            "a step's seconds are given by "
+            f"{' and '.join(named) or 'nothing'}: give --step-seconds T as measured, or --gpu "
+            f"{'|'.join(PEAK_FLOPS)} to estimate them"
+        )
+    if given.step_seconds is not None:
+        return given.step_seconds
+    if given.gpu is None:
+        assert run is not None
+        facts.append(
+            f"step: {run.step_seconds:.4g} s, the median without launches, waits and outer steps"
+        )
+        return run.step_seconds
+    return _estimated(given, model, facts)
+
+
+def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
+    """Return 6 N tokens over what the accelerators do."""
+    if given.gpu not in PEAK_FLOPS:
+        raise ValueError(f"--gpu {given.gpu} is not known; allowed: {', '.join(PEAK_FLOPS)}")
+    if not 0 < given.mfu <= 1:
+        raise ValueError(f"--mfu {given.mfu:g} must be above 0 and at most 1; 0.4 is usual")
+    tokens = given.tokens_per_step
+    if tokens is None and model.files is not None and model.files.batch.sequences_per_step:
+        tokens = model.files.batch.sequences_per_step * model.files.batch.sequence
+    if tokens is None:
+        raise ValueError("--gpu needs --tokens-per-step N, the tokens of one cluster's inner step")
+    peak = PEAK_FLOPS[given.gpu]
+    seconds = 6 * model.numel * tokens / (model.ranks * peak * given.mfu)
+    facts.append(
+        f"step: {seconds:.4g} s, estimated: 6 x {model.numel:.4g} parameters x {tokens:.4g} tokens "
+        f"/ ({model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * given.mfu:g} %)"
+    )
+    return seconds
+
+
+def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
+    latency = None if given.latency_ms is None else given.latency_ms / 1000
+    if given.gbps is not None and given.link is not None:
+        raise ValueError("--gbps and --link give the line twice; leave one out")
+    if given.gbps is not None:
+        link = Link(given.gbps * 1e9, latency or 0.0)
+        facts.append(
+            f"line: {given.gbps:g} Gbit/s of frames, {100 * link.payload_share:.1f} % of it "
+            f"payload; {1000 * link.latency_seconds:g} ms one way"
+        )
+        return link
+    if given.link is not None:
+        record = _json(given.link)
+        rate = _number(record, "bits_per_second", given.link)
+        own = _number(record, "latency_seconds", given.link)
+        link = Link(rate, own if latency is None else latency, payload_share=1)
+        facts.append(
+            f"line: {rate / 1e9:.4g} Gbit/s of payload, {1000 * link.latency_seconds:.3g} ms one "
+            f"way, measured ({given.link})"
+        )
+        return link
+    if run is None or run.payload_bits_per_second is None:
+        raise ValueError("the line is missing: give --gbps G, or --link FILE of dsx net-test")
+    facts.append(
+        f"line: at least {run.payload_bits_per_second / 1e9:.4g} Gbit/s of payload: the fastest of "
+        "its transfers, in whose time latency and waits for the other clusters are, too"
+    )
+    if latency is None:
+        facts.append("latency: 0, as no record tells it apart; --latency-ms adds it")
+    return Link(run.payload_bits_per_second, latency or 0.0, payload_share=1)
+
+
+def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
+    costs = Costs() if given.codec is None else read_codec_figures(_json(given.codec))
+    if given.codec is None:
+        facts.append("codecs: one core per rank at the speeds of README's table; --codec measures")
+    if run is None:
+        return costs
+    if run.coding_seconds_per_element is not None:
+        facts.append(
+            f"coding: the run's took {1e9 * run.coding_seconds_per_element:.3g} ns per element of "
+            "a rank, copies and sums with it; it is of that run's codec, so it is not planned with"
+        )
+    if run.blocking_seconds_per_element is not None:
+        facts.append(
+            f"blocking: {1e9 * run.blocking_seconds_per_element:.3g} ns of the training thread per "
+            "element of a rank, at launch and apply"
+        )
+        costs = replace(costs, blocking_seconds_per_element=run.blocking_seconds_per_element)
+    return costs
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"no file at {path}") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from None
+
+
+def _number(record: Any, key: str, path: Path) -> float:
+    value = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(value, (int, float)):
+        raise ValueError(f"{path} has no number {key!r}; write it by dsx net-test --json")
+    return float(value)

@@ -1,0 +1,51 @@
+"""Which of the candidates to take: those that reach the target, the least harmful first.
+
+Harm to convergence is counted in doublings of H, a rough scale that puts on one line what papers
+report and the scripts of this repository measure on small models; it is not a prediction of loss:
+
+- H itself: log2(H);
+- being late: a whole round is as old as H twice as long, 1 (0.8 for eager, which goes on from its
+  own share); tau steps of H are tau / H;
+- the outer rule: 0.1 for heavy ball in place of Nesterov and for fragments that step apart, 0.3 for
+  plain averaging;
+- the codec: bf16 0.02, int8 0.1, int4 with error feedback 0.3, low rank 0.5 and a quarter more for
+  every halving of the rank from the model's width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from dsx.plan.candidates import Candidate, Question
+
+
+def harm(candidate: Candidate) -> float:
+    """Return the harm to convergence, as above; less is better."""
+    interval, recipe = candidate.interval, candidate.recipe
+    waits = candidate.settings.overlap_steps / interval
+    return math.log2(interval) + recipe.staleness + waits + candidate.codec.loss
+
+
+def ranked(candidates: Iterable[Candidate], question: Question) -> list[Candidate]:
+    """Return the candidates, best first.
+
+    First those that fit and reach the target, by harm; then those that fit but do not reach it, by
+    utilization; then those that do not fit. Ties go to fewer bytes per day.
+    """
+
+    def key(candidate: Candidate) -> tuple[bool, bool, float, float]:
+        reached = candidate.prediction.utilization
+        is_short = reached < question.target
+        merit = -reached if is_short else harm(candidate)
+        return not candidate.is_fitting, is_short, merit, candidate.bytes_per_day
+
+    return sorted(candidates, key=key)
+
+
+def best_of_each(candidates: Iterable[Candidate]) -> list[Candidate]:
+    """Return the first candidate of every preset, in order."""
+    found: dict[str, Candidate] = {}
+    for candidate in candidates:
+        found.setdefault(candidate.preset, candidate)
+    return list(found.values())

@@ -1,0 +1,247 @@
+"""What `dsx plan` prints: what was read, the ways of running in order, the best one's settings."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from dsx.plan.candidates import Candidate, Question, Search
+from dsx.plan.offer import block_of, flags_of
+from dsx.plan.question import Read
+from dsx.plan.ranking import best_of_each, harm, ranked
+
+_SCALES_WITH_H = ("periodic", "streaming")  # others would send more in a longer period
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """How many presets are shown, and where."""
+
+    top: int | None = None
+    as_json: bool = False
+    json_file: Path | None = None
+    plot: Path | None = None
+
+
+def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
+    """Search, and print a table or JSON; return whether the target is reached."""
+    search = Search(read.question)
+    candidates = ranked(search.candidates(), read.question)
+    rows = best_of_each(candidates)[: outputs.top]
+    is_reached = _meets(rows[0], read.question)
+    if outputs.as_json or outputs.json_file:
+        text = json.dumps(_record(read, search, rows), indent=2)
+        if outputs.json_file:
+            outputs.json_file.write_text(text + "\n")
+        if outputs.as_json:
+            console.print_json(text)
+    if outputs.plot:
+        _plot(search, rows, outputs.plot)
+    if outputs.as_json:
+        return is_reached
+    _print_question(read, search, console)
+    _print_table(read.question, search, rows, console)
+    if is_reached:
+        _print_offer(rows[0], read.question, console)
+    else:
+        for line in _what_would(search, candidates):
+            _say(console, line)
+    return is_reached
+
+
+def _plot(search: Search, rows: Sequence[Candidate], path: Path) -> None:
+    """Draw utilization against bandwidth, a line per preset at its settings."""
+    from matplotlib.figure import Figure
+
+    question = search.question
+    centre = question.link.bits_per_second
+    rates = [centre * 10 ** (exponent / 10) for exponent in range(-20, 21)]
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    axes = figure.subplots()
+    for row in rows:
+        reached = [100 * search.at(row, rate).utilization for rate in rates]
+        label = f"{row.preset}, H={row.interval}, {_codec(row)}"
+        axes.plot([rate / 1e9 for rate in rates], reached, label=label)
+    axes.axvline(centre / 1e9, color="0.6", linestyle=":")
+    axes.axhline(100 * question.target, color="0.6", linestyle=":")
+    axes.set_xscale("log")
+    axes.set_xlabel("Gbit/s of one cluster's line, each way")
+    axes.set_ylabel("utilization, %")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=120)
+
+
+def _print_question(read: Read, search: Search, console: Console) -> None:
+    question, model = read.question, read.question.model
+    stages = f" in {len(model.stages)} pipeline stages" if len(model.stages) > 1 else ""
+    _say(
+        console,
+        f"{model.numel:.4g} parameters{stages}; {question.num_clusters} clusters of {model.ranks} "
+        f"ranks; {question.step_seconds:.4g} s of compute per step",
+    )
+    for fact in read.facts:
+        _say(console, fact)
+    reached = 100 * search.data_parallel().utilization
+    _say(console, f"data parallel over this line would compute {reached:.3g} % of the time")
+
+
+def _print_table(
+    question: Question, search: Search, rows: Sequence[Candidate], console: Console
+) -> None:
+    title = f"for {100 * question.target:g} % of the time computing, least harm first"
+    table = Table(title=title, title_justify="left")
+    table.add_column("preset", no_wrap=True)
+    first = ("H", "frag-\nments", "tau", "codec", "util.\n%", "exposed\ns", "sent per\nround")
+    for heading in (*first, "sent per\nday", "outer\nmemory", "least\nGbit/s", "harm"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        found, device, host = row.prediction, *_placed(row)
+        least = search.least_bits_per_second(row)
+        table.add_row(
+            row.preset,
+            str(row.interval),
+            str(row.num_fragments),
+            _delay(row),
+            _codec(row),
+            f"{math.floor(1e4 * found.utilization) / 100:.2f}",
+            f"{found.exposed_seconds:.3g}",
+            _size(found.bytes_per_round, 1000, "B"),
+            _size(row.bytes_per_day, 1000, "B"),
+            f"{_size(device, 1024, 'iB')} + {_size(host, 1024, 'iB')}"
+            + ("" if row.is_fitting else " (!)"),
+            "-" if least is None else f"{least / 1e9:.3g}",
+            f"{harm(row):.1f}",
+        )
+    console.width = max(console.width, 132)
+    console.print(table)
+    _say(
+        console,
+        "tau: steps, or a round. outer memory: per rank, on the accelerator and on its host. least "
+        "Gbit/s: for the target\nat this H. harm: doublings of H, of delay, and of what a codec "
+        "loses (dsx/plan/ranking.py)",
+    )
+    if any(not row.is_fitting for row in rows):
+        _say(console, "(!) beyond --memory-limit even with outer state on the host")
+    if any(row.recipe.is_low_rank for row in rows):
+        _say(console, "dilocox sends its first 5 rounds in int4, and moves H and the rank later")
+
+
+def _print_offer(best: Candidate, question: Question, console: Console) -> None:
+    block = block_of(best, question)
+    _say(console, "\nthe first, in a DeepSpeed JSON:")
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in block.items())
+    _say(console, f'"dsx": {{\n{lines}\n}}')
+    _say(console, "or as Megatron's flags:")
+    _say(console, flags_of(block))
+
+
+def _what_would(search: Search, candidates: Sequence[Candidate]) -> list[str]:
+    """Return what would reach the target: a better line, a longer H, a stronger codec."""
+    question = search.question
+    lines = [
+        f"no preset reaches {100 * question.target:g} % with H up to {question.max_interval}"
+        + ("" if question.memory_limit is None else " in the memory there is")
+        + "; what would:"
+    ]
+    fitting = [row for row in candidates if row.is_fitting]
+    if not fitting:
+        return [*lines, "- more memory: see (!) above, raise --memory-limit"]
+    rates = [(search.least_bits_per_second(row), row) for row in best_of_each(fitting)]
+    known = [(rate, row) for rate, row in rates if rate is not None]
+    if known:
+        rate, row = min(known, key=lambda pair: pair[0])
+        lines.append(
+            f"- a line of {rate / 1e9:.3g} Gbit/s: {row.preset}, H={row.interval}, {_codec(row)}"
+        )
+    plain = [row for row in best_of_each(fitting) if row.settings.schedule in _SCALES_WITH_H]
+    waits = [(search.least_interval(row), row) for row in plain]
+    longer = [(interval, row) for interval, row in waits if interval is not None]
+    if longer:
+        interval, row = min(longer, key=lambda pair: pair[0])
+        lines.append(f"- H of {interval} (--max-interval): {row.preset} in {_codec(row)}")
+    if question.model.hidden is None:
+        lines.append("- a stronger codec: low rank, which --hidden lets the plan consider")
+    else:
+        lines.append("- a stronger codec: ternary (0.23 bytes per element) or top_k (0.028)")
+    return lines
+
+
+def _record(read: Read, search: Search, rows: Sequence[Candidate]) -> dict[str, Any]:
+    question = read.question
+    return {
+        "parameters": question.model.numel,
+        "ranks": question.model.ranks,
+        "num_clusters": question.num_clusters,
+        "step_seconds": question.step_seconds,
+        "target": 100 * question.target,
+        "link": asdict(question.link),
+        "facts": read.facts,
+        "data_parallel_utilization": search.data_parallel().utilization,
+        "candidates": [_candidate(row, search) for row in rows],
+        "is_target_reached": _meets(rows[0], question),
+    }
+
+
+def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
+    device, host = _placed(row)
+    least = search.least_bits_per_second(row)
+    block = block_of(row, search.question)
+    return {
+        "preset": row.preset,
+        "interval": row.interval,
+        "num_fragments": row.num_fragments,
+        "overlap_steps": row.settings.overlap_steps,
+        "rounds_late": row.settings.rounds_late,
+        "codec": row.codec.name,
+        "rank": row.settings.coding.rank,
+        **row.prediction.as_json(),
+        "bytes_per_day": row.bytes_per_day,
+        "outer_memory": asdict(row.memory),
+        "outer_bytes_on_device": device,
+        "outer_bytes_on_host": host,
+        "is_fitting": row.is_fitting,
+        "min_gbps": None if least is None else least / 1e9,
+        "harm": harm(row),
+        "dsx": block,
+        "flags": flags_of(block),
+    }
+
+
+def _placed(row: Candidate) -> tuple[int, int]:
+    memory, is_on_host = row.memory, row.is_state_on_host
+    return memory.on_device(is_on_host), memory.on_host(is_on_host)
+
+
+def _meets(row: Candidate, question: Question) -> bool:
+    return row.is_fitting and row.prediction.utilization >= question.target
+
+
+def _delay(row: Candidate) -> str:
+    if row.settings.rounds_late:
+        return "round"
+    return str(row.settings.overlap_steps)
+
+
+def _codec(row: Candidate) -> str:
+    rank = row.settings.coding.rank
+    return row.codec.name if rank is None else f"rank {rank}"
+
+
+def _size(num_bytes: float, base: int, unit: str) -> str:
+    """Return a size in three digits, with the unit that leaves the fewest before the point."""
+    prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "K", "M", "G", "T", "P")
+    size, place = float(num_bytes), 0
+    while size >= 0.9995 * base and place < len(prefixes) - 1:
+        size, place = size / base, place + 1
+    return f"{size:.3g} {prefixes[place]}{unit if place or base == 1000 else 'B'}"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,110 @@
+"""Figures out of a run's records, and a plan that starts from them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsx.cli import app
+from dsx.plan.from_run import read_run
+
+NUMEL = 4 * 12 * 256**2
+START = {
+    "kind": "start",
+    "step": 0,
+    "preset": "diloco",
+    "num_clusters": 2,
+    "ranks": 2,
+    "stages": 1,
+    "axes": {},
+    "parameters": [{f"layers.{i}.mlp": [3072, 256] for i in range(4)}],
+}
+
+
+def write_run(directory: Path, cluster: int, late: float = 0.0, **start: Any) -> None:
+    """Write 40 steps of 0.5 s, every 10th with a sync of which 2 s are waited for.
+
+    2 s of the transfer are messages (4 bytes of each element), half a second is coding.
+    """
+    records: list[dict[str, Any]] = [START | start]
+    for step in range(1, 41):
+        is_sync = step % 10 == 0
+        seconds = 4.0 if step == 1 else 0.5  # the first steps compile
+        record = {"kind": "step", "step": step, "seconds": seconds, "blocked_seconds": 0.0}
+        if is_sync:
+            blocked = 2.5 + NUMEL * 1e-8
+            record |= {"seconds": seconds + blocked, "blocked_seconds": blocked}
+            sync = {"kind": "sync", "fragment": 0, "launched_step": step, "applied_step": step}
+            sync |= {"numel": NUMEL, "bytes_sent": 4 * NUMEL, "wait_seconds": 2.5}
+            sync |= {"transfer_seconds": 2.5 + late, "coding_seconds": 0.5}
+            records.append(sync)
+        records.append(record)
+    name = "metrics.jsonl" if cluster == 0 else f"metrics.cluster_{cluster}.jsonl"
+    lines = [json.dumps({"cluster": cluster, "time": 0.0, **record}) for record in records]
+    (directory / name).write_text("\n".join([*lines, '{"kind": "step", "st']))
+
+
+def plan(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def test_what_the_records_tell(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    write_run(tmp_path, 1, late=3.0)  # which waited for cluster 0 in its transfers
+    figures = read_run(tmp_path)
+    assert figures.step_seconds == pytest.approx(0.5)
+    assert figures.payload_bits_per_second == pytest.approx(8 * 4 * NUMEL / 2.0)
+    assert figures.coding_seconds_per_element == pytest.approx(0.5 / (NUMEL / 2))
+    assert figures.blocking_seconds_per_element == pytest.approx(2e-8)
+    assert (figures.num_clusters, figures.ranks, figures.preset) == (2, 2, "diloco")
+    assert sum(p.numel for p in figures.parameters) == NUMEL
+    assert (figures.num_steps, figures.num_syncs) == (2 * 34, 8)
+
+
+def test_a_plan_from_it_says_what_it_took_and_what_is_not_known(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    result = plan("--from-run", str(tmp_path), "--target", "80", "--top", "3")
+    assert result.exit_code == 0, result.output
+    for fact in (
+        "diloco, 2 clusters of 2 ranks, 34 steps without a sync, 4 syncs",
+        "step: 0.5 s, the median without launches, waits and outer steps",
+        "line: at least 0.05033 Gbit/s of payload",
+        "in whose time latency and waits for the other clusters are, too",
+        "latency: 0, as no record tells it apart",
+        "blocking: 20 ns of the training thread",
+    ):
+        assert fact in result.stdout
+
+
+def test_a_plan_for_another_line_and_more_clusters(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    line = ["--gbps", "1", "--latency-ms", "5", "--clusters", "4", "--json"]
+    found = json.loads(plan("--from-run", str(tmp_path), *line).stdout)
+    assert (found["num_clusters"], found["parameters"]) == (4, NUMEL)
+    assert found["link"]["latency_seconds"] == 0.005
+    ranks = [c["rank"] for c in found["candidates"] if c["preset"] == "dilocox"]
+    assert ranks and ranks[0] <= 64  # of matrices 256 wide
+
+
+def test_a_pipeline_of_which_only_fragments_are_known(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, stages=2)
+    result = plan("--from-run", str(tmp_path), "--gbps", "1", "--target", "50")
+    assert result.exit_code == 0, result.output
+    assert "records tell only the sizes of fragments" in result.stdout
+    assert "dilocox" not in result.stdout.split("harm")[1]
+
+
+def test_records_that_do_not_suffice(tmp_path: Path) -> None:
+    write_run(tmp_path, 0)
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines()
+    path.write_text("\n".join(lines[1:]))
+    with pytest.raises(ValueError, match='no "start" record'):
+        read_run(tmp_path)
+    path.write_text("\n".join(lines[:2]))
+    with pytest.raises(ValueError, match="no step beyond the first 2 without a sync"):
+        read_run(tmp_path)

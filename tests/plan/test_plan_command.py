@@ -1,0 +1,234 @@
+"""`dsx plan`, as it is called: what it ranks, what it offers, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import time
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsx.cli import app
+from dsx.config import load_config
+from dsx.flags import read_flags
+from dsx.memory_plan import plan_stage
+from dsx.model_files import read_model
+from dsx.plan.candidates import Question, Search
+from dsx.plan.link import Link
+from dsx.plan.model import from_files, from_sizes
+from dsx.plan.offer import block_of, flags_of
+from dsx.plan.ranking import best_of_each, harm, ranked
+from dsx.plan.recipes import RECIPES
+from dsx.plan.settings import settings_of
+from dsx.types import Stage
+
+ROOT = Path(__file__).parents[2]
+QWEN = ROOT / "configs" / "qwen_107b.flags"
+SIZES = "--params 7e9 --layers 32 --hidden 4096 --gpus-per-cluster 8 --clusters 2".split()  # noqa: SIM905
+STEP = ["--step-seconds", "2"]
+GIB = 2**30
+
+
+def call(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["plan", *arguments])
+
+
+def answer(*arguments: str, exit_code: int = 0) -> dict[str, Any]:
+    result = call(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout)
+
+
+def question(**changes: Any) -> Question:
+    model = from_sizes(7e9, 32, 4096, 8)
+    return replace(Question(model, 2.0, Link(1e9, 0.02), 2), **changes)
+
+
+def test_every_candidate_is_what_its_block_and_its_flags_say() -> None:
+    num_clusters = 5
+    asked = question(num_clusters=num_clusters, memory_limit=8 * GIB)
+    candidates = list(Search(asked).candidates())
+    assert {c.preset for c in candidates} == set(RECIPES)
+    assert {c.is_state_on_host for c in candidates} == {True, False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for candidate in candidates:
+            block = block_of(candidate, asked)
+            config = load_config({"dsx": block})
+            assert settings_of(config.method) == candidate.settings
+            assert (config.state.device == "host") == candidate.is_state_on_host
+            assert config.clusters.num_clusters == num_clusters
+            by_flags = read_flags(shlex.split(flags_of(block)))
+            assert (by_flags.axes, by_flags.state) == (config.axes, config.state)
+
+
+def test_the_target_comes_first_then_the_least_harm() -> None:
+    asked = question()
+    order = ranked(Search(asked).candidates(), asked)
+    reached = [c.prediction.utilization >= asked.target for c in order]
+    assert reached == sorted(reached, reverse=True) and True in reached
+    met = [harm(c) for c, is_met in zip(order, reached, strict=True) if is_met]
+    assert met == sorted(met)
+    assert [c.preset for c in best_of_each(order)] == list(dict.fromkeys(c.preset for c in order))
+
+
+def test_a_smaller_h_no_delay_and_finer_codes_harm_less() -> None:
+    candidates = list(Search(question()).candidates())
+    by_name = {(c.preset, c.codec.name): c for c in candidates}
+    at_100 = {
+        key: replace(c, settings=replace(c.settings, interval=100)) for key, c in by_name.items()
+    }
+    first = at_100["diloco", "fp32"]
+    assert harm(first) < harm(replace(first, settings=first.settings.at(101)))
+    assert harm(first) < harm(at_100["diloco", "int8"]) < harm(at_100["diloco", "int4"])
+    assert harm(first) < harm(at_100["eager", "fp32"]) < harm(at_100["diloco_delayed", "fp32"])
+    assert harm(at_100["diloco_delayed", "int4"]) < harm(at_100["dilocox", "low rank"])
+
+
+def test_each_takes_the_least_interval_that_reaches_the_target() -> None:
+    asked = question()
+    search = Search(asked)
+    for candidate in search.candidates():
+        if candidate.prediction.utilization < asked.target:
+            assert candidate.interval == asked.max_interval
+            continue
+        allowed = [h for h in asked.intervals if h < candidate.interval]
+        if not allowed or candidate.recipe.is_overlapped:
+            continue
+        settings = candidate.settings.at(allowed[-1])
+        less = search.predict(candidate.recipe, candidate.num_fragments, settings)
+        assert less.utilization < asked.target
+
+
+def test_the_least_bandwidth_reaches_the_target_and_less_does_not() -> None:
+    asked = question()
+    search = Search(asked)
+    for candidate in best_of_each(ranked(search.candidates(), asked)):
+        least = search.least_bits_per_second(candidate)
+        assert least is not None
+        assert search.at(candidate, least).utilization >= asked.target
+        assert search.at(candidate, 0.98 * least).utilization < asked.target
+
+
+def test_memory_is_that_of_dsx_memory() -> None:
+    files = read_model(QWEN, None, None)
+    asked = Question(from_files(files), 60.0, Link(1e9), 2, memory_limit=40 * GIB)
+    for candidate in best_of_each(ranked(Search(asked).candidates(), asked))[::3]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            config = load_config({"dsx": block_of(candidate, asked)})
+        real = plan_stage(files.model, files.cluster, Stage(0, 10), config, files.batch)
+        is_on_host = candidate.is_state_on_host
+        assert candidate.memory.on_host(is_on_host) == pytest.approx(real.outer_on_host, rel=0.02)
+        assert candidate.memory.on_device(is_on_host) == real.outer_on_device == 0
+        assert asked.model.inner_bytes == real.inner.total
+
+
+def test_files_sizes_and_estimates_agree() -> None:
+    flags = ["--megatron", str(QWEN), "--clusters", "2", "--gbps", "1"]
+    found = answer(*flags, "--gpu", "a800", "--top", "1")
+    assert found["parameters"] == pytest.approx(107.2e9, rel=1e-3)
+    assert found["ranks"] == 80 and len(found["candidates"]) == 1
+    expected = 6 * found["parameters"] * 256 * 4096 / (80 * 312e12 * 0.4)
+    assert found["step_seconds"] == pytest.approx(expected)
+    assert found["is_target_reached"]
+    assert found["candidates"][0]["utilization"] >= 0.95
+
+
+def test_what_a_plan_writes(tmp_path: Path) -> None:
+    record, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    line = ["--gbps", "2", "--latency-ms", "20", "--top", "3"]
+    result = call(*SIZES, *STEP, *line, "--json-file", str(record), "--plot", str(picture))
+    assert result.exit_code == 0, result.output
+    best = json.loads(record.read_text())["candidates"][0]
+    assert best["flags"] in result.stdout
+    assert f'"preset": "{best["preset"]}"' in result.stdout
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_measured_line_and_measured_codecs(tmp_path: Path) -> None:
+    link, codec = tmp_path / "net.json", tmp_path / "codec.json"
+    link.write_text(
+        json.dumps({"bits_per_second": 5e8, "latency_seconds": 0.03, "streams": 4, "clusters": 2})
+    )
+    figure = {"format": "int4", "device": "cpu", "encode_gb_per_second": 0.01}
+    figure |= {"decode_gb_per_second": 0.01, "encode_ef_gb_per_second": 0.01}
+    codec.write_text(json.dumps([{**figure, "memcpy_gb_per_second": 5.0}]))
+    found = answer(*SIZES, *STEP, "--link", str(link))
+    assert found["link"] == {"bits_per_second": 5e8, "latency_seconds": 0.03, "payload_share": 1}
+    diloco = next(c for c in found["candidates"] if c["preset"] == "diloco")
+    assert diloco["codec"] == "int4"
+    assert load_config({"dsx": diloco["dsx"]}).link.streams == 4
+    assert read_flags(shlex.split(diloco["flags"])).link.streams == 4
+    found = answer(*SIZES, *STEP, "--link", str(link), "--codec", str(codec))
+    diloco = next(c for c in found["candidates"] if c["preset"] == "diloco")
+    assert diloco["codec"] != "int4"
+
+
+def test_what_is_out_of_reach_says_what_would_reach_it() -> None:
+    line = ["--gbps", "0.001", "--latency-ms", "20", "--max-interval", "20"]
+    result = call(*SIZES, *STEP, *line)
+    assert result.exit_code == 1
+    assert "no preset reaches 95 % with H up to 20; what would:" in result.stdout
+    for advice in ("- a line of ", "- H of ", "- a stronger codec: "):
+        assert advice in result.stdout
+    assert not answer(*SIZES, *STEP, *line, exit_code=1)["is_target_reached"]
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    flags = ["--megatron", str(QWEN), "--clusters", "2", "--gbps", "1", "--gpu", "a100"]
+    found = answer(*flags, "--memory-limit", "1", "--top", "1", exit_code=1)
+    assert not any(c["is_fitting"] for c in found["candidates"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--gbps", "1"], "the model is given by nothing: give one of --megatron"),
+        ([*SIZES, "--gbps", "1"], "a step's seconds are given by nothing"),
+        ([*SIZES, *STEP], "the line is missing: give --gbps G"),
+        ([*SIZES, *STEP, "--gbps", "-1"], "bits_per_second=-1e+09 must be"),
+        ([*SIZES, "--gbps", "1", "--gpu", "v100"], "--gpu v100 is not known; allowed: a100"),
+        ([*SIZES, "--gbps", "1", "--gpu", "a100"], "--gpu needs --tokens-per-step"),
+        ([*SIZES, *STEP, "--gbps", "1", "--target", "100"], "target=100 must be"),
+        ([*SIZES, *STEP, "--link", "nowhere.json"], "no file at nowhere.json"),
+        ([*SIZES, *STEP, "--gbps", "1", "--link", "x"], "give the line twice"),
+        (["--params", "1e9", "--gbps", "1"], "--params needs --layers N"),
+        (["--from-run", "nowhere"], "nowhere holds no metrics.jsonl"),
+        ([*SIZES[:-1], "1", *STEP, "--gbps", "1"], "clusters=1 must be 2 to"),
+    ],
+)
+def test_mistakes_end_with_one_line(arguments: list[str], message: str) -> None:
+    result = call(*arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_the_example_of_the_readme_prints_what_it_says() -> None:
+    readme = (ROOT / "README.md").read_text()
+    section = readme.partition("`dsx plan` asks the other way")[2].partition("\n## ")[0]
+    blocks = [dedent(block) for block in re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)]
+    command, printed = blocks[:2]
+    result = CliRunner().invoke(app, shlex.split(command.replace("\\\n", " "))[1:])
+    assert result.exit_code == 0, result.output
+    lines = [line.rstrip() for line in result.stdout.splitlines() if line.strip()]
+    for line, expected in zip(lines, printed.splitlines(), strict=True):
+        if expected.endswith("..."):
+            assert line.startswith(expected.removesuffix("..."))
+        else:
+            assert line == expected
+
+
+def test_a_thousand_layers_and_thirty_two_clusters_take_no_two_seconds() -> None:
+    sizes = "--params 1e12 --layers 1000 --hidden 8192 --gpus-per-cluster 128 --clusters 32"
+    started = time.process_time()
+    found = answer(*sizes.split(), "--step-seconds", "60", "--gbps", "10", "--latency-ms", "40")
+    assert time.process_time() - started < 2
+    assert len(found["candidates"]) == len(RECIPES)
