@@ -140,7 +140,7 @@ class Bench:
         line = self._line(ratio, step_seconds)
         situation = self._situation(line, step_seconds)
         plans = plan_presets(options.presets, situation, options.margin)
-        steps = (options.rounds + 1) * max(plan.interval for plan in plans)
+        steps = (options.rounds + 1) * plans[0].interval
         self._tell(
             f"ratio {ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
             f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"

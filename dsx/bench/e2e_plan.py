@@ -1,10 +1,9 @@
 """What `dsx bench e2e` runs on a line: every preset's "dsx" block, with H and tau by the planner.
 
-H is the least whose transfers fit under its steps on a line that is slower by the margin. It is
-found for the whole model in fp32, applied one round late, and for dilocox in int4, as its first
-rounds are; the former is rounded up to a multiple of the latter, so that all runs have whole
-rounds. Blocking presets, where nothing is hidden, take the H of fp32. Where fragments are applied
-tau steps later, tau is the least that hides them.
+All have the same H: the least whose transfers of the whole model in fp32, applied one round late,
+fit under the H steps of a line that is slower by the margin. Blocking presets hide nothing under
+it. Where fragments are applied tau steps later, tau is the least that hides them. dilocox's
+controller may change the rank, not H.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsx.config import resolve_method
-from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.method import Method
 from dsx.plan.link import Link
 from dsx.plan.predict import Prediction, fitting_interval, predict
@@ -23,7 +21,6 @@ from dsx.types import ParameterShape
 
 _BLOCKING = ("local_sgd", "slowmo", "diloco", "dreamddp")
 _WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
-_INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
 _OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
     "slowmo": {"lr": 0.7, "momentum": 0.5},
     "diloco": {"lr": 0.7, "momentum": 0.5},
@@ -74,18 +71,14 @@ def plan_presets(names: Sequence[str], situation: Situation, margin: float) -> l
     """Return how each preset is run; ValueError if one fits under no number of steps."""
     link = situation.link
     slower = replace(situation, link=replace(link, bits_per_second=link.bits_per_second / margin))
-    first_rounds = {"preset": "dilocox", "control": {"type": "fixed"}, "compression": _INT4}
-    coded = max(_fit(first_rounds, slower), AdaptiveRank(1).min_interval)
-    whole = _fit({"preset": "diloco_delayed"}, slower)
-    whole = -(-whole // coded) * coded
+    interval = _fit({"preset": "diloco_delayed"}, slower)
     plans: list[Plan] = []
     for name in names:
-        interval = coded if name == "dilocox" else whole
         block: dict[str, Any] = {"preset": name, "schedule": {"interval": interval}}
         if name in _OUTER_RATES:
             block["outer_optimizer"] = _OUTER_RATES[name]
         if name == "dilocox":
-            block["control"] = {"rank": 16, "max_rank": 32}
+            block["control"] = {"rank": 16, "max_rank": 32, "min_interval": interval}
         if name in _WITH_DELAY_STEPS:
             block["delay"] = {"steps": _least_delay(block, slower)}
         plans.append(Plan(name, block, _resolve(block, situation), interval))
