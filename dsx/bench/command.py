@@ -208,6 +208,9 @@ def e2e(
     except (ValueError, RunFailed) as error:
         typer.echo(f"dsx bench e2e: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
+    except KeyboardInterrupt:
+        typer.echo("dsx bench e2e: interrupted; the testbed has been removed", err=True)
+        raise typer.Exit(130) from None
     show(rows, Console(width=None if Console().is_terminal else 130))
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(rows), indent=2) + "\n")

@@ -52,6 +52,7 @@ def test_quickstart() -> None:
     assert summary["val_loss_average"] < 0.75 * summary["unigram_entropy"]  # type: ignore[operator]
 
 
+@pytest.mark.slow
 def test_a_short_run_resumes(tmp_path: Path) -> None:
     short = ["--hidden", "256", "--sequence-length", "16", "--validation-batches", "1"]
     short += ["--run-dir", str(tmp_path)]
