@@ -177,12 +177,10 @@ class Testbed:
         _ip("netns", "add", self._hub)
         _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
         _ip("-n", self._hub, "link", "set", "bridge", "up")
-        hosts = f"127.0.0.1 localhost\n{{}} {os.uname().nodename}\n"
         for cluster in range(self.num_clusters):
             name, port = self.namespace(cluster), f"port{cluster}"
-            # the host's name leads to the line, for whoever asks it where to listen
             _HOSTS.joinpath(name).mkdir(parents=True)
-            _HOSTS.joinpath(name, "hosts").write_text(hosts.format(self.address(cluster)))
+            _HOSTS.joinpath(name, "hosts").write_text(self._hosts(cluster))
             _ip("netns", "add", name)
             _ip("link", "add", INTERFACE, "netns", name, "type", "veth",
                 "peer", "name", port, "netns", self._hub)  # fmt: skip
@@ -195,6 +193,17 @@ class Testbed:
             # the kernel's own default; a host may prefer another, and figures would differ by it
             _ip("-n", name, "route", "replace", "10.77.0.0/24", "dev", INTERFACE,
                 "src", self.address(cluster), "congctl", "cubic")  # fmt: skip
+
+    def _hosts(self, own: int) -> str:
+        """Return /etc/hosts of a cluster: the host's own name leads to its end of the line.
+
+        So whoever asks for the host's address to listen on gets one that others can reach.
+        """
+        addresses = {m: self.address(m) for m in range(self.num_clusters)}
+        names = {m: f"cluster-{m}" for m in addresses}
+        names[own] = f"{os.uname().nodename} {names[own]}"
+        lines = [f"{addresses[m]} {names[m]}\n" for m in addresses]
+        return "".join(["127.0.0.1 localhost\n", *lines])
 
     def _remove(self) -> None:
         for number in self._handlers:
