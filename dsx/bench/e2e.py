@@ -32,7 +32,7 @@ from dsx.types import ParameterShape
 
 _CEILING_STEPS, _CEILING_PERIOD = 150, 10
 _SYNCHRONOUS_STEPS = 4
-_DEADLINE_SECONDS = 3600.0
+DEADLINE_SECONDS = 3600.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,15 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
 
     ValueError for inputs, TestbedUnavailable if this host has no slow line, RunFailed otherwise.
     """
+    cores = usable_cores(options)
+    with Testbed(options.num_clusters, None) as bed:
+        bench = Bench(options, Runner(bed, cores, DEADLINE_SECONDS), tell)
+        for ratio in options.ratios:
+            yield from bench.rows(ratio)
+
+
+def usable_cores(options: Options) -> list[int]:
+    """Return the cores for clusters; ValueError if they or the data are not enough for a run."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < options.num_clusters:
         raise ValueError(
@@ -115,10 +124,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
     if not (options.data / "dataset.json").is_file():
         build = f"dsx data build --from stdlib --out {options.data}"
         raise ValueError(f"{options.data} is not a dataset; build one with: {build}")
-    with Testbed(options.num_clusters, None) as bed:
-        bench = Bench(options, Runner(bed, cores, _DEADLINE_SECONDS), tell)
-        for ratio in options.ratios:
-            yield from bench.rows(ratio)
+    return cores
 
 
 class Bench:
@@ -135,20 +141,11 @@ class Bench:
     def rows(self, ratio: float) -> Iterator[Row]:
         """Yield the ceiling, all-reduce, and every preset."""
         options = self._options
-        first = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
-        step_seconds = first.step_seconds(_CEILING_PERIOD)
-        line = self._line(ratio, step_seconds)
-        situation = self._situation(line, step_seconds)
+        line, situation = self.slow_line(ratio)
         plans = plan_presets(options.presets, situation, options.margin)
         steps = (options.rounds + 1) * plans[0].interval
-        self._tell(
-            f"ratio {ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
-            f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"
-        )
-        rows: list[Row] = []
-        for plan in plans:
-            measured = self._steady(f"{ratio:g}_{plan.name}", steps, line, plan.block)
-            rows.append(self._row(plan, measured, ratio, line))
+        self._tell(f"  {steps} steps each")
+        rows = [self.preset(plan, ratio, line, steps) for plan in plans]
         ceilings = [row.ceiling_seconds for row in rows]
         alone = self._run(f"{ratio:g}_ceiling", "ceiling", steps)
         ceilings.append(alone.step_seconds(_CEILING_PERIOD))
@@ -159,10 +156,24 @@ class Bench:
             speedup = row.tokens_per_second / synchronous.tokens_per_second
             yield replace(row, speedup=speedup)
 
-    def _line(self, ratio: float, step_seconds: float) -> Line:
+    def slow_line(self, ratio: float) -> tuple[Line, Situation]:
+        """Measure a step; return the line on which an all-reduce takes `ratio` times as long."""
+        alone = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
+        step_seconds = alone.step_seconds(_CEILING_PERIOD)
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
-        return Line(8e-6 * sent / (ratio * step_seconds))
+        line = Line(8e-6 * sent / (ratio * step_seconds))
+        self._tell(
+            f"ratio {ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
+            f"parameters and {1000 * step_seconds:.1f} ms per step"
+        )
+        return line, self._situation(line, step_seconds)
+
+    def preset(self, plan: Plan, ratio: float, line: Line, steps: int) -> Row:
+        """Run a preset as planned."""
+        name = f"{ratio:g}_{plan.name}"
+        measured = self.steady(name, lambda: self._run(name, "dsx", steps, line, plan.block))
+        return self.row(plan, measured, ratio, line)
 
     def _situation(self, line: Line, step_seconds: float) -> Situation:
         link = Link(1e6 * line.megabits_per_second)
@@ -176,6 +187,10 @@ class Bench:
         line: Line | None = None,
         block: dict[str, Any] | None = None,
     ) -> Measured:
+        return self._runner.run(self.job(name, mode, steps, block).write(), mode, line)
+
+    def job(self, name: str, mode: Mode, steps: int, block: dict[str, Any] | None = None) -> Job:
+        """Return a job in a directory of its own, for DeepSpeed or for a worker of another kind."""
         options = self._options
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": options.shape.batch_size,
@@ -187,23 +202,23 @@ class Bench:
         if block is not None:
             config["dsx"] = {**block, "clusters": self._runner.clusters_block()}
         directory = options.directory.resolve() / name
-        job = Job(
+        return Job(
             mode, config, options.shape, steps, options.num_clusters, str(options.data.resolve()),
-            str(directory), _DEADLINE_SECONDS,
+            str(directory), DEADLINE_SECONDS,
         )  # fmt: skip
-        return self._runner.run(job.write(), mode, line)
 
-    def _steady(self, name: str, steps: int, line: Line, block: dict[str, Any]) -> Measured:
-        """Run a preset until its ceiling holds still, and return the steadiest run."""
+    def steady(self, name: str, run: Callable[[], Measured]) -> Measured:
+        """Run until the ceiling holds still, and return the steadiest run."""
         runs: list[Measured] = []
         for _ in range(self._options.attempts):
-            runs.append(self._run(name, "dsx", steps, line, block))
+            runs.append(run())
             self._tell(f"  {name}: its ceiling drifted by {runs[-1].drift():.1%}")
             if runs[-1].drift() <= self._options.max_drift:
                 break
         return min(runs, key=Measured.drift)
 
-    def _row(self, plan: Plan, measured: Measured, ratio: float, line: Line) -> Row:
+    def row(self, plan: Plan, measured: Measured, ratio: float, line: Line) -> Row:
+        """Read a row off a run that did what the plan says."""
         step_seconds = measured.step_seconds(plan.interval)
         ceiling, steps = measured.ceiling_seconds(), len(measured.clusters[0]["steps"])
         predicted = plan.predict(self._situation(line, ceiling))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _HEAD_SIZE = 32
-Mode = Literal["ceiling", "data_parallel", "dsx"]
+Mode = Literal["ceiling", "data_parallel", "dsx", "peer"]  # peer: another library's own worker
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ controller may change the rank, not H.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,6 +42,11 @@ class Situation:
     link: Link
     num_clusters: int
 
+    def slower(self, margin: float) -> Situation:
+        """Return the same on a line that takes `margin` times as long."""
+        link = replace(self.link, bits_per_second=self.link.bits_per_second / margin)
+        return replace(self, link=link)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -69,20 +74,32 @@ class Plan:
 
 def plan_presets(names: Sequence[str], situation: Situation, margin: float) -> list[Plan]:
     """Return how each preset is run; ValueError if one fits under no number of steps."""
-    link = situation.link
-    slower = replace(situation, link=replace(link, bits_per_second=link.bits_per_second / margin))
-    interval = _fit({"preset": "diloco_delayed"}, slower)
-    plans: list[Plan] = []
-    for name in names:
-        block: dict[str, Any] = {"preset": name, "schedule": {"interval": interval}}
-        if name in _OUTER_RATES:
-            block["outer_optimizer"] = _OUTER_RATES[name]
-        if name == "dilocox":
-            block["control"] = {"rank": 16, "max_rank": 32, "min_interval": interval}
-        if name in _WITH_DELAY_STEPS:
-            block["delay"] = {"steps": _least_delay(block, slower)}
-        plans.append(Plan(name, block, _resolve(block, situation), interval))
-    return plans
+    interval = planned_interval(situation, margin)
+    return [plan_preset(name, interval, situation, margin) for name in names]
+
+
+def planned_interval(situation: Situation, margin: float) -> int:
+    """Return the H of all presets; ValueError if there is none."""
+    return _fit({"preset": "diloco_delayed"}, situation.slower(margin))
+
+
+def plan_preset(
+    name: str,
+    interval: int,
+    situation: Situation,
+    margin: float,
+    choices: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Return how a preset is run with an H, and with further `choices` for its block."""
+    block: dict[str, Any] = {"preset": name, "schedule": {"interval": interval}}
+    if name in _OUTER_RATES:
+        block["outer_optimizer"] = _OUTER_RATES[name]
+    if name == "dilocox":
+        block["control"] = {"rank": 16, "max_rank": 32, "min_interval": interval}
+    block.update(choices or {})
+    if name in _WITH_DELAY_STEPS and "delay" not in block:
+        block["delay"] = {"steps": _least_delay(block, situation.slower(margin))}
+    return Plan(name, block, _resolve(block, situation), interval)
 
 
 def _fit(block: dict[str, Any], situation: Situation) -> int:

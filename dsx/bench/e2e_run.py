@@ -96,10 +96,17 @@ class Runner:
 
     def run(self, job: Path, mode: str, line: Line | None) -> Measured:
         """Run a job that lies in a directory of its own to its end; RunFailed has its output."""
-        directory = job.parent
+        clusters = range(self._bed.num_clusters)
+        commands = [self._launcher(cluster, job, mode) for cluster in clusters]
+        return self.run_commands(job.parent, commands, line)
+
+    def run_commands(
+        self, directory: Path, commands: Sequence[Sequence[str]], line: Line | None
+    ) -> Measured:
+        """Run a worker per cluster to its end, each taking its turns as e2e_loop.py has them."""
         self._bed.throttle(None)
         clusters = range(self._bed.num_clusters)
-        processes = [self._start(cluster, job, mode) for cluster in clusters]
+        processes = [self._start(m, directory, commands[m]) for m in clusters]
         try:
             self._wait_for("ready", directory, processes)
             self._bed.throttle(line)
@@ -115,12 +122,11 @@ class Runner:
         return Measured([json.loads(_file(directory, "cluster", m, ".json").read_text())
                          for m in clusters])  # fmt: skip
 
-    def _start(self, cluster: int, job: Path, mode: str) -> subprocess.Popen[bytes]:
-        directory = job.parent
+    def _launcher(self, cluster: int, job: Path, mode: str) -> list[str]:
         launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
         command = [launcher, "--master_port", str(_LAUNCHER_PORT)]
         if mode == "data_parallel":  # one launcher's world over all clusters
-            hosts = directory / "hosts"
+            hosts = job.parent / "hosts"
             addresses = [self._bed.address(m) for m in range(self._bed.num_clusters)]
             hosts.write_text("".join(f"{address} slots=1\n" for address in addresses))
             command += ["--hostfile", str(hosts), "--no_ssh", "--node_rank", str(cluster)]
@@ -131,6 +137,11 @@ class Runner:
         command += ["--job", str(job), "--cluster", str(cluster)]
         if mode == "dsx":
             command += ["--dsx-cluster-id", str(cluster)]
+        return command
+
+    def _start(
+        self, cluster: int, directory: Path, command: Sequence[str]
+    ) -> subprocess.Popen[bytes]:
         environment = {
             "OMP_NUM_THREADS": "1",
             "DS_ACCELERATOR": "cpu",

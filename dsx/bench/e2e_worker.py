@@ -6,15 +6,11 @@ The same model, batches and inner optimizer whatever the clusters do: nothing (`
 DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`). The ceiling is
 also measured in every run of a preset, by an engine of DeepSpeed alone on the same core right
 before the first step and right after the last transfer: machines drift within minutes.
-
-Before the first step, and again after the last transfer, it waits for a file from whoever started
-it and throttles the line in between: set-up and validation would take hours on it.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -27,11 +23,7 @@ from torch import Tensor
 import dsx
 from dsx.backends.deepspeed import adopt_world
 from dsx.bench.e2e_job import Job, build_model
-from dsx.bench.testbed import Traffic, read_traffic
-from dsx.data import ClusterBatches, TokenWindows
-
-WARM_UP_STEPS = 5
-_POLL_SECONDS = 0.02
+from dsx.bench.e2e_loop import Turns, read_line, time_steps, train, validation_windows
 
 
 def start_engine(job: Job, arguments: argparse.Namespace) -> Any:
@@ -55,18 +47,11 @@ class Ceiling:
         self._engine: Any = deepspeed.initialize(
             model=model, model_parameters=model.parameters(), config=plain
         )[0]
-        self._steps = job.ceiling_steps
-        size = (job.shape.batch_size, job.shape.sequence_length + 1)
-        self._windows = torch.randint(job.shape.vocab_size, size)
+        self._job = job
 
     def measure(self) -> list[float]:
-        """Return the seconds of each of some steps, after a few that warm up."""
-        seconds: list[float] = []
-        for _ in range(WARM_UP_STEPS + self._steps):
-            began = time.perf_counter()
-            take_step(self._engine, self._windows)
-            seconds.append(time.perf_counter() - began)
-        return seconds[WARM_UP_STEPS:]
+        """Return the seconds of each of some steps."""
+        return time_steps(self._job, lambda windows: take_step(self._engine, windows))
 
 
 def take_step(engine: Any, windows: Tensor) -> float:
@@ -77,26 +62,19 @@ def take_step(engine: Any, windows: Tensor) -> float:
     return loss.item()
 
 
-def wait_for(path: Path, deadline_seconds: float) -> None:
-    """Wait until the orchestrator has made a file; TimeoutError names it."""
-    until = time.monotonic() + deadline_seconds
-    while not path.exists():
-        if time.monotonic() > until:
-            raise TimeoutError(f"{path} did not come within {deadline_seconds:g} s")
-        time.sleep(_POLL_SECONDS)
-
-
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """Train, and write `cluster_<m>.json`: per step and cumulative, and the validation loss."""
-    cluster, directory = arguments.cluster, Path(job.directory)
+    cluster = arguments.cluster
     is_dsx = job.mode == "dsx"
-    engine = start_engine(job, arguments)
+    engine, turns = start_engine(job, arguments), Turns(job, cluster)
     ceiling = Ceiling(job) if is_dsx else None
-    (directory / f"ready_{cluster}").touch()
-    wait_for(directory / "go", job.deadline_seconds)
+    turns.begin()
     before = ceiling.measure() if ceiling else []
     began, first = time.perf_counter(), read_line()
-    steps = train(engine, job, cluster)
+    steps = train(
+        job, cluster, lambda windows: take_step(engine, windows),
+        lambda: counters(engine) if is_dsx else {},
+    )  # fmt: skip
     if is_dsx:
         engine.dsx.loop.drain()
     payload_bytes = engine.dsx.totals.bytes_sent if is_dsx else 0
@@ -105,67 +83,40 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
     drained_seconds = time.perf_counter() - began
     wire_bytes = read_line().bytes_sent - first.bytes_sent
     after = ceiling.measure() if ceiling else []
-    (directory / f"drained_{cluster}").touch()
-    wait_for(directory / "leave", job.deadline_seconds)
-    record = {
-        "steps": steps,
-        "ceiling_before": before,
-        "ceiling_after": after,
-        "drained_seconds": drained_seconds,
-        "wire_bytes": wire_bytes,
-        "bytes_sent": payload_bytes,
-        "syncs": engine.dsx.totals.syncs if is_dsx else 0,
-        "wait_seconds": engine.dsx.totals.wait_seconds if is_dsx else 0.0,
-        "blocked_seconds": engine.dsx.totals.blocked_seconds if is_dsx else 0.0,
-        "validation_loss": validate(engine, job),
-    }
-    written = directory / f"cluster_{cluster}.tmp"
-    written.write_text(json.dumps(record) + "\n")
-    written.rename(directory / f"cluster_{cluster}.json")
+    turns.end()
+    turns.write(
+        {
+            "steps": steps,
+            "ceiling_before": before,
+            "ceiling_after": after,
+            "drained_seconds": drained_seconds,
+            "wire_bytes": wire_bytes,
+            "bytes_sent": payload_bytes,
+            "syncs": engine.dsx.totals.syncs if is_dsx else 0,
+            "wait_seconds": engine.dsx.totals.wait_seconds if is_dsx else 0.0,
+            "blocked_seconds": engine.dsx.totals.blocked_seconds if is_dsx else 0.0,
+            "validation_loss": validate(engine, job),
+        }
+    )
     if is_dsx:
         engine.dsx.close()
 
 
-def train(engine: Any, job: Job, cluster: int) -> list[dict[str, float]]:
-    """Take the job's steps; return, after each, its loss and the sums so far."""
-    shape = job.shape
-    batches = ClusterBatches(
-        TokenWindows(f"{job.data}/train", shape.sequence_length), shape.batch_size,
-        cluster_id=cluster, num_clusters=job.num_clusters, rank=0, world_size=1, seed=job.seed,
-    )  # fmt: skip
-    steps: list[dict[str, float]] = []
-    began, first = time.perf_counter(), read_line().bytes_sent
-    for _ in range(job.steps):
-        loss = take_step(engine, next(batches))
-        record = {
-            "seconds": time.perf_counter() - began,
-            "loss": loss,
-            "wire_bytes": read_line().bytes_sent - first,
-        }
-        if job.mode == "dsx":
-            record["wait_seconds"] = engine.dsx.totals.wait_seconds
-            record["bytes_sent"] = engine.dsx.totals.bytes_sent
-        steps.append(record)
-    return steps
+def counters(engine: Any) -> dict[str, float]:
+    """Return what dsx has counted so far."""
+    totals = engine.dsx.totals
+    return {"wait_seconds": totals.wait_seconds, "bytes_sent": totals.bytes_sent}
 
 
 @torch.no_grad()
 def validate(engine: Any, job: Job) -> float:
     """Return the loss of the finished model: of the clusters' average where dsx makes one."""
-    shape = job.shape
-    held_out = TokenWindows(f"{job.data}/validation", shape.sequence_length)
-    count = job.validation_windows
-    windows = torch.stack([held_out[i * len(held_out) // count] for i in range(count)])
+    windows = validation_windows(job)
     engine.eval()
     if job.mode != "dsx":
         return engine.module(windows[:, :-1], windows[:, 1:]).item()
     with engine.dsx.averaged():
         return engine.module(windows[:, :-1], windows[:, 1:]).item()
-
-
-def read_line() -> Traffic:
-    """Return what has passed this cluster's interface, by the kernel."""
-    return read_traffic(Path("/proc/net/dev").read_text())
 
 
 def main() -> None:
