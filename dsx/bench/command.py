@@ -13,7 +13,10 @@ from typing import Annotated
 
 import typer
 
+from dsx.bench.e2e_command import e2e
+
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
+app.command()(e2e)
 
 
 @app.callback()
@@ -95,7 +98,7 @@ def launch(
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
 
 
-@app.command(context_settings={"ignore_unknown_options": True})
+@app.command()
 def link(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="Run in every cluster.")
@@ -105,7 +108,9 @@ def link(
     queue_ms: Annotated[
         float, typer.Option(help="What may wait in a queue of the line before packets are lost.")
     ] = 50.0,
-    burst_kb: Annotated[int, typer.Option(help="What may pass at once after a pause, KiB.")] = 64,
+    burst_kb: Annotated[
+        int | None, typer.Option(help="KiB that may pass at once after a pause; default 10 ms.")
+    ] = None,
     pin: Annotated[bool, typer.Option(help="Give each cluster a core of its own.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")
@@ -119,19 +124,23 @@ def link(
     """
     from rich.console import Console
 
-    from dsx.bench.link import probe, run_in_clusters, show_results
+    from dsx.bench.link import ProbeFailed, cores_for, probe, run_in_clusters, show_results
     from dsx.bench.testbed import UNAVAILABLE, Line, Testbed, TestbedUnavailable
 
     try:
         line = Line(mbit, burst_kb, queue_ms)
+        cores = cores_for(clusters) if pin else None
         with Testbed(clusters, line) as bed:
-            results = run_in_clusters(bed, command, pin) if command else [probe(bed, line)]
+            results = run_in_clusters(bed, command, cores) if command else [probe(bed, line)]
     except TestbedUnavailable as error:
         typer.echo(f"dsx bench link: no testbed: {error}", err=True)
         raise typer.Exit(UNAVAILABLE) from error
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"dsx bench link: {error}", err=True)
         raise typer.Exit(2) from error
+    except ProbeFailed as error:
+        typer.echo(f"dsx bench link: {error}", err=True)
+        raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.echo("dsx bench link: interrupted; the testbed has been removed", err=True)
         raise typer.Exit(130) from None
@@ -142,87 +151,3 @@ def link(
     if failed:  # the others were ended because of the first
         status = min(failed, key=lambda r: r.seconds).status
         raise typer.Exit(status if status > 0 else 128 - status)
-
-
-@app.command()
-def e2e(
-    data: Annotated[Path, typer.Option(help="A dataset of `dsx data build`.")] = Path(
-        "data/stdlib"
-    ),
-    out: Annotated[Path, typer.Option(help="Where the runs' files go.")] = Path("runs/e2e"),
-    ratios: Annotated[
-        str, typer.Option(metavar="N,N", help="Seconds of an all-reduce over those of a step.")
-    ] = "32,350",
-    presets: Annotated[
-        str | None, typer.Option(metavar="NAME,NAME", help="Presets to run; default: all.")
-    ] = None,
-    clusters: Annotated[int, typer.Option(help="Clusters, each on a core of its own.")] = 2,
-    rounds: Annotated[
-        int, typer.Option(help="Medians are over so many rounds, after one that warms up.")
-    ] = 3,
-    margin: Annotated[
-        float, typer.Option(help="H steps take so many times what their transfers take.")
-    ] = 1.15,
-    shape: Annotated[
-        str,
-        typer.Option(
-            metavar="LAYERS,HIDDEN,LENGTH,BATCH",
-            help="The model, and tokens per step of a cluster.",
-        ),
-    ] = "4,64,64,32",
-    max_drift: Annotated[
-        float, typer.Option(help="Run again what was measured while the machine changed by more.")
-    ] = 0.03,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there.")
-    ] = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE.png", help="Draw utilizations there.")
-    ] = None,
-) -> None:
-    """Measure every preset against no communication and all-reduce, on a slow line of this host.
-
-    Each cluster is a network namespace with a throttled line and runs a `deepspeed` launcher of its
-    own on a core of its own. The planner chooses H. Exits with 77 where namespaces or `tc` are not
-    to be had.
-    """
-    from rich.console import Console
-
-    from dsx.bench import e2e as bench
-    from dsx.bench.e2e_job import Shape
-    from dsx.bench.e2e_run import RunFailed
-    from dsx.bench.e2e_show import as_json, draw, show
-    from dsx.bench.testbed import UNAVAILABLE, TestbedUnavailable
-    from dsx.presets import PRESETS
-
-    try:
-        names = tuple(PRESETS if presets is None else presets.split(","))
-        options = bench.Options(
-            out, data, clusters, read_ratios(ratios), names, rounds, margin, max_drift,
-            shape=Shape.parse(shape),
-        )  # fmt: skip
-        rows = list(bench.measure(options, lambda line: typer.echo(line, err=True)))
-    except TestbedUnavailable as error:
-        typer.echo(f"dsx bench e2e: no testbed: {error}", err=True)
-        raise typer.Exit(UNAVAILABLE) from error
-    except (ValueError, RunFailed) as error:
-        typer.echo(f"dsx bench e2e: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ValueError) else 1) from error
-    except KeyboardInterrupt:
-        typer.echo("dsx bench e2e: interrupted; the testbed has been removed", err=True)
-        raise typer.Exit(130) from None
-    show(rows, Console(width=None if Console().is_terminal else 130))
-    if json_file is not None:
-        json_file.write_text(json.dumps(as_json(rows), indent=2) + "\n")
-    if plot is not None:
-        draw(rows, plot)
-
-
-def read_ratios(text: str) -> tuple[float, ...]:
-    """Read numbers with commas between them."""
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"ratios={text!r} must be numbers with commas between; try 32,350"
-        ) from None

@@ -11,7 +11,6 @@ line; its loss is that of a run of all the steps with the line lifted.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +20,7 @@ from typing import Any
 from dsx.bench.e2e_job import Job, Mode, Shape, build_model
 from dsx.bench.e2e_plan import Plan, Situation, plan_presets
 from dsx.bench.e2e_run import Measured, Runner
+from dsx.bench.link import cores_for
 from dsx.bench.testbed import MAX_CLUSTERS, Line, Testbed
 from dsx.plan.link import Link, wire_bytes
 from dsx.plan.predict import predict
@@ -32,7 +32,7 @@ from dsx.types import ParameterShape
 
 _CEILING_STEPS, _CEILING_PERIOD = 150, 10
 _SYNCHRONOUS_STEPS = 4
-DEADLINE_SECONDS = 3600.0
+DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Options:
             if name not in PRESETS:
                 raise ValueError(f"presets={name!r} is not known; allowed: {', '.join(PRESETS)}")
         for ratio in self.ratios:
-            require_number("ratios", ratio, 0.1, 10_000)
+            require_number("ratios", ratio, 1, 10_000)
         require_number("clusters", self.num_clusters, 2, MAX_CLUSTERS)
         require_number("rounds", self.rounds, 1, 1000)
         require_number("margin", self.margin, 1.0, 10.0)
@@ -73,8 +73,8 @@ class Row:
 
     `utilization` is the ceiling's step over the measured one; `exposed_seconds` what a period of
     `interval` steps takes beyond its compute; `wire_bytes` the kernel's count, headers included;
-    `payload_bytes` the library's own, `planned_bytes` the planner's for as many rounds. None where
-    a method has no such number.
+    `payload_bytes` the library's own, `planned_bytes` the planner's for as many rounds: None where
+    DeepSpeed counts none, and where a method sends as much as what it measures tells it to.
     """
 
     ratio: float
@@ -91,11 +91,16 @@ class Row:
     predicted_utilization: float
     exposed_seconds: float
     wire_bytes: int
-    payload_bytes: int
+    payload_bytes: int | None
     planned_bytes: float | None
     validation_loss: float
     speedup: float = 1.0
     ceiling_drift: float = 0.0
+
+    @property
+    def ideal_speedup(self) -> float:
+        """Over all-reduce, at the ceiling's speed."""
+        return self.speedup / self.utilization
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -107,24 +112,19 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
 
     ValueError for inputs, TestbedUnavailable if this host has no slow line, RunFailed otherwise.
     """
-    cores = usable_cores(options)
+    cores = cores_for(options.num_clusters)
+    require_dataset(options.data)
     with Testbed(options.num_clusters, None) as bed:
         bench = Bench(options, Runner(bed, cores, DEADLINE_SECONDS), tell)
         for ratio in options.ratios:
             yield from bench.rows(ratio)
 
 
-def usable_cores(options: Options) -> list[int]:
-    """Return the cores for clusters; ValueError if they or the data are not enough for a run."""
-    cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < options.num_clusters:
-        raise ValueError(
-            f"clusters={options.num_clusters} need a core each; this process may use {len(cores)}"
-        )
-    if not (options.data / "dataset.json").is_file():
-        build = f"dsx data build --from stdlib --out {options.data}"
-        raise ValueError(f"{options.data} is not a dataset; build one with: {build}")
-    return cores
+def require_dataset(data: Path) -> None:
+    """Raise ValueError with the command that makes one, unless `data` is a dataset."""
+    if not (data / "dataset.json").is_file():
+        build = f"dsx data build --from stdlib --out {data}"
+        raise ValueError(f"{data} is not a dataset; build one with: {build}")
 
 
 class Bench:
@@ -139,22 +139,22 @@ class Bench:
         self._numel = sum(math.prod(p.shape) for p in self._parameters)
 
     def rows(self, ratio: float) -> Iterator[Row]:
-        """Yield the ceiling, all-reduce, and every preset."""
+        """Yield all-reduce, every preset, and no communication, each when it has been run."""
         options = self._options
         line, situation = self.slow_line(ratio)
         plans = plan_presets(options.presets, situation, options.margin)
         steps = (options.rounds + 1) * plans[0].interval
         self._tell(f"  {steps} steps each")
-        rows = [self.preset(plan, ratio, line, steps) for plan in plans]
-        ceilings = [row.ceiling_seconds for row in rows]
+        synchronous = self._synchronous(ratio, line, steps, situation.step_seconds)
+        yield synchronous
+        ceilings = [situation.step_seconds]
+        for plan in plans:
+            row = self.preset(plan, ratio, line, steps)
+            ceilings.append(row.ceiling_seconds)
+            yield replace(row, speedup=synchronous.step_seconds / row.step_seconds)
         alone = self._run(f"{ratio:g}_ceiling", "ceiling", steps)
         ceilings.append(alone.step_seconds(_CEILING_PERIOD))
-        synchronous = self._synchronous(ratio, line, steps, statistics.median(ceilings))
-        yield self._ceiling(alone, ratio, line, synchronous)
-        yield synchronous
-        for row in rows:
-            speedup = row.tokens_per_second / synchronous.tokens_per_second
-            yield replace(row, speedup=speedup)
+        yield self._ceiling(alone, synchronous, statistics.median(ceilings))
 
     def slow_line(self, ratio: float) -> tuple[Line, Situation]:
         """Measure a step; return the line on which an all-reduce takes `ratio` times as long."""
@@ -222,6 +222,7 @@ class Bench:
         step_seconds = measured.step_seconds(plan.interval)
         ceiling, steps = measured.ceiling_seconds(), len(measured.clusters[0]["steps"])
         predicted = plan.predict(self._situation(line, ceiling))
+        payload, wire = measured.sent()
         planned = predicted.bytes_per_round * steps / plan.interval
         return Row(
             ratio=ratio,
@@ -237,8 +238,8 @@ class Bench:
             utilization=ceiling / step_seconds,
             predicted_utilization=predicted.utilization,
             exposed_seconds=plan.interval * (step_seconds - ceiling),
-            wire_bytes=measured.total("wire_bytes"),
-            payload_bytes=measured.total("bytes_sent"),
+            wire_bytes=wire,
+            payload_bytes=payload,
             planned_bytes=planned if plan.has_fixed_traffic else None,
             validation_loss=measured.mean("validation_loss"),
             ceiling_drift=measured.drift(),
@@ -249,14 +250,15 @@ class Bench:
         """Per step, of all clusters."""
         return self._options.num_clusters * self._options.shape.tokens_per_step
 
-    def _ceiling(self, alone: Measured, ratio: float, line: Line, like: Row) -> Row:
+    def _ceiling(self, alone: Measured, like: Row, ceiling: float) -> Row:
         """Return the row of no communication; its loss is the mean of the clusters' own."""
         return replace(
             like,
             method="no communication",
             interval=0,
-            step_seconds=like.ceiling_seconds,
-            tokens_per_second=self._tokens / like.ceiling_seconds,
+            step_seconds=ceiling,
+            ceiling_seconds=ceiling,
+            tokens_per_second=self._tokens / ceiling,
             utilization=1.0,
             predicted_utilization=1.0,
             exposed_seconds=0.0,
@@ -264,7 +266,7 @@ class Bench:
             payload_bytes=0,
             planned_bytes=0.0,
             validation_loss=alone.mean("validation_loss"),
-            speedup=like.step_seconds / like.ceiling_seconds,
+            speedup=like.step_seconds / ceiling,
         )
 
     def _synchronous(self, ratio: float, line: Line, steps: int, ceiling: float) -> Row:
@@ -293,7 +295,7 @@ class Bench:
             exposed_seconds=step_seconds - ceiling,
             wire_bytes=round(steps * (sent[-1]["wire_bytes"] - sent[0]["wire_bytes"])
                              / _SYNCHRONOUS_STEPS),
-            payload_bytes=round(steps * predicted.bytes_per_round),
+            payload_bytes=None,
             planned_bytes=steps * predicted.bytes_per_round,
             validation_loss=whole.mean("validation_loss"),
         )  # fmt: skip

@@ -2,8 +2,9 @@
 
 All have the same H: the least whose transfers of the whole model in fp32, applied one round late,
 fit under the H steps of a line that is slower by the margin. Blocking presets hide nothing under
-it. Where fragments are applied tau steps later, tau is the least that hides them. dilocox's
-controller may change the rank, not H.
+it. Where fragments are applied tau steps later, tau is the least that hides them. dilocox sends
+factors from the first round on, as after its dense rounds, and its controller is held at their
+rank and that H: what is measured is its long run, in few rounds.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsx.config import resolve_method
+from dsx.control.adaptive_rank import AdaptiveRank
+from dsx.control.base import Fixed
 from dsx.method import Method
 from dsx.plan.link import Link
 from dsx.plan.predict import Prediction, fitting_interval, predict
@@ -21,6 +24,8 @@ from dsx.types import ParameterShape
 
 _BLOCKING = ("local_sgd", "slowmo", "diloco", "dreamddp")
 _WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
+_RANK = 16
+LEAST_INTERVAL = 10  # a step for every fragment, and periods long enough to be timed
 _OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
     "slowmo": {"lr": 0.7, "momentum": 0.5},
     "diloco": {"lr": 0.7, "momentum": 0.5},
@@ -65,7 +70,13 @@ class Plan:
     @property
     def has_fixed_traffic(self) -> bool:
         """Whether what is sent does not depend on times or values measured in the run."""
-        return not (self.method.uses_seconds or self.method.control.largest_rank)
+        control, schedule = self.method.control, self.method.schedule
+        is_held = isinstance(control, Fixed) or (
+            isinstance(control, AdaptiveRank)
+            and control.min_rank == control.max_rank
+            and control.min_interval == self.interval
+        )
+        return is_held and not schedule.uses_seconds
 
     def predict(self, situation: Situation) -> Prediction:
         """Return what the planner says."""
@@ -80,7 +91,7 @@ def plan_presets(names: Sequence[str], situation: Situation, margin: float) -> l
 
 def planned_interval(situation: Situation, margin: float) -> int:
     """Return the H of all presets; ValueError if there is none."""
-    return _fit({"preset": "diloco_delayed"}, situation.slower(margin))
+    return max(_fit({"preset": "diloco_delayed"}, situation.slower(margin)), LEAST_INTERVAL)
 
 
 def plan_preset(
@@ -95,7 +106,9 @@ def plan_preset(
     if name in _OUTER_RATES:
         block["outer_optimizer"] = _OUTER_RATES[name]
     if name == "dilocox":
-        block["control"] = {"rank": 16, "max_rank": 32, "min_interval": interval}
+        rank = {"rank": _RANK, "min_rank": _RANK, "max_rank": _RANK}
+        block["control"] = {**rank, "min_interval": interval}
+        block["compression"] = {"dense_rounds": 0}
     block.update(choices or {})
     if name in _WITH_DELAY_STEPS and "delay" not in block:
         block["delay"] = {"steps": _least_delay(block, situation.slower(margin))}

@@ -21,6 +21,7 @@ from dsx.bench.testbed import INTERFACE, Line, Testbed
 
 _LAUNCHER_PORT, _RENDEZVOUS_PORT = 29500, 29400
 _POLL_SECONDS = 0.05
+_LEAVE_SECONDS = 120.0
 _TAIL = 2000  # characters of a failed worker's output
 
 
@@ -62,9 +63,10 @@ class Measured:
             for record in self.clusters
         ]
 
-    def total(self, key: str) -> int:
-        """Return what the cluster with most of it has counted."""
-        return max(record[key] for record in self.clusters)
+    def sent(self) -> tuple[int, int]:
+        """Return payload and, by the kernel, wire bytes of the cluster that sends most."""
+        most = max(self.clusters, key=lambda record: record["bytes_sent"])
+        return most["bytes_sent"], most["wire_bytes"]
 
     def mean(self, key: str) -> float:
         """Return the clusters' mean."""
@@ -115,8 +117,14 @@ class Runner:
             self._bed.throttle(None)
             (directory / "leave").touch()
             self._wait_for("cluster", directory, processes, ".json")
-            for process in processes:
-                process.wait(self._deadline_seconds)
+            for cluster, process in enumerate(processes):
+                if process.wait(_LEAVE_SECONDS):
+                    raise self._failed(cluster, directory)
+        except subprocess.TimeoutExpired as error:
+            raise RunFailed(
+                f"a launcher of {directory.name} has not ended within {_LEAVE_SECONDS:g} s of its "
+                f"results; its output is in {directory}"
+            ) from error
         finally:
             self._bed.end_processes()
         return Measured([json.loads(_file(directory, "cluster", m, ".json").read_text())
@@ -159,20 +167,23 @@ class Runner:
         suffix: str = "",
     ) -> None:
         until = time.monotonic() + self._deadline_seconds
-        waiting = {m: _file(directory, what, m, suffix) for m in range(len(processes))}
+        waiting = {m: _file(directory, what, m, suffix) for m in range(len(self._cores))}
         while waiting := {m: path for m, path in waiting.items() if not path.exists()}:
-            for cluster in waiting:
-                if processes[cluster].poll() not in (None, 0):
-                    raise RunFailed(
-                        f"cluster {cluster} of {directory.name} has failed:\n"
-                        f"{_log(directory, cluster).read_text()[-_TAIL:]}"
-                    )
+            # before the last files no launcher may end, and none without its own
+            ended = {m: status for m, p in enumerate(processes) if (status := p.poll()) is not None}
+            for cluster, status in ended.items():
+                if status or not _file(directory, "cluster", cluster, ".json").exists():
+                    raise self._failed(cluster, directory)
             if time.monotonic() > until:
                 raise RunFailed(
                     f"clusters {sorted(waiting)} of {directory.name} are not {what} within "
                     f"{self._deadline_seconds:g} s; their output is in {directory}"
                 )
             time.sleep(_POLL_SECONDS)
+
+    def _failed(self, cluster: int, directory: Path) -> RunFailed:
+        tail = _log(directory, cluster).read_text()[-_TAIL:]
+        return RunFailed(f"cluster {cluster} of {directory.name} has failed:\n{tail}")
 
 
 def _file(directory: Path, what: str, cluster: int, suffix: str = "") -> Path:

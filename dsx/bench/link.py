@@ -6,6 +6,7 @@ The command's words may contain `{cluster}`, `{clusters}`, `{address}` (the clus
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -63,7 +64,23 @@ class ClusterResult:
         return asdict(self)
 
 
-def run_in_clusters(bed: Testbed, command: Sequence[str], is_pinned: bool) -> list[ClusterResult]:
+class ProbeFailed(RuntimeError):
+    """The bare line has not carried what was sent."""
+
+
+def cores_for(num_clusters: int) -> list[int]:
+    """Return a core per cluster, of those that this process may use; ValueError if too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < num_clusters:
+        raise ValueError(
+            f"clusters={num_clusters} need a core each; this process may use {len(cores)}"
+        )
+    return cores
+
+
+def run_in_clusters(
+    bed: Testbed, command: Sequence[str], cores: Sequence[int] | None
+) -> list[ClusterResult]:
     """Run a command in every cluster to its end; where one fails, the others are ended."""
     clusters = range(bed.num_clusters)
     before = [bed.traffic(m) for m in clusters]
@@ -72,7 +89,7 @@ def run_in_clusters(bed: Testbed, command: Sequence[str], is_pinned: bool) -> li
     echoes: list[threading.Thread] = []
     for cluster in clusters:
         words = [_filled(word, bed, cluster) for word in command]
-        core = cluster if is_pinned else None
+        core = None if cores is None else cores[cluster]
         process = bed.start(cluster, words, output=subprocess.PIPE, core=core)
         assert process.stdout is not None
         echo = threading.Thread(target=_echo, args=(process.stdout, f"[cluster {cluster}] "))
@@ -109,7 +126,13 @@ def probe(bed: Testbed, line: Line) -> ClusterResult:
     receiver = bed.start(0, [sys.executable, "-c", _RECEIVE, *where])
     sender = bed.start(1, [sys.executable, "-c", _SEND, *where, str(payload)])
     deadline = 60 + 10 * _PROBE_SECONDS
-    status = sender.wait(deadline) or receiver.wait(deadline)
+    try:
+        status = sender.wait(deadline) or receiver.wait(deadline)
+    except subprocess.TimeoutExpired as error:
+        raise ProbeFailed(
+            f"{payload} bytes have not arrived within {deadline:g} s on a line of "
+            f"{line.megabits_per_second:g} Mbit/s"
+        ) from error
     passed = bed.traffic(1) - before
     seconds = time.monotonic() - began
     return ClusterResult(1, status, seconds, passed.bytes_sent, passed.bytes_received)

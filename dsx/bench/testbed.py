@@ -46,18 +46,33 @@ class TestbedUnavailable(RuntimeError):
 class Line:
     """One cluster's line, each way: `megabits_per_second` counts Ethernet frames, as `tc` does.
 
-    `burst_kilobytes` may pass at once after a pause; `queue_milliseconds` of the rate wait in the
-    queue before packets are dropped.
+    `burst_kilobytes` may pass at once after a pause: without a number 10 ms of the rate, so that
+    it is small against any transfer. `queue_milliseconds` of the rate, but at least 64 KiB, wait in
+    the queue before packets are dropped.
     """
 
     megabits_per_second: float
-    burst_kilobytes: int = 64
+    burst_kilobytes: int | None = None
     queue_milliseconds: float = 50.0
 
     def __post_init__(self) -> None:
         require_number("megabits_per_second", self.megabits_per_second, 0.01, 100_000)
-        require_number("burst_kilobytes", self.burst_kilobytes, 2, 100_000)
+        if self.burst_kilobytes is not None:
+            require_number("burst_kilobytes", self.burst_kilobytes, 2, 100_000)
         require_number("queue_milliseconds", self.queue_milliseconds, 1, 10_000)
+
+    @property
+    def burst_bytes(self) -> int:
+        """At least two frames, which `tc` cannot do without."""
+        if self.burst_kilobytes is not None:
+            return 1024 * self.burst_kilobytes
+        return max(round(self.megabits_per_second * 1e6 / 8 * 0.01), 4096)
+
+    @property
+    def queue_bytes(self) -> int:
+        """What waits, or is in the bucket."""
+        waiting = self.megabits_per_second * 1e6 / 8 * self.queue_milliseconds / 1000
+        return max(round(waiting), 65536) + self.burst_bytes
 
 
 @dataclass(frozen=True)
@@ -79,7 +94,7 @@ class Traffic:
 
 
 class Testbed:
-    """`num_clusters` namespaces on throttled lines, for as long as the context is open."""
+    """`num_clusters` namespaces on throttled lines, while the context is open; one per process."""
 
     __test__ = False
 
@@ -95,11 +110,15 @@ class Testbed:
     def __enter__(self) -> Testbed:
         _require_tools()
         remove_left_behind()
+        self._clear()  # of an earlier process that had our number
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             self._handlers[number] = signal.signal(number, _leave)
         try:
             self._build()
             self.throttle(self._line)
+        except OSError as error:
+            self._remove()
+            raise TestbedUnavailable(str(error)) from error
         except BaseException:
             self._remove()
             raise
@@ -128,8 +147,7 @@ class Testbed:
                 _ip(
                     *where, "replace", "dev", interface, "root", "tbf",
                     "rate", f"{round(line.megabits_per_second * 1e6)}bit",
-                    "burst", f"{line.burst_kilobytes}kb",
-                    "latency", f"{line.queue_milliseconds:g}ms",
+                    "burst", f"{line.burst_bytes}b", "limit", f"{line.queue_bytes}b",
                 )  # fmt: skip
 
     def traffic(self, cluster: int) -> Traffic:
@@ -161,17 +179,16 @@ class Testbed:
         """End whatever still runs inside the clusters: SIGTERM, and after some seconds SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             until = time.monotonic() + _GRACE_SECONDS
-            _signal(self._inside(), number)
-            while self._inside() and time.monotonic() < until:
+            _signal(self._running(), number)
+            while self._running() and time.monotonic() < until:
                 time.sleep(0.1)
-        for process in self._started:
-            process.wait()
         self._started.clear()
 
-    def _inside(self) -> list[int]:
-        for process in self._started:
-            process.poll()  # a child that has ended is not inside any more
-        return _processes_in([self.namespace(m) for m in range(self.num_clusters)])
+    def _running(self) -> list[int]:
+        """Return what is inside the clusters, and what was started but is not inside yet."""
+        started = [process.pid for process in self._started if process.poll() is None]
+        inside = _processes_in([self.namespace(m) for m in range(self.num_clusters)])
+        return sorted({*started, *inside})
 
     def _build(self) -> None:
         _ip("netns", "add", self._hub)
@@ -179,7 +196,7 @@ class Testbed:
         _ip("-n", self._hub, "link", "set", "bridge", "up")
         for cluster in range(self.num_clusters):
             name, port = self.namespace(cluster), f"port{cluster}"
-            _HOSTS.joinpath(name).mkdir(parents=True)
+            _HOSTS.joinpath(name).mkdir(parents=True, exist_ok=True)
             _HOSTS.joinpath(name, "hosts").write_text(self._hosts(cluster))
             _ip("netns", "add", name)
             _ip("link", "add", INTERFACE, "netns", name, "type", "veth",
@@ -193,6 +210,9 @@ class Testbed:
             # the kernel's own default; a host may prefer another, and figures would differ by it
             _ip("-n", name, "route", "replace", "10.77.0.0/24", "dev", INTERFACE,
                 "src", self.address(cluster), "congctl", "cubic")  # fmt: skip
+
+    def _clear(self) -> None:
+        remove_namespaces([self._hub, *map(self.namespace, range(MAX_CLUSTERS))])
 
     def _hosts(self, own: int) -> str:
         """Return /etc/hosts of a cluster: the host's own name leads to its end of the line.
@@ -209,8 +229,10 @@ class Testbed:
         for number in self._handlers:
             signal.signal(number, signal.SIG_IGN)
         try:
-            self.end_processes()
-            remove_namespaces([self._hub, *map(self.namespace, range(self.num_clusters))])
+            try:
+                self.end_processes()
+            finally:
+                self._clear()
         finally:
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)  # type: ignore[arg-type]
@@ -228,9 +250,9 @@ def read_traffic(counters: str) -> Traffic:
 
 def remove_left_behind() -> list[str]:
     """Remove the namespaces of testbeds whose process is gone; return their names."""
-    found = sorted(path.name for path in _NAMESPACES.glob("dsx-*"))
-    owners = {name: match for name in found if (match := _OWNED.fullmatch(name))}
-    gone = [name for name, owner in owners.items() if not Path(f"/proc/{owner[1]}").exists()]
+    found = sorted({path.name for where in (_NAMESPACES, _HOSTS) for path in where.glob("dsx-*")})
+    owners = {name: int(match[1]) for name in found if (match := _OWNED.fullmatch(name))}
+    gone = [name for name, owner in owners.items() if not Path(f"/proc/{owner}").exists()]
     _signal(_processes_in(gone), signal.SIGKILL)
     remove_namespaces(gone)
     return gone
@@ -238,10 +260,16 @@ def remove_left_behind() -> list[str]:
 
 def remove_namespaces(names: Sequence[str]) -> None:
     """Remove namespaces with all that is in them, as far as they exist."""
+    failed: list[TestbedUnavailable] = []
     for name in names:
         shutil.rmtree(_HOSTS / name, ignore_errors=True)
-        if (_NAMESPACES / name).exists():
-            _ip("netns", "del", name)
+        try:
+            if (_NAMESPACES / name).exists():
+                _ip("netns", "del", name)
+        except TestbedUnavailable as error:
+            failed.append(error)  # the others are removed all the same
+    if failed:
+        raise failed[0]
 
 
 def _processes_in(namespaces: Sequence[str]) -> list[int]:

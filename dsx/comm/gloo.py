@@ -148,8 +148,12 @@ class FragmentGroups:
         for peer, incoming in arriving.items():
             for message in incoming.messages:
                 works.receive(message, peer)
+        made: dict[int, list[Tensor]] = {}  # one that goes to all is put together once
         for peer in self._peers.others:
-            for message in outgoing(swap.outgoing[peer]):
+            tensors = swap.outgoing[peer]
+            if id(tensors) not in made:
+                made[id(tensors)] = outgoing(tensors)
+            for message in made[id(tensors)]:
                 works.send(message, peer)
         works.wait()
         for incoming in arriving.values():

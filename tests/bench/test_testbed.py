@@ -14,7 +14,14 @@ from pathlib import Path
 
 import pytest
 
-from dsx.bench.testbed import UNAVAILABLE, Line, Testbed, TestbedUnavailable, read_traffic
+from dsx.bench.testbed import (
+    UNAVAILABLE,
+    Line,
+    Testbed,
+    TestbedUnavailable,
+    read_traffic,
+    remove_left_behind,
+)
 
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]
 NAMESPACES = Path("/run/netns")
@@ -67,7 +74,7 @@ def test_a_line_carries_its_rate_and_the_kernel_counts_every_frame(bed: Testbed)
     # 1448 of 1514 bytes are payload, and as good as nothing was sent twice
     assert 1.045 < passed.bytes_sent / 2_500_000 < 1.06
     rate = 8 * passed.bytes_sent / float(seconds)
-    assert rate < 40e6 * 1.1  # the queue's first 64 kB pass at once
+    assert 0.3 * 40e6 < rate < 40e6 * 1.05  # with what the bucket holds, and on a busy machine
     assert passed.packets_sent > 2_500_000 / 1448
 
 
@@ -105,6 +112,29 @@ def test_without_tools_it_says_so_and_exits_with_a_code_of_its_own(tmp_path: Pat
     )
     assert done.returncode == UNAVAILABLE
     assert "no `ip` on this host: install iproute2" in done.stderr
+
+
+def test_what_a_command_calls_an_option_is_its_own() -> None:
+    done = subprocess.run(
+        [*DSX, "bench", "link", "--mbits", "5", "--", "true"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "No such option: --mbits" in done.stderr
+
+
+def test_leftovers_of_a_dead_process_are_found_under_etc_too(bed: Testbed) -> None:
+    gone = subprocess.Popen(["true"])
+    gone.wait(10)
+    left = Path(f"/etc/netns/dsx-{gone.pid}-0")
+    left.mkdir(parents=True)
+    assert left.name in remove_left_behind()
+    assert not left.exists()
+
+
+def test_a_burst_is_small_against_a_transfer_unless_given() -> None:
+    assert Line(20).burst_bytes == 25_000 and Line(0.5).burst_bytes == 4096
+    assert Line(0.5, burst_kilobytes=64).burst_bytes == 65536
+    assert Line(0.5).queue_bytes >= 65536  # or a slow line would drop what a window holds
 
 
 def test_a_failing_command_gives_its_status_and_ends_the_others(bed: Testbed) -> None:
