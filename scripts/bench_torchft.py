@@ -106,11 +106,13 @@ def why_no_torchft() -> str | None:
 
 def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> Iterator[Row]:
     """Yield a `Row` of dsx.bench.e2e per method; errors as there."""
-    from dsx.bench.e2e import DEADLINE_SECONDS, Bench, usable_cores
+    from dsx.bench.e2e import DEADLINE_SECONDS, Bench, require_dataset
     from dsx.bench.e2e_plan import plan_preset, planned_interval
     from dsx.bench.e2e_run import Runner
+    from dsx.bench.link import cores_for
 
-    cores = usable_cores(options)
+    cores = cores_for(options.num_clusters)
+    require_dataset(options.data)
     with Testbed(options.num_clusters, None) as bed:
         runner = Runner(bed, cores, DEADLINE_SECONDS)
         bench = Bench(options, runner, tell)
