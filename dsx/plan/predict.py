@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 from dsx.plan.closed_forms import data_parallel_step_seconds
 from dsx.plan.launches import launches_of
-from dsx.plan.link import Costs, Link
+from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
 from dsx.plan.scenario import Compute, require_number
 from dsx.plan.settings import Settings, settings_of
 from dsx.plan.timeline import Cost, Launch, Timeline
-from dsx.plan.traffic import Ranks, Traffic, loads_of
+from dsx.plan.traffic import MEAN_SWAPS, Ranks, Traffic, loads_of
 
 if TYPE_CHECKING:
     from dsx.method import Method
@@ -191,7 +191,7 @@ def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Predicti
     line_seconds = sent / link.payload_bytes_per_second
     layers = len(traffic.loads)
     compute = Compute(max(numel, 1), layers, step_seconds)
-    latency = 2 * link.latency_seconds if clusters > 1 else 0.0
+    latency = MEAN_SWAPS * SWAP_ONE_WAYS * link.latency_seconds if clusters > 1 else 0.0
     seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
     return Prediction(
         step_seconds / seconds, seconds, seconds - step_seconds, sent, line_seconds, 1, 1,

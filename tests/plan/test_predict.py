@@ -14,7 +14,7 @@ from dsx.plan.dag import elapsed_seconds
 from dsx.plan.link import PAYLOAD_SHARE, Costs, Link, read_codec_figures, wire_bytes
 from dsx.plan.predict import fitting_interval, predict
 from dsx.plan.scenario import Compute, Scenario, Sync, Wire
-from dsx.plan.settings import DATA_PARALLEL, Coding, Settings
+from dsx.plan.settings import DATA_PARALLEL, Coding, Notes, Settings
 from dsx.plan.timeline import Cost, SharedLine
 from dsx.plan.traffic import of_sizes
 
@@ -58,8 +58,11 @@ def test_latency_and_coding_take_their_time() -> None:
     base = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, FREE)
     late = replace(line_of(5.0, 10**6), latency_seconds=0.5)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, late, 2, FREE)
-    # announcement, guard, slices to their owners, means back
-    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 0.5)
+    # announcement, guard, slices to their owners, means back: each asked for first
+    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 2 * 0.5)
+    noted = replace(BLOCKING, notes=Notes(by_cluster=3))
+    found = predict(noted, of_sizes(sizes), 1.0, late, 2, FREE)
+    assert found.round_seconds == pytest.approx(base.round_seconds + 6 * 2 * 0.5, rel=1e-4)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, slow)
     assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 1.0)
 
