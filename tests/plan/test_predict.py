@@ -152,18 +152,25 @@ def test_adaptive_sends_as_often_as_gamma_allows() -> None:
 def test_the_least_interval_fits_and_the_next_less_does_not(settings: Settings) -> None:
     line, ranks = line_of(33.0, sum(SIZES)), of_sizes(SIZES)
     target = 1.0 if settings is LATE else 0.9
-    least = fitting_interval(settings, ranks, 1.0, line, 2, FREE, target)
+    least = fitting_interval(settings, ranks, 1.0, line, 2, target)
     assert least is not None
-    reached = [
-        predict(settings.at(h), ranks, 1.0, line, 2, FREE).utilization for h in (least - 1, least)
-    ]
+    reached = [predict(settings.at(h), ranks, 1.0, line, 2).utilization for h in (least - 1, least)]
     assert reached[0] < target <= reached[1] + 1e-6
     if settings is LATE:
         assert least == 34  # and some bytes of headers
 
 
 def test_no_interval_hides_a_blocking_transfer() -> None:
-    assert fitting_interval(BLOCKING, of_sizes(SIZES), 1.0, line_of(1, 10), 2, FREE) is None
+    assert fitting_interval(BLOCKING, of_sizes(SIZES), 1.0, line_of(1, 10), 2) is None
+
+
+@pytest.mark.parametrize("seconds", [19_200.0, 999_980.0])
+def test_intervals_up_to_a_million_are_found(seconds: float) -> None:
+    line = line_of(seconds, 10**9)
+    least = fitting_interval(LATE, of_sizes([10**9]), 1.0, line, 2, 1 - 1e-9)
+    assert least == pytest.approx(seconds, abs=10)
+    slower = line_of(seconds + 10**6, 10**9)
+    assert fitting_interval(LATE, of_sizes([10**9]), 1.0, slower, 2) is None
 
 
 @given(
