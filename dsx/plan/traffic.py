@@ -74,7 +74,7 @@ class Traffic:
         if not parts or self.num_clusters == 1:
             return Cost(0.0, 0.0, 0.0)
         largest = max(parts, key=lambda p: p.numel)
-        before, after = _coding_seconds(largest, self.coding, self.num_clusters, costs)
+        before, after = coding_seconds(largest, self.coding, self.num_clusters, costs)
         swaps = _swaps(self.coding, self.num_clusters) + MEAN_SWAPS * self._has_notes
         swap_latency = SWAP_ONE_WAYS * link.latency_seconds
         return Cost(
@@ -104,7 +104,7 @@ def _swaps(coding: Coding, num_clusters: int) -> int:
     return 1 if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO else MEAN_SWAPS
 
 
-def _coding_seconds(
+def coding_seconds(
     parts: Parts, coding: Coding, num_clusters: int, costs: Costs
 ) -> tuple[float, float]:
     """Return a transfer thread's seconds before its first byte leaves, and after the last came.
