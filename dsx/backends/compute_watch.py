@@ -1,8 +1,10 @@
 """Spans of forward and backward, for a trace: from hooks on the module, whatever the engine is.
 
 The forward is the module's own call. The backward runs from the first gradient of one of its
-outputs to the end of the pass, of which autograd tells. A step in which the module was not called
-(a script that calls its parts) has one "compute" span, from the boundary before to the optimizer.
+outputs to the end of the pass, of which autograd tells; a forward that runs again inside it
+(activation checkpointing) is part of it. A step in which the module was not called (a script that
+calls its parts) has one "compute" span, from the boundary before to the optimizer. Nothing here may
+raise: these hooks run inside training.
 """
 
 from __future__ import annotations
@@ -32,24 +34,32 @@ class ComputeWatch:
 
         def before(module: nn.Module, inputs: Any) -> None:
             self._seen = self._trace.step
-            began.clear()  # of a backward that failed, too
-            began["forward"] = now()
+            if _is_in_a_backward():
+                begin_backward()
+            else:
+                began.clear()  # of a backward that failed, too
+                began["forward"] = now()
 
         def after(module: nn.Module, inputs: Any, output: Any) -> None:
-            name = "forward" if module.training else "evaluation"
-            self._trace.add(name, "forward", began["forward"])
+            if _is_in_a_backward():
+                return
+            if "forward" in began:
+                name = "forward" if module.training else "evaluation"
+                self._trace.add(name, "forward", began["forward"])
             for tensor in tensors_of(output):
                 if tensor.requires_grad:
                     tensor.register_hook(begin_backward)
 
-        def begin_backward(grad: Tensor) -> None:
+        def begin_backward(grad: Tensor | None = None) -> None:
             if "backward" not in began:
                 began["backward"] = now()
                 engine: Any = cast(Any, torch.autograd.Variable)._execution_engine
                 engine.queue_callback(end_backward)
 
         def end_backward() -> None:
-            self._trace.add("backward", "backward", began.pop("backward"))
+            since = began.pop("backward", None)
+            if since is not None:
+                self._trace.add("backward", "backward", since)
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -76,3 +86,8 @@ class ComputeWatch:
             return result
 
         return step
+
+
+def _is_in_a_backward() -> bool:
+    """Whether autograd runs a pass on this thread, as it does where a forward is recomputed."""
+    return cast(Any, torch)._C._current_graph_task_id() != -1

@@ -8,10 +8,11 @@ each peer; with `link.streams` a fragment has several, and each message is cut o
 (stripes.py). A rank then holds fragments x streams x peers connections.
 
 A swap is point-to-point sends and receives with every peer, receives first. gloo tells the peer of
-a receive on the connection that its own data take, and sends only what the peer has asked for: its
-all_gather, which posts sends first, lets a rank that comes second send half its data ahead of its
-requests while the other direction idles, and so takes 3/2 of the time (payload at 61 to 64 % of a
-tbf line of 2 or 20 Mbit/s with one rank 50 ms late; this swap 93 to 95 %, TCP's ceiling 95.6).
+a receive on the connection that its own data take, and sends only what the peer has asked for, so a
+swap takes two one-way latencies. Its all_gather, which posts sends
+first, lets a rank that comes second send half its data ahead of its requests while the other
+direction idles, and so takes 3/2 of the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s
+with one rank 50 ms late; this swap 93 to 95 %, TCP's ceiling 95.6).
 Every wait has the transport's deadline; a peer that closes its connection or misses it becomes
 `PeerLost`.
 
@@ -110,7 +111,7 @@ class Announcements:
     def agree(self, what: Submission, number: int) -> int:
         """Send every peer what is about to be averaged; PeerLost if one has something else.
 
-        Returns the bytes sent. Costs one one-way latency, on the fragment's own thread.
+        Returns the bytes sent. Costs a swap: two one-way latencies, on the fragment's own thread.
         """
         until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)

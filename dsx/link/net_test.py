@@ -32,13 +32,14 @@ from dsx.comm.swap import Peers
 from dsx.comm.topology import Place
 from dsx.link.figures import AllReduce, Figures, PairBandwidth, RoundTrip
 from dsx.link.settings import Settings
+from dsx.plan.link import SWAP_ONE_WAYS
+from dsx.plan.traffic import MEAN_SWAPS
 
 _FIRST_BYTES = 64 * 1024
 _MOST_BYTES = 512 * 2**20
 _LONG_ENOUGH = 0.6  # of the seconds asked for
 _FIRST_PINGS, _LEAST_PINGS, _MOST_PINGS = 3, 5, 100
 _READY, _PING, _PONG, _AGREED = 1, 2, 3, 4  # tags; 0 is data's
-_ALL_REDUCE_ROUND_TRIPS = 2  # each of two swaps asks for what it then gets
 
 
 def measure(settings: Settings, tell: Callable[[str], None]) -> Figures:
@@ -106,7 +107,7 @@ class _Line:
         if self.peers.cluster_id in pair:
             other = sum(pair) - self.peers.cluster_id
             elapsed = self._transfer(senders, other, size, streams, label)
-        return self._less_latency(max(self._agree(label, elapsed)), 0.5)
+        return self._less_latency(max(self._agree(label, elapsed)), 1)
 
     def all_reduce(self, streams: int, size: int) -> float:
         """Return the seconds in which the slowest cluster has the mean of `size` bytes of fp32."""
@@ -118,7 +119,7 @@ class _Line:
         for swap in exchange:
             group.swap(swap, label)
         elapsed = time.perf_counter() - started
-        return self._less_latency(max(self._agree(label, elapsed)), _ALL_REDUCE_ROUND_TRIPS)
+        return self._less_latency(max(self._agree(label, elapsed)), MEAN_SWAPS * SWAP_ONE_WAYS)
 
     def _transfer(
         self, senders: list[int], other: int, size: int, streams: int, label: str
@@ -183,8 +184,8 @@ class _Line:
             works.send(values[own : own + 1], other)
         works.wait()
 
-    def _less_latency(self, elapsed: float, round_trips: float) -> float:
-        return max(elapsed - round_trips * self.round_trip_seconds, elapsed / 2)
+    def _less_latency(self, elapsed: float, one_ways: int) -> float:
+        return max(elapsed - one_ways / 2 * self.round_trip_seconds, elapsed / 2)
 
 
 def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Line:

@@ -19,7 +19,10 @@ Interval = Annotated[
     int, typer.Option(help="H: inner steps per round; data parallel sends in every step.")
 ]
 OverlapSteps = Annotated[
-    int, typer.Option(help="tau: further steps that run before one waits for a transfer.")
+    int,
+    typer.Option(
+        help="tau: further steps that run before one waits for a transfer; none in data parallel."
+    ),
 ]
 LayersPerFragment = Annotated[int, typer.Option(help="Streaming: layers sent in one launch.")]
 Pattern = Annotated[
@@ -48,7 +51,8 @@ Targets = Annotated[
     str | None, typer.Option(metavar="PERCENT,...", help="Utilizations; default 50,80,90,95,99.")
 ]
 Gbps = Annotated[
-    float | None, typer.Option(help="Instead of targets: a line of so many Gbit/s, each way.")
+    float | None,
+    typer.Option(help="Instead of targets and grid: a line of so many Gbit/s, each way."),
 ]
 PaperGrid = Annotated[
     bool, typer.Option("--paper-grid", help="Answer as the papers' tables do, on their grid.")
@@ -89,15 +93,12 @@ def simulate(
     from dsx.plan import show
 
     try:
-        if gbps is not None and (targets is not None or paper_grid):
-            raise ValueError(
-                f"--gbps {gbps:g} asks what a line gives, --targets and --paper-grid what line is "
-                "needed; leave out one or the other"
-            )
+        given.require_number("overlap_steps", overlap_steps, 0, 10**6)
+        remarks = _remarks(method, overlap_steps)
         sync = given.Sync(
             cast(given.MethodName, method),
             interval,
-            overlap_steps,
+            0 if method == "data_parallel" else overlap_steps,
             layers_per_fragment,
             cast(given.Pattern, pattern),
             launch_every,
@@ -107,10 +108,19 @@ def simulate(
         wire = given.Wire(bits, clusters, latency_seconds, codec_seconds_per_byte)
         scenario = given.Scenario(compute, sync, wire, rounds)
         if gbps is not None:
-            show.show_bandwidth(scenario, gbps, json, Console())
+            show.show_bandwidth(scenario, gbps, remarks, json, Console())
         else:
             percents = show.read_targets(show.DEFAULT_TARGETS if targets is None else targets)
-            show.show_targets(scenario, percents, paper_grid, json, Console())
+            show.show_targets(scenario, percents, paper_grid, remarks, json, Console())
     except ValueError as error:
         typer.echo(f"dsx simulate: {error}", err=True)
         raise typer.Exit(2) from error
+
+
+def _remarks(method: str, overlap_steps: int) -> list[str]:
+    if method != "data_parallel" or not overlap_steps:
+        return []
+    return [
+        f"{method}: the next step waits for every transfer, so --overlap-steps {overlap_steps} "
+        "changes nothing"
+    ]

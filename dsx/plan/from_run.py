@@ -5,8 +5,8 @@
 - The line: payload of all fragments launched at one boundary over the longest of their
   `transfer_seconds` less `coding_seconds`; of all boundaries the largest. A cluster that comes late
   or codes slowly is waited for in those seconds, so it is at least this: the line may be faster.
-- Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it,
-  and it is of the run's own codec, so a plan shows it and computes with figures per codec.
+- Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it.
+  It is of the run's own codec, whose speed a plan takes from it (measured_codec.py).
 - The training thread's own work at launch and apply: what `blocked_seconds` holds beyond the waits.
 
 Latency is not in the records: it is part of a transfer's seconds, and of no other number.
@@ -17,11 +17,12 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dsx.plan.settings import Coding
 from dsx.types import ParameterShape
 
 _WARM_UP = 2
@@ -40,7 +41,8 @@ class RunFigures:
     ranks: int
     stages: int
     parameters: tuple[ParameterShape, ...]
-    fragment_numels: tuple[int, ...]
+    fragment_numels: tuple[tuple[int, ...], ...]  # by stage
+    coding: Coding
     step_seconds: float
     payload_bits_per_second: float | None
     coding_seconds_per_element: float | None
@@ -56,16 +58,10 @@ def read_run(directory: Path) -> RunFigures:
         raise ValueError(
             f"{directory} holds no metrics.jsonl: give the directory that a run's metrics.dir named"
         )
-    by_file = [_records(path) for path in files]
-    starts = [r for records in by_file for r in records if r["kind"] == "start"]
-    if not starts:
-        raise ValueError(
-            f'{directory} has no "start" record, which runs write since dsx plan reads them: run '
-            "some rounds with this version, or give the sizes by --params and --layers"
-        )
-    start = starts[-1]
-    syncs = [[r for r in records if r["kind"] == "sync"] for records in by_file]
-    steps = [[r for r in records if r["kind"] == "step"] for records in by_file]
+    by_cluster = [_records(path) for path in files]
+    start = _start(directory, by_cluster)
+    syncs = [[r for r in records if r["kind"] == "sync"] for records in by_cluster]
+    steps = [[r for r in records if r["kind"] == "step"] for records in by_cluster]
     pairs = list(zip(steps, syncs, strict=True))
     quiet = [seconds for s, y in pairs for seconds in _quiet_steps(s, y)]
     if not quiet:
@@ -73,29 +69,34 @@ def read_run(directory: Path) -> RunFigures:
             f"{directory} has no step beyond the first {_WARM_UP} without a sync: let the run take "
             "more steps between syncs"
         )
-    numels = _fragment_numels(syncs[0])
-    ranks = int(start["ranks"])
+    ranks, stages = int(start["ranks"]), int(start["stages"])
     return RunFigures(
         preset=start["preset"],
         num_clusters=int(start["num_clusters"]),
         ranks=ranks,
-        stages=int(start["stages"]),
-        parameters=_parameters(start) if start["stages"] == 1 else (),
-        fragment_numels=numels,
+        stages=stages,
+        parameters=_parameters(start) if stages == 1 else (),
+        fragment_numels=_fragment_numels(syncs[0], stages),
+        coding=_coding(start),
         step_seconds=median(quiet),
         payload_bits_per_second=max((r for y in syncs for r in _rates(y)), default=None),
-        coding_seconds_per_element=_median(
-            r["coding_seconds"] * ranks / r["numel"]
-            for y in syncs
-            for r in y
-            if "coding_seconds" in r and r["numel"]
-        ),
+        coding_seconds_per_element=_coding_seconds(syncs, ranks // stages),
         blocking_seconds_per_element=_median(
-            seconds * ranks for s, y in pairs for seconds in _blocking(s, y)
+            seconds * ranks / stages for s, y in pairs for seconds in _blocking(s, y)
         ),
         num_steps=len(quiet),
         num_syncs=sum(len(y) for y in syncs),
     )
+
+
+def _start(directory: Path, by_cluster: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
+    starts = [r for records in by_cluster for r in records if r["kind"] == "start"]
+    if not starts:
+        raise ValueError(
+            f'{directory} has no "start" record, which runs write since dsx plan reads them: run '
+            "some rounds with this version, or give the sizes by --params and --layers"
+        )
+    return starts[-1]
 
 
 def _records(path: Path) -> list[dict[str, Any]]:
@@ -133,13 +134,37 @@ def _rates(syncs: Iterable[Mapping[str, Any]]) -> list[float]:
     return rates
 
 
+def _coding(start: Mapping[str, Any]) -> Coding:
+    """Return the run's own, as far as a plan knows codecs."""
+    block = start["axes"]["compression"]
+    known: dict[str, Any] = {f.name: block[f.name] for f in fields(Coding) if f.name in block}
+    known["exclude"] = tuple(known.get("exclude", ()))
+    return Coding(**known)
+
+
+def _coding_seconds(
+    by_cluster: Iterable[Iterable[Mapping[str, Any]]], ranks_per_stage: int
+) -> float | None:
+    """Return seconds per element of a rank: a sync's elements are those of one stage."""
+    return _median(
+        sync["coding_seconds"] * ranks_per_stage / sync["numel"]
+        for syncs in by_cluster
+        for sync in syncs
+        if "coding_seconds" in sync and sync["numel"]
+    )
+
+
 def _blocking(
     steps: Iterable[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
 ) -> list[float]:
-    """Return seconds per element, of steps at which what was launched is applied, or one round."""
+    """Return seconds per element, of steps at which what was launched is applied, or one round.
+
+    Steps are recorded by rank 0, so of a pipeline the first stage's syncs count alone.
+    """
     applied: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
     for sync in syncs:
-        applied[sync["applied_step"]].append(sync)
+        if sync.get("stage", 0) == 0:
+            applied[sync["applied_step"]].append(sync)
     found: list[float] = []
     for step in steps:
         own = applied.get(step["step"], [])
@@ -150,9 +175,13 @@ def _blocking(
     return found
 
 
-def _fragment_numels(syncs: Iterable[Mapping[str, Any]]) -> tuple[int, ...]:
+def _fragment_numels(
+    syncs: Iterable[Mapping[str, Any]], num_stages: int
+) -> tuple[tuple[int, ...], ...]:
     sizes = {(s.get("stage", 0), s["fragment"]): int(s["numel"]) for s in syncs}
-    return tuple(sizes[key] for key in sorted(sizes))
+    return tuple(
+        tuple(sizes[key] for key in sorted(sizes) if key[0] == stage) for stage in range(num_stages)
+    )
 
 
 def _parameters(start: Mapping[str, Any]) -> tuple[ParameterShape, ...]:

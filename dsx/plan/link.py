@@ -4,6 +4,10 @@ A line is given by its raw rate, as a network card, a provider or `tc tbf` count
 A frame of 1514 bytes carries 1448 of payload at an MTU of 1500: 14 of Ethernet, 20 of IPv4, 20 of
 TCP and 12 of its timestamps are not. Acknowledgements go the other way, about one per two frames,
 and are left out, as are retransmissions and the first round trips in which TCP finds its window.
+
+A swap takes `SWAP_ONE_WAYS` latencies, not one: a receive is announced to its sender, and gloo
+sends what was asked for. A dense transfer is four swaps (announcement, header, two of the mean),
+its notes two more.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from typing import Any
 
 from dsx.plan.scenario import require_number
 
+SWAP_ONE_WAYS = 2
 FRAME_BYTES, FRAME_PAYLOAD_BYTES = 1514, 1448
 PAYLOAD_SHARE = FRAME_PAYLOAD_BYTES / FRAME_BYTES
 _MEMCPY = 6.9e9  # bytes per second, of the machine the README's table of codecs was made on

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 from dsx.fragment import Fragmenter, assign_stage, group_by_layer, lay_out
 from dsx.model_files import ModelFiles, inner_of, stage_shapes
@@ -127,10 +128,21 @@ def from_parameters(parameters: Sequence[ParameterShape], ranks: int) -> Planned
     return PlannedModel((tuple(parameters),), ranks, hidden)
 
 
-def from_numels(numels: Sequence[int], ranks: int) -> PlannedModel:
-    """Return a model of which only the sizes of layers are known, as a run's records tell them."""
-    shapes = [ParameterShape(f"layers.{i}.weight", (1, n)) for i, n in enumerate(numels)]
-    return PlannedModel((tuple(shapes),), ranks, None)
+def from_numels(numels: Sequence[Sequence[int]], ranks: int) -> PlannedModel:
+    """Return a pipeline of which only the sizes of fragments are known, as a run's records tell.
+
+    `numels` are by stage; `ranks` those of a cluster, of which each stage has as many.
+    """
+    if ranks % len(numels):
+        raise ValueError(
+            f"--gpus-per-cluster {ranks} must be a multiple of the run's {len(numels)} stages"
+        )
+    number = count()
+    stages = tuple(
+        tuple(ParameterShape(f"layers.{next(number)}.weight", (1, n)) for n in of_stage)
+        for of_stage in numels
+    )
+    return PlannedModel(stages, ranks // len(numels), None)
 
 
 def _shares(parts: Parts, ranks: int) -> tuple[tuple[Parts, int], ...]:

@@ -23,16 +23,16 @@ from typing import TYPE_CHECKING, Any
 
 from dsx.plan.closed_forms import data_parallel_step_seconds
 from dsx.plan.launches import launches_of
-from dsx.plan.link import Costs, Link
+from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
 from dsx.plan.scenario import Compute, require_number
 from dsx.plan.settings import Settings, settings_of
 from dsx.plan.timeline import Cost, Launch, Timeline
-from dsx.plan.traffic import Ranks, Traffic, loads_of
+from dsx.plan.traffic import MEAN_SWAPS, Ranks, Traffic, loads_of
 
 if TYPE_CHECKING:
     from dsx.method import Method
 
-MOST_STEPS = 20_000
+MOST_STEPS = 10**6
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,17 @@ def fitting_interval(
     step_seconds: float,
     link: Link,
     num_clusters: int,
-    costs: Costs | None = None,
     target: float = 1.0,
 ) -> int | None:
-    """Return the least H at which the utilization reaches `target`; None if none up to 20,000 does.
+    """Return the least H at which the utilization reaches `target`; None if none to a million does.
 
-    At 1, the default, nothing is exposed: to a millionth of the period.
+    At 1, the default, nothing is exposed: to a millionth of the period. `least_interval` is for
+    other costs than those of README's table of codecs.
     """
     require_number("target", target, 1e-6, 1)
     settings = method if isinstance(method, Settings) else settings_of(method)
     traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
-    return least_interval(settings, traffic, step_seconds, link, costs or Costs(), target)
+    return least_interval(settings, traffic, step_seconds, link, Costs(), target)
 
 
 def least_interval(
@@ -165,9 +165,9 @@ def least_interval(
     low = _least_allowed(settings, traffic) - 1
     high = low + 1
     while not fits(high):
-        low, high = high, 2 * high
-        if high > MOST_STEPS:
+        if high >= MOST_STEPS:
             return None
+        low, high = high, min(2 * high, MOST_STEPS)
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
@@ -191,7 +191,7 @@ def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Predicti
     line_seconds = sent / link.payload_bytes_per_second
     layers = len(traffic.loads)
     compute = Compute(max(numel, 1), layers, step_seconds)
-    latency = 2 * link.latency_seconds if clusters > 1 else 0.0
+    latency = MEAN_SWAPS * SWAP_ONE_WAYS * link.latency_seconds if clusters > 1 else 0.0
     seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
     return Prediction(
         step_seconds / seconds, seconds, seconds - step_seconds, sent, line_seconds, 1, 1,

@@ -14,6 +14,7 @@ from dsx.model_files import read_model
 from dsx.plan.candidates import Question
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.link import Costs, Link, read_codec_figures
+from dsx.plan.measured_codec import slowdown_of, slowed
 from dsx.plan.model import PlannedModel, from_files, from_numels, from_parameters, from_sizes
 
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
@@ -209,16 +210,33 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     if run is None:
         return costs
     if run.coding_seconds_per_element is not None:
-        facts.append(
-            f"coding: the run's took {1e9 * run.coding_seconds_per_element:.3g} ns per element of "
-            "a rank, copies and sums with it; it is of that run's codec, so it is not planned with"
-        )
+        costs = _with_coding(costs, run, given.codec, facts)
     if run.blocking_seconds_per_element is not None:
         facts.append(
             f"blocking: {1e9 * run.blocking_seconds_per_element:.3g} ns of the training thread per "
             "element of a rank, at launch and apply"
         )
         costs = replace(costs, blocking_seconds_per_element=run.blocking_seconds_per_element)
+    return costs
+
+
+def _with_coding(costs: Costs, run: RunFigures, codec: Path | None, facts: list[str]) -> Costs:
+    """Return costs at which a transfer's coding takes what the run's took, if one can say so."""
+    seconds, coding = run.coding_seconds_per_element, run.coding
+    assert seconds is not None
+    fact = (
+        f"coding: the run's took {1e9 * seconds:.3g} ns per element of a rank, copies and sums "
+        "with it"
+    )
+    slowdown = slowdown_of(coding, run.num_clusters, seconds, costs)
+    if codec is not None:
+        facts.append(f"{fact}; not planned with, as --codec is given")
+    elif slowdown is None or slowdown == 0:
+        facts.append(f"{fact}; not planned with, as it is of {coding.type}, not of one wire format")
+    else:
+        name = "copies and sums" if coding.type == "dense" else f"{coding.wire}, copies and sums"
+        facts.append(f"{fact}; so {name} are planned at {1 / slowdown:.3g} of those speeds")
+        return slowed(costs, coding, slowdown)
     return costs
 
 

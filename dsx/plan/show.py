@@ -35,9 +35,14 @@ def read_targets(text: str) -> list[float]:
 
 
 def show_targets(
-    scenario: Scenario, targets: list[float], is_paper_grid: bool, as_json: bool, console: Console
+    scenario: Scenario,
+    targets: list[float],
+    is_paper_grid: bool,
+    remarks: list[str],
+    as_json: bool,
+    console: Console,
 ) -> None:
-    """Print the least bandwidth for every target."""
+    """Print the least bandwidth for every target, and what else is to be said."""
     search = on_paper_grid if is_paper_grid else exactly
     found = search(scenario, targets)
     if as_json:
@@ -46,11 +51,12 @@ def show_targets(
             "targets": targets,
             "notes": [each.note for each in found],
             "is_paper_grid": is_paper_grid,
+            "remarks": remarks,
             **_of_round(scenario),
         }
         console.print_json(json.dumps(record))
         return
-    _print_scenario(scenario, console)
+    _print_scenario(scenario, remarks, console)
     title = "last point of the papers' grid below it" if is_paper_grid else "least bandwidth for it"
     table = Table("utilization", title=title, title_justify="left")
     table.add_column("Gbit/s", justify="right")
@@ -66,13 +72,15 @@ def show_targets(
     console.print(table)
 
 
-def show_bandwidth(scenario: Scenario, gbps: float, as_json: bool, console: Console) -> None:
-    """Print what a line of `gbps` gives."""
+def show_bandwidth(
+    scenario: Scenario, gbps: float, remarks: list[str], as_json: bool, console: Console
+) -> None:
+    """Print what a line of `gbps` gives, and what else is to be said."""
     require_number("gbps", gbps, 1e-9, 1e9)
     elapsed = float(elapsed_seconds(scenario, np.array([gbps * 1e9]))[0])
     round_seconds = elapsed / scenario.rounds
     exposed = max(round_seconds - scenario.compute_seconds, 0.0)
-    record = {
+    record: dict[str, Any] = {
         "utilization": min(scenario.compute_seconds / round_seconds, 1.0),
         "bytes_per_round": scenario.bytes_per_round,
         "exposed_seconds": exposed,
@@ -80,12 +88,13 @@ def show_bandwidth(scenario: Scenario, gbps: float, as_json: bool, console: Cons
         "round_seconds": round_seconds,
         "transfer_seconds": transfer_seconds(scenario, gbps * 1e9),
         "bytes_per_day": scenario.bytes_per_round * _DAY / round_seconds,
+        "remarks": remarks,
         **_of_round(scenario),
     }
     if as_json:
         console.print_json(json.dumps(record))
         return
-    _print_scenario(scenario, console)
+    _print_scenario(scenario, remarks, console)
     table = Table(title=f"on a line of {gbps:g} Gbit/s", title_justify="left", show_header=False)
     table.add_column("")
     table.add_column("", justify="right")
@@ -107,7 +116,7 @@ def _of_round(scenario: Scenario) -> dict[str, Any]:
     }
 
 
-def _print_scenario(scenario: Scenario, console: Console) -> None:
+def _print_scenario(scenario: Scenario, remarks: list[str], console: Console) -> None:
     compute, sync, wire = scenario.compute, scenario.sync, scenario.wire
     console.print(
         f"{compute.params:.4g} parameters, {compute.layers} layers, {compute.step_seconds:g} s of "
@@ -128,6 +137,8 @@ def _print_scenario(scenario: Scenario, console: Console) -> None:
         highlight=False,
         soft_wrap=True,
     )
+    for remark in remarks:
+        console.print(remark, highlight=False, soft_wrap=True)
 
 
 def _bytes(count: float) -> str:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from dsx.fragment import Fragmenter, lay_out
-from dsx.plan.link import Costs, Link
-from dsx.plan.payload import Parts, format_of, parts_of, transfer_bytes
+from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
+from dsx.plan.payload import GATHERED_UP_TO, Parts, format_of, parts_of, transfer_bytes
 from dsx.plan.settings import Coding, Notes, Settings
 from dsx.plan.timeline import Cost
 from dsx.types import Fragment, ParameterShape, Slot
 
+MEAN_SWAPS = 2  # slices to their owners, and their means back
+_HEADER_SWAPS = 2  # the announcement, the guard's header
 Ranks = Sequence[Sequence[Fragment]]
 
 
@@ -72,12 +74,13 @@ class Traffic:
         if not parts or self.num_clusters == 1:
             return Cost(0.0, 0.0, 0.0)
         largest = max(parts, key=lambda p: p.numel)
-        before, after = _coding_seconds(largest, self.coding, self.num_clusters, costs)
-        messages = 2 + _messages(self.coding, self.num_clusters) + 2 * self._has_notes
+        before, after = coding_seconds(largest, self.coding, self.num_clusters, costs)
+        swaps = _swaps(self.coding, self.num_clusters) + MEAN_SWAPS * self._has_notes
+        swap_latency = SWAP_ONE_WAYS * link.latency_seconds
         return Cost(
-            before + 2 * link.latency_seconds,
+            before + _HEADER_SWAPS * swap_latency,
             max(self.bytes_sent[index]) / link.payload_bytes_per_second,
-            after + (messages - 2) * link.latency_seconds,
+            after + swaps * swap_latency,
             costs.blocking_seconds_per_element * largest.numel,
         )
 
@@ -92,16 +95,16 @@ def _bytes_of(load: Load, settings: Settings, num_clusters: int) -> list[int]:
     return total
 
 
-def _messages(coding: Coding, num_clusters: int) -> int:
-    """Return one-way latencies between a codec's first and last byte."""
+def _swaps(coding: Coding, num_clusters: int) -> int:
+    """Return a codec's swaps: one after another, each waits for the one before."""
     if coding.type == "dense":
-        return 2
+        return MEAN_SWAPS
     if coding.type == "low_rank":
-        return 4
-    return 1 if coding.type == "top_k" or num_clusters <= 3 else 2
+        return 2 * MEAN_SWAPS  # of either factor
+    return 1 if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO else MEAN_SWAPS
 
 
-def _coding_seconds(
+def coding_seconds(
     parts: Parts, coding: Coding, num_clusters: int, costs: Costs
 ) -> tuple[float, float]:
     """Return a transfer thread's seconds before its first byte leaves, and after the last came.
@@ -123,7 +126,7 @@ def _coding_seconds(
     speeds = costs.formats[wire]
     has_feedback = coding.error_feedback != "none"
     before += coded / (speeds.encode_with_feedback if has_feedback else speeds.encode)
-    if coding.type == "top_k" or num_clusters <= 3:
+    if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO:
         return before, after + num_clusters * coded / speeds.decode
     mean = costs.formats.get(coding.mean_wire, speeds)
     own = coded / num_clusters

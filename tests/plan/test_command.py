@@ -53,6 +53,27 @@ def test_a_line_in_place_of_targets() -> None:
     assert found["bytes_per_day"] == pytest.approx(2e9 * 86400 / seconds)
 
 
+@pytest.mark.parametrize("method", ["data_parallel", "diloco", "streaming"])
+@pytest.mark.parametrize("overlap", ["0", "1"])
+def test_one_machine_interface_for_all_methods(method: str, overlap: str) -> None:
+    how = f"--method {method} --interval 100 --overlap-steps {overlap} --layers-per-fragment 3"
+    needed = answer(*how.split(), "--targets", "50,90", "--paper-grid")
+    line = ["--targets", "50,90", "--paper-grid", "--gbps", "1.6"]
+    given = answer(*how.split(), *line)
+    assert "gbps" in given and "min_gbps" not in given
+    assert given == answer(*how.split(), "--gbps", "1.6")
+    is_said = [bool(found["remarks"]) for found in (needed, given)]
+    assert is_said == [method == "data_parallel" and overlap == "1"] * 2
+    text = call(*how.split(), "--gbps", "1.6").stdout
+    assert ("waits for every transfer, so --overlap-steps 1 changes nothing" in text) == is_said[0]
+
+
+def test_data_parallel_overlaps_with_no_further_step() -> None:
+    how = ["--method", "data_parallel", "--gbps", "100"]
+    found = answer(*how, "--overlap-steps", "1")
+    assert found.pop("remarks") and found | {"remarks": []} == answer(*how)
+
+
 def test_both_questions_agree() -> None:
     how = ["--method", "streaming", "--overlap-steps", "2", "--latency-seconds", "0.05"]
     how += ["--codec-seconds-per-byte", "1e-10", "--clusters", "4", "--granularity", "fragment"]
@@ -90,7 +111,7 @@ def test_tables_name_what_they_show() -> None:
         ("--method diloco --interval 0", "interval=0 must be 1 to"),
         ("--method diloco --overlap-steps -1", "overlap_steps=-1 must be 0 to"),
         ("--method diloco --overlap-steps 101", "overlap_steps=101 must be 0 to 100"),
-        ("--method data_parallel --overlap-steps 1", "try method diloco with interval 1"),
+        ("--method data_parallel --overlap-steps -1", "overlap_steps=-1 must be 0 to"),
         ("--method streaming --layers-per-fragment 25", "must be 1 to 24"),
         ("--method streaming --pattern zigzag", "pattern='zigzag' is not known"),
         ("--method diloco --pattern sequential", "goes with method streaming"),
@@ -108,7 +129,6 @@ def test_tables_name_what_they_show() -> None:
         ("--method diloco --targets 100", "target=100 must be a percentage above 0 and below 100"),
         ("--method diloco --targets=", "targets='' must be percentages"),
         ("--method diloco --targets 50,,80", "try 50,80,90,95,99"),
-        ("--method diloco --gbps 1 --paper-grid", "leave out one or the other"),
     ],
 )
 def test_a_mistake_is_named_and_exits_with_2(arguments: str, said: str) -> None:

@@ -10,7 +10,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.cli import app
+from dsx.fragment import WholeModel
 from dsx.plan.from_run import read_run
+from dsx.plan.link import Costs
+from dsx.plan.question import Given, read_question
+from dsx.plan.settings import Settings
+from dsx.plan.traffic import Traffic
 
 NUMEL = 4 * 12 * 256**2
 START = {
@@ -20,7 +25,7 @@ START = {
     "num_clusters": 2,
     "ranks": 2,
     "stages": 1,
-    "axes": {},
+    "axes": {"compression": {"type": "dense"}},
     "parameters": [{f"layers.{i}.mlp": [3072, 256] for i in range(4)}],
 }
 
@@ -46,6 +51,19 @@ def write_run(directory: Path, cluster: int, late: float = 0.0, **start: Any) ->
     name = "metrics.jsonl" if cluster == 0 else f"metrics.cluster_{cluster}.jsonl"
     lines = [json.dumps({"cluster": cluster, "time": 0.0, **record}) for record in records]
     (directory / name).write_text("\n".join([*lines, '{"kind": "step", "st']))
+
+
+def write_pipeline(directory: Path) -> None:
+    """Write a run of two stages of two ranks, of which the second one waits longer."""
+    write_run(directory, 0, ranks=4, stages=2)
+    path = directory / "metrics.jsonl"
+    changed: list[str] = []
+    for line in path.read_text().splitlines()[:-1]:
+        changed.append(line)
+        record = json.loads(line)
+        if record["kind"] == "sync":
+            changed.append(json.dumps(record | {"stage": 1, "wait_seconds": 7.0}))
+    path.write_text("\n".join(changed))
 
 
 def plan(*arguments: str) -> Any:
@@ -91,11 +109,46 @@ def test_a_plan_for_another_line_and_more_clusters(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_of_which_only_fragments_are_known(tmp_path: Path) -> None:
-    write_run(tmp_path, 0, stages=2)
+    write_pipeline(tmp_path)
     result = plan("--from-run", str(tmp_path), "--gbps", "1", "--target", "50")
     assert result.exit_code == 0, result.output
     assert "records tell only the sizes of fragments" in result.stdout
     assert "dilocox" not in result.stdout.split("harm")[1]
+
+
+def test_of_a_pipeline_a_stage_s_ranks_code_and_rank_0_waits_for_its_own(tmp_path: Path) -> None:
+    write_pipeline(tmp_path)
+    figures = read_run(tmp_path)
+    assert figures.coding_seconds_per_element == pytest.approx(0.5 / (NUMEL / 2))
+    assert figures.blocking_seconds_per_element == pytest.approx(2e-8)
+    assert figures.payload_bits_per_second == pytest.approx(2 * 8 * 4 * NUMEL / 2.0)
+    assert figures.fragment_numels == ((NUMEL,), (NUMEL,))
+
+
+@pytest.mark.parametrize("num_clusters", [2, 5])
+@pytest.mark.parametrize("wire", ["fp32", "int8", "int4", "bf16"])
+def test_coding_is_planned_to_take_what_the_run_s_took(
+    tmp_path: Path, wire: str, num_clusters: int
+) -> None:
+    block: dict[str, Any] = {"type": "dense"}
+    if wire != "fp32":
+        block = {"type": "quantized", "wire": wire, "error_feedback": "fp32", "exclude": []}
+    write_run(tmp_path, 0, axes={"compression": block}, num_clusters=num_clusters)
+    read = read_question(Given(from_run=tmp_path))
+    coding, question = read_run(tmp_path).coding, read.question
+    loads = question.model.loads(WholeModel(), coding)
+    traffic = Traffic(Settings("periodic", 10, coding=coding), loads, num_clusters)
+    cost = traffic.cost(0, question.link, question.costs)
+    assert cost.before + cost.after == pytest.approx(0.5, rel=1e-3)
+    (fact,) = [fact for fact in read.facts if fact.startswith("coding: the run's took 318 ns")]
+    assert ("are planned at" in fact) and (wire == "fp32" or f"so {wire}, copies" in fact)
+
+
+def test_coding_that_is_not_of_one_format_is_not_planned_with(tmp_path: Path) -> None:
+    write_run(tmp_path, 0, axes={"compression": {"type": "low_rank", "exclude": ["embed"]}})
+    read = read_question(Given(from_run=tmp_path))
+    assert read.question.costs.formats == Costs().formats
+    assert any("not planned with, as it is of low_rank" in fact for fact in read.facts)
 
 
 def test_records_that_do_not_suffice(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from dsx.plan.dag import elapsed_seconds
 from dsx.plan.link import PAYLOAD_SHARE, Costs, Link, read_codec_figures, wire_bytes
 from dsx.plan.predict import fitting_interval, predict
 from dsx.plan.scenario import Compute, Scenario, Sync, Wire
-from dsx.plan.settings import DATA_PARALLEL, Coding, Settings
+from dsx.plan.settings import DATA_PARALLEL, Coding, Notes, Settings
 from dsx.plan.timeline import Cost, SharedLine
 from dsx.plan.traffic import of_sizes
 
@@ -58,8 +58,11 @@ def test_latency_and_coding_take_their_time() -> None:
     base = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, FREE)
     late = replace(line_of(5.0, 10**6), latency_seconds=0.5)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, late, 2, FREE)
-    # announcement, guard, slices to their owners, means back
-    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 0.5)
+    # announcement, guard, slices to their owners, means back: each asked for first
+    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 2 * 0.5)
+    noted = replace(BLOCKING, notes=Notes(by_cluster=3))
+    found = predict(noted, of_sizes(sizes), 1.0, late, 2, FREE)
+    assert found.round_seconds == pytest.approx(base.round_seconds + 6 * 2 * 0.5, rel=1e-4)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, slow)
     assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 1.0)
 
@@ -149,18 +152,25 @@ def test_adaptive_sends_as_often_as_gamma_allows() -> None:
 def test_the_least_interval_fits_and_the_next_less_does_not(settings: Settings) -> None:
     line, ranks = line_of(33.0, sum(SIZES)), of_sizes(SIZES)
     target = 1.0 if settings is LATE else 0.9
-    least = fitting_interval(settings, ranks, 1.0, line, 2, FREE, target)
+    least = fitting_interval(settings, ranks, 1.0, line, 2, target)
     assert least is not None
-    reached = [
-        predict(settings.at(h), ranks, 1.0, line, 2, FREE).utilization for h in (least - 1, least)
-    ]
+    reached = [predict(settings.at(h), ranks, 1.0, line, 2).utilization for h in (least - 1, least)]
     assert reached[0] < target <= reached[1] + 1e-6
     if settings is LATE:
         assert least == 34  # and some bytes of headers
 
 
 def test_no_interval_hides_a_blocking_transfer() -> None:
-    assert fitting_interval(BLOCKING, of_sizes(SIZES), 1.0, line_of(1, 10), 2, FREE) is None
+    assert fitting_interval(BLOCKING, of_sizes(SIZES), 1.0, line_of(1, 10), 2) is None
+
+
+@pytest.mark.parametrize("seconds", [19_200.0, 999_980.0])
+def test_intervals_up_to_a_million_are_found(seconds: float) -> None:
+    line = line_of(seconds, 10**9)
+    least = fitting_interval(LATE, of_sizes([10**9]), 1.0, line, 2, 1 - 1e-9)
+    assert least == pytest.approx(seconds, abs=10)
+    slower = line_of(seconds + 10**6, 10**9)
+    assert fitting_interval(LATE, of_sizes([10**9]), 1.0, slower, 2) is None
 
 
 @given(
