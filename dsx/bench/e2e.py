@@ -30,7 +30,8 @@ from dsx.plan.traffic import of_sizes
 from dsx.presets import PRESETS
 from dsx.types import ParameterShape
 
-_CEILING_STEPS, _CEILING_PERIOD = 150, 10
+_CEILING_STEPS, _CEILING_PERIOD = 200, 10
+_CEILING_SECONDS = 4.0  # before a run and after it, so that a short disturbance is a small one
 _SYNCHRONOUS_STEPS = 4
 DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
 
@@ -137,6 +138,7 @@ class Bench:
         named = build_model(options.shape, 0).named_parameters()
         self._parameters = [ParameterShape(name, tuple(p.shape)) for name, p in named]
         self._numel = sum(math.prod(p.shape) for p in self._parameters)
+        self._ceiling_steps = _CEILING_STEPS
 
     def rows(self, ratio: float) -> Iterator[Row]:
         """Yield all-reduce, every preset, and no communication, each when it has been run."""
@@ -160,6 +162,7 @@ class Bench:
         """Measure a step; return the line on which an all-reduce takes `ratio` times as long."""
         alone = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
         step_seconds = alone.step_seconds(_CEILING_PERIOD)
+        self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
         line = Line(8e-6 * sent / (ratio * step_seconds))
@@ -204,7 +207,7 @@ class Bench:
         directory = options.directory.resolve() / name
         return Job(
             mode, config, options.shape, steps, options.num_clusters, str(options.data.resolve()),
-            str(directory), DEADLINE_SECONDS,
+            str(directory), DEADLINE_SECONDS, self._ceiling_steps,
         )  # fmt: skip
 
     def steady(self, name: str, run: Callable[[], Measured]) -> Measured:
