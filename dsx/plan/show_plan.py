@@ -29,6 +29,13 @@ class Outputs:
     json_file: Path | None = None
     plot: Path | None = None
 
+    def __post_init__(self) -> None:
+        for option, path in (("--json-file", self.json_file), ("--plot", self.plot)):
+            if path is not None and path.is_dir():
+                raise ValueError(f"{option} {path}: is a directory; give a file in it")
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{option} {path}: there is no such directory; make it first")
+
 
 def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
     """Search, and print a table or JSON; return whether the target is reached."""
