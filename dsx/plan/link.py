@@ -94,13 +94,22 @@ class Costs:
     blocking_seconds_per_element: float = 0.0
 
 
-def read_codec_figures(figures: list[Mapping[str, Any]]) -> Costs:
-    """Read what `dsx bench codec --json` wrote, of the host's figures; others stay as they are."""
+def read_codec_figures(figures: Any) -> Costs:
+    """Read what `dsx bench codec --json` wrote, of the host's figures; others stay as they are.
+
+    ValueError for anything else.
+    """
     formats, memcpy = _of_readme(), _MEMCPY
-    for figure in figures:
-        if figure["device"] == "cpu":
-            keys = ("encode", "decode", "encode_ef")
-            speeds = [1e9 * float(figure[f"{key}_gb_per_second"]) for key in keys]
-            formats[figure["format"]] = CodecSpeeds(*speeds)
-            memcpy = 1e9 * float(figure["memcpy_gb_per_second"])
+    try:
+        for figure in figures:
+            if figure["device"] == "cpu":
+                keys = ("encode", "decode", "encode_ef")
+                speeds = [1e9 * float(figure[f"{key}_gb_per_second"]) for key in keys]
+                formats[figure["format"]] = CodecSpeeds(*speeds)
+                memcpy = 1e9 * float(figure["memcpy_gb_per_second"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(
+            f"codec figures must be a list of objects with format, device and GB/s ({error}); "
+            "write it by dsx bench codec --json"
+        ) from None
     return Costs(formats, memcpy)

@@ -7,6 +7,8 @@ from typing import Any
 
 from dsx.plan.candidates import Candidate, Question
 
+OWN_LEAST_INTERVAL = 8  # of dilocox's control, unless the block says otherwise
+
 
 def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
     """Return the "dsx" block; sections that the preset already has are left out."""
@@ -28,7 +30,7 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
     if recipe.is_low_rank:
         rank = settings.coding.rank
         block["control"] = {"rank": rank, "max_rank": rank}
-        if settings.interval < 8:  # dilocox's own least H
+        if settings.interval < OWN_LEAST_INTERVAL:
             block["control"]["min_interval"] = settings.interval
     if question.streams > 1:
         block["link"] = {"streams": question.streams}

@@ -37,14 +37,14 @@ StepSeconds = Annotated[
     float | None, _option("Compute of one inner step, as measured in one cluster alone.")
 ]
 Gpu = Annotated[str | None, _option("In place of it: 6 N tokens over these.", "a100|a800|h100")]
-Mfu = Annotated[float, _option("With --gpu: the share of its peak that is reached.")]
+Mfu = Annotated[float | None, _option("With --gpu: the share of its peak; default 0.4.")]
 TokensPerStep = Annotated[
     float | None, _option("With --gpu: of one cluster; default of flags: batch x sequence.")
 ]
 Gbps = Annotated[float | None, _option("A cluster's line, each way, in Gbit/s, as frames count.")]
 LatencyMs = Annotated[float | None, _option("One way; 0 if not given.")]
 Link = Annotated[Path | None, _option("In place of both: the JSON of dsx net-test.", "FILE")]
-Clusters = Annotated[int | None, _option("C.")]
+Clusters = Annotated[int | None, _option("C; default that of --link, or of --from-run.")]
 Target = Annotated[float, _option("Percent of the time that is to be computing.")]
 Codec = Annotated[
     Path | None, _option("The JSON of dsx bench codec, in place of README's table.", "FILE")
@@ -68,7 +68,7 @@ def plan(
     gpus_per_cluster: GpusPerCluster = None,
     step_seconds: StepSeconds = None,
     gpu: Gpu = None,
-    mfu: Mfu = 0.4,
+    mfu: Mfu = None,
     tokens_per_step: TokensPerStep = None,
     gbps: Gbps = None,
     latency_ms: LatencyMs = None,
@@ -98,10 +98,10 @@ def plan(
         memory_limit, max_interval,
     )  # fmt: skip
     try:
-        read = question.read_question(given)
         outputs = show_plan.Outputs(top, json, json_file, plot)
+        read = question.read_question(given)
         is_reached = show_plan.show_plan(read, outputs, Console())
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         typer.echo(f"dsx plan: {error}", err=True)
         raise typer.Exit(2) from error
     if not is_reached:

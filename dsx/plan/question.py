@@ -16,9 +16,33 @@ from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.link import Costs, Link, read_codec_figures
 from dsx.plan.measured_codec import slowdown_of, slowed
 from dsx.plan.model import PlannedModel, from_files, from_numels, from_parameters, from_sizes
+from dsx.plan.scenario import require_number
 
+USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
+_BOUNDS = {
+    "params": (1, 1e15),
+    "layers": (1, 10_000),
+    "hidden": (1, 10**6),
+    "gpus_per_cluster": (1, 10**6),
+    "step_seconds": (1e-6, 1e9),
+    "mfu": (0.001, 1),
+    "tokens_per_step": (1, 1e15),
+    "gbps": (1e-9, 1e9),
+    "latency_ms": (0, 1e9),
+    "clusters": (2, 10**4),
+    "target": (0.1, 99.99),
+    "memory_limit": (1e-6, 1e9),
+    "max_interval": (5, 10**6),
+}
+_GOES_WITH = {
+    "mfu": "gpu",
+    "tokens_per_step": "gpu",
+    "model": "deepspeed",
+    "layers": "params",
+    "hidden": "params",
+}
 
 
 @dataclass(frozen=True)
@@ -35,7 +59,7 @@ class Given:
     gpus_per_cluster: int | None = None
     step_seconds: float | None = None
     gpu: str | None = None
-    mfu: float = 0.4
+    mfu: float | None = None
     tokens_per_step: float | None = None
     gbps: float | None = None
     latency_ms: float | None = None
@@ -57,13 +81,12 @@ class Read:
 
 def read_question(given: Given) -> Read:
     """Read everything; ValueError with what is missing, or given twice."""
+    _require_sense(given)
     facts: list[str] = []
     run = None if given.from_run is None else _run(given, facts)
     model = _model(given, run, facts)
     step_seconds = _step_seconds(given, model, run, facts)
-    clusters = given.clusters or (run.num_clusters if run else None)
-    if clusters is None:
-        raise ValueError("--clusters is missing: the number of clusters that are to train together")
+    clusters = _clusters(given, run)
     link = _link(given, run, facts)
     limit = None if given.memory_limit is None else round(given.memory_limit * _GIB)
     if limit is not None and model.inner_bytes is None:
@@ -80,9 +103,45 @@ def read_question(given: Given) -> Read:
         _costs(given, run, facts),
         given.max_interval,
         limit,
-        1 if given.link is None else int(_json(given.link).get("streams", 1)),
+        _count(given.link, "streams") or 1,
     )
     return Read(question, facts)
+
+
+def _require_sense(given: Given) -> None:
+    """Raise ValueError for a number out of bounds, and for an option that would be ignored."""
+    for name, (least, most) in _BOUNDS.items():
+        value = getattr(given, name)
+        if value is not None:
+            require_number(_option(name), value, least, most)
+    for name, other in _GOES_WITH.items():
+        if getattr(given, name) is not None and getattr(given, other) is None:
+            raise ValueError(
+                f"{_option(name)} goes with {_option(other)}, and would be ignored: leave it out, "
+                f"or give {_option(other)}"
+            )
+    if given.gbps is not None and given.link is not None:
+        raise ValueError("--gbps and --link give the line twice; leave one out")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _clusters(given: Given, run: RunFigures | None) -> int:
+    measured = _count(given.link, "clusters")
+    if given.clusters is not None:
+        if measured not in (None, given.clusters):
+            raise ValueError(
+                f"--clusters {given.clusters}, but {given.link} was measured between {measured}: "
+                "leave --clusters out, or measure the line of all clusters"
+            )
+        return given.clusters
+    if measured is not None:
+        return measured
+    if run is None:
+        raise ValueError("--clusters is missing: the number of clusters that are to train together")
+    return run.num_clusters
 
 
 def _run(given: Given, facts: list[str]) -> RunFigures:
@@ -101,7 +160,7 @@ def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedMod
         "--deepspeed": given.deepspeed,
         "--params": given.params,
     }
-    if not any(sources.values()):
+    if all(value is None for value in sources.values()):
         sources["--from-run"] = run
     named = [name for name, value in sources.items() if value is not None]
     if len(named) != 1:
@@ -109,16 +168,18 @@ def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedMod
             f"the model is given by {' and '.join(named) or 'nothing'}: give one of --megatron "
             "FILE, --deepspeed FILE with --model FILE, --params N with --layers N, --from-run DIR"
         )
-    ranks = given.gpus_per_cluster or (run.ranks if run else None)
+    ranks = given.gpus_per_cluster
+    if ranks is None and run is not None:
+        ranks = run.ranks
     if named == ["--from-run"]:
-        assert run is not None
+        assert run is not None and ranks is not None
         if run.parameters:
-            return from_parameters(run.parameters, ranks or run.ranks)
+            return from_parameters(run.parameters, ranks)
         facts.append(
             "model: of a pipeline's stages the records tell only the sizes of fragments, which are "
             "taken for layers; low rank is left out"
         )
-        return from_numels(run.fragment_numels, ranks or run.ranks)
+        return from_numels(run.fragment_numels, ranks)
     if given.params is not None:
         if given.layers is None or ranks is None:
             raise ValueError("--params needs --layers N and --gpus-per-cluster N")
@@ -133,7 +194,8 @@ def _model(given: Given, run: RunFigures | None, facts: list[str]) -> PlannedMod
 def _step_seconds(
     given: Given, model: PlannedModel, run: RunFigures | None, facts: list[str]
 ) -> float:
-    named = [n for n, v in (("--step-seconds", given.step_seconds), ("--gpu", given.gpu)) if v]
+    options = (("--step-seconds", given.step_seconds), ("--gpu", given.gpu))
+    named = [name for name, value in options if value is not None]
     if len(named) == 2 or not (named or run):
         raise ValueError(
             "a step's seconds are given by "
@@ -155,26 +217,23 @@ def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
     """Return 6 N tokens over what the accelerators do."""
     if given.gpu not in PEAK_FLOPS:
         raise ValueError(f"--gpu {given.gpu} is not known; allowed: {', '.join(PEAK_FLOPS)}")
-    if not 0 < given.mfu <= 1:
-        raise ValueError(f"--mfu {given.mfu:g} must be above 0 and at most 1; 0.4 is usual")
+    mfu = USUAL_MFU if given.mfu is None else given.mfu
     tokens = given.tokens_per_step
     if tokens is None and model.files is not None and model.files.batch.sequences_per_step:
         tokens = model.files.batch.sequences_per_step * model.files.batch.sequence
     if tokens is None:
         raise ValueError("--gpu needs --tokens-per-step N, the tokens of one cluster's inner step")
     peak = PEAK_FLOPS[given.gpu]
-    seconds = 6 * model.numel * tokens / (model.ranks * peak * given.mfu)
+    seconds = 6 * model.numel * tokens / (model.ranks * peak * mfu)
     facts.append(
         f"step: {seconds:.4g} s, estimated: 6 x {model.numel:.4g} parameters x {tokens:.4g} tokens "
-        f"/ ({model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * given.mfu:g} %)"
+        f"/ ({model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * mfu:g} %)"
     )
     return seconds
 
 
 def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
     latency = None if given.latency_ms is None else given.latency_ms / 1000
-    if given.gbps is not None and given.link is not None:
-        raise ValueError("--gbps and --link give the line twice; leave one out")
     if given.gbps is not None:
         link = Link(given.gbps * 1e9, latency or 0.0)
         facts.append(
@@ -245,6 +304,8 @@ def _json(path: Path) -> Any:
         return json.loads(path.read_text())
     except FileNotFoundError:
         raise ValueError(f"no file at {path}") from None
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a directory; give a file") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
 
@@ -254,3 +315,14 @@ def _number(record: Any, key: str, path: Path) -> float:
     if not isinstance(value, (int, float)):
         raise ValueError(f"{path} has no number {key!r}; write it by dsx net-test --json")
     return float(value)
+
+
+def _count(path: Path | None, key: str) -> int | None:
+    """Return a whole number of a measured line's file, None where it has none."""
+    record = None if path is None else _json(path)
+    if not isinstance(record, dict) or key not in record:
+        return None
+    value = record[key]
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{path}: {key}={value!r} is no count; write it by dsx net-test --json")
+    return value

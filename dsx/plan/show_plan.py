@@ -29,6 +29,13 @@ class Outputs:
     json_file: Path | None = None
     plot: Path | None = None
 
+    def __post_init__(self) -> None:
+        for option, path in (("--json-file", self.json_file), ("--plot", self.plot)):
+            if path is not None and path.is_dir():
+                raise ValueError(f"{option} {path}: is a directory; give a file in it")
+            if path is not None and not path.absolute().parent.is_dir():
+                raise ValueError(f"{option} {path}: there is no such directory; make it first")
+
 
 def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
     """Search, and print a table or JSON; return whether the target is reached."""
@@ -112,9 +119,9 @@ def _print_table(
             _codec(row),
             f"{math.floor(1e4 * found.utilization) / 100:.2f}",
             f"{found.exposed_seconds:.3g}",
-            _size(found.bytes_per_round, 1000, "B"),
-            _size(row.bytes_per_day, 1000, "B"),
-            f"{_size(device, 1024, 'iB')} + {_size(host, 1024, 'iB')}"
+            format_size(found.bytes_per_round, 1000, "B"),
+            format_size(row.bytes_per_day, 1000, "B"),
+            f"{format_size(device, 1024, 'iB')} + {format_size(host, 1024, 'iB')}"
             + ("" if row.is_fitting else " (!)"),
             "-" if least is None else f"{least / 1e9:.3g}",
             f"{harm(row):.1f}",
@@ -234,7 +241,7 @@ def _codec(row: Candidate) -> str:
     return row.codec.name if rank is None else f"rank {rank}"
 
 
-def _size(num_bytes: float, base: int, unit: str) -> str:
+def format_size(num_bytes: float, base: int, unit: str) -> str:
     """Return a size in three digits, with the unit that leaves the fewest before the point."""
     prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "K", "M", "G", "T", "P")
     size, place = float(num_bytes), 0

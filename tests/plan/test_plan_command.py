@@ -27,6 +27,7 @@ from dsx.plan.offer import block_of, flags_of
 from dsx.plan.ranking import best_of_each, harm, ranked
 from dsx.plan.recipes import RECIPES
 from dsx.plan.settings import settings_of
+from dsx.plan.show_plan import format_size
 from dsx.types import Stage
 
 ROOT = Path(__file__).parents[2]
@@ -188,13 +189,76 @@ def test_what_does_not_fit_comes_last() -> None:
     assert not any(c["is_fitting"] for c in found["candidates"])
 
 
+def test_the_line_s_clusters_are_those_of_the_plan(tmp_path: Path) -> None:
+    link = tmp_path / "net.json"
+    link.write_text(
+        json.dumps({"bits_per_second": 5e8, "latency_seconds": 0.03, "streams": 1, "clusters": 3})
+    )
+    assert answer(*SIZES[:-2], *STEP, "--link", str(link))["num_clusters"] == 3
+    assert answer(*SIZES[:-1], "3", *STEP, "--link", str(link))["num_clusters"] == 3
+    result = call(*SIZES, *STEP, "--link", str(link))
+    assert result.exit_code == 2
+    assert "--clusters 2, but" in result.stderr and "was measured between 3" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "figures", ['{"format": "int4"}', "[3]", '[{"device": "cpu", "format": "int4"}]', "3"]
+)
+def test_what_are_no_codec_figures_is_said(tmp_path: Path, figures: str) -> None:
+    codec = tmp_path / "codec.json"
+    codec.write_text(figures)
+    result = call(*SIZES, *STEP, "--gbps", "1", "--codec", str(codec))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "write it by dsx bench codec --json" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        "[]", '{"bits_per_second": 1e9}',
+        '{"bits_per_second": 1e9, "latency_seconds": 0, "streams": []}',
+        '{"bits_per_second": 1e9, "latency_seconds": 0, "clusters": "2"}',
+    ],
+)  # fmt: skip
+def test_what_is_no_measured_line_is_said(tmp_path: Path, record: str) -> None:
+    link = tmp_path / "link.json"
+    link.write_text(record)
+    result = call(*SIZES, *STEP, "--link", str(link))
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert "write it by dsx net-test --json" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gbps", "1"], "the model is given by nothing: give one of --megatron"),
         ([*SIZES, "--gbps", "1"], "a step's seconds are given by nothing"),
         ([*SIZES, *STEP], "the line is missing: give --gbps G"),
-        ([*SIZES, *STEP, "--gbps", "-1"], "bits_per_second=-1e+09 must be"),
+        ([*SIZES, *STEP, "--gbps", "-1"], "--gbps=-1 must be 1e-09 to"),
+        ([*SIZES, *STEP, "--gbps", "0"], "--gbps=0 must be"),
+        ([*SIZES, *STEP, "--gbps", "nan"], "--gbps=nan must be"),
+        ([*SIZES, *STEP, "--gbps", "1", "--latency-ms", "-3"], "--latency-ms=-3 must be 0 to"),
+        ([*SIZES, "--step-seconds", "0", "--gbps", "1"], "--step-seconds=0 must be"),
+        ([*SIZES[:-1], "0", *STEP, "--gbps", "1"], "--clusters=0 must be 2 to"),
+        ([*SIZES, *STEP, "--gbps", "1", "--gpus-per-cluster", "0"], "--gpus-per-cluster=0 must"),
+        ([*SIZES, *STEP, "--gbps", "1", "--gpus-per-cluster", "-3"], "--gpus-per-cluster=-3 must"),
+        ([*SIZES, *STEP, "--gbps", "1", "--hidden", "0"], "--hidden=0 must be 1 to"),
+        ([*SIZES, *STEP, "--gbps", "1", "--params", "0"], "--params=0 must be 1 to"),
+        ([*SIZES, *STEP, "--gbps", "1", "--memory-limit", "-1"], "--memory-limit=-1 must be"),
+        ([*SIZES, *STEP, "--gbps", "1", "--mfu", "0.1"], "--mfu goes with --gpu"),
+        ([*SIZES, *STEP, "--gbps", "1", "--tokens-per-step", "5"], "--tokens-per-step goes with"),
+        ([*SIZES, *STEP, "--gbps", "1", "--model", "x"], "--model goes with --deepspeed"),
+        (["--megatron", str(QWEN), "--layers", "3"], "--layers goes with --params"),
+        (["--megatron", str(QWEN), "--hidden", "3"], "--hidden goes with --params"),
+        (
+            [*SIZES, *STEP, "--gbps", "1", "--json-file", "/no/dir/x"],
+            "--json-file /no/dir/x: there",
+        ),
+        ([*SIZES, *STEP, "--gbps", "1", "--plot", "/no/dir/x.png"], "--plot /no/dir/x.png: there"),
+        ([*SIZES, *STEP, "--gbps", "1", "--plot", "/tmp"], "--plot /tmp: is a directory"),
+        ([*SIZES, *STEP, "--link", "/tmp"], "/tmp is a directory; give a file"),
+        ([*SIZES, *STEP, "--gbps", "1", "--codec", "/tmp"], "/tmp is a directory; give a file"),
+        (["--megatron", "/tmp", "--clusters", "2", *STEP, "--gbps", "1"], "/tmp"),
         ([*SIZES, "--gbps", "1", "--gpu", "v100"], "--gpu v100 is not known; allowed: a100"),
         ([*SIZES, "--gbps", "1", "--gpu", "a100"], "--gpu needs --tokens-per-step"),
         ([*SIZES, *STEP, "--gbps", "1", "--target", "100"], "target=100 must be"),
@@ -224,6 +288,20 @@ def test_the_example_of_the_readme_prints_what_it_says() -> None:
             assert line.startswith(expected.removesuffix("..."))
         else:
             assert line == expected
+
+
+@pytest.mark.parametrize(
+    ("count", "base", "unit", "text"),
+    [
+        (0, 1000, "B", "0 B"),
+        (999.6, 1000, "B", "1 kB"),
+        (2.402e12, 1000, "B", "2.4 TB"),
+        (26.6 * GIB, 1024, "iB", "26.6 GiB"),
+        (5, 1024, "iB", "5 B"),
+    ],
+)
+def test_sizes_have_three_digits(count: float, base: int, unit: str, text: str) -> None:
+    assert format_size(count, base, unit) == text
 
 
 def test_a_thousand_layers_and_thirty_two_clusters_take_no_two_seconds() -> None:

@@ -6,8 +6,10 @@ import pytest
 
 from dsx import memory
 from dsx.config import preset
+from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.fragment import ByLayer
 from dsx.plan.model import from_sizes
+from dsx.plan.offer import OWN_LEAST_INTERVAL
 from dsx.plan.outer_memory import outer_bytes
 from dsx.plan.recipes import RECIPES, codecs_for
 from dsx.plan.settings import settings_of
@@ -35,6 +37,11 @@ def test_a_row_says_what_its_preset_is_for_the_line(name: str) -> None:
         settings = settings_of(method)
         assert recipe.settings(settings.interval, settings.overlap_steps, codec.coding) == settings
         assert recipe.is_overlapped == (settings.overlap_steps > 0)
+
+
+def test_an_offer_knows_dilocox_s_least_interval() -> None:
+    control = preset("dilocox").control
+    assert isinstance(control, AdaptiveRank) and control.min_interval == OWN_LEAST_INTERVAL
 
 
 @pytest.mark.parametrize("num_clusters", [2, 4])
