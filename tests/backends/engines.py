@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dsx
+from dsx.comm.world import current_world
 from tests.reference import Recipe, train_reference
 from tests.tiny import CASES, TinyNet, batch, mean_loss
 
@@ -148,9 +149,9 @@ def build_engine(kind: tuple[Any, ...], **changes: Any) -> Any:
 def engine_arguments(kind: tuple[Any, ...], **changes: Any) -> dict[str, Any]:
     kind = Kind(*kind)
     config = {**ds_config(kind.stage, kind.precision, kind.preset, kind.zero), **changes}
-    if dsx.comm.world.current_world() is None:
+    if current_world() is None:
         dsx.init_distributed(config)
-    cluster = dsx.comm.world.current_world().cluster_id
+    cluster = current_world().cluster_id
     # cluster 0's start is taken everywhere; frozen parameters are the script's
     model = make_model(0 if kind.groups == "frozen" else cluster, kind, config)
     groups = GROUPS[kind.groups](model)

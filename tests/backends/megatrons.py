@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsx
+from dsx.comm.world import current_world
 from tests.backends.engines import NUM_CLUSTERS
 from tests.backends.pipelines import StageReference
 from tests.reference import Recipe
@@ -86,7 +87,7 @@ def dsx_config(**changes: Any) -> dict[str, Any]:
 
 def join() -> Any:
     """Join this process's cluster once, with megatron-core on the CPU."""
-    world = dsx.comm.world.current_world()
+    world = current_world()
     if world is None:
         from megatron_on_cpu import install
 

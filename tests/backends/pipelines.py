@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dsx
+from dsx.comm.world import current_world
 from tests.backends.engines import ACCUMULATION, NUM_CLUSTERS, ds_config, make_optimizer
 from tests.reference import Recipe, Reference
 from tests.reference_schedules import Clock, due_streaming
@@ -152,11 +153,11 @@ def engine_arguments(
     clusters = config["dsx"]["clusters"]
     overrides = {**OVERRIDES.get(kind.preset, {}), **(dsx_changes or {})}
     config["dsx"] = {"preset": kind.preset, "clusters": clusters, **overrides}
-    if dsx.comm.world.current_world() is None:
+    if current_world() is None:
         import deepspeed  # noqa: F401 - which then joins the world
 
         dsx.init_distributed(config)
-    model = make_module(kind, dsx.comm.world.current_world().cluster_id, num_stages)
+    model = make_module(kind, current_world().cluster_id, num_stages)
     groups = param_groups(dict(model.named_parameters()), kind.groups)
     return {"model": model, "config": config, "optimizer": make_optimizer(kind.optimizer, groups)}
 

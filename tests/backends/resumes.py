@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dsx
 from dsx.backends.deepspeed_masters import locate
 from dsx.backends.deepspeed_parameters import stepping_optimizer, trained_parameters
+from dsx.comm.world import current_world
 from dsx.transfer import Transfer
 from tests.backends.engines import ACCUMULATION, ds_config, weights
 from tests.backends.pipelines import Block, Ends, param_groups
@@ -208,9 +209,9 @@ def build(row: Row, place: Place) -> Any:
         "clusters": {"num_clusters": place.num_clusters, "deadline_seconds": 30},
         **row.overrides,
     }
-    if dsx.comm.world.current_world() is None:
+    if current_world() is None:
         dsx.init_distributed(config)
-    seed = dsx.comm.world.current_world().cluster_id
+    seed = current_world().cluster_id
     model = Net(seed) if place.num_stages == 1 else make_pipeline(seed, place.num_stages)
     groups = param_groups(dict(model.named_parameters()), "two")
     optimizer = torch.optim.AdamW(groups, lr=0.01)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import dsx
+from dsx.comm.world import current_world
 from dsx.config import preset
 from tests.backends.engines import weights
 from tests.distributed import run_distributed
@@ -112,7 +113,7 @@ def train_all() -> dict[str, Any]:
                 **overrides(name),
             },
         }
-        if dsx.comm.world.current_world() is None:
+        if current_world() is None:
             dsx.init_distributed(config)
         model = Net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.2)

@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dsx.backends.deepspeed_data import ResumedSampler, cut_training_data
+from dsx.comm.world import current_world
 from tests.backends.engines import ds_config, quiet
 from tests.backends.test_deepspeed_resharding import end
 from tests.distributed import run_distributed
@@ -49,7 +50,7 @@ def build(num_stages: int) -> Any:
     config = ds_config(1, "fp32", "diloco")
     config["dsx"] = {"preset": "diloco", "clusters": config["dsx"]["clusters"]}
     config.update(train_micro_batch_size_per_gpu=MICRO, gradient_accumulation_steps=1)
-    if dsx.comm.world.current_world() is None:
+    if current_world() is None:
         dsx.init_distributed(config)
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     model: Any = torch.nn.Sequential(*layers)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.backends.deepspeed_parameters import stepping_optimizer
+from dsx.comm.world import current_world
 from dsx.config import load_config
 from dsx.gpt_shapes import GPT
 from dsx.memory_plan import plan_stage
@@ -50,7 +51,7 @@ class Shapes(nn.Module):
 
 def held(stage: int, precision: str) -> dict[str, Any]:
     config = {**ds_config(stage, precision, "diloco"), "dsx": BLOCK}
-    if dsx.comm.world.current_world() is None:
+    if current_world() is None:
         dsx.init_distributed(config)
     model = Shapes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

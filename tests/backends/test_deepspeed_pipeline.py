@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-import dsx
 from dsx.backends.deepspeed import start_engine
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.comm.reduce import HEADER_BYTES
+from dsx.comm.world import current_world
 from dsx.guard import GUARD_BYTES
 from dsx.trace.files import read_timeline
 from tests.backends.engines import (
@@ -237,7 +237,7 @@ def refusals() -> dict[str, str]:
             build_pipeline(kind, changes)
         except ValueError as error:
             messages[name] = str(error)
-    cluster = dsx.comm.world.current_world().cluster_id
+    cluster = current_world().cluster_id
     try:
         build_pipeline(Kind(0), num_stages=NUM_STAGES - cluster)
     except ValueError as error:

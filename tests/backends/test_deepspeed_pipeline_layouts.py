@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 import dsx
+from dsx.comm.world import current_world
 from tests.backends.engines import ds_config, make_optimizer, quiet
 from tests.backends.pipelines import Kind, make_module, param_groups, train_batch
 from tests.backends.test_deepspeed_resharding import convert, end
@@ -46,11 +47,11 @@ def build(
     dsx.types.SMALL_NUMEL = 16  # weights of 36 elements are coded, too
     clusters = {"num_clusters": num_clusters, "deadline_seconds": 30}
     config["dsx"] = {**block, "clusters": clusters}
-    if dsx.comm.world.current_world() is None:
+    if current_world() is None:
         import deepspeed  # noqa: F401 - which then joins the world
 
         dsx.init_distributed(config)
-    model = make_module(kind, dsx.comm.world.current_world().cluster_id, num_stages)
+    model = make_module(kind, current_world().cluster_id, num_stages)
     groups = param_groups(dict(model.named_parameters()), kind.groups)
     optimizer = make_optimizer(kind.optimizer, groups)
     return dsx.initialize(model=model, config=config, optimizer=optimizer)[0]
