@@ -52,7 +52,7 @@ class Options:
     rounds: int = 3
     margin: float = 1.15
     max_drift: float = 0.03
-    attempts: int = 3
+    attempts: int = 2
     shape: Shape = Shape()
 
     def __post_init__(self) -> None:
