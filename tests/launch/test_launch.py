@@ -116,6 +116,7 @@ def results(out: Path) -> list[list[dict[str, Any]]]:
     return [json.loads(Path(f"{out}.{m}").read_text()) for m in range(2)]
 
 
+@pytest.mark.slow
 def test_all_ways_to_launch_give_the_same_model(launch: Any, tmp_path: Path) -> None:
     """Over one host or two nodes, by one launcher or one per cluster, by deepspeed or torchrun."""
     config = ["--deepspeed_config", write_config(tmp_path / "ds.json")]

@@ -36,6 +36,7 @@ def run(data: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.slow
 def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     grid = ["--rates", "0.5", "--momenta", "0", "0.5", "--seeds", "0"]
