@@ -30,7 +30,8 @@ from dsx.plan.traffic import of_sizes
 from dsx.presets import PRESETS
 from dsx.types import ParameterShape
 
-_CEILING_STEPS, _CEILING_PERIOD = 200, 10
+_CEILING_STEPS, _CEILING_PERIOD = 400, 10
+_SLOW_PERIODS = 30  # a fresh process computes more slowly for some hundred steps
 _CEILING_SECONDS = 4.0  # before a run and after it, so that a short disturbance is a small one
 _SYNCHRONOUS_STEPS = 4
 DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
@@ -161,7 +162,7 @@ class Bench:
     def slow_line(self, ratio: float) -> tuple[Line, Situation]:
         """Measure a step; return the line on which an all-reduce takes `ratio` times as long."""
         alone = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
-        step_seconds = alone.step_seconds(_CEILING_PERIOD)
+        step_seconds = alone.step_seconds(_CEILING_PERIOD, skipped=_SLOW_PERIODS)
         self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
