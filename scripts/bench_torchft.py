@@ -177,7 +177,7 @@ class Versus:
 
 def show(rows: list[Row], console: Console) -> None:
     """Print a line per method; tokens per second are of all clusters, bytes of one."""
-    from dsx.bench.e2e_show import format_size
+    from dsx.bench.e2e_show import size_or_dash
 
     first = rows[0]
     table = Table(
@@ -196,8 +196,8 @@ def show(rows: list[Row], console: Console) -> None:
             f"{row.tokens_per_second / row.utilization:,.0f}",
             f"{row.utilization:.1%}",
             f"{row.exposed_seconds:.2f}",
-            format_size(row.wire_bytes),
-            format_size(row.payload_bytes),
+            size_or_dash(row.wire_bytes),
+            size_or_dash(row.payload_bytes),
             f"{row.validation_loss:.4f}",
         )
     console.print(table)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsx.bench.e2e import Row
+from dsx.plan.show import format_size
 
 _CEILING, _SYNCHRONOUS = "no communication", "data_parallel"
 
@@ -101,9 +102,9 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.utilization:.1%}",
             f"{row.predicted_utilization:.1%}",
             f"{row.exposed_seconds:.2f}",
-            format_size(row.payload_bytes),
-            format_size(row.planned_bytes),
-            format_size(row.wire_bytes),
+            size_or_dash(row.payload_bytes),
+            size_or_dash(row.planned_bytes),
+            size_or_dash(row.wire_bytes),
             f"{_wire_share(row):.3f}" if row.payload_bytes else "-",
             f"{row.validation_loss:.4f}",
         )
@@ -120,14 +121,9 @@ def _verdict(target: Target, rows: Sequence[Row]) -> str:
     return f"  {'MISS' if missed else 'met '} {target.text}: {what}"
 
 
-def format_size(count: float | None) -> str:
-    """Return a number of bytes with a decimal unit; a dash for none."""
-    if not count:
-        return "-"
-    for unit, size in (("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count / 1e3:.4g} kB"
+def size_or_dash(count: float | None) -> str:
+    """Return a number of bytes; a dash for none."""
+    return format_size(count) if count else "-"
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

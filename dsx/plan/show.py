@@ -102,8 +102,8 @@ def show_bandwidth(
     table.add_row("compute per round", f"{scenario.compute_seconds:.4g} s")
     table.add_row("transfers per round", f"{record['transfer_seconds']:.4g} s")
     table.add_row("of that exposed", f"{exposed:.4g} s")
-    table.add_row("sent per round and cluster", _bytes(scenario.bytes_per_round))
-    table.add_row("sent per day and cluster", _bytes(record["bytes_per_day"]))
+    table.add_row("sent per round and cluster", format_size(scenario.bytes_per_round))
+    table.add_row("sent per day and cluster", format_size(record["bytes_per_day"]))
     console.print(table)
 
 
@@ -141,7 +141,8 @@ def _print_scenario(scenario: Scenario, remarks: list[str], console: Console) ->
         console.print(remark, highlight=False, soft_wrap=True)
 
 
-def _bytes(count: float) -> str:
+def format_size(count: float) -> str:
+    """Return a number of bytes in four digits, with a decimal unit."""
     for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
         if count >= size:
             return f"{count / size:.4g} {unit}"
