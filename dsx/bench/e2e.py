@@ -31,7 +31,7 @@ from dsx.presets import PRESETS
 from dsx.types import ParameterShape
 
 _CEILING_STEPS, _CEILING_PERIOD = 400, 10
-_SLOW_PERIODS = 30  # a fresh process computes more slowly for some hundred steps
+_EARLIER_PERIODS = 30  # of the first run, whose last 100 steps are the nearest to what follows
 _CEILING_SECONDS = 4.0  # before a run and after it, so that a short disturbance is a small one
 _SYNCHRONOUS_STEPS = 4
 DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
@@ -99,11 +99,6 @@ class Row:
     speedup: float = 1.0
     ceiling_drift: float = 0.0
 
-    @property
-    def ideal_speedup(self) -> float:
-        """Over all-reduce, at the ceiling's speed."""
-        return self.speedup / self.utilization
-
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
         return asdict(self)
@@ -162,7 +157,7 @@ class Bench:
     def slow_line(self, ratio: float) -> tuple[Line, Situation]:
         """Measure a step; return the line on which an all-reduce takes `ratio` times as long."""
         alone = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
-        step_seconds = alone.step_seconds(_CEILING_PERIOD, skipped=_SLOW_PERIODS)
+        step_seconds = alone.step_seconds(_CEILING_PERIOD, skipped=_EARLIER_PERIODS)
         self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
