@@ -5,8 +5,8 @@
 
 Same model, weights, batches, inner and outer optimizers, line, and H. As in `dsx bench e2e`, every
 cluster has a network namespace and a core of its own, and utilization is held against steps without
-communication on that core, right before the run and right after: by DeepSpeed's engine for dsx,
-which trains under it, and by plain torch for torchft. `--fragments N --delay D` adds torchft's
+communication on that core between the same rounds: by DeepSpeed's engine for dsx, which trains
+under it, and by plain torch for torchft. `--fragments N --delay D` adds torchft's
 streaming DiLoCo, and dsx's with the same fragments and tau.
 
 Bytes on the wire are the kernel's count per cluster, headers and torchft's heartbeats included.
@@ -33,7 +33,7 @@ from dsx.bench.testbed import UNAVAILABLE, Line, Testbed, TestbedUnavailable
 if TYPE_CHECKING:  # these import torch, which a skip does not need
     from dsx.bench.e2e import Bench, Options, Row
     from dsx.bench.e2e_plan import Plan
-    from dsx.bench.e2e_run import Measured, Runner
+    from dsx.bench.e2e_run import Runner
 
 _WORKER = Path(__file__).with_name("torchft_worker.py")
 
@@ -77,7 +77,7 @@ def main() -> int:
     try:
         options = Options(
             arguments.out, arguments.data, ratios=(arguments.ratio,), rounds=arguments.rounds,
-            shape=Shape.parse(arguments.shape), max_drift=arguments.max_drift,
+            blocks=arguments.blocks, shape=Shape.parse(arguments.shape),
         )  # fmt: skip
         rows = list(measure(options, choices, lambda line: print(line, file=sys.stderr)))
     except TestbedUnavailable as error:
@@ -116,13 +116,14 @@ def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> 
     with Testbed(options.num_clusters, None) as bed:
         runner = Runner(bed, cores, DEADLINE_SECONDS)
         bench = Bench(options, runner, tell)
-        line, situation = bench.slow_line(choices.ratio)
+        situation = bench.situation(choices.ratio, 1.0)
         interval = choices.interval or planned_interval(situation, options.margin)
         if choices.interval is None:  # rounded up to whole fragments
             interval = -(-interval // choices.fragments) * choices.fragments
         choices.check(interval, options.shape.num_layers)
-        steps = (options.rounds + 1) * interval
-        tell(f"  H = {interval}, {steps} steps each")
+        steps = bench.steps_of(interval)
+        tell(f"H = {interval}")
+        line, _ = bench.slow_line(choices.ratio, steps)
         versus = Versus(bench, runner, line, steps, choices)
         blocking = plan_preset("diloco", interval, situation, options.margin)
         yield versus.torchft("torchft DiLoCo", blocking)
@@ -163,14 +164,10 @@ class Versus:
             command += ["--fragments", str(fragments), "--delay", str(delay)]
             command += ["--local-weight", "0.5"]
         command += ["--outer-lr", str(outer["lr"]), "--outer-momentum", str(outer["momentum"])]
-
-        def run() -> Measured:
-            job = self.bench.job(name, "peer", self.steps)
-            path, clusters = job.write(), range(job.num_clusters)
-            commands = [[*command, "--job", str(path), "--cluster", str(m)] for m in clusters]
-            return self.runner.run_commands(path.parent, commands, self.line)
-
-        measured = self.bench.steady(name, run)
+        job = self.bench.job(name, "peer", self.steps, plan.interval)
+        path, clusters = job.write(), range(job.num_clusters)
+        commands = [[*command, "--job", str(path), "--cluster", str(m)] for m in clusters]
+        measured = self.runner.run_commands(path.parent, commands, self.line)
         row = self.bench.row(plan, measured, self.choices.ratio, self.line)
         return replace(row, method=method)
 
@@ -186,7 +183,7 @@ def show(rows: list[Row], console: Console) -> None:
         title_justify="left",
     )
     table.add_column("method")
-    for name in ("tokens/s", "without sync", "utilization", "exposed s per H",
+    for name in ("tokens/s", "without sync", "utilization", "+-", "exposed s per H",
                  "on the wire", "payload", "loss"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
@@ -195,6 +192,7 @@ def show(rows: list[Row], console: Console) -> None:
             f"{row.tokens_per_second:,.0f}",
             f"{row.tokens_per_second / row.utilization:,.0f}",
             f"{row.utilization:.1%}",
+            f"{row.utilization_spread:.1%}",
             f"{row.exposed_seconds:.2f}",
             size_or_dash(row.wire_bytes),
             size_or_dash(row.payload_bytes),
@@ -222,19 +220,19 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=3,
-        help="medians are over so many, after one that warms up (%(default)d)",
+        default=2,
+        help="of a block, after one that is not counted (%(default)d)",
+    )
+    parser.add_argument(
+        "--blocks",
+        type=int,
+        default=4,
+        help="of a run, with steps without sync between; medians are theirs (%(default)d)",
     )
     parser.add_argument("--interval", type=int, metavar="H", help="default: the planner's")
     parser.add_argument("--fragments", type=int, metavar="N", help="also stream N fragments")
     parser.add_argument("--delay", type=int, metavar="D", help="tau of the fragments")
     parser.add_argument("--shape", default="4,64,64,32", metavar="LAYERS,HIDDEN,LENGTH,BATCH")
-    parser.add_argument(
-        "--max-drift",
-        type=float,
-        default=0.03,
-        help="run again what was measured while the machine changed by more",
-    )
     parser.add_argument("--data", type=Path, default=Path("data/stdlib"))
     parser.add_argument("--out", type=Path, default=Path("runs/bench_torchft"))
     parser.add_argument("--json", type=Path, metavar="FILE")

@@ -28,7 +28,7 @@ from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
 from dsx.bench.e2e_job import Job, TinyGPT, build_model
-from dsx.bench.e2e_loop import Turns, read_line, time_steps, train, validation_windows
+from dsx.bench.e2e_loop import Turns, Walk, read_line, train, validation_windows
 
 LIGHTHOUSE_PORT, _STORE_PORT = 29510, 29500
 
@@ -111,25 +111,24 @@ def start_diloco(inner: Inner, manager: Manager, arguments: argparse.Namespace) 
 
 def run(job: Job, arguments: argparse.Namespace, manager: Manager) -> None:
     """Train, and write what `dsx.bench.e2e_worker` writes."""
-    inner, alone, turns = Inner(job), Inner(job), Turns(job, arguments.cluster)
+    inner, turns = Inner(job), Turns(job, arguments.cluster)
     diloco = start_diloco(inner, manager, arguments)
+    walk = Walk(job, arguments.cluster, inner.take_step)
+    alone = Walk(job, arguments.cluster, Inner(job).take_step)
     turns.begin()
-    before = time_steps(job, alone.take_step)
     began, first = time.perf_counter(), read_line()
-    with diloco:
-        steps = train(job, arguments.cluster, inner.take_step, dict)
+    with diloco:  # which has nothing under way after whole rounds, so there is none to wait for
+        course = train(job, walk, alone, lambda: None)
     drained_seconds = time.perf_counter() - began
     wire_bytes = read_line().bytes_sent - first.bytes_sent
-    after = time_steps(job, alone.take_step)
     turns.end()
     syncs = job.steps * arguments.fragments // arguments.interval
     if manager.current_step() != syncs:
         raise RuntimeError(f"torchft has committed {manager.current_step()} of {syncs} syncs")
     turns.write(
         {
-            "steps": steps,
-            "ceiling_before": before,
-            "ceiling_after": after,
+            "steps": course.steps,
+            "ceilings": course.ceilings,
             "drained_seconds": drained_seconds,
             "wire_bytes": wire_bytes,
             "bytes_sent": payload_bytes(inner.model, job, arguments.interval),

@@ -6,6 +6,9 @@ seconds of an inner step. DiLoCoX (arXiv:2506.21263) reports ratios of about 32 
 All runs take the same number of steps on the same batches from the same weights, so their losses
 are after the same number of tokens. DeepSpeed's own data parallel is timed for a few steps on the
 line; its loss is that of a run of all the steps with the line lifted.
+
+A preset's utilization is held against the ceiling right before and after the same rounds, and the
+median of several such blocks counts: a machine's own speed drifts by more than what is measured.
 """
 
 from __future__ import annotations
@@ -30,9 +33,8 @@ from dsx.plan.traffic import of_sizes
 from dsx.presets import PRESETS
 from dsx.types import ParameterShape
 
-_CEILING_STEPS, _CEILING_PERIOD = 400, 10
-_EARLIER_PERIODS = 30  # of the first run, whose last 100 steps are the nearest to what follows
-_CEILING_SECONDS = 4.0  # before a run and after it, so that a short disturbance is a small one
+_CEILING_PERIOD = 10  # steps
+_CEILING_SECONDS = 2.0  # before a block and after it
 _SYNCHRONOUS_STEPS = 4
 DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
 
@@ -41,8 +43,7 @@ DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of
 class Options:
     """What is asked for; `margin` is the time of H steps over that of the transfers in them.
 
-    A preset whose ceiling has drifted by more than `max_drift` from before to after runs again, up
-    to `attempts` times; the run with the least drift counts.
+    A run has `blocks` blocks of `rounds` rounds each, after one more that is not counted.
     """
 
     directory: Path
@@ -50,10 +51,9 @@ class Options:
     num_clusters: int = 2
     ratios: tuple[float, ...] = (32.0, 350.0)
     presets: tuple[str, ...] = tuple(PRESETS)
-    rounds: int = 3
+    rounds: int = 2
+    blocks: int = 4
     margin: float = 1.15
-    max_drift: float = 0.03
-    attempts: int = 2
     shape: Shape = Shape()
 
     def __post_init__(self) -> None:
@@ -64,18 +64,18 @@ class Options:
             require_number("ratios", ratio, 1, 10_000)
         require_number("clusters", self.num_clusters, 2, MAX_CLUSTERS)
         require_number("rounds", self.rounds, 1, 1000)
+        require_number("blocks", self.blocks, 1, 1000)
         require_number("margin", self.margin, 1.0, 10.0)
-        require_number("max_drift", self.max_drift, 1e-4, 10.0)
-        require_number("attempts", self.attempts, 1, 100)
 
 
 @dataclass(frozen=True)
 class Row:
     """One line of the table: a method on a line. Bytes are of the cluster that sends most.
 
-    `utilization` is the ceiling's step over the measured one; `exposed_seconds` what a period of
-    `interval` steps takes beyond its compute; `wire_bytes` the kernel's count, headers included;
-    `payload_bytes` the library's own, `planned_bytes` the planner's for as many rounds: None where
+    `utilization` is the ceiling's step over the measured one, `utilization_spread` half of what
+    lies between the lowest and the highest block; `exposed_seconds` what a period of `interval`
+    steps takes beyond its compute; `wire_bytes` the kernel's count, headers included;
+    `payload_bytes` the library's own, `planned_bytes` the planner's for all rounds: None where
     DeepSpeed counts none, and where a method sends as much as what it measures tells it to.
     """
 
@@ -94,10 +94,10 @@ class Row:
     exposed_seconds: float
     wire_bytes: int
     payload_bytes: int | None
-    planned_bytes: float | None
+    planned_bytes: int | None
     validation_loss: float
     speedup: float = 1.0
-    ceiling_drift: float = 0.0
+    utilization_spread: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -134,49 +134,49 @@ class Bench:
         named = build_model(options.shape, 0).named_parameters()
         self._parameters = [ParameterShape(name, tuple(p.shape)) for name, p in named]
         self._numel = sum(math.prod(p.shape) for p in self._parameters)
-        self._ceiling_steps = _CEILING_STEPS
+        self._ceiling_steps = 0
 
     def rows(self, ratio: float) -> Iterator[Row]:
-        """Yield all-reduce, every preset, and no communication, each when it has been run."""
+        """Yield no communication, all-reduce, and every preset, each when it has been run."""
         options = self._options
-        line, situation = self.slow_line(ratio)
-        plans = plan_presets(options.presets, situation, options.margin)
-        steps = (options.rounds + 1) * plans[0].interval
-        self._tell(f"  {steps} steps each")
-        synchronous = self._synchronous(ratio, line, steps, situation.step_seconds)
+        plans = plan_presets(options.presets, self.situation(ratio, 1.0), options.margin)
+        steps = self.steps_of(plans[0].interval)
+        line, alone = self.slow_line(ratio, steps)
+        synchronous = self._synchronous(ratio, line, steps, alone.step_seconds(_CEILING_PERIOD))
+        yield self._ceiling(alone, synchronous)
         yield synchronous
-        ceilings = [situation.step_seconds]
         for plan in plans:
             row = self.preset(plan, ratio, line, steps)
-            ceilings.append(row.ceiling_seconds)
             yield replace(row, speedup=synchronous.step_seconds / row.step_seconds)
-        alone = self._run(f"{ratio:g}_ceiling", "ceiling", steps)
-        ceilings.append(alone.step_seconds(_CEILING_PERIOD))
-        yield self._ceiling(alone, synchronous, statistics.median(ceilings))
 
-    def slow_line(self, ratio: float) -> tuple[Line, Situation]:
-        """Measure a step; return the line on which an all-reduce takes `ratio` times as long."""
-        alone = self._run(f"{ratio:g}_ceiling", "ceiling", _CEILING_STEPS)
-        step_seconds = alone.step_seconds(_CEILING_PERIOD, skipped=_EARLIER_PERIODS)
-        self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
+    def steps_of(self, interval: int) -> int:
+        """Return how many steps a run of all blocks takes."""
+        return self._options.blocks * (self._options.rounds + 1) * interval
+
+    def situation(self, ratio: float, step_seconds: float) -> Situation:
+        """Return the line on which an all-reduce takes `ratio` times as long as such a step."""
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
-        line = Line(8e-6 * sent / (ratio * step_seconds))
+        link = Link(8 * sent / (ratio * step_seconds))
+        return Situation(self._parameters, step_seconds, link, clusters)
+
+    def slow_line(self, ratio: float, steps: int) -> tuple[Line, Measured]:
+        """Train without communication; return the line for its steps, and what was measured."""
+        alone = self._run(f"{ratio:g}_ceiling", "ceiling", steps)
+        step_seconds = alone.step_seconds(_CEILING_PERIOD)
+        self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
+        line = Line(1e-6 * self.situation(ratio, step_seconds).link.bits_per_second)
         self._tell(
             f"ratio {ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
-            f"parameters and {1000 * step_seconds:.1f} ms per step"
+            f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"
         )
-        return line, self._situation(line, step_seconds)
+        return line, alone
 
     def preset(self, plan: Plan, ratio: float, line: Line, steps: int) -> Row:
         """Run a preset as planned."""
         name = f"{ratio:g}_{plan.name}"
-        measured = self.steady(name, lambda: self._run(name, "dsx", steps, line, plan.block))
+        measured = self._run(name, "dsx", steps, line, plan.block, plan.interval)
         return self.row(plan, measured, ratio, line)
-
-    def _situation(self, line: Line, step_seconds: float) -> Situation:
-        link = Link(1e6 * line.megabits_per_second)
-        return Situation(self._parameters, step_seconds, link, self._options.num_clusters)
 
     def _run(
         self,
@@ -185,11 +185,20 @@ class Bench:
         steps: int,
         line: Line | None = None,
         block: dict[str, Any] | None = None,
+        interval: int | None = None,
     ) -> Measured:
-        return self._runner.run(self.job(name, mode, steps, block).write(), mode, line)
+        job = self.job(name, mode, steps, interval, block)
+        return self._runner.run(job.write(), mode, line)
 
-    def job(self, name: str, mode: Mode, steps: int, block: dict[str, Any] | None = None) -> Job:
-        """Return a job in a directory of its own, for DeepSpeed or for a worker of another kind."""
+    def job(
+        self,
+        name: str,
+        mode: Mode,
+        steps: int,
+        interval: int | None,
+        block: dict[str, Any] | None = None,
+    ) -> Job:
+        """Return a job in a directory of its own; all steps are one block without an `interval`."""
         options = self._options
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": options.shape.batch_size,
@@ -201,28 +210,24 @@ class Bench:
         if block is not None:
             config["dsx"] = {**block, "clusters": self._runner.clusters_block()}
         directory = options.directory.resolve() / name
+        steps_per_block = steps if interval is None else (options.rounds + 1) * interval
         return Job(
-            mode, config, options.shape, steps, options.num_clusters, str(options.data.resolve()),
-            str(directory), DEADLINE_SECONDS, self._ceiling_steps,
+            mode, config, options.shape, steps, steps_per_block, options.num_clusters,
+            str(options.data.resolve()), str(directory), DEADLINE_SECONDS, self._ceiling_steps,
         )  # fmt: skip
-
-    def steady(self, name: str, run: Callable[[], Measured]) -> Measured:
-        """Run until the ceiling holds still, and return the steadiest run."""
-        runs: list[Measured] = []
-        for _ in range(self._options.attempts):
-            runs.append(run())
-            self._tell(f"  {name}: its ceiling drifted by {runs[-1].drift():.1%}")
-            if runs[-1].drift() <= self._options.max_drift:
-                break
-        return min(runs, key=Measured.drift)
 
     def row(self, plan: Plan, measured: Measured, ratio: float, line: Line) -> Row:
         """Read a row off a run that did what the plan says."""
-        step_seconds = measured.step_seconds(plan.interval)
-        ceiling, steps = measured.ceiling_seconds(), len(measured.clusters[0]["steps"])
-        predicted = plan.predict(self._situation(line, ceiling))
+        blocks = measured.blocks(plan.interval)
+        ceiling = statistics.median(block.ceiling_seconds for block in blocks)
+        shares = [block.utilization for block in blocks]
+        utilization = statistics.median(shares)
+        step_seconds, steps = ceiling / utilization, len(measured.clusters[0]["steps"])
+        link = Link(1e6 * line.megabits_per_second)
+        situation = Situation(self._parameters, ceiling, link, self._options.num_clusters)
+        spread = (max(shares) - min(shares)) / 2
+        self._tell(f"  {plan.name}: utilization {utilization:.1%} +- {spread:.1%}")
         payload, wire = measured.sent()
-        planned = predicted.bytes_per_round * steps / plan.interval
         return Row(
             ratio=ratio,
             megabits_per_second=line.megabits_per_second,
@@ -234,14 +239,14 @@ class Bench:
             step_seconds=step_seconds,
             ceiling_seconds=ceiling,
             tokens_per_second=self._tokens / step_seconds,
-            utilization=ceiling / step_seconds,
-            predicted_utilization=predicted.utilization,
+            utilization=utilization,
+            predicted_utilization=plan.predict(situation).utilization,
             exposed_seconds=plan.interval * (step_seconds - ceiling),
             wire_bytes=wire,
             payload_bytes=payload,
-            planned_bytes=planned if plan.has_fixed_traffic else None,
+            planned_bytes=plan.bytes_sent(situation, steps // plan.interval),
             validation_loss=measured.mean("validation_loss"),
-            ceiling_drift=measured.drift(),
+            utilization_spread=spread,
         )
 
     @property
@@ -249,8 +254,9 @@ class Bench:
         """Per step, of all clusters."""
         return self._options.num_clusters * self._options.shape.tokens_per_step
 
-    def _ceiling(self, alone: Measured, like: Row, ceiling: float) -> Row:
+    def _ceiling(self, alone: Measured, like: Row) -> Row:
         """Return the row of no communication; its loss is the mean of the clusters' own."""
+        ceiling = like.ceiling_seconds
         return replace(
             like,
             method="no communication",
@@ -263,7 +269,7 @@ class Bench:
             exposed_seconds=0.0,
             wire_bytes=0,
             payload_bytes=0,
-            planned_bytes=0.0,
+            planned_bytes=0,
             validation_loss=alone.mean("validation_loss"),
             speedup=like.step_seconds / ceiling,
         )
@@ -295,6 +301,6 @@ class Bench:
             wire_bytes=round(steps * (sent[-1]["wire_bytes"] - sent[0]["wire_bytes"])
                              / _SYNCHRONOUS_STEPS),
             payload_bytes=None,
-            planned_bytes=steps * predicted.bytes_per_round,
+            planned_bytes=round(steps * predicted.bytes_per_round),
             validation_loss=whole.mean("validation_loss"),
         )  # fmt: skip

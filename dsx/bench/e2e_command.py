@@ -30,8 +30,14 @@ def e2e(
     ] = None,
     clusters: Annotated[int, typer.Option(help="Clusters, each on a core of its own.")] = 2,
     rounds: Annotated[
-        int, typer.Option(help="Medians are over so many rounds, after one that warms up.")
-    ] = 3,
+        int, typer.Option(help="Rounds of a block, after one that is not counted.")
+    ] = 2,
+    blocks: Annotated[
+        int,
+        typer.Option(
+            help="Blocks of a run, with the ceiling measured between; medians are theirs."
+        ),
+    ] = 4,
     margin: Annotated[
         float, typer.Option(help="H steps take so many times what their transfers take.")
     ] = 1.15,
@@ -42,9 +48,6 @@ def e2e(
             help="The model, and tokens per step of a cluster.",
         ),
     ] = "4,64,64,32",
-    max_drift: Annotated[
-        float, typer.Option(help="Run again what was measured while the machine changed by more.")
-    ] = 0.03,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -65,8 +68,8 @@ def e2e(
     try:
         names = tuple(PRESETS if presets is None else presets.split(","))
         options = Options(
-            out, data, clusters, read_ratios(ratios), names, rounds, margin, max_drift,
-            shape=Shape.parse(shape),
+            out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin,
+            Shape.parse(shape),
         )  # fmt: skip
         for path in (json_file, plot):
             if path is not None and not path.absolute().parent.is_dir():

@@ -49,12 +49,16 @@ class Shape:
 
 @dataclass(frozen=True)
 class Job:
-    """What one run does; `config` is a DeepSpeed JSON, `validation_windows` a number of them."""
+    """What one run does; `config` is a DeepSpeed JSON, `validation_windows` a number of them.
+
+    `ceiling_steps` without communication come before and after every `steps_per_block` steps.
+    """
 
     mode: Mode
     config: dict[str, Any]
     shape: Shape
     steps: int
+    steps_per_block: int
     num_clusters: int
     data: str
     directory: str

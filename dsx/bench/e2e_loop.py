@@ -2,6 +2,9 @@
 
 Before the first step, and again after the last transfer, a worker waits for a file from whoever
 started it and throttles the line in between: set-up and validation would take hours on it.
+
+A machine's own speed drifts within seconds. So a run's steps come in blocks of a few rounds, and
+before and after each block the worker takes steps without communication: the ceiling next to it.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -56,38 +60,73 @@ class Turns:
             time.sleep(_POLL_SECONDS)
 
 
-def train(
-    job: Job, cluster: int, take_step: TakeStep, counters: Callable[[], dict[str, float]]
-) -> list[dict[str, float]]:
-    """Take the job's steps; return, after each, its loss and the sums so far."""
-    shape = job.shape
-    batches = ClusterBatches(
-        TokenWindows(f"{job.data}/train", shape.sequence_length), shape.batch_size,
-        cluster_id=cluster, num_clusters=job.num_clusters, rank=0, world_size=1, seed=job.seed,
-    )  # fmt: skip
-    steps: list[dict[str, float]] = []
-    began, first = time.perf_counter(), read_line().bytes_sent
-    for _ in range(job.steps):
-        loss = take_step(next(batches))
-        record = {
-            "seconds": time.perf_counter() - began,
-            "loss": loss,
-            "wire_bytes": read_line().bytes_sent - first,
-        }
-        steps.append({**record, **counters()})
-    return steps
+@dataclass
+class Course:
+    """What `train` has measured: the sums so far after each step, pauses left out, and ceilings.
+
+    `ceilings` are seconds per step without communication, one list before every block of steps and
+    one after the last.
+    """
+
+    steps: list[dict[str, float]] = field(default_factory=list)
+    ceilings: list[list[float]] = field(default_factory=list)
 
 
-def time_steps(job: Job, take_step: TakeStep) -> list[float]:
-    """Return the seconds of each of some steps on one batch, after a few that warm up."""
-    size = (job.shape.batch_size, job.shape.sequence_length + 1)
-    windows = torch.randint(job.shape.vocab_size, size)
-    seconds: list[float] = []
-    for _ in range(_WARM_UP_STEPS + job.ceiling_steps):
-        began = time.perf_counter()
-        take_step(windows)
-        seconds.append(time.perf_counter() - began)
-    return seconds[_WARM_UP_STEPS:]
+class Walk:
+    """Steps on batches of one's own, with all that surrounds a step in a run and takes time."""
+
+    def __init__(
+        self,
+        job: Job,
+        cluster: int,
+        take_step: TakeStep,
+        counters: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        shape = job.shape
+        self._batches = ClusterBatches(
+            TokenWindows(f"{job.data}/train", shape.sequence_length), shape.batch_size,
+            cluster_id=cluster, num_clusters=job.num_clusters, rank=0, world_size=1, seed=job.seed,
+        )  # fmt: skip
+        self._take_step = take_step
+        self._counters = counters
+        self._first_byte = read_line().bytes_sent
+        self._passed = 0.0
+
+    def begin(self) -> None:
+        """Start the clock of the next step, which a pause may have stopped."""
+        self._passed = time.perf_counter()
+
+    def step(self) -> dict[str, float]:
+        """Take a step; return its loss, its seconds, and what has been sent so far."""
+        loss = self._take_step(next(self._batches))
+        now, passed = time.perf_counter(), self._passed
+        self._passed = now
+        wire_bytes = read_line().bytes_sent - self._first_byte
+        return {"seconds": now - passed, "loss": loss, "wire_bytes": wire_bytes, **self._counters()}
+
+
+def train(job: Job, walk: Walk, alone: Walk | None, settle: Callable[[], None]) -> Course:
+    """Take the job's steps; between blocks of them, wait until nothing is sent and walk `alone`."""
+    course = Course()
+    seconds = 0.0
+    for number in range(job.steps):
+        if number % job.steps_per_block == 0:
+            if alone is not None:
+                course.ceilings.append(_ceiling(job, alone, settle))
+            walk.begin()
+        record = walk.step()
+        seconds += record["seconds"]
+        course.steps.append({**record, "seconds": seconds})
+    if alone is not None:
+        course.ceilings.append(_ceiling(job, alone, settle))
+    return course
+
+
+def _ceiling(job: Job, alone: Walk, settle: Callable[[], None]) -> list[float]:
+    settle()
+    alone.begin()
+    steps = [alone.step()["seconds"] for _ in range(_WARM_UP_STEPS + job.ceiling_steps)]
+    return steps[_WARM_UP_STEPS:]
 
 
 def validation_windows(job: Job) -> Tensor:

@@ -18,7 +18,7 @@ from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.control.base import Fixed
 from dsx.method import Method
 from dsx.plan.link import Link
-from dsx.plan.predict import Prediction, fitting_interval, predict
+from dsx.plan.predict import Prediction, fitting_interval, predict, run_bytes
 from dsx.plan.traffic import one_rank
 from dsx.types import ParameterShape
 
@@ -81,6 +81,13 @@ class Plan:
     def predict(self, situation: Situation) -> Prediction:
         """Return what the planner says."""
         return _predict(self.method, situation)
+
+    def bytes_sent(self, situation: Situation, rounds: int) -> int | None:
+        """Return the planner's payload of a whole run; None where measurements decide."""
+        if not self.has_fixed_traffic:
+            return None
+        ranks = one_rank(self.method.fragments, situation.parameters)
+        return run_bytes(self.method, ranks, situation.num_clusters, rounds)
 
 
 def plan_presets(names: Sequence[str], situation: Situation, margin: float) -> list[Plan]:

@@ -30,10 +30,38 @@ class RunFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Block:
+    """Some rounds between two ceilings, in seconds per step; means of the clusters."""
+
+    step_seconds: float
+    ceiling_seconds: float
+
+    @property
+    def utilization(self) -> float:
+        """The ceiling over what was measured next to it."""
+        return self.ceiling_seconds / self.step_seconds
+
+
+@dataclass(frozen=True)
 class Measured:
     """What a run's clusters have written, one record per cluster; see e2e_worker.py."""
 
     clusters: Sequence[dict[str, Any]]
+
+    def blocks(self, interval: int) -> list[Block]:
+        """Return the blocks without their first rounds: pauses let transfers end before their time.
+
+        Means and not medians of the ceiling's steps: a round's time is a sum, too, with whatever
+        disturbs a machine.
+        """
+        per_cluster = [_blocks(record, interval) for record in self.clusters]
+        return [
+            Block(
+                statistics.fmean(block.step_seconds for block in blocks),
+                statistics.fmean(block.ceiling_seconds for block in blocks),
+            )
+            for blocks in zip(*per_cluster, strict=True)
+        ]
 
     def step_seconds(self, interval: int, skipped: int = 1) -> float:
         """Return seconds per step: the median over whole periods of `interval` steps.
@@ -45,24 +73,6 @@ class Measured:
             for record in self.clusters
         )
 
-    def ceiling_seconds(self) -> float:
-        """Return the step of DeepSpeed alone, before and after; the mean of the clusters.
-
-        Means and not medians: a round's time is a sum, too, with whatever disturbs a machine.
-        """
-        return statistics.fmean(statistics.fmean(ends) for ends in self._ends())
-
-    def drift(self) -> float:
-        """Return the largest change of a cluster's ceiling from before to after, as a share."""
-        return max(abs(after / before - 1) for before, after in self._ends())
-
-    def _ends(self) -> list[tuple[float, float]]:
-        keys = ("ceiling_before", "ceiling_after")
-        return [
-            (statistics.fmean(record[keys[0]]), statistics.fmean(record[keys[1]]))
-            for record in self.clusters
-        ]
-
     def sent(self) -> tuple[int, int]:
         """Return payload and, by the kernel, wire bytes of the cluster that sends most."""
         most = max(self.clusters, key=lambda record: record["bytes_sent"])
@@ -71,6 +81,18 @@ class Measured:
     def mean(self, key: str) -> float:
         """Return the clusters' mean."""
         return statistics.fmean(record[key] for record in self.clusters)
+
+
+def _blocks(record: dict[str, Any], interval: int) -> list[Block]:
+    ends = [0.0, *(step["seconds"] for step in record["steps"])]
+    ceilings = [statistics.fmean(steps) for steps in record["ceilings"]]
+    length = len(record["steps"]) // (len(ceilings) - 1)
+    blocks: list[Block] = []
+    for number, around in enumerate(zip(ceilings, ceilings[1:], strict=False)):
+        begin, end = number * length + interval, (number + 1) * length
+        seconds = (ends[end] - ends[begin]) / (end - begin)
+        blocks.append(Block(seconds, statistics.fmean(around)))
+    return blocks
 
 
 def _periods(cumulative: Sequence[float], interval: int) -> list[float]:

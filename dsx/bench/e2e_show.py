@@ -64,7 +64,7 @@ TARGETS = (
     Target(
         "payload equal to the planner's, to the byte",
         lambda row: None not in (row.payload_bytes, row.planned_bytes),
-        lambda row: abs((row.payload_bytes or 0) - (row.planned_bytes or 0.0)),
+        lambda row: abs((row.payload_bytes or 0) - (row.planned_bytes or 0)),
         lambda value: value == 0,
         "{:.0f}",
     ),
@@ -90,8 +90,9 @@ def _table(rows: Sequence[Row]) -> Table:
         title_justify="left",
     )
     table.add_column("method")
-    for name in ("H", "tokens/s", "x all-\nreduce", "util.", "planned\nutil.", "exposed s\nper H",
-                 "payload", "planned\npayload", "wire", "wire /\npayload", "loss"):  # fmt: skip
+    for name in ("H", "tokens/s", "x all-\nreduce", "util.", "+-", "planned\nutil.",
+                 "exposed s\nper H", "payload", "planned\npayload", "wire", "wire /\npayload",
+                 "loss"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -100,6 +101,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.tokens_per_second:,.0f}",
             f"{row.speedup:.1f}",
             f"{row.utilization:.1%}",
+            f"{row.utilization_spread:.1%}" if row.utilization_spread else "-",
             f"{row.predicted_utilization:.1%}",
             f"{row.exposed_seconds:.2f}",
             size_or_dash(row.payload_bytes),

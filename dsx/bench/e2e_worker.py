@@ -3,9 +3,8 @@
     deepspeed --num_gpus 1 --module dsx.bench.e2e_worker --job job.json --cluster 0
 
 The same model, batches and inner optimizer whatever the clusters do: nothing (`ceiling`),
-DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`). The ceiling is
-also measured in every run of a preset, by an engine of DeepSpeed alone on the same core right
-before the first step and right after the last transfer: machines drift within minutes.
+DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`). In the run of a
+preset an engine of DeepSpeed alone, in the same process, measures the ceiling between rounds.
 """
 
 from __future__ import annotations
@@ -23,7 +22,8 @@ from torch import Tensor
 import dsx
 from dsx.backends.deepspeed import adopt_world
 from dsx.bench.e2e_job import Job, build_model
-from dsx.bench.e2e_loop import Turns, read_line, time_steps, train, validation_windows
+from dsx.bench.e2e_loop import Turns, Walk, read_line, train, validation_windows
+from dsx.transfer import Transfer
 
 
 def start_engine(job: Job, arguments: argparse.Namespace) -> Any:
@@ -38,20 +38,11 @@ def start_engine(job: Job, arguments: argparse.Namespace) -> Any:
     return initialize(model=model, model_parameters=model.parameters(), config=job.config)[0]
 
 
-class Ceiling:
-    """An engine of its own without communication, which trains on one batch."""
-
-    def __init__(self, job: Job) -> None:
-        plain = {key: value for key, value in job.config.items() if key != "dsx"}
-        model: Any = build_model(job.shape, job.seed)
-        self._engine: Any = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=plain
-        )[0]
-        self._job = job
-
-    def measure(self) -> list[float]:
-        """Return the seconds of each of some steps."""
-        return time_steps(self._job, lambda windows: take_step(self._engine, windows))
+def start_alone(job: Job) -> Any:
+    """Return an engine of DeepSpeed alone, without communication."""
+    plain = {key: value for key, value in job.config.items() if key != "dsx"}
+    model: Any = build_model(job.shape, job.seed)
+    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain)[0]
 
 
 def take_step(engine: Any, windows: Tensor) -> float:
@@ -62,19 +53,27 @@ def take_step(engine: Any, windows: Tensor) -> float:
     return loss.item()
 
 
+def settle(engine: Any) -> None:
+    """Wait for all that is under way; it is applied when its time has come, as otherwise."""
+    for transfer in engine.dsx.loop.in_flight:
+        if isinstance(transfer, Transfer):
+            transfer.pending.wait()
+
+
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """Train, and write `cluster_<m>.json`: per step and cumulative, and the validation loss."""
     cluster = arguments.cluster
     is_dsx = job.mode == "dsx"
     engine, turns = start_engine(job, arguments), Turns(job, cluster)
-    ceiling = Ceiling(job) if is_dsx else None
+    count = (lambda: counters(engine)) if is_dsx else dict
+    walk = Walk(job, cluster, lambda windows: take_step(engine, windows), count)
+    alone = None
+    if is_dsx:
+        apart = start_alone(job)
+        alone = Walk(job, cluster, lambda windows: take_step(apart, windows))
     turns.begin()
-    before = ceiling.measure() if ceiling else []
     began, first = time.perf_counter(), read_line()
-    steps = train(
-        job, cluster, lambda windows: take_step(engine, windows),
-        lambda: counters(engine) if is_dsx else {},
-    )  # fmt: skip
+    course = train(job, walk, alone, lambda: settle(engine))
     if is_dsx:
         engine.dsx.loop.drain()
     payload_bytes = engine.dsx.totals.bytes_sent if is_dsx else 0
@@ -82,13 +81,11 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
         engine.dsx.finish()  # which compares what was applied, beside the payload
     drained_seconds = time.perf_counter() - began
     wire_bytes = read_line().bytes_sent - first.bytes_sent
-    after = ceiling.measure() if ceiling else []
     turns.end()
     turns.write(
         {
-            "steps": steps,
-            "ceiling_before": before,
-            "ceiling_after": after,
+            "steps": course.steps,
+            "ceilings": course.ceilings,
             "drained_seconds": drained_seconds,
             "wire_bytes": wire_bytes,
             "bytes_sent": payload_bytes,

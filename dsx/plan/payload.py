@@ -3,8 +3,8 @@
 Nothing is allocated, so a fragment may have any size. The tests compare with runs of every preset
 and codec, to the byte. Per transfer and peer there are the announcement and the guard's header, 48
 bytes; then the codec's messages; then the notes. Bytes are per cluster, because slices of a mean
-and the owners of matrices differ from cluster to cluster; low rank with one power iteration, which
-all of its rounds have but the first and those after a change of rank.
+and the owners of matrices differ from cluster to cluster. A round of low rank is *cold*, with a
+second power iteration, where it is the first in factors, or the first after a change of rank.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from math import lcm
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from dsx.plan.settings import Coding, Notes
 from dsx.types import Fragment, Slot
@@ -24,6 +24,7 @@ NUM_PROBES = 4
 _CASTS = {"fp32": 4, "bf16": 2, "fp16": 2}
 _PARTS = {"int8": 1, "fp8": 1, "int4": 2, "fp4_e2m1": 2, "fp4_e3m0": 2, "ternary": 5}  # per byte
 _OWN_GROUP = {"int8": 256, "fp8": 256}
+RoundKind = Literal["warm", "cold", "dense"]  # of low rank; others have but one kind
 
 
 class Format(NamedTuple):
@@ -69,7 +70,7 @@ class Parts(NamedTuple):
 
 
 def transfer_bytes(
-    parts: Parts, coding: Coding, notes: Notes, num_clusters: int, is_dense_round: bool = False
+    parts: Parts, coding: Coding, notes: Notes, num_clusters: int, round_kind: RoundKind = "warm"
 ) -> list[int]:
     """Return what each cluster sends for one transfer of a fragment (of one rank's shard)."""
     if num_clusters == 1:
@@ -81,12 +82,14 @@ def transfer_bytes(
         + notes.of_owner
     )
     headers = HEADERS_BYTES * (num_clusters - 1)
-    sent = _channel_bytes(parts, coding, num_clusters, is_dense_round)
+    sent = _channel_bytes(parts, coding, num_clusters, round_kind)
     noted = exact_bytes(numel, num_clusters)
     return [headers + a + b for a, b in zip(sent, noted, strict=True)]
 
 
-def _channel_bytes(parts: Parts, coding: Coding, num_clusters: int, is_dense: bool) -> list[int]:
+def _channel_bytes(
+    parts: Parts, coding: Coding, num_clusters: int, round_kind: RoundKind
+) -> list[int]:
     if coding.type == "dense":
         return list(exact_bytes(parts.numel, num_clusters))
     others = num_clusters - 1
@@ -95,6 +98,7 @@ def _channel_bytes(parts: Parts, coding: Coding, num_clusters: int, is_dense: bo
         messages = sum(_sparse_bytes(run, coding.k, coding.chunk) for run in parts.runs)
         return [small + others * messages] * num_clusters
     wire, mean = format_of(coding.wire, coding.group_size), format_of(coding.mean_wire)
+    is_dense = round_kind == "dense"
     runs = parts.runs + (parts.factored_runs if is_dense else ())
     total = [small] * num_clusters
     for run in runs:
@@ -102,7 +106,7 @@ def _channel_bytes(parts: Parts, coding: Coding, num_clusters: int, is_dense: bo
             total[m] += sent
     if not is_dense and parts.matrices:
         for m, sent in enumerate(_factor_bytes(parts, coding, num_clusters)):
-            total[m] += sent
+            total[m] += sent * (2 if round_kind == "cold" else 1)
     return total
 
 

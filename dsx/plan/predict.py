@@ -128,6 +128,23 @@ def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) ->
     return [sum(times * sent for times, sent in zip(share, c, strict=True)) for c in columns]
 
 
+def run_bytes(method: Method | Settings, ranks: Ranks, num_clusters: int, rounds: int) -> int:
+    """Return what the cluster that sends most has sent after a run's first `rounds` rounds.
+
+    With the dense and cold rounds that `bytes_per_round` leaves out; every fragment is sent once a
+    round. ValueError for schedules that measure how often to send which.
+    """
+    settings = method if isinstance(method, Settings) else settings_of(method)
+    if settings.schedule not in ("periodic", "streaming"):
+        raise ValueError(f"schedule={settings.schedule!r} measures how often it sends what")
+    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
+    total = [0] * num_clusters
+    for index, usual in enumerate(traffic.bytes_sent):
+        for m, beyond in enumerate(traffic.beyond_usual(index, rounds)):
+            total[m] += rounds * usual[m] + beyond
+    return max(total)
+
+
 def fitting_interval(
     method: Method | Settings,
     ranks: Ranks,

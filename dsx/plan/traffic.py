@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 from dsx.fragment import Fragmenter, lay_out
 from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
-from dsx.plan.payload import GATHERED_UP_TO, Parts, format_of, parts_of, transfer_bytes
+from dsx.plan.payload import (
+    GATHERED_UP_TO,
+    Parts,
+    RoundKind,
+    format_of,
+    parts_of,
+    transfer_bytes,
+)
 from dsx.plan.settings import Coding, Notes, Settings
 from dsx.plan.timeline import Cost
 from dsx.types import Fragment, ParameterShape, Slot
@@ -62,11 +69,31 @@ class Traffic:
 
     def __init__(self, settings: Settings, loads: Sequence[Load], num_clusters: int) -> None:
         self.num_clusters = num_clusters
+        self._settings = settings
         self.coding = settings.coding
         self.loads = list(loads)
         self.num_stages = len({load.stage for load in loads})
         self.bytes_sent = [_bytes_of(load, settings, num_clusters) for load in loads]
         self._has_notes = settings.notes != Notes()
+
+    def beyond_usual(self, index: int, launches: int) -> list[int]:
+        """Return what each cluster sends beyond the usual in a fragment's first launches.
+
+        Low rank has dense rounds, and one that starts cold unless a controller changes the rank.
+        """
+        coding = self.coding
+        if coding.type != "low_rank":
+            return [0] * self.num_clusters
+        every = coding.full_round_every or launches + 1
+        numbers = range(1, launches + 1)
+        dense = sum(number <= coding.dense_rounds or number % every == 0 for number in numbers)
+        counts: dict[RoundKind, int] = {"dense": dense, "cold": int(dense < launches)}
+        beyond = [0] * self.num_clusters
+        for kind, count in counts.items():
+            sent = _bytes_of(self.loads[index], self._settings, self.num_clusters, kind)
+            for m, usual in enumerate(self.bytes_sent[index]):
+                beyond[m] += count * (sent[m] - usual)
+        return beyond
 
     def cost(self, index: int, link: Link, costs: Costs) -> Cost:
         """Return what a transfer of a fragment takes, on the rank with most of it."""
@@ -85,11 +112,13 @@ class Traffic:
         )
 
 
-def _bytes_of(load: Load, settings: Settings, num_clusters: int) -> list[int]:
+def _bytes_of(
+    load: Load, settings: Settings, num_clusters: int, round_kind: RoundKind = "warm"
+) -> list[int]:
     """Return what each cluster sends of a fragment, over all of its ranks."""
     total = [0] * num_clusters
     for parts, count in load.parts:
-        sent = transfer_bytes(parts, settings.coding, settings.notes, num_clusters)
+        sent = transfer_bytes(parts, settings.coding, settings.notes, num_clusters, round_kind)
         for m, of_cluster in enumerate(sent):
             total[m] += count * of_cluster
     return total

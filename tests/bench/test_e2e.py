@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from io import StringIO
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from rich.console import Console
 
 from dsx.bench.e2e import Options, Row
 from dsx.bench.e2e_job import Job, Shape, build_model
+from dsx.bench.e2e_loop import Course, Walk, train
 from dsx.bench.e2e_plan import Situation, plan_presets
 from dsx.bench.e2e_run import Measured, RunFailed, Runner
 from dsx.bench.e2e_show import TARGETS, as_json, draw, show
-from dsx.bench.testbed import UNAVAILABLE
+from dsx.bench.testbed import UNAVAILABLE, Traffic
 from dsx.plan.link import Link
 from dsx.presets import PRESETS
 from dsx.types import ParameterShape
@@ -26,13 +28,12 @@ from dsx.types import ParameterShape
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]
 
 
-def cluster(step_seconds: list[float], before: float, after: float) -> dict[str, Any]:
+def cluster(step_seconds: list[float], ceilings: list[float]) -> dict[str, Any]:
     ends = [sum(step_seconds[: i + 1]) for i in range(len(step_seconds))]
     return {
         "steps": [{"seconds": end} for end in ends],
-        "ceiling_before": [before] * 3,
-        "ceiling_after": [after] * 3,
-        "bytes_sent": round(100 * after),
+        "ceilings": [[0.5 * ceiling, 1.5 * ceiling] for ceiling in ceilings],
+        "bytes_sent": round(100 * ceilings[-1]),
         "wire_bytes": 110,
     }
 
@@ -40,12 +41,63 @@ def cluster(step_seconds: list[float], before: float, after: float) -> dict[str,
 def test_a_step_is_the_median_of_whole_periods_after_the_first() -> None:
     first, slow = [9.0, 9.0], [1.0, 5.0]
     steps = [*first, *[1.0, 2.0], *slow, *[1.0, 1.0], *[7.0]]  # the last one is no whole period
-    measured = Measured([cluster(steps, 1.0, 1.0), cluster(steps, 3.0, 3.6)])
+    measured = Measured([cluster(steps, [1.0]), cluster(steps, [3.6])])
     assert measured.step_seconds(2) == pytest.approx(1.5)
     assert measured.step_seconds(2, skipped=0) == pytest.approx((1.5 + 3.0) / 2)
-    assert measured.ceiling_seconds() == pytest.approx((1.0 + 3.3) / 2)
-    assert measured.drift() == pytest.approx(0.2)
     assert measured.sent() == (360, 110)  # of the one that sends most
+
+
+def test_a_block_is_held_against_the_ceilings_around_it() -> None:
+    first, second = [9.0, 9.0, 2.0, 3.0, 2.0, 1.0], [7.0, 7.0, 4.0, 4.0, 4.0, 4.0]  # 3 rounds each
+    other = [1.0] * 12
+    measured = Measured([cluster(first + second, [1.0, 2.0, 4.0]), cluster(other, [0.9, 0.9, 0.9])])
+    one, two = measured.blocks(2)
+    assert one.step_seconds == pytest.approx((2.0 + 1.0) / 2)
+    assert one.ceiling_seconds == pytest.approx((1.5 + 0.9) / 2)
+    assert two.step_seconds == pytest.approx((4.0 + 1.0) / 2)
+    assert two.ceiling_seconds == pytest.approx((3.0 + 0.9) / 2)
+    assert one.utilization == pytest.approx(1.2 / 1.5)
+
+
+class TestTrain:
+    """Steps come in blocks, ceilings between them, and pauses are in no step's seconds."""
+
+    def run(
+        self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_ceiling: bool
+    ) -> tuple[Course, list[str]]:
+        now, log = [0.0], []
+        monkeypatch.setattr("dsx.bench.e2e_loop.time.perf_counter", lambda: now[0])
+        monkeypatch.setattr("dsx.bench.e2e_loop.ClusterBatches", lambda *a, **k: repeat(None))
+        monkeypatch.setattr("dsx.bench.e2e_loop.TokenWindows", lambda *a: None)
+        monkeypatch.setattr("dsx.bench.e2e_loop.read_line", lambda: Traffic(0, 0, 0, 0))
+
+        def steps_of(name: str, seconds: float) -> Walk:
+            def take_step(windows: Any) -> float:
+                log.append(name)
+                now[0] += seconds
+                return 0.0
+
+            return Walk(job, 0, take_step)
+
+        def settle() -> None:
+            log.append("settle")
+            now[0] += 100.0
+
+        job = Job("dsx", {}, Shape(), 6, 2, 2, "data", str(tmp_path), 5.0, ceiling_steps=1)
+        alone = steps_of("alone", 1.0) if with_ceiling else None
+        return train(job, steps_of("step", 2.0), alone, settle), log
+
+    def test_blocks_and_ceilings(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        course, log = self.run(monkeypatch, tmp_path, with_ceiling=True)
+        assert [step["seconds"] for step in course.steps] == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
+        assert course.ceilings == [[1.0]] * 4
+        pause = ["settle", *["alone"] * 6]  # five to warm up
+        assert log == [*(pause + ["step"] * 2) * 3, *pause]
+
+    def test_without_a_ceiling(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        course, log = self.run(monkeypatch, tmp_path, with_ceiling=False)
+        assert (log, course.ceilings) == (["step"] * 6, [])
+        assert course.steps[-1]["seconds"] == 12.0
 
 
 def situation(ratio: float) -> Situation:
@@ -78,7 +130,7 @@ def row(method: str, **changed: Any) -> Row:
         "delay_steps": 0, "steps": 160, "is_overlapped": True, "step_seconds": 0.1,
         "ceiling_seconds": 0.099, "tokens_per_second": 40960.0, "utilization": 0.99,
         "predicted_utilization": 1.0, "exposed_seconds": 0.04, "wire_bytes": 1047,
-        "payload_bytes": 1000, "planned_bytes": 1000.0, "validation_loss": 2.5,
+        "payload_bytes": 1000, "planned_bytes": 1000, "validation_loss": 2.5,
     }  # fmt: skip
     return Row(**{**values, **changed})
 
@@ -138,7 +190,7 @@ class TestWaits:
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job("dsx", {"a": 1}, Shape(2, 32, 16, 4), 10, 2, "data", str(tmp_path / "job"), 5.0)
+    job = Job("dsx", {"a": 1}, Shape(2, 32, 16, 4), 10, 5, 2, "data", str(tmp_path / "job"), 5.0)
     assert Job.read(job.write()) == job
 
 
@@ -174,7 +226,7 @@ def test_a_short_run_from_launchers_to_the_table(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     data, found = tmp_path / "data", tmp_path / "rows.json"
     subprocess.run([*DSX, "data", "build", "--from", "stdlib", "--out", str(data)], check=True)
-    shape = ["--shape", "2,32,32,8", "--rounds", "1", "--max-drift", "10"]
+    shape = ["--shape", "2,32,32,8", "--rounds", "1", "--blocks", "2"]
     done = subprocess.run(
         [*DSX, "bench", "e2e", "--data", str(data), "--out", str(tmp_path / "runs"),
          "--ratios", "8", "--presets", "eager,diloco,dilocox", *shape, "--json", str(found)],
@@ -184,7 +236,7 @@ def test_a_short_run_from_launchers_to_the_table(tmp_path: Path) -> None:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     rows = {r["method"]: r for r in json.loads(found.read_text())}
-    assert list(rows) == ["data_parallel", "eager", "diloco", "dilocox", "no communication"]
+    assert list(rows) == ["no communication", "data_parallel", "eager", "diloco", "dilocox"]
     for name in ("eager", "diloco", "dilocox"):
         assert rows[name]["payload_bytes"] == rows[name]["planned_bytes"]
         assert 1.04 < rows[name]["wire_bytes"] / rows[name]["payload_bytes"] < 1.6

@@ -14,7 +14,7 @@ from dsx.config import preset
 from dsx.method import Method
 from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
-from dsx.plan.predict import predict
+from dsx.plan.predict import predict, run_bytes
 from dsx.plan.settings import settings_of
 from dsx.plan.traffic import Traffic, loads_of, one_rank
 from dsx.presets import PRESETS
@@ -122,6 +122,36 @@ def test_so_does_every_codec(codec: str, num_clusters: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert_bytes_agree(method, num_clusters, periods=3)
+
+
+@pytest.mark.parametrize("num_clusters", [2, 5])
+@pytest.mark.parametrize(
+    "codec",
+    [
+        {"type": "low_rank", "rank": 3},
+        {"type": "low_rank", "rank": 3, "dense_rounds": 2, "full_round_every": 4},
+        {"type": "quantized"},
+    ],
+    ids=["cold start", "dense rounds", "no matrices"],
+)
+def test_the_first_rounds_of_a_run_are_counted_too(
+    codec: dict[str, Any], num_clusters: int
+) -> None:
+    method = method_of("streaming_diloco", num_clusters, compression=codec)
+    ranks, steps = one_rank(method.fragments, shapes_of(Net())), method.schedule.interval
+    events = events_of(method, num_clusters, 5 * steps + method.delay.steps)
+    for rounds in (1, 2, 3, 5):
+        sent = [
+            sum(e["bytes_sent"] for e in own if e["launched_step"] <= rounds * steps)
+            for own in events
+        ]
+        assert run_bytes(method, ranks, num_clusters, rounds) == max(sent)
+
+
+def test_no_number_is_given_for_a_schedule_that_measures() -> None:
+    method = method_of("dreamddp", 2)
+    with pytest.raises(ValueError, match="schedule='layerwise' measures how often"):
+        run_bytes(method, one_rank(method.fragments, shapes_of(Net())), 2, 3)
 
 
 def test_measured_times_travel_with_the_transfers() -> None:
