@@ -19,15 +19,15 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import TCPStore
-from torch.nn.utils import clip_grad_norm_
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
-from dsx.bench.e2e_job import Job, TinyGPT, build_model
+from dsx.bench.e2e_inner import PlainInner
+from dsx.bench.e2e_job import Job, TinyGPT
 from dsx.bench.e2e_loop import Turns, Walk, read_line, train, validation_windows
 
 LIGHTHOUSE_PORT, _STORE_PORT = 29510, 29500
@@ -46,25 +46,6 @@ def model_fragments(model: TinyGPT, count: int) -> list[nn.Module]:
         fragments[number // per_fragment] += layer.parameters()
     fragments[-1] += [*model.norm.parameters(), *model.head.parameters()]
     return [nn.ParameterList(parameters) for parameters in fragments]
-
-
-class Inner:
-    """A model and its inner optimizer, with what the job's DeepSpeed JSON says of them."""
-
-    def __init__(self, job: Job) -> None:
-        self.model = build_model(job.shape, job.seed)
-        chosen = job.config["optimizer"]["params"]
-        self.optimizer = AdamW(self.model.parameters(), lr=chosen["lr"])
-        self._clipping = job.config["gradient_clipping"]
-
-    def take_step(self, windows: Tensor) -> float:
-        """Take one inner step; return its loss."""
-        loss = self.model(windows[:, :-1], windows[:, 1:])
-        loss.backward()
-        clip_grad_norm_(self.model.parameters(), self._clipping)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return loss.item()
 
 
 @contextmanager
@@ -94,7 +75,7 @@ def replica_group(job: Job, arguments: argparse.Namespace) -> Iterator[Manager]:
             lighthouse.shutdown()
 
 
-def start_diloco(inner: Inner, manager: Manager, arguments: argparse.Namespace) -> DiLoCo:
+def start_diloco(inner: PlainInner, manager: Manager, arguments: argparse.Namespace) -> DiLoCo:
     """Return torchft's DiLoCo around the inner optimizer, not yet entered."""
     fragments = model_fragments(inner.model, arguments.fragments)
     return DiLoCo(
@@ -111,10 +92,10 @@ def start_diloco(inner: Inner, manager: Manager, arguments: argparse.Namespace) 
 
 def run(job: Job, arguments: argparse.Namespace, manager: Manager) -> None:
     """Train, and write what `dsx.bench.e2e_worker` writes."""
-    inner, turns = Inner(job), Turns(job, arguments.cluster)
+    inner, turns = PlainInner(job), Turns(job, arguments.cluster)
     diloco = start_diloco(inner, manager, arguments)
     walk = Walk(job, arguments.cluster, inner.take_step)
-    alone = Walk(job, arguments.cluster, Inner(job).take_step)
+    alone = Walk(job, arguments.cluster, PlainInner(job).take_step)
     turns.begin()
     began, first = time.perf_counter(), read_line()
     with diloco:  # which has nothing under way after whole rounds, so there is none to wait for

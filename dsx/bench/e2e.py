@@ -175,7 +175,7 @@ class Bench:
     def preset(self, plan: Plan, ratio: float, line: Line, steps: int) -> Row:
         """Run a preset as planned."""
         name = f"{ratio:g}_{plan.name}"
-        measured = self._run(name, "dsx", steps, line, plan.block, plan.interval)
+        measured = self._run(name, plan.mode, steps, line, plan.block, plan.interval)
         return self.row(plan, measured, ratio, line)
 
     def _run(
@@ -187,8 +187,7 @@ class Bench:
         block: dict[str, Any] | None = None,
         interval: int | None = None,
     ) -> Measured:
-        job = self.job(name, mode, steps, interval, block)
-        return self._runner.run(job.write(), mode, line)
+        return self._runner.run(self.job(name, mode, steps, interval, block), line)
 
     def job(
         self,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _HEAD_SIZE = 32
-Mode = Literal["ceiling", "data_parallel", "dsx", "peer"]  # peer: another library's own worker
+Mode = Literal["ceiling", "data_parallel", "dsx", "dsx_torch", "peer"]  # peer: another library's
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,11 @@ class Job:
     ceiling_steps: int = 60
     seed: int = 0
     validation_windows: int = 128
+
+    @property
+    def has_dsx(self) -> bool:
+        """Whether dsx trains."""
+        return self.mode in ("dsx", "dsx_torch")
 
     def write(self) -> Path:
         """Write the job into its directory, which is emptied."""

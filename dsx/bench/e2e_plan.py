@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dsx.bench.e2e_job import Mode
 from dsx.config import resolve_method
 from dsx.control.adaptive_rank import AdaptiveRank
 from dsx.control.base import Fixed
@@ -24,7 +25,7 @@ from dsx.types import ParameterShape
 
 _BLOCKING = ("local_sgd", "slowmo", "diloco", "dreamddp")
 _WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
-_RANK = 16
+_RANK_SHARE = 4  # the rank is this part of the longest of the matrices' shorter sides
 LEAST_INTERVAL = 10  # a step for every fragment, and periods long enough to be timed
 _OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
     "slowmo": {"lr": 0.7, "momentum": 0.5},
@@ -66,6 +67,11 @@ class Plan:
     def is_overlapped(self) -> bool:
         """Whether transfers have steps to hide behind."""
         return self.name not in _BLOCKING
+
+    @property
+    def mode(self) -> Mode:
+        """Under DeepSpeed, unless fragments leave inside the backward, which that cannot do."""
+        return "dsx" if self.method.schedule.when is None else "dsx_torch"
 
     @property
     def has_fixed_traffic(self) -> bool:
@@ -113,13 +119,23 @@ def plan_preset(
     if name in _OUTER_RATES:
         block["outer_optimizer"] = _OUTER_RATES[name]
     if name == "dilocox":
-        rank = {"rank": _RANK, "min_rank": _RANK, "max_rank": _RANK}
-        block["control"] = {**rank, "min_interval": interval}
-        block["compression"] = {"dense_rounds": 0}
+        block |= _after_dense_rounds(interval, situation.parameters)
     block.update(choices or {})
     if name in _WITH_DELAY_STEPS and "delay" not in block:
         block["delay"] = {"steps": _least_delay(block, situation.slower(margin))}
-    return Plan(name, block, _resolve(block, situation), interval)
+    method = _resolve(block, situation)
+    try:
+        one_rank(method.fragments, situation.parameters)
+    except ValueError as error:
+        raise ValueError(f"{name} does not go with this shape: {error}") from error
+    return Plan(name, block, method, interval)
+
+
+def _after_dense_rounds(interval: int, parameters: Sequence[ParameterShape]) -> dict[str, Any]:
+    """Return what lets dilocox send factors of one rank at one H, from its first round on."""
+    rank = max(min(p.shape) for p in parameters if len(p.shape) > 1) // _RANK_SHARE
+    held = {"rank": rank, "min_rank": rank, "max_rank": rank, "min_interval": interval}
+    return {"control": held, "compression": {"dense_rounds": 0}}
 
 
 def _fit(block: dict[str, Any], situation: Situation) -> int:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.bench.e2e_job import Job
 from dsx.bench.testbed import INTERFACE, Line, Testbed
 
 _LAUNCHER_PORT, _RENDEZVOUS_PORT = 29500, 29400
@@ -118,11 +119,11 @@ class Runner:
             "deadline_seconds": self._deadline_seconds,
         }
 
-    def run(self, job: Path, mode: str, line: Line | None) -> Measured:
-        """Run a job that lies in a directory of its own to its end; RunFailed has its output."""
-        clusters = range(self._bed.num_clusters)
-        commands = [self._launcher(cluster, job, mode) for cluster in clusters]
-        return self.run_commands(job.parent, commands, line)
+    def run(self, job: Job, line: Line | None) -> Measured:
+        """Run a job in the directory it names to its end; RunFailed has its output."""
+        path, clusters = job.write(), range(self._bed.num_clusters)
+        commands = [self._launcher(cluster, job, path) for cluster in clusters]
+        return self.run_commands(path.parent, commands, line)
 
     def run_commands(
         self, directory: Path, commands: Sequence[Sequence[str]], line: Line | None
@@ -152,11 +153,11 @@ class Runner:
         return Measured([json.loads(_file(directory, "cluster", m, ".json").read_text())
                          for m in clusters])  # fmt: skip
 
-    def _launcher(self, cluster: int, job: Path, mode: str) -> list[str]:
+    def _launcher(self, cluster: int, job: Job, path: Path) -> list[str]:
         launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
         command = [launcher, "--master_port", str(_LAUNCHER_PORT)]
-        if mode == "data_parallel":  # one launcher's world over all clusters
-            hosts = job.parent / "hosts"
+        if job.mode == "data_parallel":  # one launcher's world over all clusters
+            hosts = path.parent / "hosts"
             addresses = [self._bed.address(m) for m in range(self._bed.num_clusters)]
             hosts.write_text("".join(f"{address} slots=1\n" for address in addresses))
             command += ["--hostfile", str(hosts), "--no_ssh", "--node_rank", str(cluster)]
@@ -164,8 +165,8 @@ class Runner:
         else:
             command += ["--num_gpus", "1"]
         command += ["--module", "dsx.bench.e2e_worker"]
-        command += ["--job", str(job), "--cluster", str(cluster)]
-        if mode == "dsx":
+        command += ["--job", str(path), "--cluster", str(cluster)]
+        if job.has_dsx:
             command += ["--dsx-cluster-id", str(cluster)]
         return command
 

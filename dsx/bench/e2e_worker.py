@@ -3,59 +3,57 @@
     deepspeed --num_gpus 1 --module dsx.bench.e2e_worker --job job.json --cluster 0
 
 The same model, batches and inner optimizer whatever the clusters do: nothing (`ceiling`),
-DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`). In the run of a
-preset an engine of DeepSpeed alone, in the same process, measures the ceiling between rounds.
+DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`; `dsx_torch` for one
+that is not for DeepSpeed, as it sends from inside the backward). In the run of a preset an engine
+without it, in the same process, measures the ceiling between rounds.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 import dsx
 from dsx.backends.deepspeed import adopt_world
-from dsx.bench.e2e_job import Job, build_model
+from dsx.bench.e2e_inner import DeepSpeedInner, Inner, PlainInner
+from dsx.bench.e2e_job import Job
 from dsx.bench.e2e_loop import Turns, Walk, read_line, train, validation_windows
+from dsx.handle import Handle
 from dsx.transfer import Transfer
 
 
-def start_engine(job: Job, arguments: argparse.Namespace) -> Any:
-    """Return the engine: DeepSpeed alone, or with the outer training of the config."""
-    if job.mode == "dsx":
+def start(job: Job, arguments: argparse.Namespace) -> tuple[Inner, Handle | None]:
+    """Return who takes inner steps: alone, or with the outer training of the config."""
+    if job.has_dsx:
         dsx.init_distributed(job.config, arguments)
     else:
         dist.init_process_group("gloo")  # the launcher's world, over all clusters or of this one
         adopt_world()
-    initialize: Any = dsx.initialize if job.mode == "dsx" else deepspeed.initialize
-    model = build_model(job.shape, job.seed)
-    return initialize(model=model, model_parameters=model.parameters(), config=job.config)[0]
+    if job.mode == "dsx":
+        trained = DeepSpeedInner(job, job.config, dsx.initialize)
+        return trained, trained.engine.dsx
+    if job.mode == "dsx_torch":
+        plain = PlainInner(job)
+        return plain, dsx.attach(plain.model, plain.optimizer, config=job.config)
+    return DeepSpeedInner(job, job.config), None
 
 
-def start_alone(job: Job) -> Any:
-    """Return an engine of DeepSpeed alone, without communication."""
+def start_alone(job: Job) -> Inner:
+    """Return the same without dsx and any communication."""
+    if job.mode == "dsx_torch":
+        return PlainInner(job)
     plain = {key: value for key, value in job.config.items() if key != "dsx"}
-    model: Any = build_model(job.shape, job.seed)
-    return deepspeed.initialize(model=model, model_parameters=model.parameters(), config=plain)[0]
+    return DeepSpeedInner(job, plain)
 
 
-def take_step(engine: Any, windows: Tensor) -> float:
-    """Take one inner step; return its loss."""
-    loss = engine(windows[:, :-1], windows[:, 1:])
-    engine.backward(loss)
-    engine.step()
-    return loss.item()
-
-
-def settle(engine: Any) -> None:
+def settle(handle: Handle) -> None:
     """Wait for all that is under way; it is applied when its time has come, as otherwise."""
-    for transfer in engine.dsx.loop.in_flight:
+    for transfer in handle.loop.in_flight:
         if isinstance(transfer, Transfer):
             transfer.pending.wait()
 
@@ -63,22 +61,18 @@ def settle(engine: Any) -> None:
 def run(job: Job, arguments: argparse.Namespace) -> None:
     """Train, and write `cluster_<m>.json`: per step and cumulative, and the validation loss."""
     cluster = arguments.cluster
-    is_dsx = job.mode == "dsx"
-    engine, turns = start_engine(job, arguments), Turns(job, cluster)
-    count = (lambda: counters(engine)) if is_dsx else dict
-    walk = Walk(job, cluster, lambda windows: take_step(engine, windows), count)
-    alone = None
-    if is_dsx:
-        apart = start_alone(job)
-        alone = Walk(job, cluster, lambda windows: take_step(apart, windows))
+    inner, handle = start(job, arguments)
+    turns = Turns(job, cluster)
+    alone = Walk(job, cluster, start_alone(job).take_step) if handle else None
+    walk = Walk(job, cluster, inner.take_step, lambda: counters(handle) if handle else {})
     turns.begin()
     began, first = time.perf_counter(), read_line()
-    course = train(job, walk, alone, lambda: settle(engine))
-    if is_dsx:
-        engine.dsx.loop.drain()
-    payload_bytes = engine.dsx.totals.bytes_sent if is_dsx else 0
-    if is_dsx:
-        engine.dsx.finish()  # which compares what was applied, beside the payload
+    course = train(job, walk, alone, lambda: settle(handle) if handle else None)
+    payload_bytes = 0
+    if handle:
+        handle.loop.drain()
+        payload_bytes = handle.totals.bytes_sent
+        handle.finish()  # which compares what was applied, beside the payload
     drained_seconds = time.perf_counter() - began
     wire_bytes = read_line().bytes_sent - first.bytes_sent
     turns.end()
@@ -89,31 +83,28 @@ def run(job: Job, arguments: argparse.Namespace) -> None:
             "drained_seconds": drained_seconds,
             "wire_bytes": wire_bytes,
             "bytes_sent": payload_bytes,
-            "syncs": engine.dsx.totals.syncs if is_dsx else 0,
-            "wait_seconds": engine.dsx.totals.wait_seconds if is_dsx else 0.0,
-            "blocked_seconds": engine.dsx.totals.blocked_seconds if is_dsx else 0.0,
-            "validation_loss": validate(engine, job),
+            "syncs": handle.totals.syncs if handle else 0,
+            "wait_seconds": handle.totals.wait_seconds if handle else 0.0,
+            "blocked_seconds": handle.totals.blocked_seconds if handle else 0.0,
+            "validation_loss": validate(inner.model, handle, job),
         }
     )
-    if is_dsx:
-        engine.dsx.close()
+    if handle:
+        handle.close()
 
 
-def counters(engine: Any) -> dict[str, float]:
+def counters(handle: Handle) -> dict[str, float]:
     """Return what dsx has counted so far."""
-    totals = engine.dsx.totals
-    return {"wait_seconds": totals.wait_seconds, "bytes_sent": totals.bytes_sent}
+    return {"wait_seconds": handle.totals.wait_seconds, "bytes_sent": handle.totals.bytes_sent}
 
 
 @torch.no_grad()
-def validate(engine: Any, job: Job) -> float:
+def validate(model: torch.nn.Module, handle: Handle | None, job: Job) -> float:
     """Return the loss of the finished model: of the clusters' average where dsx makes one."""
     windows = validation_windows(job)
-    engine.eval()
-    if job.mode != "dsx":
-        return engine.module(windows[:, :-1], windows[:, 1:]).item()
-    with engine.dsx.averaged():
-        return engine.module(windows[:, :-1], windows[:, 1:]).item()
+    model.eval()
+    with handle.averaged() if handle else nullcontext():
+        return model(windows[:, :-1], windows[:, 1:]).item()
 
 
 def main() -> None:

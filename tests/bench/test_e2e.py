@@ -124,6 +124,14 @@ def test_overlapped_presets_just_fit_and_blocking_ones_do_not(ratio: float) -> N
     assert late.utilization < 0.6  # so the line is no wider than it needs to be
 
 
+def test_a_model_with_too_few_layers_is_refused_before_anything_runs() -> None:
+    here = situation(32)
+    few = replace(here, parameters=[p for p in here.parameters if "layers.3" not in p.name])
+    message = r"dilocox does not go with this shape: fragments.num_fragments=4 exceeds"
+    with pytest.raises(ValueError, match=message):
+        plan_presets(("eager", "dilocox"), few, 1.15)
+
+
 def row(method: str, **changed: Any) -> Row:
     values: dict[str, Any] = {
         "ratio": 32.0, "megabits_per_second": 3.0, "method": method, "interval": 40,
@@ -226,17 +234,18 @@ def test_a_short_run_from_launchers_to_the_table(tmp_path: Path) -> None:
     pytest.importorskip("deepspeed")
     data, found = tmp_path / "data", tmp_path / "rows.json"
     subprocess.run([*DSX, "data", "build", "--from", "stdlib", "--out", str(data)], check=True)
-    shape = ["--shape", "2,32,32,8", "--rounds", "1", "--blocks", "2"]
+    presets = ["eager", "diloco", "dilocox", "dreamddp"]
+    shape = ["--shape", "4,32,32,8", "--rounds", "1", "--blocks", "2"]
     done = subprocess.run(
         [*DSX, "bench", "e2e", "--data", str(data), "--out", str(tmp_path / "runs"),
-         "--ratios", "8", "--presets", "eager,diloco,dilocox", *shape, "--json", str(found)],
+         "--ratios", "8", "--presets", ",".join(presets), *shape, "--json", str(found)],
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     if done.returncode == UNAVAILABLE:
         pytest.skip(done.stderr.strip())
     assert done.returncode == 0, done.stderr
     rows = {r["method"]: r for r in json.loads(found.read_text())}
-    assert list(rows) == ["no communication", "data_parallel", "eager", "diloco", "dilocox"]
+    assert list(rows) == ["no communication", "data_parallel", *presets]
     for name in ("eager", "diloco", "dilocox"):
         assert rows[name]["payload_bytes"] == rows[name]["planned_bytes"]
         assert 1.04 < rows[name]["wire_bytes"] / rows[name]["payload_bytes"] < 1.6
