@@ -77,7 +77,7 @@ def main() -> int:
     try:
         options = Options(
             arguments.out, arguments.data, ratios=(arguments.ratio,), rounds=arguments.rounds,
-            blocks=arguments.blocks, shape=Shape.parse(arguments.shape),
+            blocks=arguments.blocks, shape=arguments.shape and Shape.parse(arguments.shape),
         )  # fmt: skip
         rows = list(measure(options, choices, lambda line: print(line, file=sys.stderr)))
     except TestbedUnavailable as error:
@@ -115,16 +115,16 @@ def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> 
     require_dataset(options.data)
     with Testbed(options.num_clusters, None) as bed:
         runner = Runner(bed, cores, DEADLINE_SECONDS)
-        bench = Bench(options, runner, tell)
-        situation = bench.situation(choices.ratio, 1.0)
+        bench = Bench(options, choices.ratio, runner, tell)
+        situation = bench.situation(1.0)
         interval = choices.interval or planned_interval(situation, options.margin)
         if choices.interval is None:  # rounded up to whole fragments
             interval = -(-interval // choices.fragments) * choices.fragments
-        choices.check(interval, options.shape.num_layers)
+        choices.check(interval, bench.shape.num_layers)
         steps = bench.steps_of(interval)
         tell(f"H = {interval}")
-        line, _ = bench.slow_line(choices.ratio, steps)
-        versus = Versus(bench, runner, line, steps, choices)
+        line, _ = bench.slow_line(steps)
+        versus = Versus(bench, runner, line, steps)
         blocking = plan_preset("diloco", interval, situation, options.margin)
         yield versus.torchft("torchft DiLoCo", blocking)
         yield versus.dsx(blocking)
@@ -148,27 +148,25 @@ class Versus:
     runner: Runner
     line: Line
     steps: int
-    choices: Choices
 
     def dsx(self, plan: Plan) -> Row:
         """Run a preset as planned; return its row."""
-        row = self.bench.preset(plan, self.choices.ratio, self.line, self.steps)
+        row = self.bench.preset(plan, self.line, self.steps)
         return replace(row, method=f"dsx {row.method}")
 
     def torchft(self, method: str, plan: Plan, fragments: int = 1, delay: int = 0) -> Row:
         """Run torchft with the H and the outer optimizer of a plan; return its row."""
-        name = f"{self.choices.ratio:g}_{method.replace(' ', '_')}"
         outer = plan.block["outer_optimizer"]
         command = [sys.executable, str(_WORKER), "--interval", str(plan.interval)]
         if fragments > 1:
             command += ["--fragments", str(fragments), "--delay", str(delay)]
             command += ["--local-weight", "0.5"]
         command += ["--outer-lr", str(outer["lr"]), "--outer-momentum", str(outer["momentum"])]
-        job = self.bench.job(name, "peer", self.steps, plan.interval)
+        job = self.bench.job(method.replace(" ", "_"), "peer", self.steps, plan.interval)
         path, clusters = job.write(), range(job.num_clusters)
         commands = [[*command, "--job", str(path), "--cluster", str(m)] for m in clusters]
         measured = self.runner.run_commands(path.parent, commands, self.line)
-        row = self.bench.row(plan, measured, self.choices.ratio, self.line)
+        row = self.bench.row(plan, measured, self.line)
         return replace(row, method=method)
 
 
@@ -220,19 +218,21 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--rounds",
         type=int,
-        default=2,
+        default=1,
         help="of a block, after one that is not counted (%(default)d)",
     )
     parser.add_argument(
         "--blocks",
         type=int,
-        default=4,
+        default=3,
         help="of a run, with steps without sync between; medians are theirs (%(default)d)",
     )
     parser.add_argument("--interval", type=int, metavar="H", help="default: the planner's")
     parser.add_argument("--fragments", type=int, metavar="N", help="also stream N fragments")
     parser.add_argument("--delay", type=int, metavar="D", help="tau of the fragments")
-    parser.add_argument("--shape", default="4,64,64,32", metavar="LAYERS,HIDDEN,LENGTH,BATCH")
+    parser.add_argument(
+        "--shape", metavar="LAYERS,HIDDEN,LENGTH,BATCH", help="default: as for dsx bench e2e"
+    )
     parser.add_argument("--data", type=Path, default=Path("data/stdlib"))
     parser.add_argument("--out", type=Path, default=Path("runs/bench_torchft"))
     parser.add_argument("--json", type=Path, metavar="FILE")

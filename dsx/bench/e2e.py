@@ -43,7 +43,8 @@ DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of
 class Options:
     """What is asked for; `margin` is the time of H steps over that of the transfers in them.
 
-    A run has `blocks` blocks of `rounds` rounds each, after one more that is not counted.
+    A run has `blocks` blocks of `rounds` rounds each, after one more that is not counted. Without a
+    `shape` it is `Shape.for_ratio`'s.
     """
 
     directory: Path
@@ -51,10 +52,10 @@ class Options:
     num_clusters: int = 2
     ratios: tuple[float, ...] = (32.0, 350.0)
     presets: tuple[str, ...] = tuple(PRESETS)
-    rounds: int = 2
-    blocks: int = 4
+    rounds: int = 1
+    blocks: int = 3
     margin: float = 1.15
-    shape: Shape = Shape()
+    shape: Shape | None = None
 
     def __post_init__(self) -> None:
         for name in self.presets:
@@ -112,9 +113,9 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
     cores = cores_for(options.num_clusters)
     require_dataset(options.data)
     with Testbed(options.num_clusters, None) as bed:
-        bench = Bench(options, Runner(bed, cores, DEADLINE_SECONDS), tell)
+        runner = Runner(bed, cores, DEADLINE_SECONDS)
         for ratio in options.ratios:
-            yield from bench.rows(ratio)
+            yield from Bench(options, ratio, runner, tell).rows()
 
 
 def require_dataset(data: Path) -> None:
@@ -125,58 +126,61 @@ def require_dataset(data: Path) -> None:
 
 
 class Bench:
-    """Plans the runs of one ratio after the other, and reads rows off them."""
+    """Plans the runs of one ratio, and reads rows off them."""
 
-    def __init__(self, options: Options, runner: Runner, tell: Callable[[str], None]) -> None:
+    def __init__(
+        self, options: Options, ratio: float, runner: Runner, tell: Callable[[str], None]
+    ) -> None:
         self._options = options
+        self._ratio = ratio
         self._runner = runner
         self._tell = tell
-        named = build_model(options.shape, 0).named_parameters()
+        self.shape = options.shape or Shape.for_ratio(ratio)
+        named = build_model(self.shape, 0).named_parameters()
         self._parameters = [ParameterShape(name, tuple(p.shape)) for name, p in named]
         self._numel = sum(math.prod(p.shape) for p in self._parameters)
         self._ceiling_steps = 0
 
-    def rows(self, ratio: float) -> Iterator[Row]:
+    def rows(self) -> Iterator[Row]:
         """Yield no communication, all-reduce, and every preset, each when it has been run."""
         options = self._options
-        plans = plan_presets(options.presets, self.situation(ratio, 1.0), options.margin)
+        plans = plan_presets(options.presets, self.situation(1.0), options.margin)
         steps = self.steps_of(plans[0].interval)
-        line, alone = self.slow_line(ratio, steps)
-        synchronous = self._synchronous(ratio, line, steps, alone.step_seconds(_CEILING_PERIOD))
+        line, alone = self.slow_line(steps)
+        synchronous = self._synchronous(line, steps, alone.step_seconds(_CEILING_PERIOD))
         yield self._ceiling(alone, synchronous)
         yield synchronous
         for plan in plans:
-            row = self.preset(plan, ratio, line, steps)
+            row = self.preset(plan, line, steps)
             yield replace(row, speedup=synchronous.step_seconds / row.step_seconds)
 
     def steps_of(self, interval: int) -> int:
         """Return how many steps a run of all blocks takes."""
         return self._options.blocks * (self._options.rounds + 1) * interval
 
-    def situation(self, ratio: float, step_seconds: float) -> Situation:
-        """Return the line on which an all-reduce takes `ratio` times as long as such a step."""
+    def situation(self, step_seconds: float) -> Situation:
+        """Return the line on which an all-reduce takes the ratio times as long as such a step."""
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
-        link = Link(8 * sent / (ratio * step_seconds))
+        link = Link(8 * sent / (self._ratio * step_seconds))
         return Situation(self._parameters, step_seconds, link, clusters)
 
-    def slow_line(self, ratio: float, steps: int) -> tuple[Line, Measured]:
+    def slow_line(self, steps: int) -> tuple[Line, Measured]:
         """Train without communication; return the line for its steps, and what was measured."""
-        alone = self._run(f"{ratio:g}_ceiling", "ceiling", steps)
+        alone = self._run("ceiling", "ceiling", steps)
         step_seconds = alone.step_seconds(_CEILING_PERIOD)
         self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
-        line = Line(1e-6 * self.situation(ratio, step_seconds).link.bits_per_second)
+        line = Line(1e-6 * self.situation(step_seconds).link.bits_per_second)
         self._tell(
-            f"ratio {ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
+            f"ratio {self._ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
             f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"
         )
         return line, alone
 
-    def preset(self, plan: Plan, ratio: float, line: Line, steps: int) -> Row:
+    def preset(self, plan: Plan, line: Line, steps: int) -> Row:
         """Run a preset as planned."""
-        name = f"{ratio:g}_{plan.name}"
-        measured = self._run(name, plan.mode, steps, line, plan.block, plan.interval)
-        return self.row(plan, measured, ratio, line)
+        measured = self._run(plan.name, plan.mode, steps, line, plan.block, plan.interval)
+        return self.row(plan, measured, line)
 
     def _run(
         self,
@@ -200,7 +204,7 @@ class Bench:
         """Return a job in a directory of its own; all steps are one block without an `interval`."""
         options = self._options
         config: dict[str, Any] = {
-            "train_micro_batch_size_per_gpu": options.shape.batch_size,
+            "train_micro_batch_size_per_gpu": self.shape.batch_size,
             "gradient_clipping": 1.0,
             "zero_optimization": {"stage": 0},
             "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
@@ -208,14 +212,14 @@ class Bench:
         }
         if block is not None:
             config["dsx"] = {**block, "clusters": self._runner.clusters_block()}
-        directory = options.directory.resolve() / name
+        directory = options.directory.resolve() / f"{self._ratio:g}_{name}"
         steps_per_block = steps if interval is None else (options.rounds + 1) * interval
         return Job(
-            mode, config, options.shape, steps, steps_per_block, options.num_clusters,
+            mode, config, self.shape, steps, steps_per_block, options.num_clusters,
             str(options.data.resolve()), str(directory), DEADLINE_SECONDS, self._ceiling_steps,
         )  # fmt: skip
 
-    def row(self, plan: Plan, measured: Measured, ratio: float, line: Line) -> Row:
+    def row(self, plan: Plan, measured: Measured, line: Line) -> Row:
         """Read a row off a run that did what the plan says."""
         blocks = measured.blocks(plan.interval)
         ceiling = statistics.median(block.ceiling_seconds for block in blocks)
@@ -228,7 +232,7 @@ class Bench:
         self._tell(f"  {plan.name}: utilization {utilization:.1%} +- {spread:.1%}")
         payload, wire = measured.sent()
         return Row(
-            ratio=ratio,
+            ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
             method=plan.name,
             interval=plan.interval,
@@ -251,7 +255,7 @@ class Bench:
     @property
     def _tokens(self) -> int:
         """Per step, of all clusters."""
-        return self._options.num_clusters * self._options.shape.tokens_per_step
+        return self._options.num_clusters * self.shape.tokens_per_step
 
     def _ceiling(self, alone: Measured, like: Row) -> Row:
         """Return the row of no communication; its loss is the mean of the clusters' own."""
@@ -273,10 +277,10 @@ class Bench:
             speedup=like.step_seconds / ceiling,
         )
 
-    def _synchronous(self, ratio: float, line: Line, steps: int, ceiling: float) -> Row:
-        timed = self._run(f"{ratio:g}_data_parallel", "data_parallel", _SYNCHRONOUS_STEPS + 1, line)
+    def _synchronous(self, line: Line, steps: int, ceiling: float) -> Row:
+        timed = self._run("data_parallel", "data_parallel", _SYNCHRONOUS_STEPS + 1, line)
         self._tell("  data parallel: timed")
-        whole = self._run(f"{ratio:g}_data_parallel_lifted", "data_parallel", steps)
+        whole = self._run("data_parallel_lifted", "data_parallel", steps)
         step_seconds = timed.step_seconds(1)
         link = Link(1e6 * line.megabits_per_second)
         predicted = predict(
@@ -284,7 +288,7 @@ class Bench:
         )
         sent = timed.clusters[0]["steps"]
         return Row(
-            ratio=ratio,
+            ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
             method="data_parallel",
             interval=1,

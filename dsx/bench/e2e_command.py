@@ -31,23 +31,24 @@ def e2e(
     clusters: Annotated[int, typer.Option(help="Clusters, each on a core of its own.")] = 2,
     rounds: Annotated[
         int, typer.Option(help="Rounds of a block, after one that is not counted.")
-    ] = 2,
+    ] = 1,
     blocks: Annotated[
         int,
         typer.Option(
             help="Blocks of a run, with the ceiling measured between; medians are theirs."
         ),
-    ] = 4,
+    ] = 3,
     margin: Annotated[
         float, typer.Option(help="H steps take so many times what their transfers take.")
     ] = 1.15,
     shape: Annotated[
-        str,
+        str | None,
         typer.Option(
             metavar="LAYERS,HIDDEN,LENGTH,BATCH",
-            help="The model, and tokens per step of a cluster.",
+            help="The model, and tokens per step of a cluster; default: 4,64,64 with batches for "
+            "about 1 Mbit/s, as a faster line takes too much of a core.",
         ),
-    ] = "4,64,64,32",
+    ] = None,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -69,7 +70,7 @@ def e2e(
         names = tuple(PRESETS if presets is None else presets.split(","))
         options = Options(
             out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin,
-            Shape.parse(shape),
+            None if shape is None else Shape.parse(shape),
         )  # fmt: skip
         for path in (json_file, plot):
             if path is not None and not path.absolute().parent.is_dir():

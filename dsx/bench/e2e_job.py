@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 _HEAD_SIZE = 32
+_WINDOWS_BY_RATIO = 4096  # a batch of 128 at ratio 32: 1 Mbit/s on a core that takes 0.25 s for it
 Mode = Literal["ceiling", "data_parallel", "dsx", "dsx_torch", "peer"]  # peer: another library's
 
 
@@ -25,6 +26,14 @@ class Shape:
     sequence_length: int = 64
     batch_size: int = 32
     vocab_size: int = 257
+
+    @classmethod
+    def for_ratio(cls, ratio: float) -> Shape:
+        """Return batches in inverse proportion to a ratio, so that the line is always the same.
+
+        It is slow, about 1 Mbit/s, so that sending takes little of a core that also computes.
+        """
+        return cls(batch_size=max(1, round(_WINDOWS_BY_RATIO / ratio)))
 
     @classmethod
     def parse(cls, text: str) -> Shape:
