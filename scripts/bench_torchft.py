@@ -5,8 +5,8 @@
 
 Same model, weights, batches, inner and outer optimizers, line, and H. As in `dsx bench e2e`, every
 cluster has a network namespace and a core of its own, and utilization is held against steps without
-communication on that core between the same rounds: by DeepSpeed's engine for dsx, which trains
-under it, and by plain torch for torchft. `--fragments N --delay D` adds torchft's
+communication on that core before and after every block of rounds: by DeepSpeed's engine for dsx,
+which trains under it, and by plain torch for torchft. `--fragments N --delay D` adds torchft's
 streaming DiLoCo, and dsx's with the same fragments and tau.
 
 Bytes on the wire are the kernel's count per cluster, headers and torchft's heartbeats included.
@@ -74,25 +74,33 @@ def main() -> int:
     choices = Choices(
         arguments.ratio, arguments.interval, arguments.fragments or 1, arguments.delay or 0
     )
+    rows: list[Row] = []
+    status = 0
     try:
+        shape = None if arguments.shape is None else Shape.parse(arguments.shape)
         options = Options(
             arguments.out, arguments.data, ratios=(arguments.ratio,), rounds=arguments.rounds,
-            blocks=arguments.blocks, shape=arguments.shape and Shape.parse(arguments.shape),
+            blocks=arguments.blocks, shape=shape,
         )  # fmt: skip
-        rows = list(measure(options, choices, lambda line: print(line, file=sys.stderr)))
+        for row in measure(options, choices, lambda line: print(line, file=sys.stderr)):
+            rows.append(row)
     except TestbedUnavailable as error:
-        print(f"bench_torchft: no testbed: {error}", file=sys.stderr)
-        return UNAVAILABLE
+        status = complain(f"no testbed: {error}", UNAVAILABLE)
     except (ValueError, RunFailed) as error:
-        print(f"bench_torchft: {error}", file=sys.stderr)
-        return 2 if isinstance(error, ValueError) else 1
+        status = complain(str(error), 2 if isinstance(error, ValueError) else 1)
     except KeyboardInterrupt:
-        print("bench_torchft: interrupted; the testbed has been removed", file=sys.stderr)
-        return 130
-    show(rows, Console(width=None if Console().is_terminal else 130))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps([as_json(row) for row in rows], indent=2) + "\n")
-    return 0
+        status = complain("interrupted; the testbed has been removed", 130)
+    if rows:
+        show(rows, Console(width=None if Console().is_terminal else 130))
+        if arguments.json is not None:
+            arguments.json.write_text(json.dumps([as_json(row) for row in rows], indent=2) + "\n")
+    return status
+
+
+def complain(what: str, status: int) -> int:
+    """Say what went wrong; return the exit status."""
+    print(f"bench_torchft: {what}", file=sys.stderr)
+    return status
 
 
 def why_no_torchft() -> str | None:
@@ -116,16 +124,17 @@ def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> 
     with Testbed(options.num_clusters, None) as bed:
         runner = Runner(bed, cores, DEADLINE_SECONDS)
         bench = Bench(options, choices.ratio, runner, tell)
-        situation = bench.situation(1.0)
+        situation = bench.situation()
         interval = choices.interval or planned_interval(situation, options.margin)
         if choices.interval is None:  # rounded up to whole fragments
             interval = -(-interval // choices.fragments) * choices.fragments
         choices.check(interval, bench.shape.num_layers)
         steps = bench.steps_of(interval)
         tell(f"H = {interval}")
-        line, _ = bench.slow_line(steps)
-        versus = Versus(bench, runner, line, steps)
         blocking = plan_preset("diloco", interval, situation, options.margin)
+        compressed = plan_preset("dilocox", interval, situation, options.margin)
+        line, _ = bench.measure_ceiling(steps)
+        versus = Versus(bench, runner, line, steps)
         yield versus.torchft("torchft DiLoCo", blocking)
         yield versus.dsx(blocking)
         if choices.fragments > 1:
@@ -137,7 +146,7 @@ def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> 
             plan = plan_preset("streaming_diloco", interval, situation, options.margin, streams)
             yield versus.torchft("torchft streaming", plan, choices.fragments, choices.delay)
             yield versus.dsx(plan)
-        yield versus.dsx(plan_preset("dilocox", interval, situation, options.margin))
+        yield versus.dsx(compressed)
 
 
 @dataclass(frozen=True)
@@ -181,7 +190,7 @@ def show(rows: list[Row], console: Console) -> None:
         title_justify="left",
     )
     table.add_column("method")
-    for name in ("tokens/s", "without sync", "utilization", "+-", "exposed s per H",
+    for name in ("tokens/s", "without sync", "utilization", "half range", "exposed s per H",
                  "on the wire", "payload", "loss"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
@@ -219,13 +228,14 @@ def parse_arguments() -> argparse.Namespace:
         "--rounds",
         type=int,
         default=1,
-        help="of a block, after one that is not counted (%(default)d)",
+        help="of a block that count, after one more that does not (%(default)d)",
     )
     parser.add_argument(
         "--blocks",
         type=int,
         default=3,
-        help="of a run, with steps without sync between; medians are theirs (%(default)d)",
+        help="of a run, between them steps without sync; the table has medians over blocks "
+        "(%(default)d)",
     )
     parser.add_argument("--interval", type=int, metavar="H", help="default: the planner's")
     parser.add_argument("--fragments", type=int, metavar="N", help="also stream N fragments")

@@ -12,7 +12,6 @@ is recovered at first (`init_sync`), and all must take part in every sync.
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,7 +27,7 @@ from torchft.local_sgd import DiLoCo
 
 from dsx.bench.e2e_inner import PlainInner
 from dsx.bench.e2e_job import Job, TinyGPT
-from dsx.bench.e2e_loop import Turns, Walk, read_line, train, validation_windows
+from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_windows
 
 LIGHTHOUSE_PORT, _STORE_PORT = 29510, 29500
 
@@ -94,28 +93,23 @@ def run(job: Job, arguments: argparse.Namespace, manager: Manager) -> None:
     """Train, and write what `dsx.bench.e2e_worker` writes."""
     inner, turns = PlainInner(job), Turns(job, arguments.cluster)
     diloco = start_diloco(inner, manager, arguments)
-    walk = Walk(job, arguments.cluster, inner.take_step)
-    alone = Walk(job, arguments.cluster, PlainInner(job).take_step)
+    trained = TimedSteps(job, arguments.cluster, inner.take_step)
+    ceiling = TimedSteps(job, arguments.cluster, PlainInner(job).take_step)
     turns.begin()
-    began, first = time.perf_counter(), read_line()
+    first = read_line().bytes_sent
     with diloco:  # which has nothing under way after whole rounds, so there is none to wait for
-        course = train(job, walk, alone, lambda: None)
-    drained_seconds = time.perf_counter() - began
-    wire_bytes = read_line().bytes_sent - first.bytes_sent
+        recorded = train(job, trained, ceiling, lambda: None)
+    wire_bytes = read_line().bytes_sent - first - recorded.bytes_in_pauses
     turns.end()
     syncs = job.steps * arguments.fragments // arguments.interval
     if manager.current_step() != syncs:
         raise RuntimeError(f"torchft has committed {manager.current_step()} of {syncs} syncs")
     turns.write(
         {
-            "steps": course.steps,
-            "ceilings": course.ceilings,
-            "drained_seconds": drained_seconds,
+            "steps": recorded.steps,
+            "ceilings": recorded.ceilings,
             "wire_bytes": wire_bytes,
             "bytes_sent": payload_bytes(inner.model, job, arguments.interval),
-            "syncs": syncs,
-            "wait_seconds": None,
-            "blocked_seconds": None,
             "validation_loss": validate(inner.model, job, manager),
         }
     )

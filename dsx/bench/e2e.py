@@ -7,8 +7,8 @@ All runs take the same number of steps on the same batches from the same weights
 are after the same number of tokens. DeepSpeed's own data parallel is timed for a few steps on the
 line; its loss is that of a run of all the steps with the line lifted.
 
-A preset's utilization is held against the ceiling right before and after the same rounds, and the
-median of several such blocks counts: a machine's own speed drifts by more than what is measured.
+A preset's utilization is held against the ceiling before and after every block of its rounds, and
+the median of the blocks counts: a machine's own speed drifts by more than what is measured.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of
 class Options:
     """What is asked for; `margin` is the time of H steps over that of the transfers in them.
 
-    A run has `blocks` blocks of `rounds` rounds each, after one more that is not counted. Without a
-    `shape` it is `Shape.for_ratio`'s.
+    A run has `blocks` blocks, each of one round that is not counted and `rounds` that are. `shape`
+    None stands for `Shape.for_ratio`.
     """
 
     directory: Path
@@ -73,15 +73,19 @@ class Options:
 class Row:
     """One line of the table: a method on a line. Bytes are of the cluster that sends most.
 
-    `utilization` is the ceiling's step over the measured one, `utilization_spread` half of what
-    lies between the lowest and the highest block; `exposed_seconds` what a period of `interval`
-    steps takes beyond its compute; `wire_bytes` the kernel's count, headers included;
+    Medians of blocks: `utilization`, the ceiling's step over the measured one; `step_seconds` and
+    `tokens_per_second`; `exposed_seconds`, what a period of `interval` steps takes beyond its
+    compute. `utilization_spread` is half of what lies between the lowest and the highest block.
+    `speedup` is over all-reduce at the ceiling of DeepSpeed without communication, so a preset in
+    plain PyTorch (`engine`) compares, too. `wire_bytes` is the kernel's count, headers included;
     `payload_bytes` the library's own, `planned_bytes` the planner's for all rounds: None where
     DeepSpeed counts none, and where a method sends as much as what it measures tells it to.
     """
 
     ratio: float
     megabits_per_second: float
+    shape: str
+    engine: str
     method: str
     interval: int
     delay_steps: int
@@ -139,43 +143,45 @@ class Bench:
         named = build_model(self.shape, 0).named_parameters()
         self._parameters = [ParameterShape(name, tuple(p.shape)) for name, p in named]
         self._numel = sum(math.prod(p.shape) for p in self._parameters)
-        self._ceiling_steps = 0
 
     def rows(self) -> Iterator[Row]:
-        """Yield no communication, all-reduce, and every preset, each when it has been run."""
+        """Yield no communication and all-reduce, then every preset when it has been run."""
         options = self._options
-        plans = plan_presets(options.presets, self.situation(1.0), options.margin)
+        plans = plan_presets(options.presets, self.situation(), options.margin)
         steps = self.steps_of(plans[0].interval)
-        line, alone = self.slow_line(steps)
-        synchronous = self._synchronous(line, steps, alone.step_seconds(_CEILING_PERIOD))
-        yield self._ceiling(alone, synchronous)
+        line, ceiling_run = self.measure_ceiling(steps)
+        synchronous = self._synchronous(line, steps, ceiling_run.step_seconds(_CEILING_PERIOD))
+        ceiling = self._ceiling(ceiling_run, synchronous)
+        yield ceiling
         yield synchronous
         for plan in plans:
             row = self.preset(plan, line, steps)
-            yield replace(row, speedup=synchronous.step_seconds / row.step_seconds)
+            yield replace(row, speedup=row.utilization * ceiling.speedup)
 
     def steps_of(self, interval: int) -> int:
         """Return how many steps a run of all blocks takes."""
         return self._options.blocks * (self._options.rounds + 1) * interval
 
-    def situation(self, step_seconds: float) -> Situation:
-        """Return the line on which an all-reduce takes the ratio times as long as such a step."""
+    def situation(self, step_seconds: float = 1.0) -> Situation:
+        """Return the model on the line on which an all-reduce takes the ratio's share of a step.
+
+        H and tau do not depend on the seconds of a step, which only scale all times alike.
+        """
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
         link = Link(8 * sent / (self._ratio * step_seconds))
         return Situation(self._parameters, step_seconds, link, clusters)
 
-    def slow_line(self, steps: int) -> tuple[Line, Measured]:
+    def measure_ceiling(self, steps: int) -> tuple[Line, Measured]:
         """Train without communication; return the line for its steps, and what was measured."""
-        alone = self._run("ceiling", "ceiling", steps)
-        step_seconds = alone.step_seconds(_CEILING_PERIOD)
-        self._ceiling_steps = math.ceil(_CEILING_SECONDS / step_seconds)
+        ceiling_run = self._run("ceiling", "ceiling", steps)
+        step_seconds = ceiling_run.step_seconds(_CEILING_PERIOD)
         line = Line(1e-6 * self.situation(step_seconds).link.bits_per_second)
         self._tell(
             f"ratio {self._ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
             f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"
         )
-        return line, alone
+        return line, ceiling_run
 
     def preset(self, plan: Plan, line: Line, steps: int) -> Row:
         """Run a preset as planned."""
@@ -216,7 +222,7 @@ class Bench:
         steps_per_block = steps if interval is None else (options.rounds + 1) * interval
         return Job(
             mode, config, self.shape, steps, steps_per_block, options.num_clusters,
-            str(options.data.resolve()), str(directory), DEADLINE_SECONDS, self._ceiling_steps,
+            str(options.data.resolve()), str(directory), DEADLINE_SECONDS, _CEILING_SECONDS,
         )  # fmt: skip
 
     def row(self, plan: Plan, measured: Measured, line: Line) -> Row:
@@ -225,7 +231,9 @@ class Bench:
         ceiling = statistics.median(block.ceiling_seconds for block in blocks)
         shares = [block.utilization for block in blocks]
         utilization = statistics.median(shares)
-        step_seconds, steps = ceiling / utilization, len(measured.clusters[0]["steps"])
+        step_seconds = statistics.median(block.step_seconds for block in blocks)
+        exposed = [block.step_seconds - block.ceiling_seconds for block in blocks]
+        steps = len(measured.clusters[0]["steps"])
         link = Link(1e6 * line.megabits_per_second)
         situation = Situation(self._parameters, ceiling, link, self._options.num_clusters)
         spread = (max(shares) - min(shares)) / 2
@@ -234,6 +242,8 @@ class Bench:
         return Row(
             ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
+            shape=str(self.shape),
+            engine="DeepSpeed" if plan.mode == "dsx" else "PyTorch",
             method=plan.name,
             interval=plan.interval,
             delay_steps=plan.method.delay.steps,
@@ -244,7 +254,7 @@ class Bench:
             tokens_per_second=self._tokens / step_seconds,
             utilization=utilization,
             predicted_utilization=plan.predict(situation).utilization,
-            exposed_seconds=plan.interval * (step_seconds - ceiling),
+            exposed_seconds=plan.interval * statistics.median(exposed),
             wire_bytes=wire,
             payload_bytes=payload,
             planned_bytes=plan.bytes_sent(situation, steps // plan.interval),
@@ -257,7 +267,7 @@ class Bench:
         """Per step, of all clusters."""
         return self._options.num_clusters * self.shape.tokens_per_step
 
-    def _ceiling(self, alone: Measured, like: Row) -> Row:
+    def _ceiling(self, ceiling_run: Measured, like: Row) -> Row:
         """Return the row of no communication; its loss is the mean of the clusters' own."""
         ceiling = like.ceiling_seconds
         return replace(
@@ -273,7 +283,7 @@ class Bench:
             wire_bytes=0,
             payload_bytes=0,
             planned_bytes=0,
-            validation_loss=alone.mean("validation_loss"),
+            validation_loss=ceiling_run.mean("validation_loss"),
             speedup=like.step_seconds / ceiling,
         )
 
@@ -290,6 +300,8 @@ class Bench:
         return Row(
             ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
+            shape=str(self.shape),
+            engine="DeepSpeed",
             method="data_parallel",
             interval=1,
             delay_steps=0,

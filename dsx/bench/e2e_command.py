@@ -30,12 +30,12 @@ def e2e(
     ] = None,
     clusters: Annotated[int, typer.Option(help="Clusters, each on a core of its own.")] = 2,
     rounds: Annotated[
-        int, typer.Option(help="Rounds of a block, after one that is not counted.")
+        int, typer.Option(help="Rounds of a block that count, after one more that does not.")
     ] = 1,
     blocks: Annotated[
         int,
         typer.Option(
-            help="Blocks of a run, with the ceiling measured between; medians are theirs."
+            help="Blocks of a run, between them the ceiling; the table has medians over blocks."
         ),
     ] = 3,
     margin: Annotated[

@@ -5,6 +5,7 @@ Both build the job's model and train it with AdamW and clipping as the job's Dee
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -47,13 +48,13 @@ class PlainInner:
 
 
 class DeepSpeedInner:
-    """DeepSpeed's engine, which is `dsx.initialize`'s with a "dsx" block in the job."""
+    """DeepSpeed's engine, made by `deepspeed.initialize` or, with outer training, by dsx's."""
 
-    def __init__(self, job: Job, config: dict[str, Any], initialize: Any = None) -> None:
-        import deepspeed
-
-        model: Any = build_model(job.shape, job.seed)
-        self.engine: Any = (initialize or deepspeed.initialize)(
+    def __init__(
+        self, job: Job, initialize: Callable[..., tuple[Any, ...]], config: dict[str, Any]
+    ) -> None:
+        model = build_model(job.shape, job.seed)
+        self.engine: Any = initialize(
             model=model, model_parameters=model.parameters(), config=config
         )[0]
         self.model: nn.Module = self.engine.module

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 _HEAD_SIZE = 32
 _WINDOWS_BY_RATIO = 4096  # a batch of 128 at ratio 32: 1 Mbit/s on a core that takes 0.25 s for it
-Mode = Literal["ceiling", "data_parallel", "dsx", "dsx_torch", "peer"]  # peer: another library's
+_MOST_WINDOWS = 512
+Mode = Literal["ceiling", "data_parallel", "dsx", "dsx_torch", "peer"]  # peer: of another library
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,12 @@ class Shape:
 
     @classmethod
     def for_ratio(cls, ratio: float) -> Shape:
-        """Return batches in inverse proportion to a ratio, so that the line is always the same.
+        """Return batches in inverse proportion to a ratio, of 1 to 512 windows.
 
-        It is slow, about 1 Mbit/s, so that sending takes little of a core that also computes.
+        Within these all ratios have about the same line. It is slow, about 1 Mbit/s, so that
+        sending takes little of a core that also computes.
         """
-        return cls(batch_size=max(1, round(_WINDOWS_BY_RATIO / ratio)))
+        return cls(batch_size=min(max(1, round(_WINDOWS_BY_RATIO / ratio)), _MOST_WINDOWS))
 
     @classmethod
     def parse(cls, text: str) -> Shape:
@@ -50,6 +52,10 @@ class Shape:
             )
         return shape
 
+    def __str__(self) -> str:
+        """Return what `parse` reads."""
+        return f"{self.num_layers},{self.hidden_size},{self.sequence_length},{self.batch_size}"
+
     @property
     def tokens_per_step(self) -> int:
         """Of one cluster."""
@@ -60,7 +66,7 @@ class Shape:
 class Job:
     """What one run does; `config` is a DeepSpeed JSON, `validation_windows` a number of them.
 
-    `ceiling_steps` without communication come before and after every `steps_per_block` steps.
+    Steps without communication for `ceiling_seconds` come before and after every `steps_per_block`.
     """
 
     mode: Mode
@@ -72,7 +78,7 @@ class Job:
     data: str
     directory: str
     deadline_seconds: float
-    ceiling_steps: int = 60
+    ceiling_seconds: float
     seed: int = 0
     validation_windows: int = 128
 

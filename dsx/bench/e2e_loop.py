@@ -61,18 +61,19 @@ class Turns:
 
 
 @dataclass
-class Course:
+class Recorded:
     """What `train` has measured: the sums so far after each step, pauses left out, and ceilings.
 
-    `ceilings` are seconds per step without communication, one list before every block of steps and
-    one after the last.
+    `ceilings` are seconds of steps without communication, one list before every block of steps and
+    one after the last; `bytes_in_pauses` what was sent meanwhile, by heartbeats of others.
     """
 
     steps: list[dict[str, float]] = field(default_factory=list)
     ceilings: list[list[float]] = field(default_factory=list)
+    bytes_in_pauses: int = 0
 
 
-class Walk:
+class TimedSteps:
     """Steps on batches of one's own, with all that surrounds a step in a run and takes time."""
 
     def __init__(
@@ -90,43 +91,53 @@ class Walk:
         self._take_step = take_step
         self._counters = counters
         self._first_byte = read_line().bytes_sent
-        self._passed = 0.0
+        self._last_ended = 0.0
 
     def begin(self) -> None:
         """Start the clock of the next step, which a pause may have stopped."""
-        self._passed = time.perf_counter()
+        self._last_ended = time.perf_counter()
 
     def step(self) -> dict[str, float]:
         """Take a step; return its loss, its seconds, and what has been sent so far."""
         loss = self._take_step(next(self._batches))
-        now, passed = time.perf_counter(), self._passed
-        self._passed = now
+        now = time.perf_counter()
+        seconds, self._last_ended = now - self._last_ended, now
         wire_bytes = read_line().bytes_sent - self._first_byte
-        return {"seconds": now - passed, "loss": loss, "wire_bytes": wire_bytes, **self._counters()}
+        return {"seconds": seconds, "loss": loss, "wire_bytes": wire_bytes, **self._counters()}
 
 
-def train(job: Job, walk: Walk, alone: Walk | None, settle: Callable[[], None]) -> Course:
-    """Take the job's steps; between blocks of them, wait until nothing is sent and walk `alone`."""
-    course = Course()
+def train(
+    job: Job, trained: TimedSteps, ceiling: TimedSteps | None, settle: Callable[[], None]
+) -> Recorded:
+    """Take the job's steps; between blocks of them, once nothing is sent, those of the ceiling."""
+    recorded = Recorded()
     seconds = 0.0
     for number in range(job.steps):
         if number % job.steps_per_block == 0:
-            if alone is not None:
-                course.ceilings.append(_ceiling(job, alone, settle))
-            walk.begin()
-        record = walk.step()
-        seconds += record["seconds"]
-        course.steps.append({**record, "seconds": seconds})
-    if alone is not None:
-        course.ceilings.append(_ceiling(job, alone, settle))
-    return course
+            _pause(job, recorded, ceiling, settle)
+            trained.begin()
+        step = trained.step()
+        seconds += step["seconds"]
+        recorded.steps.append({**step, "seconds": seconds})
+    _pause(job, recorded, ceiling, settle)
+    return recorded
 
 
-def _ceiling(job: Job, alone: Walk, settle: Callable[[], None]) -> list[float]:
+def _pause(
+    job: Job, recorded: Recorded, ceiling: TimedSteps | None, settle: Callable[[], None]
+) -> None:
+    if ceiling is None:
+        return
     settle()
-    alone.begin()
-    steps = [alone.step()["seconds"] for _ in range(_WARM_UP_STEPS + job.ceiling_steps)]
-    return steps[_WARM_UP_STEPS:]
+    first = read_line().bytes_sent
+    ceiling.begin()
+    for _ in range(_WARM_UP_STEPS):
+        ceiling.step()
+    seconds: list[float] = []
+    while sum(seconds) < job.ceiling_seconds:
+        seconds.append(ceiling.step()["seconds"])
+    recorded.ceilings.append(seconds)
+    recorded.bytes_in_pauses += read_line().bytes_sent - first
 
 
 def validation_windows(job: Job) -> Tensor:

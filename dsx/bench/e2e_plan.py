@@ -15,17 +15,21 @@ from typing import Any
 
 from dsx.bench.e2e_job import Mode
 from dsx.config import resolve_method
-from dsx.control.adaptive_rank import AdaptiveRank
-from dsx.control.base import Fixed
 from dsx.method import Method
 from dsx.plan.link import Link
-from dsx.plan.predict import Prediction, fitting_interval, predict, run_bytes
+from dsx.plan.predict import (
+    Prediction,
+    fitting_interval,
+    has_fixed_traffic,
+    predict,
+    run_bytes,
+)
 from dsx.plan.traffic import one_rank
 from dsx.types import ParameterShape
 
 _BLOCKING = ("local_sgd", "slowmo", "diloco", "dreamddp")
 _WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
-_RANK_SHARE = 4  # the rank is this part of the longest of the matrices' shorter sides
+_RANK_SHARE = 4  # the rank is a quarter of the longest of the matrices' shorter sides
 LEAST_INTERVAL = 10  # a step for every fragment, and periods long enough to be timed
 _OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
     "slowmo": {"lr": 0.7, "momentum": 0.5},
@@ -73,24 +77,13 @@ class Plan:
         """Under DeepSpeed, unless fragments leave inside the backward, which that cannot do."""
         return "dsx" if self.method.schedule.when is None else "dsx_torch"
 
-    @property
-    def has_fixed_traffic(self) -> bool:
-        """Whether what is sent does not depend on times or values measured in the run."""
-        control, schedule = self.method.control, self.method.schedule
-        is_held = isinstance(control, Fixed) or (
-            isinstance(control, AdaptiveRank)
-            and control.min_rank == control.max_rank
-            and control.min_interval == self.interval
-        )
-        return is_held and not schedule.uses_seconds
-
     def predict(self, situation: Situation) -> Prediction:
         """Return what the planner says."""
         return _predict(self.method, situation)
 
     def bytes_sent(self, situation: Situation, rounds: int) -> int | None:
         """Return the planner's payload of a whole run; None where measurements decide."""
-        if not self.has_fixed_traffic:
+        if not has_fixed_traffic(self.method):
             return None
         ranks = one_rank(self.method.fragments, situation.parameters)
         return run_bytes(self.method, ranks, situation.num_clusters, rounds)
@@ -121,14 +114,13 @@ def plan_preset(
     if name == "dilocox":
         block |= _after_dense_rounds(interval, situation.parameters)
     block.update(choices or {})
-    if name in _WITH_DELAY_STEPS and "delay" not in block:
-        block["delay"] = {"steps": _least_delay(block, situation.slower(margin))}
-    method = _resolve(block, situation)
     try:
-        one_rank(method.fragments, situation.parameters)
+        one_rank(_resolve(block, situation).fragments, situation.parameters)
     except ValueError as error:
         raise ValueError(f"{name} does not go with this shape: {error}") from error
-    return Plan(name, block, method, interval)
+    if name in _WITH_DELAY_STEPS and "delay" not in block:
+        block["delay"] = {"steps": _least_delay(block, situation.slower(margin))}
+    return Plan(name, block, _resolve(block, situation), interval)
 
 
 def _after_dense_rounds(interval: int, parameters: Sequence[ParameterShape]) -> dict[str, Any]:

@@ -32,7 +32,10 @@ class RunFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Block:
-    """Some rounds between two ceilings, in seconds per step; means of the clusters."""
+    """Some rounds between two ceilings, in seconds per step; means of the clusters.
+
+    Clusters that meet go at the pace of the slowest: what another's core is faster counts as lost.
+    """
 
     step_seconds: float
     ceiling_seconds: float
@@ -52,6 +55,8 @@ class Measured:
     def blocks(self, interval: int) -> list[Block]:
         """Return the blocks without their first rounds: pauses let transfers end before their time.
 
+        The ceiling is taken to change steadily from the one before to the one after, and is that at
+        the middle of what is left.
         Means and not medians of the ceiling's steps: a round's time is a sum, too, with whatever
         disturbs a machine.
         """
@@ -64,13 +69,13 @@ class Measured:
             for blocks in zip(*per_cluster, strict=True)
         ]
 
-    def step_seconds(self, interval: int, skipped: int = 1) -> float:
-        """Return seconds per step: the median over whole periods of `interval` steps.
+    def step_seconds(self, interval: int) -> float:
+        """Return seconds per step, of a run without blocks: the mean of the clusters.
 
-        Without the first `skipped`; the mean of the clusters, which meet at every sync.
+        The median over whole periods of `interval` steps but the first.
         """
         return statistics.fmean(
-            statistics.median(_periods([s["seconds"] for s in record["steps"]], interval)[skipped:])
+            statistics.median(_periods([s["seconds"] for s in record["steps"]], interval)[1:])
             for record in self.clusters
         )
 
@@ -89,10 +94,11 @@ def _blocks(record: dict[str, Any], interval: int) -> list[Block]:
     ceilings = [statistics.fmean(steps) for steps in record["ceilings"]]
     length = len(record["steps"]) // (len(ceilings) - 1)
     blocks: list[Block] = []
-    for number, around in enumerate(zip(ceilings, ceilings[1:], strict=False)):
+    middle = (interval + length) / (2 * length)
+    for number, (before, after) in enumerate(zip(ceilings, ceilings[1:], strict=False)):
         begin, end = number * length + interval, (number + 1) * length
         seconds = (ends[end] - ends[begin]) / (end - begin)
-        blocks.append(Block(seconds, statistics.fmean(around)))
+        blocks.append(Block(seconds, before + middle * (after - before)))
     return blocks
 
 

@@ -74,7 +74,7 @@ TARGETS = (
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print a table per ratio and, below it, which targets are met by all rows, and by how much."""
     for ratio in dict.fromkeys(row.ratio for row in rows):
-        own = sorted((r for r in rows if r.ratio == ratio), key=lambda r: r.method != _CEILING)
+        own = [row for row in rows if row.ratio == ratio]
         console.print(_table(own))
         for target in TARGETS:
             console.print(_verdict(target, own), highlight=False, soft_wrap=True)
@@ -86,17 +86,17 @@ def _table(rows: Sequence[Row]) -> Table:
     table = Table(
         title=f"ratio {first.ratio:g}: {first.megabits_per_second:.3g} Mbit/s each way, a step "
         f"{1000 * first.ceiling_seconds:.0f} ms, an all-reduce of the gradients {seconds:.3g} s; "
-        f"{first.steps} steps each",
+        f"{first.steps} steps each of {first.shape}",
         title_justify="left",
     )
     table.add_column("method")
-    for name in ("H", "tokens/s", "x all-\nreduce", "util.", "+-", "planned\nutil.",
+    for name in ("H", "tokens/s", "x all-\nreduce", "util.", "half\nrange", "planned\nutil.",
                  "exposed s\nper H", "payload", "planned\npayload", "wire", "wire /\npayload",
                  "loss"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.method,
+            row.method if row.engine == "DeepSpeed" else f"{row.method} ({row.engine})",
             str(row.interval or "-"),
             f"{row.tokens_per_second:,.0f}",
             f"{row.speedup:.1f}",

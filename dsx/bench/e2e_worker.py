@@ -5,24 +5,25 @@
 The same model, batches and inner optimizer whatever the clusters do: nothing (`ceiling`),
 DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`; `dsx_torch` for one
 that is not for DeepSpeed, as it sends from inside the backward). In the run of a preset an engine
-without it, in the same process, measures the ceiling between rounds.
+without it, in the same process, measures the ceiling before and after every block of rounds.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import deepspeed
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import dsx
 from dsx.backends.deepspeed import adopt_world
 from dsx.bench.e2e_inner import DeepSpeedInner, Inner, PlainInner
 from dsx.bench.e2e_job import Job
-from dsx.bench.e2e_loop import Turns, Walk, read_line, train, validation_windows
+from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_windows
 from dsx.handle import Handle
 from dsx.transfer import Transfer
 
@@ -35,20 +36,20 @@ def start(job: Job, arguments: argparse.Namespace) -> tuple[Inner, Handle | None
         dist.init_process_group("gloo")  # the launcher's world, over all clusters or of this one
         adopt_world()
     if job.mode == "dsx":
-        trained = DeepSpeedInner(job, job.config, dsx.initialize)
+        trained = DeepSpeedInner(job, dsx.initialize, job.config)
         return trained, trained.engine.dsx
     if job.mode == "dsx_torch":
         plain = PlainInner(job)
         return plain, dsx.attach(plain.model, plain.optimizer, config=job.config)
-    return DeepSpeedInner(job, job.config), None
+    return DeepSpeedInner(job, deepspeed.initialize, job.config), None
 
 
-def start_alone(job: Job) -> Inner:
-    """Return the same without dsx and any communication."""
+def without_dsx(job: Job) -> Inner:
+    """Return the same inner training as `start`, without dsx and any communication."""
     if job.mode == "dsx_torch":
         return PlainInner(job)
-    plain = {key: value for key, value in job.config.items() if key != "dsx"}
-    return DeepSpeedInner(job, plain)
+    config = {key: value for key, value in job.config.items() if key != "dsx"}
+    return DeepSpeedInner(job, deepspeed.initialize, config)
 
 
 def settle(handle: Handle) -> None:
@@ -59,38 +60,49 @@ def settle(handle: Handle) -> None:
 
 
 def run(job: Job, arguments: argparse.Namespace) -> None:
-    """Train, and write `cluster_<m>.json`: per step and cumulative, and the validation loss."""
-    cluster = arguments.cluster
+    """Train, and write `cluster_<m>.json`: after each step the sums so far, and what it came to."""
+    cluster, turns = arguments.cluster, Turns(job, arguments.cluster)
     inner, handle = start(job, arguments)
-    turns = Turns(job, cluster)
-    alone = Walk(job, cluster, start_alone(job).take_step) if handle else None
-    walk = Walk(job, cluster, inner.take_step, lambda: counters(handle) if handle else {})
-    turns.begin()
-    began, first = time.perf_counter(), read_line()
-    course = train(job, walk, alone, lambda: settle(handle) if handle else None)
-    payload_bytes = 0
-    if handle:
-        handle.loop.drain()
-        payload_bytes = handle.totals.bytes_sent
-        handle.finish()  # which compares what was applied, beside the payload
-    drained_seconds = time.perf_counter() - began
-    wire_bytes = read_line().bytes_sent - first.bytes_sent
-    turns.end()
-    turns.write(
-        {
-            "steps": course.steps,
-            "ceilings": course.ceilings,
-            "drained_seconds": drained_seconds,
-            "wire_bytes": wire_bytes,
-            "bytes_sent": payload_bytes,
-            "syncs": handle.totals.syncs if handle else 0,
-            "wait_seconds": handle.totals.wait_seconds if handle else 0.0,
-            "blocked_seconds": handle.totals.blocked_seconds if handle else 0.0,
-            "validation_loss": validate(inner.model, handle, job),
-        }
-    )
-    if handle:
+    if handle is None:
+        turns.write(run_without_dsx(job, cluster, inner, turns))
+    else:
+        turns.write(run_with_dsx(job, cluster, inner, handle, turns))
         handle.close()
+
+
+def run_without_dsx(job: Job, cluster: int, inner: Inner, turns: Turns) -> dict[str, Any]:
+    """Train; return what is written."""
+    trained = TimedSteps(job, cluster, inner.take_step)
+    turns.begin()
+    recorded = train(job, trained, None, lambda: None)
+    turns.end()
+    return {"steps": recorded.steps, "validation_loss": validate(inner.model, job)}
+
+
+def run_with_dsx(
+    job: Job, cluster: int, inner: Inner, handle: Handle, turns: Turns
+) -> dict[str, Any]:
+    """Train, with the ceiling between blocks; return what is written."""
+    trained = TimedSteps(job, cluster, inner.take_step, lambda: counters(handle))
+    ceiling = TimedSteps(job, cluster, without_dsx(job).take_step)
+    turns.begin()
+    first = read_line().bytes_sent
+    recorded = train(job, trained, ceiling, lambda: settle(handle))
+    handle.loop.drain()
+    bytes_sent = handle.totals.bytes_sent
+    handle.finish()  # which compares what was applied, beside the payload
+    wire_bytes = read_line().bytes_sent - first - recorded.bytes_in_pauses
+    turns.end()
+    with handle.averaged():
+        validation_loss = validate(inner.model, job)
+    return {
+        "steps": recorded.steps,
+        "ceilings": recorded.ceilings,
+        "wire_bytes": wire_bytes,
+        "bytes_sent": bytes_sent,
+        "blocked_seconds": handle.totals.blocked_seconds,
+        "validation_loss": validation_loss,
+    }
 
 
 def counters(handle: Handle) -> dict[str, float]:
@@ -99,12 +111,11 @@ def counters(handle: Handle) -> dict[str, float]:
 
 
 @torch.no_grad()
-def validate(model: torch.nn.Module, handle: Handle | None, job: Job) -> float:
-    """Return the loss of the finished model: of the clusters' average where dsx makes one."""
+def validate(model: nn.Module, job: Job) -> float:
+    """Return the loss on what is held out."""
     windows = validation_windows(job)
     model.eval()
-    with handle.averaged() if handle else nullcontext():
-        return model(windows[:, :-1], windows[:, 1:]).item()
+    return model(windows[:, :-1], windows[:, 1:]).item()
 
 
 def main() -> None:

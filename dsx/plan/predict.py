@@ -128,15 +128,32 @@ def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) ->
     return [sum(times * sent for times, sent in zip(share, c, strict=True)) for c in columns]
 
 
-def run_bytes(method: Method | Settings, ranks: Ranks, num_clusters: int, rounds: int) -> int:
+def has_fixed_traffic(method: Method) -> bool:
+    """Whether what is sent does not depend on times or values measured in the run."""
+    from dsx.control.adaptive_rank import AdaptiveRank
+    from dsx.control.base import Fixed
+
+    control = method.control
+    is_held = isinstance(control, Fixed) or (
+        isinstance(control, AdaptiveRank)
+        and control.min_rank == control.max_rank
+        and control.min_interval == method.schedule.interval
+    )
+    return is_held and settings_of(method).schedule in ("periodic", "streaming")
+
+
+def run_bytes(method: Method, ranks: Ranks, num_clusters: int, rounds: int) -> int:
     """Return what the cluster that sends most has sent after a run's first `rounds` rounds.
 
-    With the dense and cold rounds that `bytes_per_round` leaves out; every fragment is sent once a
-    round. ValueError for schedules that measure how often to send which.
+    With the dense and cold rounds that `bytes_per_round` leaves out. ValueError unless
+    `has_fixed_traffic`.
     """
-    settings = method if isinstance(method, Settings) else settings_of(method)
-    if settings.schedule not in ("periodic", "streaming"):
-        raise ValueError(f"schedule={settings.schedule!r} measures how often it sends what")
+    if not has_fixed_traffic(method):
+        raise ValueError(
+            "what is sent is known beforehand only where every fragment is sent once a round "
+            "(schedule.type periodic or streaming) and no controller moves the rank or H"
+        )
+    settings = settings_of(method)
     traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
     total = [0] * num_clusters
     for index, usual in enumerate(traffic.bytes_sent):

@@ -79,7 +79,8 @@ class Traffic:
     def beyond_usual(self, index: int, launches: int) -> list[int]:
         """Return what each cluster sends beyond the usual in a fragment's first launches.
 
-        Low rank has dense rounds, and one that starts cold unless a controller changes the rank.
+        Low rank has dense rounds, and its first round in factors is cold; further cold ones, after
+        a controller has changed the rank, are not counted.
         """
         coding = self.coding
         if coding.type != "low_rank":

@@ -14,15 +14,16 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dsx.bench.e2e import Options, Row
+from dsx.bench.e2e import Bench, Options, Row
 from dsx.bench.e2e_job import Job, Shape, build_model
-from dsx.bench.e2e_loop import Course, Walk, train
+from dsx.bench.e2e_loop import Recorded, TimedSteps, train
 from dsx.bench.e2e_plan import Situation, plan_presets
 from dsx.bench.e2e_run import Measured, RunFailed, Runner
 from dsx.bench.e2e_show import TARGETS, as_json, draw, show
-from dsx.bench.testbed import UNAVAILABLE, Traffic
+from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
 from dsx.plan.link import Link
 from dsx.presets import PRESETS
+from dsx.transfer import NothingYet, Transfer
 from dsx.types import ParameterShape
 
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]
@@ -32,7 +33,7 @@ def cluster(step_seconds: list[float], ceilings: list[float]) -> dict[str, Any]:
     ends = [sum(step_seconds[: i + 1]) for i in range(len(step_seconds))]
     return {
         "steps": [{"seconds": end} for end in ends],
-        "ceilings": [[0.5 * ceiling, 1.5 * ceiling] for ceiling in ceilings],
+        "ceilings": [[0.5 * c, 0.5 * c, 2 * c] for c in ceilings],  # whose mean counts
         "bytes_sent": round(100 * ceilings[-1]),
         "wire_bytes": 110,
     }
@@ -43,7 +44,6 @@ def test_a_step_is_the_median_of_whole_periods_after_the_first() -> None:
     steps = [*first, *[1.0, 2.0], *slow, *[1.0, 1.0], *[7.0]]  # the last one is no whole period
     measured = Measured([cluster(steps, [1.0]), cluster(steps, [3.6])])
     assert measured.step_seconds(2) == pytest.approx(1.5)
-    assert measured.step_seconds(2, skipped=0) == pytest.approx((1.5 + 3.0) / 2)
     assert measured.sent() == (360, 110)  # of the one that sends most
 
 
@@ -53,10 +53,62 @@ def test_a_block_is_held_against_the_ceilings_around_it() -> None:
     measured = Measured([cluster(first + second, [1.0, 2.0, 4.0]), cluster(other, [0.9, 0.9, 0.9])])
     one, two = measured.blocks(2)
     assert one.step_seconds == pytest.approx((2.0 + 1.0) / 2)
-    assert one.ceiling_seconds == pytest.approx((1.5 + 0.9) / 2)
     assert two.step_seconds == pytest.approx((4.0 + 1.0) / 2)
-    assert two.ceiling_seconds == pytest.approx((3.0 + 0.9) / 2)
-    assert one.utilization == pytest.approx(1.2 / 1.5)
+    # what counts are steps 2 to 6 of 6, whose middle is two thirds of the way from pause to pause
+    assert one.ceiling_seconds == pytest.approx((1.0 + 2 / 3 + 0.9) / 2)
+    assert two.ceiling_seconds == pytest.approx((2.0 + 4 / 3 + 0.9) / 2)
+    assert one.utilization == pytest.approx(one.ceiling_seconds / 1.5)
+
+
+def test_a_machine_that_slows_down_steadily_is_no_loss() -> None:
+    seconds = [1.0 + 0.01 * step for step in range(24)]  # in four rounds: two blocks
+    ceilings = [1.0, 1.12, 1.24]
+    shares = [b.utilization for b in Measured([cluster(seconds, ceilings)]).blocks(6)]
+    assert shares == pytest.approx([1.0, 1.0], abs=0.01)
+
+
+def test_a_row_has_the_medians_of_its_blocks(tmp_path: Path) -> None:
+    plan = next(p for p in plan_presets(("diloco_delayed",), situation(32), 1.15))
+    rounds = 2 * plan.interval
+    steps = [s for seconds in (1.1, 1.3, 1.2) for s in [seconds] * rounds]
+    measured = Measured([{**cluster(steps, [1.0] * 4), "validation_loss": 2.0}] * 2)
+    told: list[str] = []
+    runner: Any = None
+    bench = Bench(Options(tmp_path, tmp_path), 32.0, runner, told.append)
+    row = bench.row(plan, measured, Line(1.0))
+    assert row.step_seconds == pytest.approx(1.2)
+    assert row.utilization == pytest.approx(1 / 1.2)
+    assert row.utilization_spread == pytest.approx((1 / 1.1 - 1 / 1.3) / 2)
+    assert row.exposed_seconds == pytest.approx(0.2 * plan.interval)
+    assert row.tokens_per_second == pytest.approx(2 * 64 * 128 / 1.2)
+    assert (row.engine, row.shape, row.steps) == ("DeepSpeed", "4,64,64,128", 3 * rounds)
+    assert row.planned_bytes == 6 * plan.predict(situation(32)).bytes_per_round
+
+
+def test_what_sends_inside_the_backward_runs_in_plain_pytorch() -> None:
+    modes = {p.name: p.mode for p in plan_presets(tuple(PRESETS), situation(32), 1.15)}
+    assert {name for name, mode in modes.items() if mode != "dsx"} == {"dreamddp"}
+    assert modes["dreamddp"] == "dsx_torch"
+
+
+@pytest.mark.parametrize("ratio, windows", [(1, 512), (32, 128), (350, 12), (9000, 1)])
+def test_batches_are_in_inverse_proportion_to_the_ratio(ratio: float, windows: int) -> None:
+    assert Shape.for_ratio(ratio) == Shape(batch_size=windows)
+    assert Shape.parse(str(Shape.for_ratio(ratio))) == Shape.for_ratio(ratio)
+
+
+def test_a_pause_waits_for_transfers_and_nothing_else() -> None:
+    from types import SimpleNamespace
+
+    from dsx.bench.e2e_worker import settle
+
+    waited: list[str] = []
+    under_way = Transfer.__new__(Transfer)
+    under_way.pending = SimpleNamespace(wait=lambda: waited.append("waited"))  # type: ignore[assignment]
+    handle: Any = SimpleNamespace(loop=SimpleNamespace(in_flight=[NothingYet(0), under_way]))
+    settle(handle)
+    assert waited == ["waited"]
+    assert handle.loop.in_flight == [NothingYet(0), under_way]
 
 
 class TestTrain:
@@ -64,35 +116,37 @@ class TestTrain:
 
     def run(
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_ceiling: bool
-    ) -> tuple[Course, list[str]]:
-        now, log = [0.0], []
+    ) -> tuple[Recorded, list[str]]:
+        now, sent, log = [0.0], [0], []
         monkeypatch.setattr("dsx.bench.e2e_loop.time.perf_counter", lambda: now[0])
         monkeypatch.setattr("dsx.bench.e2e_loop.ClusterBatches", lambda *a, **k: repeat(None))
         monkeypatch.setattr("dsx.bench.e2e_loop.TokenWindows", lambda *a: None)
-        monkeypatch.setattr("dsx.bench.e2e_loop.read_line", lambda: Traffic(0, 0, 0, 0))
+        monkeypatch.setattr("dsx.bench.e2e_loop.read_line", lambda: Traffic(sent[0], 0, 0, 0))
 
-        def steps_of(name: str, seconds: float) -> Walk:
+        def steps_of(name: str, seconds: float) -> TimedSteps:
             def take_step(windows: Any) -> float:
                 log.append(name)
                 now[0] += seconds
+                sent[0] += 10
                 return 0.0
 
-            return Walk(job, 0, take_step)
+            return TimedSteps(job, 0, take_step)
 
         def settle() -> None:
             log.append("settle")
             now[0] += 100.0
 
-        job = Job("dsx", {}, Shape(), 6, 2, 2, "data", str(tmp_path), 5.0, ceiling_steps=1)
-        alone = steps_of("alone", 1.0) if with_ceiling else None
-        return train(job, steps_of("step", 2.0), alone, settle), log
+        job = Job("dsx", {}, Shape(), 6, 2, 2, "data", str(tmp_path), 5.0, ceiling_seconds=1.5)
+        ceiling = steps_of("ceiling", 1.0) if with_ceiling else None
+        return train(job, steps_of("step", 2.0), ceiling, settle), log
 
     def test_blocks_and_ceilings(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         course, log = self.run(monkeypatch, tmp_path, with_ceiling=True)
         assert [step["seconds"] for step in course.steps] == [2.0, 4.0, 6.0, 8.0, 10.0, 12.0]
-        assert course.ceilings == [[1.0]] * 4
-        pause = ["settle", *["alone"] * 6]  # five to warm up
+        assert course.ceilings == [[1.0, 1.0]] * 4
+        pause = ["settle", *["ceiling"] * 7]  # five to warm up
         assert log == [*(pause + ["step"] * 2) * 3, *pause]
+        assert course.bytes_in_pauses == 4 * 7 * 10
 
     def test_without_a_ceiling(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         course, log = self.run(monkeypatch, tmp_path, with_ceiling=False)
@@ -124,17 +178,19 @@ def test_overlapped_presets_just_fit_and_blocking_ones_do_not(ratio: float) -> N
     assert late.utilization < 0.6  # so the line is no wider than it needs to be
 
 
-def test_a_model_with_too_few_layers_is_refused_before_anything_runs() -> None:
+@pytest.mark.parametrize("name", ["dilocox", "streaming_diloco"])
+def test_a_model_with_too_few_layers_is_refused_before_anything_runs(name: str) -> None:
     here = situation(32)
     few = replace(here, parameters=[p for p in here.parameters if "layers.3" not in p.name])
-    message = r"dilocox does not go with this shape: fragments.num_fragments=4 exceeds"
+    message = rf"{name} does not go with this shape: fragments.num_fragments=4 exceeds"
     with pytest.raises(ValueError, match=message):
-        plan_presets(("eager", "dilocox"), few, 1.15)
+        plan_presets(("eager", name), few, 1.15)
 
 
 def row(method: str, **changed: Any) -> Row:
     values: dict[str, Any] = {
-        "ratio": 32.0, "megabits_per_second": 3.0, "method": method, "interval": 40,
+        "ratio": 32.0, "megabits_per_second": 3.0, "shape": "4,64,64,128", "engine": "DeepSpeed",
+        "method": method, "interval": 40,
         "delay_steps": 0, "steps": 160, "is_overlapped": True, "step_seconds": 0.1,
         "ceiling_seconds": 0.099, "tokens_per_second": 40960.0, "utilization": 0.99,
         "predicted_utilization": 1.0, "exposed_seconds": 0.04, "wire_bytes": 1047,
@@ -198,7 +254,9 @@ class TestWaits:
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job("dsx", {"a": 1}, Shape(2, 32, 16, 4), 10, 5, 2, "data", str(tmp_path / "job"), 5.0)
+    job = Job(
+        "dsx", {"a": 1}, Shape(2, 32, 16, 4), 10, 5, 2, "data", str(tmp_path / "job"), 5.0, 1.0
+    )  # fmt: skip
     assert Job.read(job.write()) == job
 
 
@@ -251,3 +309,6 @@ def test_a_short_run_from_launchers_to_the_table(tmp_path: Path) -> None:
         assert 1.04 < rows[name]["wire_bytes"] / rows[name]["payload_bytes"] < 1.6
     assert rows["data_parallel"]["utilization"] < rows["diloco"]["utilization"] < 0.9
     assert rows["diloco"]["utilization"] < rows["eager"]["utilization"]
+    assert 0 < rows["dreamddp"]["utilization"] < 1.1
+    assert rows["dreamddp"]["planned_bytes"] is None
+    assert rows["dreamddp"]["engine"] == "PyTorch"

@@ -14,7 +14,7 @@ from dsx.config import preset
 from dsx.method import Method
 from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
-from dsx.plan.predict import predict, run_bytes
+from dsx.plan.predict import has_fixed_traffic, predict, run_bytes
 from dsx.plan.settings import settings_of
 from dsx.plan.traffic import Traffic, loads_of, one_rank
 from dsx.presets import PRESETS
@@ -148,10 +148,18 @@ def test_the_first_rounds_of_a_run_are_counted_too(
         assert run_bytes(method, ranks, num_clusters, rounds) == max(sent)
 
 
-def test_no_number_is_given_for_a_schedule_that_measures() -> None:
-    method = method_of("dreamddp", 2)
-    with pytest.raises(ValueError, match="schedule='layerwise' measures how often"):
+@pytest.mark.parametrize("name", ["dreamddp", "cocodc", "dilocox"])
+def test_no_number_is_given_for_what_a_run_decides(name: str) -> None:
+    method = method_of(name, 2)
+    with pytest.raises(ValueError, match="known beforehand only where every fragment"):
         run_bytes(method, one_rank(method.fragments, shapes_of(Net())), 2, 3)
+
+
+def test_a_controller_that_is_held_has_a_number() -> None:
+    held = {"rank": 4, "min_rank": 4, "max_rank": 4, "min_interval": 10}
+    assert has_fixed_traffic(method_of("dilocox", 2, control=held))
+    assert not has_fixed_traffic(method_of("dilocox", 2, control={**held, "max_rank": 5}))
+    assert not has_fixed_traffic(method_of("dilocox", 2, control={**held, "min_interval": 5}))
 
 
 def test_measured_times_travel_with_the_transfers() -> None:
