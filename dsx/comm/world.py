@@ -11,13 +11,14 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from dsx.comm.base import PeerLost
-from dsx.comm.gloo import GlooTransport, connect_gloo
+from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.swap import Peers
@@ -102,12 +103,13 @@ class World:
         prefix = f"transport_{self._transports}/rank_{self.rank}"
 
         peers = Peers(self.cluster_id, self.num_clusters)
+        device = cache(lambda: open_device(meeting.interface))  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
             deadline = timedelta(seconds=meeting.join_deadline_seconds)
             store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
-                return connect_gloo(store, peers, deadline, meeting.interface, streams)
+                return connect_gloo(store, peers, deadline, device(), streams)
             except RuntimeError as error:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "

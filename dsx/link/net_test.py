@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from dsx.comm.base import PeerLost
-from dsx.comm.gloo import FragmentGroups, Works, connect_gloo
+from dsx.comm.gloo import FragmentGroups, Works, connect_gloo, open_device
 from dsx.comm.reduce import ExactMean
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.swap import Peers
@@ -191,10 +191,10 @@ class _Line:
 def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Line:
     peers = Peers(settings.cluster_id, settings.clusters)
     try:
+        device = open_device(settings.interface)
         groups = connect_gloo(
-            rendezvous.group_store("net_test"), peers, settings.deadline, settings.interface,
-            streams,
-        )  # fmt: skip
+            rendezvous.group_store("net_test"), peers, settings.deadline, device, streams
+        )
     except RuntimeError as error:
         raise PeerLost(
             f"cluster {peers.cluster_id} cannot connect to cluster(s) {peers.others} within "

@@ -13,10 +13,11 @@ those, or clip per layer in `optimizer.register_step_pre_hook`, which sees one l
 Both need a backend that sees a layer's gradients complete. `backwards` is the number of backward
 passes (micro-batches) per inner step: only the last one counts.
 
-The times come from the run itself: the first period uses equal times for all layers; from then on
-the largest of all clusters' averages, looked at again at every period's end. A new table is made
-when one has moved by more than 20 %. `backward_seconds` and `transfer_seconds`, one per layer in
-model order, fix them instead, which makes a run reproducible.
+The times come from the run itself. In the first period, before there are any, all layers count
+alike and none is sent more than once: on a slow line H further sends would take hours. From then on
+they are the largest of all clusters' averages, looked at again at every period's end. A new table
+is made when one has moved by more than 20 %. `backward_seconds` and `transfer_seconds`, one per
+layer in model order, fix them instead, which makes a run reproducible.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsx.choices import require_choice
-from dsx.schedule.layer_assignment import layer_table
+from dsx.schedule.layer_assignment import assign_layers, layer_table
 from dsx.schedule.periodic import BackwardTrigger, require_interval
 from dsx.types import History, Knobs, Stage
 
@@ -81,20 +82,25 @@ class Layerwise:
         plan = history.plan
         if plan and history.step < plan["start"] + len(plan["table"]):
             return
-        backward, transfer = self._seconds(history)
+        measured = self._seconds(history)
+        equal = [1.0] * history.num_fragments
+        backward, transfer = measured or (equal, equal)
         is_same = (
             bool(plan)
+            and plan.get("is_measured", True) == (measured is not None)
             and len(plan["table"]) == knobs.interval
             and _is_close(backward, plan["backward"])
             and _is_close(transfer, plan["transfer"])
         )
         if not is_same:
-            table = layer_table(backward, transfer, knobs.interval)
+            make_table = layer_table if measured else assign_layers
+            table = make_table(backward, transfer, knobs.interval)
             plan.update(table=[list(row) for row in table], backward=backward, transfer=transfer)
+            plan["is_measured"] = measured is not None
         plan["start"] = history.step
 
-    def _seconds(self, history: History) -> tuple[list[float], list[float]]:
-        """Return the times per layer as given, as agreed, or all equal before there are any.
+    def _seconds(self, history: History) -> tuple[list[float], list[float]] | None:
+        """Return the times per layer as given or as agreed; None before there are any.
 
         A layer that was never measured (its gradients never complete inside the backward) counts
         like the mean of the others.
@@ -104,7 +110,7 @@ class Layerwise:
         backward = _filled(history.backward_seconds)
         transfer = _filled(history.transfer_seconds)
         if backward is None or transfer is None:
-            return [1.0] * history.num_fragments, [1.0] * history.num_fragments
+            return None
         return backward, transfer
 
 

@@ -14,7 +14,7 @@ WORKER = """
 import hashlib, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
-from dsx.comm.gloo import FragmentGroups, connect_gloo
+from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
 from dsx.comm.swap import Peers
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
@@ -27,7 +27,8 @@ rank, count, threads, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]
 torch.set_num_threads(threads)
 store = dist.FileStore(path, count)
 peers = Peers(rank, count)
-group = FragmentGroups(connect_gloo(store, peers, timedelta(seconds=60), None), peers, 60.0)
+groups = connect_gloo(store, peers, timedelta(seconds=60), open_device(None))
+group = FragmentGroups(groups, peers, 60.0)
 slots, offset = [], 0
 for index, shape in enumerate([(96, 160), (300, 64), (77,)]):
     slots.append(Slot(f"w{index}", shape, offset))

@@ -158,6 +158,18 @@ def test_the_table_follows_measured_times_and_only_when_they_have_moved() -> Non
     assert sent == {0, 1}
 
 
+def test_nothing_is_sent_twice_before_times_are_known() -> None:
+    schedule, history, knobs = Layerwise(50), History(4), Knobs(50)
+    schedule.advance(history, knobs)
+    sent = [p for t in range(1, 51) for p in schedule.due(t, history, knobs, Stage())]
+    assert sorted(sent) == [0, 1, 2, 3]
+    history.step = 50
+    history.backward_seconds = history.transfer_seconds = [1.0] * 4  # like what was assumed
+    schedule.advance(history, knobs)
+    filled = [p for t in range(51, 101) for p in schedule.due(t, history, knobs, Stage())]
+    assert len(filled) > 4 and set(filled) == {0, 1, 2, 3}
+
+
 def test_backward_seconds_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that only the layers' backwards move."""
     clock = [0.0]

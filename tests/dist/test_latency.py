@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsx.comm.gloo import FragmentGroups, connect_gloo
+from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
 from dsx.comm.swap import Peers, to_all
 from dsx.plan.link import SWAP_ONE_WAYS
 from tests.distributed import run_distributed
@@ -61,7 +61,7 @@ def seconds_of_swaps() -> float:
     store = dist.TCPStore(address, port, 2, is_master=cluster == 0)
     detour, peers = Detour(store, cluster), Peers(cluster, 2)
     try:
-        groups = connect_gloo(detour, peers, timedelta(seconds=20), "lo")
+        groups = connect_gloo(detour, peers, timedelta(seconds=20), open_device("lo"))
         line = FragmentGroups(groups, peers, 20)
         swap = to_all([torch.ones(1)], [[torch.empty(1)] for _ in range(2)])
         line.swap(swap, "first")  # both have come

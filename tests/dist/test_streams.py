@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import dsx
 from dsx.comm.base import Submission
-from dsx.comm.gloo import GlooTransport, connect_gloo
+from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.in_process import InProcessHub
 from dsx.comm.reduce import ExactMean
 from dsx.comm.swap import Peers
@@ -68,11 +68,11 @@ def over_gloo(codec: Compressor, num_clusters: int, streams: int) -> list[tuple[
     meeting = dist.HashStore()
 
     def cluster(m: int) -> list[tuple[torch.Tensor, int]]:
-        peers = Peers(m, num_clusters)
+        peers, device = Peers(m, num_clusters), open_device("lo")
 
         def connect(what: str, number: int) -> list[Any]:
             store = dist.PrefixStore(what, meeting)
-            return connect_gloo(store, peers, timedelta(seconds=20), "lo", number)
+            return connect_gloo(store, peers, timedelta(seconds=20), device, number)
 
         transport = GlooTransport([0], connect, peers, 20.0, streams=streams)
         channel = codec.open(fragment(), peers, 0)
