@@ -6,13 +6,16 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 from dsx.bench.e2e import Row
 from dsx.plan.show import format_size
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _CEILING, _SYNCHRONOUS = "no communication", "data_parallel"
 
@@ -134,23 +137,28 @@ def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
+    """Write `figure_of` to a file."""
+    figure_of(rows).savefig(path, dpi=110)
+
+
+def figure_of(rows: Sequence[Row]) -> Figure:
     """Draw measured utilization per method, with the planner's beside it, a panel per ratio."""
     from matplotlib.figure import Figure
 
-    ratios = list(dict.fromkeys(row.ratio for row in rows))
+    measured = [row for row in rows if row.method != _CEILING]
+    ratios = list(dict.fromkeys(row.ratio for row in measured))
+    names = list(dict.fromkeys(row.method for row in measured))[::-1]  # a run may lack some
     figure = Figure(figsize=(5.2 * len(ratios), 4.2), layout="constrained")
     panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
     for panel, ratio in zip(panels, ratios, strict=True):
-        own = [row for row in rows if row.ratio == ratio and row.method != _CEILING][::-1]
-        places = range(len(own))
+        own = [row for row in measured if row.ratio == ratio]
+        places = [names.index(row.method) for row in own]
         panel.barh(places, [100 * row.utilization for row in own], color="#1f77b4")
-        panel.plot(
-            [100 * row.predicted_utilization for row in own], places, "k|", markersize=14,
-            label="planner",
-        )  # fmt: skip
-        panel.set_yticks(list(places), [row.method for row in own])
+        planned = [100 * row.predicted_utilization for row in own]
+        panel.plot(planned, places, "k|", markersize=14, label="planner")
+        panel.set_yticks(range(len(names)), names)
         panel.set_xlim(0, 105)
         panel.set_xlabel("compute utilization, %")
         panel.set_title(f"all-reduce / step = {ratio:g}", fontsize=10)
-        panel.legend(loc="lower right", fontsize=8)
-    figure.savefig(path, dpi=110)
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside upper right", fontsize=8)
+    return figure

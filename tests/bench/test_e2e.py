@@ -19,7 +19,7 @@ from dsx.bench.e2e_job import Job, Shape, build_model
 from dsx.bench.e2e_loop import Recorded, TimedSteps, train
 from dsx.bench.e2e_plan import Situation, plan_presets
 from dsx.bench.e2e_run import Measured, RunFailed, Runner
-from dsx.bench.e2e_show import TARGETS, as_json, draw, show
+from dsx.bench.e2e_show import TARGETS, as_json, draw, figure_of, show
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
 from dsx.plan.link import Link
 from dsx.presets import PRESETS
@@ -224,6 +224,25 @@ def test_rows_as_json_and_as_a_figure(tmp_path: Path) -> None:
     assert [r["method"] for r in json.loads(json.dumps(as_json(rows)))] == ["eager", "dilocox"]
     draw(rows, tmp_path / "e2e.png")
     assert (tmp_path / "e2e.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_every_bar_is_beside_the_name_of_its_method() -> None:
+    rows = [
+        row("data_parallel", utilization=0.03),
+        row("eager", utilization=0.9),
+        row("dreamddp", utilization=0.5),
+        row("data_parallel", ratio=350.0, utilization=0.01),
+        row("dreamddp", ratio=350.0, utilization=0.4),  # eager is missing
+    ]
+    figure = figure_of(rows)
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]  # of both panels
+    assert len(names) == 3
+    for panel, ratio in zip(figure.axes, (32.0, 350.0), strict=True):
+        bars = {
+            names[round(bar.get_y() + bar.get_height() / 2)]: bar.get_width() / 100
+            for bar in panel.patches
+        }
+        assert bars == pytest.approx({r.method: r.utilization for r in rows if r.ratio == ratio})
 
 
 class TestWaits:
