@@ -15,6 +15,7 @@ import typer
 
 if TYPE_CHECKING:
     from dsx.bench.e2e import Options
+    from dsx.bench.e2e_job import Shape
 
 
 def e2e(
@@ -63,24 +64,33 @@ def e2e(
     to be had.
     """
     from dsx.bench.e2e import Options
-    from dsx.bench.e2e_job import Shape
     from dsx.presets import PRESETS
 
     try:
         names = tuple(PRESETS if presets is None else presets.split(","))
         options = Options(
             out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin,
-            None if shape is None else Shape.parse(shape),
+            _read_shape(shape),
         )  # fmt: skip
-        for path in (json_file, plot):
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"no directory {path.absolute().parent} to write {path.name} to")
+        _require_directories(json_file, plot)
     except ValueError as error:
         typer.echo(f"dsx bench e2e: {error}", err=True)
         raise typer.Exit(2) from error
     status = _measure(options, json_file, plot)
     if status:
         raise typer.Exit(status)
+
+
+def _read_shape(text: str | None) -> Shape | None:
+    from dsx.bench.e2e_job import Shape
+
+    return None if text is None else Shape.parse(text)
+
+
+def _require_directories(*paths: Path | None) -> None:
+    for path in paths:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"no directory {path.absolute().parent} to write {path.name} to")
 
 
 def _measure(options: Options, json_file: Path | None, plot: Path | None) -> int:
