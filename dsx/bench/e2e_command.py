@@ -34,10 +34,7 @@ def e2e(
         int, typer.Option(help="Rounds of a block that count, after one more that does not.")
     ] = 1,
     blocks: Annotated[
-        int,
-        typer.Option(
-            help="Blocks of a run, between them the ceiling; the table has medians over blocks."
-        ),
+        int, typer.Option(help="Blocks of a run, with the ceiling between; medians are of blocks.")
     ] = 3,
     margin: Annotated[
         float, typer.Option(help="H steps take so many times what their transfers take.")
@@ -46,8 +43,7 @@ def e2e(
         str | None,
         typer.Option(
             metavar="LAYERS,HIDDEN,LENGTH,BATCH",
-            help="The model, and tokens per step of a cluster; default: 4,64,64 with batches for "
-            "about 1 Mbit/s, as a faster line takes too much of a core.",
+            help="Model and batches; default: 4,64,64 with batches for about 1 Mbit/s.",
         ),
     ] = None,
     json_file: Annotated[
