@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dsx.bench.testbed import UNAVAILABLE, Line, Testbed, TestbedUnavailable
+from dsx.bench.testbed import UNAVAILABLE, Line, TestbedUnavailable
 
 if TYPE_CHECKING:  # these import torch, which a skip does not need
     from dsx.bench.e2e import Bench, Options, Row
@@ -114,15 +114,10 @@ def why_no_torchft() -> str | None:
 
 def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> Iterator[Row]:
     """Yield a `Row` of dsx.bench.e2e per method; errors as there."""
-    from dsx.bench.e2e import DEADLINE_SECONDS, Bench, require_dataset
+    from dsx.bench.e2e import Bench, open_runner
     from dsx.bench.e2e_plan import plan_preset, planned_interval
-    from dsx.bench.e2e_run import Runner
-    from dsx.bench.link import cores_for
 
-    cores = cores_for(options.num_clusters)
-    require_dataset(options.data)
-    with Testbed(options.num_clusters, None) as bed:
-        runner = Runner(bed, cores, DEADLINE_SECONDS)
+    with open_runner(options) as runner:
         bench = Bench(options, choices.ratio, runner, tell)
         situation = bench.situation()
         interval = choices.interval or planned_interval(situation, options.margin)

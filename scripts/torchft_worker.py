@@ -27,7 +27,7 @@ from torchft.local_sgd import DiLoCo
 
 from dsx.bench.e2e_inner import PlainInner
 from dsx.bench.e2e_job import Job, TinyGPT
-from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_windows
+from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_loss
 
 LIGHTHOUSE_PORT, _STORE_PORT = 29510, 29500
 
@@ -132,9 +132,7 @@ def validate(model: nn.Module, job: Job, manager: Manager) -> float:
         manager.allreduce(parameter.data).wait()
     if error := manager.errored():
         raise RuntimeError("the clusters' models could not be averaged") from error
-    windows = validation_windows(job)
-    model.eval()
-    return model(windows[:, :-1], windows[:, 1:]).item()
+    return validation_loss(model, job)
 
 
 def main() -> None:

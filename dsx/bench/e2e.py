@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ from dsx.types import ParameterShape
 _CEILING_PERIOD = 10  # steps
 _CEILING_SECONDS = 2.0  # before a block and after it
 _SYNCHRONOUS_STEPS = 4
-DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
+_DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
 
 
 @dataclass(frozen=True)
@@ -114,19 +115,20 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
 
     ValueError for inputs, TestbedUnavailable if this host has no slow line, RunFailed otherwise.
     """
-    cores = cores_for(options.num_clusters)
-    require_dataset(options.data)
-    with Testbed(options.num_clusters, None) as bed:
-        runner = Runner(bed, cores, DEADLINE_SECONDS)
+    with open_runner(options) as runner:
         for ratio in options.ratios:
             yield from Bench(options, ratio, runner, tell).rows()
 
 
-def require_dataset(data: Path) -> None:
-    """Raise ValueError with the command that makes one, unless `data` is a dataset."""
+@contextmanager
+def open_runner(options: Options) -> Generator[Runner, None, None]:
+    """Make the testbed, and remove it at the end; errors as of `measure`."""
+    cores, data = cores_for(options.num_clusters), options.data
     if not (data / "dataset.json").is_file():
         build = f"dsx data build --from stdlib --out {data}"
         raise ValueError(f"{data} is not a dataset; build one with: {build}")
+    with Testbed(options.num_clusters, None) as bed:
+        yield Runner(bed, cores, _DEADLINE_SECONDS)
 
 
 class Bench:
@@ -163,7 +165,7 @@ class Bench:
         return self._options.blocks * (self._options.rounds + 1) * interval
 
     def situation(self, step_seconds: float = 1.0) -> Situation:
-        """Return the model on the line on which an all-reduce takes the ratio's share of a step.
+        """Return the model on the line whose all-reduce takes the ratio times as long as a step.
 
         H and tau do not depend on the seconds of a step, which only scale all times alike.
         """
@@ -222,7 +224,7 @@ class Bench:
         steps_per_block = steps if interval is None else (options.rounds + 1) * interval
         return Job(
             mode, config, self.shape, steps, steps_per_block, options.num_clusters,
-            str(options.data.resolve()), str(directory), DEADLINE_SECONDS, _CEILING_SECONDS,
+            str(options.data.resolve()), str(directory), _DEADLINE_SECONDS, _CEILING_SECONDS,
         )  # fmt: skip
 
     def row(self, plan: Plan, measured: Measured, line: Line) -> Row:
@@ -234,8 +236,7 @@ class Bench:
         step_seconds = statistics.median(block.step_seconds for block in blocks)
         exposed = [block.step_seconds - block.ceiling_seconds for block in blocks]
         steps = len(measured.clusters[0]["steps"])
-        link = Link(1e6 * line.megabits_per_second)
-        situation = Situation(self._parameters, ceiling, link, self._options.num_clusters)
+        situation = Situation(self._parameters, ceiling, _link_of(line), self._options.num_clusters)
         spread = (max(shares) - min(shares)) / 2
         self._tell(f"  {plan.name}: utilization {utilization:.1%} +- {spread:.1%}")
         payload, wire = measured.sent()
@@ -292,10 +293,10 @@ class Bench:
         self._tell("  data parallel: timed")
         whole = self._run("data_parallel_lifted", "data_parallel", steps)
         step_seconds = timed.step_seconds(1)
-        link = Link(1e6 * line.megabits_per_second)
         predicted = predict(
-            DATA_PARALLEL, of_sizes([self._numel]), ceiling, link, self._options.num_clusters
-        )
+            DATA_PARALLEL, of_sizes([self._numel]), ceiling, _link_of(line),
+            self._options.num_clusters,
+        )  # fmt: skip
         sent = timed.clusters[0]["steps"]
         return Row(
             ratio=self._ratio,
@@ -319,3 +320,7 @@ class Bench:
             planned_bytes=round(steps * predicted.bytes_per_round),
             validation_loss=whole.mean("validation_loss"),
         )  # fmt: skip
+
+
+def _link_of(line: Line) -> Link:
+    return Link(1e6 * line.megabits_per_second)

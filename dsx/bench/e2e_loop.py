@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsx.bench.e2e_job import Job
 from dsx.bench.testbed import Traffic, read_traffic
@@ -140,11 +140,14 @@ def _pause(
     recorded.bytes_in_pauses += read_line().bytes_sent - first
 
 
-def validation_windows(job: Job) -> Tensor:
-    """Return windows spread over what is held out, int64 `[windows, length + 1]`."""
+@torch.no_grad()
+def validation_loss(model: nn.Module, job: Job) -> float:
+    """Return the loss on windows spread over what is held out."""
     held_out = TokenWindows(f"{job.data}/validation", job.shape.sequence_length)
     count = job.validation_windows
-    return torch.stack([held_out[i * len(held_out) // count] for i in range(count)])
+    windows = torch.stack([held_out[i * len(held_out) // count] for i in range(count)])
+    model.eval()
+    return model(windows[:, :-1], windows[:, 1:]).item()
 
 
 def read_line() -> Traffic:

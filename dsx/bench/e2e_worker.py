@@ -17,13 +17,12 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import dsx
 from dsx.backends.deepspeed import adopt_world
 from dsx.bench.e2e_inner import DeepSpeedInner, Inner, PlainInner
 from dsx.bench.e2e_job import Job
-from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_windows
+from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_loss
 from dsx.handle import Handle
 from dsx.transfer import Transfer
 
@@ -76,7 +75,7 @@ def run_without_dsx(job: Job, cluster: int, inner: Inner, turns: Turns) -> dict[
     turns.begin()
     recorded = train(job, trained, None, lambda: None)
     turns.end()
-    return {"steps": recorded.steps, "validation_loss": validate(inner.model, job)}
+    return {"steps": recorded.steps, "validation_loss": validation_loss(inner.model, job)}
 
 
 def run_with_dsx(
@@ -94,28 +93,20 @@ def run_with_dsx(
     wire_bytes = read_line().bytes_sent - first - recorded.bytes_in_pauses
     turns.end()
     with handle.averaged():
-        validation_loss = validate(inner.model, job)
+        loss = validation_loss(inner.model, job)
     return {
         "steps": recorded.steps,
         "ceilings": recorded.ceilings,
         "wire_bytes": wire_bytes,
         "bytes_sent": bytes_sent,
         "blocked_seconds": handle.totals.blocked_seconds,
-        "validation_loss": validation_loss,
+        "validation_loss": loss,
     }
 
 
 def counters(handle: Handle) -> dict[str, float]:
     """Return what dsx has counted so far."""
     return {"wait_seconds": handle.totals.wait_seconds, "bytes_sent": handle.totals.bytes_sent}
-
-
-@torch.no_grad()
-def validate(model: nn.Module, job: Job) -> float:
-    """Return the loss on what is held out."""
-    windows = validation_windows(job)
-    model.eval()
-    return model(windows[:, :-1], windows[:, 1:]).item()
 
 
 def main() -> None:
