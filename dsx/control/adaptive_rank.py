@@ -98,6 +98,10 @@ class AdaptiveRank:
         """Return `min_interval`."""
         return self.min_interval
 
+    def moves(self, initial: Knobs) -> bool:
+        """Unless the limits leave one rank and one H."""
+        return self.min_rank != self.max_rank or self.min_interval != initial.interval
+
     def note_numel(self, initial: Knobs) -> int:
         """Return `max_rank` eigenvalues and the squared norm."""
         return self.max_rank + 1

@@ -32,6 +32,10 @@ class Control(Protocol):
         """Return the smallest H it may ever set."""
         ...
 
+    def moves(self, initial: Knobs) -> bool:
+        """Whether it may ever change H or the rank."""
+        ...
+
     @property
     def largest_rank(self) -> int:
         """Return the largest rank it may ever set; 0 if it sets none."""
@@ -93,6 +97,10 @@ class Fixed:
     def lowest_interval(self, initial: Knobs) -> int:
         """Return the initial H."""
         return initial.interval
+
+    def moves(self, initial: Knobs) -> bool:
+        """Never."""
+        return False
 
     def note_numel(self, initial: Knobs) -> int:
         """Nothing is measured."""

@@ -130,15 +130,7 @@ def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) ->
 
 def has_fixed_traffic(method: Method) -> bool:
     """Whether what is sent does not depend on times or values measured in the run."""
-    from dsx.control.adaptive_rank import AdaptiveRank
-    from dsx.control.base import Fixed
-
-    control = method.control
-    is_held = isinstance(control, Fixed) or (
-        isinstance(control, AdaptiveRank)
-        and control.min_rank == control.max_rank
-        and control.min_interval == method.schedule.interval
-    )
+    is_held = not method.control.moves(method.knobs)
     return is_held and settings_of(method).schedule in ("periodic", "streaming")
 
 
