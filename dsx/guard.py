@@ -1,7 +1,8 @@
 """Before a transfer: does everybody send finite numbers, and did all apply the same mean last time?
 
-A header of 24 bytes goes to every peer ahead of a fragment's codes: whether this cluster's values
-are finite, and the round and a 64-bit hash of the mean it decoded last. Everyone so knows the same:
+A header goes to every peer ahead of a fragment's codes, with the announcement: whether this
+cluster's values are finite, and the round and a 64-bit hash of the mean it decoded last. Everyone
+so knows the same:
 
 - a cluster with a NaN or an infinity: the round is refused by all, nothing is applied, and the
   message names it;
@@ -21,9 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dsx.comm.swap import Peers, Swap, to_all
+from dsx.comm.swap import HEADER, Peers, Swap, to_all
 
-GUARD_BYTES = 24  # per transfer and peer
 _TILE = 1 << 16  # pairs of elements
 _MASK = (1 << 64) - 1
 _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
@@ -59,7 +59,7 @@ class Guard:
         self._own[1:] = self.memory
         self._theirs[self._peers.cluster_id].copy_(self._own)
         if self._peers.num_clusters > 1:
-            yield to_all([self._own], [[header] for header in self._theirs], "header")
+            yield to_all([self._own], [[header] for header in self._theirs], HEADER)
         headers = [header.tolist() for header in self._theirs]
         verdict.refused_by = [m for m, header in enumerate(headers) if not header[0]]
         verdict.is_refused = bool(verdict.refused_by)

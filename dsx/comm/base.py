@@ -49,7 +49,7 @@ class Pending(Protocol):
 
     @property
     def seconds(self) -> float:
-        """From the start of the exchange to its end; 0 until it has ended."""
+        """From the exchange's start to its end, less the wait until all have come; 0 before."""
         ...
 
     @property

@@ -9,16 +9,12 @@ each peer; with `link.streams` a fragment has several, and each message is cut o
 
 A swap is point-to-point sends and receives with every peer, receives first. gloo tells the peer of
 a receive on the connection that its own data take, and sends only what the peer has asked for, so a
-swap takes two one-way latencies. Its all_gather, which posts sends
-first, lets a rank that comes second send half its data ahead of its requests while the other
-direction idles, and so takes 3/2 of the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s
-with one rank 50 ms late; this swap 93 to 95 %, TCP's ceiling 95.6).
+swap takes two one-way latencies. Its all_gather, which posts sends first, lets a rank that comes
+second send half its data ahead of its requests while the other direction idles, and so takes 3/2 of
+the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s with one rank 50 ms late; this swap
+93 to 95 %, TCP's ceiling 95.6).
 Every wait has the transport's deadline; a peer that closes its connection or misses it becomes
-`PeerLost`.
-
-Before each transfer the clusters tell each other what it is, over a group that all fragments
-share: the n-th launch of one cluster must be the n-th of all. Clusters that chose different
-fragments are so told at once, rather than waiting for each other on different groups.
+`PeerLost`. Before each transfer the clusters tell each other what it is (announcements.py).
 """
 
 from __future__ import annotations
@@ -26,20 +22,19 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.comm.base import PeerLost, Submission
+from dsx.comm.announcements import Announcements
+from dsx.comm.base import Submission
 from dsx.comm.parcels import Incoming, outgoing
-from dsx.comm.reduce import HEADER_BYTES
-from dsx.comm.stripes import pieces
-from dsx.comm.swap import Exchange, Peers, Swap
+from dsx.comm.swap import HEADER, Exchange, Peers, Swap
+from dsx.comm.works import Works
 from dsx.types import Stage
 
 _WHOLE = Stage()
@@ -90,49 +85,6 @@ class Fifo:
                 future.set_exception(error)
 
 
-class Announcements:
-    """What is about to be averaged, told to all peers before every transfer, in launch order.
-
-    The number of a launch is the message's tag, so fragments' threads need not take turns.
-    """
-
-    def __init__(self, group: Any, peers: Peers, deadline: float, stage: Stage) -> None:
-        self._group = group
-        self._stage = stage
-        self._peers = peers.others
-        self._deadline_seconds = deadline
-        self._launches = 0
-
-    def take_number(self) -> int:
-        """Return the number of a launch; called in launch order."""
-        self._launches += 1
-        return self._launches
-
-    def agree(self, what: Submission, number: int) -> int:
-        """Send every peer what is about to be averaged; PeerLost if one has something else.
-
-        Returns the bytes sent. Costs a swap: two one-way latencies, on the fragment's own thread.
-        """
-        until = time.monotonic() + self._deadline_seconds
-        label = what.on(self._stage)
-        works = Works([self._group], label, until, self._deadline_seconds, tag=number)
-        own = torch.tensor([what.fragment, what.step, what.purpose])
-        theirs = {peer: torch.empty_like(own) for peer in self._peers}
-        for peer in self._peers:
-            works.receive(theirs[peer], peer)
-            works.send(own, peer)
-        works.wait()
-        for peer, other in theirs.items():
-            if not torch.equal(own, other):
-                other_one = Submission(*other.tolist()).on(self._stage)
-                raise PeerLost(
-                    f"{what.on(self._stage)}, but cluster {peer} has {other_one}: the clusters "
-                    "have lost step; give all of them the same configuration and the same number "
-                    "of batches"
-                )
-        return HEADER_BYTES * len(self._peers)
-
-
 class FragmentGroups:
     """One fragment's connections to its peers: one of each group to every other cluster."""
 
@@ -173,61 +125,6 @@ class FragmentGroups:
         works.wait()
 
 
-class Works:
-    """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`."""
-
-    def __init__(
-        self,
-        groups: Sequence[Any],
-        label: str,
-        until: float,
-        deadline_seconds: float,
-        tag: int = 0,
-    ) -> None:
-        self._groups = groups
-        self._tag = tag
-        self._label = label
-        self._until = until
-        self._deadline_seconds = deadline_seconds
-        self._posted: list[tuple[int, Any]] = []
-
-    def send(self, tensor: Tensor, peer: int) -> None:
-        """Post a send; nothing for an empty tensor."""
-        for group, piece in self._striped(tensor):
-            self._post(group.send, piece, peer)
-
-    def receive(self, tensor: Tensor, peer: int) -> None:
-        """Post a receive into `tensor`, in place; nothing for an empty one."""
-        for group, piece in self._striped(tensor):
-            self._post(group.recv, piece, peer)
-
-    def wait(self) -> None:
-        """Wait for all that was posted, until the phase's deadline."""
-        for peer, work in self._posted:
-            left = max(self._until - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                raise self._lost(peer, error) from None
-
-    def _striped(self, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
-        parts = pieces(tensor, len(self._groups)) if tensor.numel() else []
-        return zip(self._groups, parts, strict=False)
-
-    def _post(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
-        try:
-            self._posted.append((peer, operation([tensor], peer, self._tag)))
-        except RuntimeError as error:  # gloo says at once that the connection is gone
-            raise self._lost(peer, error) from None
-
-    def _lost(self, peer: int, error: RuntimeError) -> PeerLost:
-        what = "closed its connection"
-        if time.monotonic() >= self._until:
-            what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
-        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
-        return PeerLost(f"{self._label}: cluster {peer} {what} (gloo: {reason or error})")
-
-
 class GlooTransport:
     """Connects this rank to its peers of the same shard coordinate in the other clusters.
 
@@ -262,9 +159,11 @@ class GlooTransport:
         pending = GlooPending()
         number = self._announcements.take_number()
 
+        def announce(header: Swap | None) -> int:
+            return self._announcements.agree(what, number, header)
+
         def run() -> Tensor:
-            pending.bytes_sent += self._announcements.agree(what, number)
-            return _drive(group, what.on(self._stage), exchange, pending)
+            return _drive(group, what.on(self._stage), exchange, pending, announce)
 
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
@@ -320,17 +219,37 @@ def connect_gloo(
     ]
 
 
-def _drive(group: FragmentGroups, label: str, exchange: Exchange, pending: GlooPending) -> Tensor:
-    """Run one exchange to its end, with a swap for each one it yields."""
+def _drive(
+    group: FragmentGroups,
+    label: str,
+    exchange: Exchange,
+    pending: GlooPending,
+    announce: Callable[[Swap | None], int],
+) -> Tensor:
+    """Run one exchange to its end: its announcement, then a swap for each one it yields."""
     started = time.perf_counter()
+    swap, mean = _next_swap(exchange)
+    header = swap if swap is not None and swap.what == HEADER else None
+    since = time.perf_counter()
+    pending.bytes_sent += announce(header)
+    until_all_came = time.perf_counter() - since
+    if header is not None:
+        swap, mean = _next_swap(exchange)
     on_messages = 0.0
+    while swap is not None:
+        since = time.perf_counter()
+        pending.bytes_sent += group.swap(swap, label)
+        on_messages += time.perf_counter() - since
+        swap, mean = _next_swap(exchange)
+    assert mean is not None
+    pending.seconds = time.perf_counter() - started - until_all_came
+    pending.coding_seconds = pending.seconds - on_messages
+    return mean
+
+
+def _next_swap(exchange: Exchange) -> tuple[Swap | None, Tensor | None]:
+    """Return an exchange's next swap, or at its end what it returns."""
     try:
-        while True:
-            swap = next(exchange)
-            since = time.perf_counter()
-            pending.bytes_sent += group.swap(swap, label)
-            on_messages += time.perf_counter() - since
+        return next(exchange), None
     except StopIteration as stop:
-        pending.seconds = time.perf_counter() - started
-        pending.coding_seconds = pending.seconds - on_messages
-        return stop.value
+        return None, stop.value

@@ -7,6 +7,7 @@ two passes, as `step_together` does: all launch, then all apply.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from dsx.comm.base import PeerLost, Submission
 from dsx.comm.reduce import HEADER_BYTES
-from dsx.comm.swap import Exchange, Peers, Swap
+from dsx.comm.swap import HEADER, Exchange, Peers, Swap
 
 
 class InProcessHub:
@@ -134,7 +135,7 @@ def _run(group: list[InProcessPending]) -> None:
     num_clusters = len(group)
     for pending in group:
         pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
-    while True:
+    for number in itertools.count():
         swaps = [_next_swap(pending) for pending in group]
         if None in swaps:
             assert swaps.count(None) == num_clusters, "clusters disagree about an exchange's swaps"
@@ -146,7 +147,7 @@ def _run(group: list[InProcessPending]) -> None:
                     for sent, received in pairs:
                         received.copy_(sent)
         for pending, swap in zip(group, swaps, strict=True):
-            if swap is not None:
+            if swap is not None and not (number == 0 and swap.what == HEADER):
                 pending.bytes_sent += swap.bytes_sent(Peers(pending.cluster_id, num_clusters))
 
 

@@ -4,7 +4,8 @@ A vector of n elements is cut into C slices at multiples of what the wire format
 
 - exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
   of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
-  bytes per cluster, as a ring, in two swaps for any C.
+  bytes per cluster, as a ring, in two swaps. Two clusters swap the whole vectors, which is as many
+  bytes and the same sums, in one.
 - coded, C <= 3: everybody sends its codes of the whole vector to all; each decodes them all, its
   own too, and sums in cluster order. One swap, one error of the order 1/C.
 - coded, C >= 4: codes of each slice go to its owner, who decodes, sums in cluster order, divides,
@@ -26,7 +27,7 @@ from dsx.comm.swap import Exchange, Peers, Swap, to_all
 from dsx.compress.error_feedback import Residual
 from dsx.wire.base import Codec, Kernels, Wire
 
-HEADER_BYTES = 24  # fragment, step and purpose as int64, once per exchange and peer
+HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
 GATHERED_UP_TO = 3  # clusters
 
 
@@ -67,11 +68,11 @@ class ExactMean:
         peers, num_clusters = self._peers, self._peers.num_clusters
         if num_clusters == 1:
             return x
+        if num_clusters == 2:
+            return (yield from self._swap_whole(x))
         slices = [x[a:b] for a, b in slice_bounds(x.numel(), num_clusters)]
         own = slices[peers.cluster_id]
-        if self._received.numel() < num_clusters * own.numel():
-            self._received = torch.empty(num_clusters * own.numel())
-        copies = list(self._received[: num_clusters * own.numel()].view(num_clusters, -1))
+        copies = list(self._buffer(num_clusters * own.numel()).view(num_clusters, -1))
         yield Swap([[s] for s in slices], [[c] for c in copies], self._what)
         copies[peers.cluster_id].copy_(own)
         total = copies[0]
@@ -80,6 +81,17 @@ class ExactMean:
         own.copy_(total.div_(num_clusters))
         yield to_all([own], [[s] for s in slices], self._what)
         return x
+
+    def _swap_whole(self, x: Tensor) -> Exchange:
+        theirs = self._buffer(x.numel())
+        yield to_all([x], [[theirs], [theirs]], self._what)
+        first, second = (x, theirs) if self._peers.cluster_id == 0 else (theirs, x)
+        return torch.add(first, second, out=x).div_(2)
+
+    def _buffer(self, numel: int) -> Tensor:
+        if self._received.numel() < numel:
+            self._received = torch.empty(numel)
+        return self._received[:numel]
 
 
 class CodedMean:

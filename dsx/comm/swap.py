@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 Exchange = Generator["Swap", None, Tensor]
+HEADER = "header"  # `Swap.what` of three int64 to all, which travel in an announcement
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Swap:
     """Tensors to send to, and to fill from, each cluster; contiguous, of any type, may be empty.
 
     `outgoing[m]` of one cluster has the sizes of `incoming[n]` of cluster m, where n is the
-    sender. The places of the own cluster are ignored. `what` is for traces.
+    sender. The places of the own cluster are ignored. `what` is for traces, but for `HEADER`: if
+    an exchange begins with one, it costs no message of its own.
     """
 
     outgoing: Sequence[Sequence[Tensor]]

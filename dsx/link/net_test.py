@@ -25,15 +25,16 @@ import torch
 from torch import Tensor
 
 from dsx.comm.base import PeerLost
-from dsx.comm.gloo import FragmentGroups, Works, connect_gloo, open_device
+from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
 from dsx.comm.reduce import ExactMean
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.swap import Peers
 from dsx.comm.topology import Place
+from dsx.comm.works import Works
 from dsx.link.figures import AllReduce, Figures, PairBandwidth, RoundTrip
 from dsx.link.settings import Settings
 from dsx.plan.link import SWAP_ONE_WAYS
-from dsx.plan.traffic import MEAN_SWAPS
+from dsx.plan.traffic import mean_swaps
 
 _FIRST_BYTES = 64 * 1024
 _MOST_BYTES = 512 * 2**20
@@ -119,7 +120,8 @@ class _Line:
         for swap in exchange:
             group.swap(swap, label)
         elapsed = time.perf_counter() - started
-        return self._less_latency(max(self._agree(label, elapsed)), MEAN_SWAPS * SWAP_ONE_WAYS)
+        one_ways = mean_swaps(self.peers.num_clusters) * SWAP_ONE_WAYS
+        return self._less_latency(max(self._agree(label, elapsed)), one_ways)
 
     def _transfer(
         self, senders: list[int], other: int, size: int, streams: int, label: str

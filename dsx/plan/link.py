@@ -6,8 +6,8 @@ TCP and 12 of its timestamps are not. Acknowledgements go the other way, about o
 and are left out, as are retransmissions and the first round trips in which TCP finds its window.
 
 A swap takes `SWAP_ONE_WAYS` latencies, not one: a receive is announced to its sender, and gloo
-sends what was asked for. A dense transfer is four swaps (announcement, header, two of the mean),
-its notes two more.
+sends what was asked for. A dense transfer is three swaps (announcement, two of the mean), its
+notes two more; between two clusters a mean is one.
 """
 
 from __future__ import annotations

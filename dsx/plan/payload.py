@@ -1,7 +1,7 @@
 """The payload bytes of a transfer, in closed form: what the channels of dsx.compress count.
 
 Nothing is allocated, so a fragment may have any size. The tests compare with runs of every preset
-and codec, to the byte. Per transfer and peer there are the announcement and the guard's header, 48
+and codec, to the byte. Per transfer and peer there is the announcement with the guard's header, 48
 bytes; then the codec's messages; then the notes. Bytes are per cluster, because slices of a mean
 and the owners of matrices differ from cluster to cluster. A round of low rank is *cold*, with a
 second power iteration, where it is the first in factors, or the first after a change of rank.
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from dsx.plan.settings import Coding, Notes
 from dsx.types import Fragment, Slot
 
-HEADERS_BYTES = 48  # per transfer and peer: comm.reduce.HEADER_BYTES and guard.GUARD_BYTES
+HEADERS_BYTES = 48  # per transfer and peer: comm.reduce.HEADER_BYTES
 GATHERED_UP_TO = 3  # clusters
 NUM_PROBES = 4
 _CASTS = {"fp32": 4, "bf16": 2, "fp16": 2}

@@ -27,7 +27,7 @@ from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
 from dsx.plan.scenario import Compute, require_number
 from dsx.plan.settings import Settings, settings_of
 from dsx.plan.timeline import Cost, Launch, Timeline
-from dsx.plan.traffic import MEAN_SWAPS, Ranks, Traffic, loads_of
+from dsx.plan.traffic import Ranks, Traffic, loads_of, mean_swaps
 
 if TYPE_CHECKING:
     from dsx.method import Method
@@ -217,7 +217,8 @@ def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Predicti
     line_seconds = sent / link.payload_bytes_per_second
     layers = len(traffic.loads)
     compute = Compute(max(numel, 1), layers, step_seconds)
-    latency = MEAN_SWAPS * SWAP_ONE_WAYS * link.latency_seconds if clusters > 1 else 0.0
+    swaps = mean_swaps(clusters) if clusters > 1 else 0
+    latency = swaps * SWAP_ONE_WAYS * link.latency_seconds
     seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
     return Prediction(
         step_seconds / seconds, seconds, seconds - step_seconds, sent, line_seconds, 1, 1,

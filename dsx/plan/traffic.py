@@ -19,8 +19,6 @@ from dsx.plan.settings import Coding, Notes, Settings
 from dsx.plan.timeline import Cost
 from dsx.types import Fragment, ParameterShape, Slot
 
-MEAN_SWAPS = 2  # slices to their owners, and their means back
-_HEADER_SWAPS = 2  # the announcement, the guard's header
 Ranks = Sequence[Sequence[Fragment]]
 
 
@@ -103,10 +101,11 @@ class Traffic:
             return Cost(0.0, 0.0, 0.0)
         largest = max(parts, key=lambda p: p.numel)
         before, after = coding_seconds(largest, self.coding, self.num_clusters, costs)
-        swaps = _swaps(self.coding, self.num_clusters) + MEAN_SWAPS * self._has_notes
+        swaps = _swaps(self.coding, self.num_clusters)
+        swaps += mean_swaps(self.num_clusters) * self._has_notes
         swap_latency = SWAP_ONE_WAYS * link.latency_seconds
         return Cost(
-            before + _HEADER_SWAPS * swap_latency,
+            before + swap_latency,  # of the announcement
             max(self.bytes_sent[index]) / link.payload_bytes_per_second,
             after + swaps * swap_latency,
             costs.blocking_seconds_per_element * largest.numel,
@@ -125,13 +124,18 @@ def _bytes_of(
     return total
 
 
+def mean_swaps(num_clusters: int) -> int:
+    """Return the swaps of an exact mean: slices to their owners and their means back; two's one."""
+    return 1 if num_clusters == 2 else 2
+
+
 def _swaps(coding: Coding, num_clusters: int) -> int:
     """Return a codec's swaps: one after another, each waits for the one before."""
     if coding.type == "dense":
-        return MEAN_SWAPS
+        return mean_swaps(num_clusters)
     if coding.type == "low_rank":
-        return 2 * MEAN_SWAPS  # of either factor
-    return 1 if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO else MEAN_SWAPS
+        return 4  # of either factor to its owner, and of its mean to all
+    return 1 if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO else 2
 
 
 def coding_seconds(

@@ -174,11 +174,9 @@ class Trace:
 
     def _followed(self, exchange: Exchange, submitted: int, fragment: int, step: int) -> Exchange:
         began = max(submitted, self._free_since.get(fragment, 0))  # else still the one before
-        peers, before, swaps = self._peers.others, "", 0
-        total = HEADER_BYTES * len(peers)
+        peers, before, at = self._peers.others, "", began
+        total, swaps = 0, 0
         facts: dict[str, Any] = {"fragment": fragment, "launched": step}
-        counts = {**facts, "bytes": total, "peers": peers, "round": 0}
-        at = self.add("announce", "meet", began, step, counts)
         while True:
             try:
                 swap = next(exchange)
@@ -188,11 +186,14 @@ class Trace:
                 self._free_since[fragment] = now()
                 return stop.value
             at = self.add(*_between(before, swap.what), at, step, facts)
-            before, swaps, sent = swap.what, swaps + 1, swap.bytes_sent(self._peers)
+            is_first, before = not before, swap.what
+            sent = HEADER_BYTES * len(peers) if is_first else swap.bytes_sent(self._peers)
             total += sent
             yield swap
             counts = {**facts, "bytes": sent, "peers": peers, "round": swaps}
-            at = self.add(swap.what, "network", at, step, counts)
+            names = ("announce", "meet") if is_first else (swap.what, "network")
+            at = self.add(*names, at, step, counts)
+            swaps += 1
 
     def end_step(self, step: int) -> None:
         """Write what there is; a boundary has been passed."""

@@ -9,7 +9,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dsx.comm.reduce import HEADER_BYTES
-from dsx.guard import GUARD_BYTES
 from tests.backends.engines import (
     RANKS_PER_CLUSTER,
     Kind,
@@ -149,7 +148,7 @@ def test_replicas_share_out_what_crosses_between_clusters(outcomes: Any) -> None
     assert sum(sum(r["numel"]) for r in results[:RANKS_PER_CLUSTER]) == numel
     for result in results:
         pairs = zip(result["rounds"], result["numel"], strict=True)
-        beside = HEADER_BYTES + GUARD_BYTES  # C = 2: each element of the share once each way
+        beside = HEADER_BYTES  # C = 2: each element of the share once each way
         sent = sum(k * (4 * share + beside) + beside for k, share in pairs)  # and the comparison
         assert result["bytes_sent"] == sent
 

@@ -12,7 +12,6 @@ import torch
 
 import dsx
 from dsx.comm.reduce import HEADER_BYTES
-from dsx.guard import GUARD_BYTES
 from dsx.trace.files import read_timeline
 from tests.backends.engines import (
     ACCUMULATION,
@@ -192,7 +191,7 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> Non
             elements = sum(numel[n] for n in recipe.fragments[record["fragment"]])
             assert record["numel"] == elements
             payload = record["bytes_sent"] - elements * 4  # C = 2: each element once each way
-            headers = HEADER_BYTES + GUARD_BYTES
+            headers = HEADER_BYTES
             assert payload in (headers, 2 * headers)  # for each rank that owns some
             assert record["mean_norm"] > 0 and record["pseudo_gradient_norm"] > 0
         assert written[-1]["kind"] == "finish"

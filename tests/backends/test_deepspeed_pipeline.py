@@ -14,7 +14,6 @@ from dsx.backends.deepspeed import start_engine
 from dsx.backends.deepspeed_features import refuse_unsupported
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.comm.world import current_world
-from dsx.guard import GUARD_BYTES
 from dsx.trace.files import read_timeline
 from tests.backends.engines import (
     ACCUMULATION,
@@ -368,9 +367,7 @@ def test_records_tell_the_stage_and_show_stages_in_turn(outcomes: list[dict[str,
         turns = [(0, 0), (1, 0), (0, 1), (1, 1)]  # (stage, fragment) from step 2 on
         assert launched == [(t, *turns[(t - 2) % 4]) for t in range(2, NUM_STEPS + 1)]
         ranks = outcomes[2 * cluster : 2 * cluster + 2]
-        headers = 4 * (
-            HEADER_BYTES + GUARD_BYTES
-        )  # each fragment's last mean is compared at the end
+        headers = 4 * (HEADER_BYTES)  # each fragment's last mean is compared at the end
         sent = sum(r["touch"]["bytes_sent"] for r in ranks) - headers
         assert sum(r["bytes_sent"] for r in syncs) == sent
         assert records[-1]["kind"] == "finish"

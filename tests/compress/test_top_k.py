@@ -19,7 +19,6 @@ from dsx.comm.swap import Peers
 from dsx.compress.base import Channel, Launch
 from dsx.compress.top_k import RATIO, SparseFormat, TopK
 from dsx.config import ConfigError, load_config, preset
-from dsx.guard import GUARD_BYTES
 from dsx.types import Fragment, Slot
 from dsx.wire.formats import FORMATS
 from tests.simulated import Simulated
@@ -297,4 +296,4 @@ def test_a_simulated_run_trains_and_keeps_anchors_equal(outer: dict[str, Any]) -
         final = float(loss(model, 9, 1))
     assert final < 0.5 * losses[0], (losses[::20], final)
     codes, biases = TopK(chunk=1024).format.num_bytes(2 * 48 * 48), 2 * (48 + 48)
-    assert run.bytes_sent == [40 * 2 * (codes + biases + HEADER_BYTES + GUARD_BYTES)] * 3
+    assert run.bytes_sent == [40 * 2 * (codes + biases + HEADER_BYTES)] * 3

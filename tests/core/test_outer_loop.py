@@ -7,7 +7,6 @@ import torch
 
 from dsx.comm.reduce import HEADER_BYTES
 from dsx.config import preset
-from dsx.guard import GUARD_BYTES
 from dsx.transfer import Transfer
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss
@@ -130,6 +129,6 @@ def test_bytes_are_those_of_the_direct_exchange() -> None:
         run.train_step(mean_loss)
     numel = sum(p.numel() for p in run.models[0].parameters())
     sent = [loop.totals.bytes_sent for loop in run.loops]
-    headers = 3 * (3 - 1) * (HEADER_BYTES + GUARD_BYTES)
+    headers = 3 * (3 - 1) * HEADER_BYTES
     assert sum(sent) == 2 * (3 - 1) * numel * 4 + headers  # both legs, over all clusters
     assert max(sent) - min(sent) <= 4 * 3

@@ -58,11 +58,16 @@ def test_latency_and_coding_take_their_time() -> None:
     base = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, FREE)
     late = replace(line_of(5.0, 10**6), latency_seconds=0.5)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, late, 2, FREE)
-    # announcement, guard, slices to their owners, means back: each asked for first
-    assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 2 * 0.5)
+    # announcement, and what two clusters swap: each asked for first
+    assert found.round_seconds == pytest.approx(base.round_seconds + 2 * 2 * 0.5)
+    # of more: slices to their owners, means back
+    three = [
+        predict(BLOCKING, of_sizes(sizes), 1.0, x, 3, FREE) for x in (line_of(5.0, 10**6), late)
+    ]
+    assert three[1].round_seconds == pytest.approx(three[0].round_seconds + 3 * 2 * 0.5)
     noted = replace(BLOCKING, notes=Notes(by_cluster=3))
     found = predict(noted, of_sizes(sizes), 1.0, late, 2, FREE)
-    assert found.round_seconds == pytest.approx(base.round_seconds + 6 * 2 * 0.5, rel=1e-4)
+    assert found.round_seconds == pytest.approx(base.round_seconds + 3 * 2 * 0.5, rel=1e-4)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, slow)
     assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 1.0)
 

@@ -37,9 +37,8 @@ def rank_spans(ahead: int) -> list[dict[str, Any]]:
         span("read", "launch", a + 8 * MS, a + 9 * MS, 1, fragment=0),
         span("launch", "launch", a + 8 * MS, a + 9 * MS + 500, 1, **of),
         span("optimizer step", "optimizer", a + 8 * MS, a + 10 * MS, 1),
-        span("announce", "meet", a + 9 * MS, a + 10 * MS, 1, bytes=24, round=0, **sent),
-        span("header", "network", a + 10 * MS, a + 11 * MS, 1, bytes=24, round=1, **sent),
-        span("codes", "network", a + 11 * MS, a + 16 * MS, 1, bytes=400, round=2, **sent),
+        span("announce", "meet", a + 9 * MS, a + 11 * MS, 1, bytes=48, round=0, **sent),
+        span("codes", "network", a + 11 * MS, a + 16 * MS, 1, bytes=400, round=1, **sent),
         span("decode", "decode", a + 16 * MS, a + 17 * MS, 1, **thread),
         span("transfer", "transfer", a + 9 * MS, a + 17 * MS, 1, bytes=448, **thread),
         span("forward", "forward", a + 11 * MS, a + 14 * MS, 2),
@@ -78,7 +77,7 @@ def test_the_merged_file_is_what_viewers_take(run_dir: Path) -> None:
         assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
         assert event["name"]
     complete = [e for e in found if e["ph"] == "X"]
-    assert len(complete) == 4 * 14
+    assert len(complete) == 4 * 13
     assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["cat"] for e in complete)
     assert min(e["ts"] for e in complete) == 0
     require_nesting(complete)
@@ -130,7 +129,7 @@ def test_times_are_of_the_innermost_span(run_dir: Path) -> None:
         "optimizer": 500 + 2 * MS,
     }  # fmt: skip
     assert totals[transfers, "transfer"] == 0
-    assert totals[transfers, "meet"] == MS and totals[transfers, "network"] == 6 * MS
+    assert totals[transfers, "meet"] == 2 * MS and totals[transfers, "network"] == 5 * MS
 
 
 def test_the_table_names_ranks_and_shares(run_dir: Path) -> None:

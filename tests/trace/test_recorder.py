@@ -151,9 +151,8 @@ def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
     assert swaps == ["header", "codes", "codes", "notes"]
     spans = lines(tmp_path / "t.jsonl")[1:]
     assert [(s["name"], s["category"], s.get("bytes")) for s in spans] == [
-        ("announce", "meet", 24),
         ("copy", "copy", None),
-        ("header", "network", 24),
+        ("announce", "meet", 48),
         ("encode", "encode", None),
         ("codes", "network", 20),
         ("reduce", "reduce", None),
@@ -161,10 +160,10 @@ def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
         ("decode", "decode", None),
         ("notes", "network", 8),
         ("notes", "decode", None),
-        ("transfer", "transfer", 24 + 24 + 20 + 28 + 8),
+        ("transfer", "transfer", 48 + 20 + 28 + 8),
     ]
     assert all(s["fragment"] == 2 and s["launched"] == s["step"] == 4 for s in spans)
-    assert [s["round"] for s in spans if "round" in s] == [0, 1, 2, 3, 4]
+    assert [s["round"] for s in spans if "round" in s] == [0, 1, 2, 3]
     assert all(s["peers"] == [1] for s in spans if "round" in s)
 
 

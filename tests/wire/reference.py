@@ -41,7 +41,10 @@ def group_scale(name: str, group: Tensor) -> Tensor:
 
 
 def group_ranks(name: str, group: Tensor, scale: Tensor) -> Tensor:
-    """Signed places in the grid, as integers; ties to the upper neighbour."""
+    """Signed places in the grid, as integers; ties to the upper neighbour.
+
+    Where the grid is the integers, what is below a tie by less than fp32 tells counts as one.
+    """
     if name == "ternary":
         step = group.abs().max().clamp(min=2.0**-100) / 2**15
         whole = (group.abs() * (1 / step)).floor()
@@ -50,6 +53,8 @@ def group_ranks(name: str, group: Tensor, scale: Tensor) -> Tensor:
     numbers = torch.cat([-grid[1:].flip(0), grid])
     middles = (numbers[1:] + numbers[:-1]) / 2
     scaled = group * (1 / scale.clamp(min=2.0**-100))
+    if name in ("int8", "int4"):
+        return (scaled + 0.5).floor().clamp(-grid[-1], grid[-1]).int()
     return torch.bucketize(scaled, middles, right=True).int() - (len(grid) - 1)
 
 
