@@ -1,4 +1,4 @@
-"""JSON files of the user: read without torch, so that a plan can."""
+"""Files of the user: JSON that is read, without torch so that a plan can, and places to write."""
 
 from __future__ import annotations
 
@@ -25,3 +25,11 @@ def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(document, Mapping):
         raise ConfigError(f"{source} must hold a JSON object")
     return cast(Mapping[str, Any], document)
+
+
+def require_place(option: str, path: Path | None) -> None:
+    """Raise ValueError unless a file can be put there; before what takes time to find out."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"{option} {path}: is a directory; give a file in it")
+    if path is not None and not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no such directory; make it first")

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from dsx.bench.testbed import UNAVAILABLE, Line, TestbedUnavailable
+from dsx.bench.testbed import UNAVAILABLE, Line, TestbedUnavailable, ending
+from dsx.documents import require_place
 
 if TYPE_CHECKING:  # these import torch, which a skip does not need
     from dsx.bench.e2e import Bench, Options, Row
@@ -77,6 +78,7 @@ def main() -> int:
     rows: list[Row] = []
     status = 0
     try:
+        require_place("--json", arguments.json)
         shape = None if arguments.shape is None else Shape.parse(arguments.shape)
         options = Options(
             arguments.out, arguments.data, ratios=(arguments.ratio,), rounds=arguments.rounds,
@@ -84,22 +86,13 @@ def main() -> int:
         )  # fmt: skip
         for row in measure(options, choices, lambda line: print(line, file=sys.stderr)):
             rows.append(row)
-    except TestbedUnavailable as error:
-        status = complain(f"no testbed: {error}", UNAVAILABLE)
-    except (ValueError, RunFailed) as error:
-        status = complain(str(error), 2 if isinstance(error, ValueError) else 1)
-    except KeyboardInterrupt:
-        status = complain("interrupted; the testbed has been removed", 130)
+    except (ValueError, TestbedUnavailable, RunFailed, KeyboardInterrupt) as error:
+        reason, status = ending(error)
+        print(f"bench_torchft: {reason}", file=sys.stderr)
     if rows:
         show(rows, Console(width=None if Console().is_terminal else 130))
         if arguments.json is not None:
             arguments.json.write_text(json.dumps([as_json(row) for row in rows], indent=2) + "\n")
-    return status
-
-
-def complain(what: str, status: int) -> int:
-    """Say what went wrong; return the exit status."""
-    print(f"bench_torchft: {what}", file=sys.stderr)
     return status
 
 

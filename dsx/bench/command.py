@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from dsx.bench.e2e_command import e2e
+from dsx.documents import require_place
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
@@ -125,25 +126,20 @@ def link(
     from rich.console import Console
 
     from dsx.bench.link import ProbeFailed, cores_for, probe, run_in_clusters, show_results
-    from dsx.bench.testbed import UNAVAILABLE, Line, Testbed, TestbedUnavailable
+    from dsx.bench.testbed import Line, Testbed, TestbedUnavailable, ending
 
     try:
+        require_place("--json", json_file)
         line = Line(mbit, burst_kb, queue_ms)
         cores = cores_for(clusters) if pin else None
         with Testbed(clusters, line) as bed:
             results = run_in_clusters(bed, command, cores) if command else [probe(bed, line)]
-    except TestbedUnavailable as error:
-        typer.echo(f"dsx bench link: no testbed: {error}", err=True)
-        raise typer.Exit(UNAVAILABLE) from error
-    except (ValueError, FileNotFoundError) as error:
-        typer.echo(f"dsx bench link: {error}", err=True)
-        raise typer.Exit(2) from error
-    except ProbeFailed as error:
-        typer.echo(f"dsx bench link: {error}", err=True)
-        raise typer.Exit(1) from error
-    except KeyboardInterrupt:
-        typer.echo("dsx bench link: interrupted; the testbed has been removed", err=True)
-        raise typer.Exit(130) from None
+    except (
+        TestbedUnavailable, ValueError, FileNotFoundError, ProbeFailed, KeyboardInterrupt
+    ) as error:  # fmt: skip
+        reason, status = ending(error)
+        typer.echo(f"dsx bench link: {reason}", err=True)
+        raise typer.Exit(status) from None
     show_results(results, Console())
     if json_file is not None:
         json_file.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n")

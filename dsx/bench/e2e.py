@@ -35,7 +35,7 @@ from dsx.presets import PRESETS
 from dsx.types import ParameterShape
 
 _CEILING_PERIOD = 10  # steps
-_CEILING_SECONDS = 2.0  # before a block and after it
+_CEILING_SECONDS = 6.0  # before a block and after it
 _SYNCHRONOUS_STEPS = 4
 _DEADLINE_SECONDS = 6 * 3600.0  # of a whole run, which ends at once where one of its parts fails
 
@@ -76,7 +76,9 @@ class Row:
 
     Medians of blocks: `utilization`, the ceiling's step over the measured one; `step_seconds` and
     `tokens_per_second`; `exposed_seconds`, what a period of `interval` steps takes beyond its
-    compute. `utilization_spread` is half of what lies between the lowest and the highest block.
+    compute; `wait_seconds`, in which training waited for other clusters in that period, as counted
+    by dsx: what is exposed beyond it is CPU that the network takes, and the machine's own drift.
+    `utilization_spread` is half of what lies between the lowest and the highest block.
     `speedup` is over all-reduce at the ceiling of DeepSpeed without communication, so a preset in
     plain PyTorch (`engine`) compares, too. `wire_bytes` is the kernel's count, headers included;
     `payload_bytes` the library's own, `planned_bytes` the planner's for all rounds: None where
@@ -104,6 +106,7 @@ class Row:
     validation_loss: float
     speedup: float = 1.0
     utilization_spread: float = 0.0
+    wait_seconds: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -235,6 +238,7 @@ class Bench:
         utilization = statistics.median(shares)
         step_seconds = statistics.median(block.step_seconds for block in blocks)
         exposed = [block.step_seconds - block.ceiling_seconds for block in blocks]
+        waited = plan.interval * statistics.median(block.wait_seconds for block in blocks)
         steps = len(measured.clusters[0]["steps"])
         situation = Situation(self._parameters, ceiling, _link_of(line), self._options.num_clusters)
         spread = (max(shares) - min(shares)) / 2
@@ -261,6 +265,7 @@ class Bench:
             planned_bytes=plan.bytes_sent(situation, steps // plan.interval),
             validation_loss=measured.mean("validation_loss"),
             utilization_spread=spread,
+            wait_seconds=None if math.isnan(waited) else waited,
         )
 
     @property
@@ -286,6 +291,7 @@ class Bench:
             planned_bytes=0,
             validation_loss=ceiling_run.mean("validation_loss"),
             speedup=like.step_seconds / ceiling,
+            wait_seconds=None,
         )
 
     def _synchronous(self, line: Line, steps: int, ceiling: float) -> Row:

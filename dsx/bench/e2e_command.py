@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsx.documents import require_place
+
 if TYPE_CHECKING:
     from dsx.bench.e2e import Options
     from dsx.bench.e2e_job import Shape
@@ -68,7 +70,8 @@ def e2e(
             out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin,
             _read_shape(shape),
         )  # fmt: skip
-        _require_directories(json_file, plot)
+        require_place("--json", json_file)
+        require_place("--plot", plot)
     except ValueError as error:
         typer.echo(f"dsx bench e2e: {error}", err=True)
         raise typer.Exit(2) from error
@@ -83,45 +86,30 @@ def _read_shape(text: str | None) -> Shape | None:
     return None if text is None else Shape.parse(text)
 
 
-def _require_directories(*paths: Path | None) -> None:
-    for path in paths:
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"no directory {path.absolute().parent} to write {path.name} to")
-
-
 def _measure(options: Options, json_file: Path | None, plot: Path | None) -> int:
     """Show and write what could be measured, whatever ended it; return the exit status."""
     from rich.console import Console
 
     from dsx.bench.e2e import Row, measure
+    from dsx.bench.e2e_run import RunFailed
     from dsx.bench.e2e_show import as_json, draw, show
+    from dsx.bench.testbed import TestbedUnavailable, ending
 
     rows: list[Row] = []
     status = 0
     try:
         for row in measure(options, lambda line: typer.echo(line, err=True)):
             rows.append(row)
-    except (ValueError, RuntimeError, KeyboardInterrupt) as error:
-        status = _status_of(error)
-        reason = str(error) or "interrupted; the testbed has been removed"
+    except (ValueError, TestbedUnavailable, RunFailed, KeyboardInterrupt) as error:
+        reason, status = ending(error)
         typer.echo(f"dsx bench e2e: {reason}", err=True)
     if rows:
-        show(rows, Console(width=None if Console().is_terminal else 140))
+        show(rows, Console(width=None if Console().is_terminal else 150))
         if json_file is not None:
             json_file.write_text(json.dumps(as_json(rows), indent=2) + "\n")
         if plot is not None:
             draw(rows, plot)
     return status
-
-
-def _status_of(error: BaseException) -> int:
-    from dsx.bench.testbed import UNAVAILABLE, TestbedUnavailable
-
-    if isinstance(error, TestbedUnavailable):
-        return UNAVAILABLE
-    if isinstance(error, KeyboardInterrupt):
-        return 130
-    return 2 if isinstance(error, ValueError) else 1
 
 
 def read_ratios(text: str) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ the last transfer.
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import statistics
 import subprocess
@@ -35,10 +36,12 @@ class Block:
     """Some rounds between two ceilings, in seconds per step; means of the clusters.
 
     Clusters that meet go at the pace of the slowest: what another's core is faster counts as lost.
+    `wait_seconds`: in which training waited for others, as counted by dsx; nan of other libraries.
     """
 
     step_seconds: float
     ceiling_seconds: float
+    wait_seconds: float = math.nan
 
     @property
     def utilization(self) -> float:
@@ -65,6 +68,7 @@ class Measured:
             Block(
                 statistics.fmean(block.step_seconds for block in blocks),
                 statistics.fmean(block.ceiling_seconds for block in blocks),
+                statistics.fmean(block.wait_seconds for block in blocks),
             )
             for blocks in zip(*per_cluster, strict=True)
         ]
@@ -91,6 +95,7 @@ class Measured:
 
 def _blocks(record: dict[str, Any], interval: int) -> list[Block]:
     ends = [0.0, *(step["seconds"] for step in record["steps"])]
+    waited = [0.0, *(step.get("wait_seconds", math.nan) for step in record["steps"])]
     ceilings = [statistics.fmean(steps) for steps in record["ceilings"]]
     length = len(record["steps"]) // (len(ceilings) - 1)
     blocks: list[Block] = []
@@ -98,7 +103,8 @@ def _blocks(record: dict[str, Any], interval: int) -> list[Block]:
     for number, (before, after) in enumerate(zip(ceilings, ceilings[1:], strict=False)):
         begin, end = number * length + interval, (number + 1) * length
         seconds = (ends[end] - ends[begin]) / (end - begin)
-        blocks.append(Block(seconds, before + middle * (after - before)))
+        wait_seconds = (waited[end] - waited[begin]) / (end - begin)
+        blocks.append(Block(seconds, before + middle * (after - before), wait_seconds))
     return blocks
 
 

@@ -94,8 +94,8 @@ def _table(rows: Sequence[Row]) -> Table:
     )
     table.add_column("method")
     for name in ("H", "tokens/s", "x all-\nreduce", "util.", "half\nrange", "planned\nutil.",
-                 "exposed s\nper H", "payload", "planned\npayload", "wire", "wire /\npayload",
-                 "loss"):  # fmt: skip
+                 "exposed s\nper H", "waited s\nper H", "payload", "planned\npayload", "wire",
+                 "wire /\npayload", "loss"):  # fmt: skip
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
@@ -107,6 +107,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.utilization_spread:.1%}" if row.utilization_spread else "-",
             f"{row.predicted_utilization:.1%}",
             f"{row.exposed_seconds:.2f}",
+            "-" if row.wait_seconds is None else f"{row.wait_seconds:.2f}",
             size_or_dash(row.payload_bytes),
             size_or_dash(row.planned_bytes),
             size_or_dash(row.wire_bytes),

@@ -42,6 +42,15 @@ class TestbedUnavailable(RuntimeError):
     __test__ = False
 
 
+def ending(error: BaseException) -> tuple[str, int]:
+    """Return what a command says of what has ended it, and its exit status."""
+    if isinstance(error, TestbedUnavailable):
+        return f"no testbed: {error}", UNAVAILABLE
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; the testbed has been removed", 130
+    return str(error), 2 if isinstance(error, (ValueError, FileNotFoundError)) else 1
+
+
 @dataclass(frozen=True)
 class Line:
     """One cluster's line, each way: `megabits_per_second` counts Ethernet frames, as `tc` does.

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from dsx.comm.base import PeerLost, Submission
-from dsx.comm.reduce import HEADER_BYTES
 from dsx.comm.swap import Peers, Swap
 from dsx.comm.works import Works
 from dsx.types import Stage
@@ -49,7 +48,7 @@ class Announcements:
         own = torch.tensor([what.fragment, what.step, what.purpose, 0, 0, 0])
         theirs = {peer: torch.empty_like(own) for peer in self._peers}
         if header is not None and self._peers:
-            own[3:] = header.outgoing[self._peers[0]][0]
+            (own[3:],) = header.outgoing[self._peers[0]]
         for peer in self._peers:
             works.receive(theirs[peer], peer)
             works.send(own, peer)
@@ -63,5 +62,6 @@ class Announcements:
                     "of batches"
                 )
             if header is not None:
-                header.incoming[peer][0].copy_(other[3:])
-        return HEADER_BYTES * len(self._peers)
+                (theirs_of_header,) = header.incoming[peer]
+                theirs_of_header.copy_(other[3:])
+        return own.numel() * own.element_size() * len(self._peers)

@@ -49,7 +49,10 @@ class Pending(Protocol):
 
     @property
     def seconds(self) -> float:
-        """From the exchange's start to its end, less the wait until all have come; 0 before."""
+        """From the exchange's start to its end without the announcement; 0 before it has ended.
+
+        The wait until all have come is so left out, and with it the announcement's two latencies.
+        """
         ...
 
     @property

@@ -232,18 +232,18 @@ def _drive(
     header = swap if swap is not None and swap.what == HEADER else None
     since = time.perf_counter()
     pending.bytes_sent += announce(header)
-    until_all_came = time.perf_counter() - since
+    meeting_seconds = time.perf_counter() - since
     if header is not None:
         swap, mean = _next_swap(exchange)
-    on_messages = 0.0
+    message_seconds = 0.0
     while swap is not None:
         since = time.perf_counter()
         pending.bytes_sent += group.swap(swap, label)
-        on_messages += time.perf_counter() - since
+        message_seconds += time.perf_counter() - since
         swap, mean = _next_swap(exchange)
     assert mean is not None
-    pending.seconds = time.perf_counter() - started - until_all_came
-    pending.coding_seconds = pending.seconds - on_messages
+    pending.seconds = time.perf_counter() - started - meeting_seconds
+    pending.coding_seconds = pending.seconds - message_seconds
     return mean
 
 

@@ -5,7 +5,7 @@ A vector of n elements is cut into C slices at multiples of what the wire format
 - exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
   of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
   bytes per cluster, as a ring, in two swaps. Two clusters swap the whole vectors, which is as many
-  bytes and the same sums, in one.
+  bytes and the same sums, in one: both compute them, in cluster order.
 - coded, C <= 3: everybody sends its codes of the whole vector to all; each decodes them all, its
   own too, and sums in cluster order. One swap, one error of the order 1/C.
 - coded, C >= 4: codes of each slice go to its owner, who decodes, sums in cluster order, divides,

@@ -15,6 +15,8 @@ from typing import Annotated
 
 import typer
 
+from dsx.documents import require_place
+
 Clusters = Annotated[int, typer.Option(help="How many take part, at least 2.")]
 ClusterId = Annotated[int, typer.Option(help="Which one this is, from 0; 0 holds the store.")]
 Address = Annotated[
@@ -72,8 +74,7 @@ def net_test(
             deadline_seconds,
         )  # fmt: skip
         parse_address(rendezvous)
-        if json_file is not None and not json_file.absolute().parent.is_dir():
-            raise ValueError(f"--json {json_file}: there is no such directory; make it first")
+        require_place("--json", json_file)
         from dsx.link.net_test import measure
 
         figures = measure(settings, lambda line: typer.echo(line, err=True))

@@ -3,8 +3,8 @@
 - A step: the median of `seconds` less `blocked_seconds`, of steps in which nothing was sent or
   applied, so that launches, waits and outer steps are not in it; the first two are left out.
 - The line: payload of all fragments launched at one boundary over the longest of their
-  `transfer_seconds` less `coding_seconds`; of all boundaries the largest. A cluster that comes late
-  or codes slowly is waited for in those seconds, so it is at least this: the line may be faster.
+  `transfer_seconds` less `coding_seconds`; of all boundaries the largest. A cluster that codes
+  slowly is waited for in those seconds, so it is at least this: the line may be faster.
 - Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it.
   It is of the run's own codec, whose speed a plan takes from it (measured_codec.py).
 - The training thread's own work at launch and apply: what `blocked_seconds` holds beyond the waits.

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 from dsx.plan.candidates import Candidate, Question
 
 OWN_LEAST_INTERVAL = 8  # of dilocox's control, unless the block says otherwise
+OWN_DEADLINE = 600.0  # seconds; clusters.deadline_seconds, unless the block says otherwise
+_PATIENCE = 3  # a swap may share the line with all of a round, and the first rounds may be larger
 
 
 def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
     """Return the "dsx" block; sections that the preset already has are left out."""
     recipe, settings = candidate.recipe, candidate.settings
+    clusters: dict[str, Any] = {"num_clusters": question.num_clusters}
+    deadline = math.ceil(_PATIENCE * candidate.prediction.transfer_seconds / 100) * 100
+    if deadline > OWN_DEADLINE:
+        clusters["deadline_seconds"] = deadline
     block: dict[str, Any] = {
         "preset": candidate.preset,
-        "clusters": {"num_clusters": question.num_clusters},
+        "clusters": clusters,
         "schedule": {"interval": settings.interval},
     }
     if recipe.fragment_counts:

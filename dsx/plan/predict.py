@@ -217,8 +217,7 @@ def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Predicti
     line_seconds = sent / link.payload_bytes_per_second
     layers = len(traffic.loads)
     compute = Compute(max(numel, 1), layers, step_seconds)
-    swaps = mean_swaps(clusters) if clusters > 1 else 0
-    latency = swaps * SWAP_ONE_WAYS * link.latency_seconds
+    latency = mean_swaps(clusters) * SWAP_ONE_WAYS * link.latency_seconds
     seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
     return Prediction(
         step_seconds / seconds, seconds, seconds - step_seconds, sent, line_seconds, 1, 1,

@@ -255,7 +255,7 @@ def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
         raise ValueError("the line is missing: give --gbps G, or --link FILE of dsx net-test")
     facts.append(
         f"line: at least {run.payload_bits_per_second / 1e9:.4g} Gbit/s of payload: the fastest of "
-        "its transfers, in whose time latency and waits for the other clusters are, too"
+        "its transfers, in whose time latency and waits for others' coding are, too"
     )
     if latency is None:
         facts.append("latency: 0, as no record tells it apart; --latency-ms adds it")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dsx.documents import require_place
 from dsx.plan.candidates import Candidate, Question, Search
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
@@ -30,11 +31,8 @@ class Outputs:
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        for option, path in (("--json-file", self.json_file), ("--plot", self.plot)):
-            if path is not None and path.is_dir():
-                raise ValueError(f"{option} {path}: is a directory; give a file in it")
-            if path is not None and not path.absolute().parent.is_dir():
-                raise ValueError(f"{option} {path}: there is no such directory; make it first")
+        require_place("--json-file", self.json_file)
+        require_place("--plot", self.plot)
 
 
 def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:

@@ -125,8 +125,11 @@ def _bytes_of(
 
 
 def mean_swaps(num_clusters: int) -> int:
-    """Return the swaps of an exact mean: slices to their owners and their means back; two's one."""
-    return 1 if num_clusters == 2 else 2
+    """Return the swaps of an exact mean: none alone, one of two clusters, and of more two.
+
+    Two swap all they have; of more, slices go to their owners, and their means to all.
+    """
+    return min(num_clusters, 3) - 1
 
 
 def _swaps(coding: Coding, num_clusters: int) -> int:
@@ -147,7 +150,7 @@ def coding_seconds(
     """
     passes = 4 * parts.numel / costs.copy_bytes_per_second
     if coding.type == "dense":
-        return passes, 3 * passes  # from the masters; the own slices of C, divided, the hash
+        return passes, 3 * passes  # from the masters; a sum, divided, the hash
     before, after = passes, 2 * passes
     if coding.type == "low_rank":
         rank_flops = sum(2 * m * n * min(coding.rank or 0, m, n) for m, n in parts.matrices)

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from dsx.comm.reduce import HEADER_BYTES
-from dsx.comm.swap import Exchange, Peers
+from dsx.comm.swap import HEADER, Exchange, Peers
 from dsx.record_file import reopen
 from dsx.trace.lanes import TRAINING, TRANSFERS
 
@@ -169,7 +169,10 @@ class Trace:
         return _Laps(self, name, fragment, step)
 
     def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
-        """Return an exchange that records its swaps, and what is computed between them."""
+        """Return an exchange that records its swaps, and what is computed between them.
+
+        It has to begin with the guard's header, whose swap is the announcement, if clusters meet.
+        """
         return self._followed(exchange, now(), fragment, step)
 
     def _followed(self, exchange: Exchange, submitted: int, fragment: int, step: int) -> Exchange:
@@ -186,12 +189,12 @@ class Trace:
                 self._free_since[fragment] = now()
                 return stop.value
             at = self.add(*_between(before, swap.what), at, step, facts)
-            is_first, before = not before, swap.what
-            sent = HEADER_BYTES * len(peers) if is_first else swap.bytes_sent(self._peers)
+            is_header, before = not before and swap.what == HEADER, swap.what
+            sent = HEADER_BYTES * len(peers) if is_header else swap.bytes_sent(self._peers)
             total += sent
             yield swap
             counts = {**facts, "bytes": sent, "peers": peers, "round": swaps}
-            names = ("announce", "meet") if is_first else (swap.what, "network")
+            names = ("announce", "meet") if is_header else (swap.what, "network")
             at = self.add(*names, at, step, counts)
             swaps += 1
 
@@ -260,7 +263,7 @@ def trace_path(directory: Path, cluster_id: int, rank: int) -> Path:
 
 def _between(before: str, after: str) -> tuple[str, str]:
     """Return name and category of what an exchange computes between two swaps, or at its ends."""
-    if not before and after == "header":
+    if not before and after == HEADER:
         return "copy", "copy"  # until the values are on the host and have been looked over
     if after == "codes":
         return ("reduce", "reduce") if before == "codes" else ("encode", "encode")

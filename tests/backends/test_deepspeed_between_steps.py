@@ -148,8 +148,8 @@ def test_replicas_share_out_what_crosses_between_clusters(outcomes: Any) -> None
     assert sum(sum(r["numel"]) for r in results[:RANKS_PER_CLUSTER]) == numel
     for result in results:
         pairs = zip(result["rounds"], result["numel"], strict=True)
-        beside = HEADER_BYTES  # C = 2: each element of the share once each way
-        sent = sum(k * (4 * share + beside) + beside for k, share in pairs)  # and the comparison
+        # C = 2: each element of the share once each way; and the comparison
+        sent = sum(k * (4 * share + HEADER_BYTES) + HEADER_BYTES for k, share in pairs)
         assert result["bytes_sent"] == sent
 
 

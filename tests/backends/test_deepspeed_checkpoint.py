@@ -191,8 +191,7 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> Non
             elements = sum(numel[n] for n in recipe.fragments[record["fragment"]])
             assert record["numel"] == elements
             payload = record["bytes_sent"] - elements * 4  # C = 2: each element once each way
-            headers = HEADER_BYTES
-            assert payload in (headers, 2 * headers)  # for each rank that owns some
+            assert payload in (HEADER_BYTES, 2 * HEADER_BYTES)  # for each rank that owns some
             assert record["mean_norm"] > 0 and record["pseudo_gradient_norm"] > 0
         assert written[-1]["kind"] == "finish"
         assert written[-1]["bytes_sent"] == sum(r["bytes_sent"] for r in syncs)

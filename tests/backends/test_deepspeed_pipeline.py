@@ -367,7 +367,7 @@ def test_records_tell_the_stage_and_show_stages_in_turn(outcomes: list[dict[str,
         turns = [(0, 0), (1, 0), (0, 1), (1, 1)]  # (stage, fragment) from step 2 on
         assert launched == [(t, *turns[(t - 2) % 4]) for t in range(2, NUM_STEPS + 1)]
         ranks = outcomes[2 * cluster : 2 * cluster + 2]
-        headers = 4 * (HEADER_BYTES)  # each fragment's last mean is compared at the end
+        headers = 4 * HEADER_BYTES  # each fragment's last mean is compared at the end
         sent = sum(r["touch"]["bytes_sent"] for r in ranks) - headers
         assert sum(r["bytes_sent"] for r in syncs) == sent
         assert records[-1]["kind"] == "finish"

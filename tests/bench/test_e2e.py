@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -58,6 +59,19 @@ def test_a_block_is_held_against_the_ceilings_around_it() -> None:
     assert one.ceiling_seconds == pytest.approx((1.0 + 2 / 3 + 0.9) / 2)
     assert two.ceiling_seconds == pytest.approx((2.0 + 4 / 3 + 0.9) / 2)
     assert one.utilization == pytest.approx(one.ceiling_seconds / 1.5)
+
+
+def test_what_was_waited_is_that_of_the_rounds_that_count() -> None:
+    waited = [3.0, 3.0, 3.5, 3.5, 4.0, 5.0]  # so far; the first round is left out
+    first, second = cluster([1.0] * 6, [1.0] * 2), cluster([1.0] * 6, [1.0] * 2)
+    for step, seconds in zip(first["steps"], waited, strict=True):
+        step["wait_seconds"] = seconds
+    for step in second["steps"]:
+        step["wait_seconds"] = 0.0
+    (one,) = Measured([first, second]).blocks(2)
+    assert one.wait_seconds == pytest.approx((2.0 / 4 + 0.0) / 2)
+    (unknown,) = Measured([cluster([1.0] * 6, [1.0] * 2)]).blocks(2)  # another library's
+    assert math.isnan(unknown.wait_seconds)
 
 
 def test_a_machine_that_slows_down_steadily_is_no_loss() -> None:
@@ -287,7 +301,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         (["--shape", "4,48,64,8"], "HIDDEN a multiple of 32"),
         (["--margin", "0.5"], "margin=0.5 must be 1"),
         (["--clusters", "9"], "clusters=9 must be 2"),
-        (["--json", "/no/dir/x"], "no directory /no/dir to write x to"),
+        (["--json", "/no/dir/x"], "--json /no/dir/x: there is no such directory"),
         (["--data", "nowhere"], "nowhere is not a dataset; build one with: dsx data build"),
     ],
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from dsx.comm.reduce import CodedMean, ExactMean
 from dsx.comm.swap import Peers
 from dsx.compress.error_feedback import Residual
+from dsx.plan.traffic import mean_swaps
 from dsx.wire.formats import FORMATS
 from tests.compress.channels import bits, correlated, drive, exact_mean, nmse
 from tests.wire import reference
@@ -63,8 +64,9 @@ def expected_mean(values: list[Tensor], wire: str, mean_wire: str | None) -> Ten
     return mean if mean_wire is None else as_decoded(mean_wire, mean)
 
 
-def test_an_exact_mean_of_two_is_one_swap_of_as_many_bytes() -> None:
-    for num_clusters, swaps in ((1, 0), (2, 1), (3, 2)):
+def test_an_exact_mean_takes_the_swaps_a_plan_counts() -> None:
+    for num_clusters, swaps in ((1, 0), (2, 1), (3, 2), (7, 2)):
+        assert swaps == mean_swaps(num_clusters)
         mean = ExactMean(Peers(0, num_clusters))
         found = [swap.bytes_sent(Peers(0, num_clusters)) for swap in mean.exchange(torch.zeros(9))]
         assert len(found) == swaps

@@ -91,7 +91,7 @@ def test_a_plan_from_it_says_what_it_took_and_what_is_not_known(tmp_path: Path) 
         "diloco, 2 clusters of 2 ranks, 34 steps without a sync, 4 syncs",
         "step: 0.5 s, the median without launches, waits and outer steps",
         "line: at least 0.05033 Gbit/s of payload",
-        "in whose time latency and waits for the other clusters are, too",
+        "in whose time latency and waits for others' coding are, too",
         "latency: 0, as no record tells it apart",
         "blocking: 20 ns of the training thread",
     ):

@@ -66,6 +66,8 @@ def test_every_candidate_is_what_its_block_and_its_flags_say() -> None:
             assert settings_of(config.method) == candidate.settings
             assert (config.state.device == "host") == candidate.is_state_on_host
             assert config.clusters.num_clusters == num_clusters
+            patience = config.clusters.deadline_seconds / candidate.prediction.transfer_seconds
+            assert patience >= 3
             by_flags = read_flags(shlex.split(flags_of(block)))
             assert (by_flags.axes, by_flags.state) == (config.axes, config.state)
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dsx.backends.torch import TorchBackend
-from dsx.comm.swap import Peers, Swap, to_all
+from dsx.comm.swap import HEADER, Peers, Swap, to_all
 from dsx.fragment import WholeModel
 from dsx.trace.recorder import UNTRACED, Trace, now
 from tests.tiny import TinyNet, batch
@@ -135,7 +135,7 @@ def test_threads_add_while_the_training_thread_writes(tmp_path: Path) -> None:
 
 def exchange(values: list[torch.Tensor]) -> Generator[Swap, None, torch.Tensor]:
     header = torch.zeros(3, dtype=torch.int64)
-    yield to_all([header], [[header], [header]], "header")
+    yield to_all([header], [[header], [header]], HEADER)
     for value in values:
         yield to_all([value], [[value], [value]])
     yield to_all([torch.zeros(2)], [[torch.zeros(2)]] * 2, "notes")
