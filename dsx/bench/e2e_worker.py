@@ -90,7 +90,7 @@ def run_with_dsx(
     handle.loop.drain()
     bytes_sent = handle.totals.bytes_sent
     handle.finish()  # which compares what was applied, beside the payload
-    wire_bytes = read_line().bytes_sent - first - recorded.bytes_in_pauses
+    wire_bytes = read_line().bytes_sent - first  # what sockets still held at a pause is sent in it
     turns.end()
     with handle.averaged():
         loss = validation_loss(inner.model, job)
