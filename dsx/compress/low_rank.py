@@ -9,9 +9,10 @@ matrix M_k `[m, n]` of cluster k, with Q `[n, r]` from the last round:
 The mean of (P P^T M_k) is P P^T of the mean, so averages of factors lose nothing by averaging.
 One power iteration a round, two in the first one and after the rank has changed.
 
-Each matrix has one owner, round-robin over the clusters: the others send it their codes; it sums
-in cluster order, does the QR, and sends codes of the mean that everybody, itself included, decodes
-(factors.py: an exact integer product, so all clusters apply the same bits).
+Each factor has one owner, so that all clusters have about as much to average (owners.py): the
+others send it their codes; it sums in cluster order, does the QR of a P, and sends codes of the
+mean that everybody, itself included, decodes (factors.py: an exact integer product, so all clusters
+apply the same bits).
 
 A matrix that is split over ranks is put together on one of them first (redistribution.py), so the
 result does not depend on shards. Matrices for which factors save less than `min_saving` against
@@ -34,6 +35,7 @@ from dsx.choices import require_choice
 from dsx.comm.swap import Exchange, Peers, Swap, to_all, together
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix
+from dsx.compress.owners import factor_owners
 from dsx.compress.quantized import (
     CodedPart,
     Feedback,
@@ -155,9 +157,10 @@ def _warm_bytes(method: LowRank, slots: list[Slot], max_rank: int) -> int:
 class LowRankChannel:
     """The matrices in factors, the rest in codes.
 
-    `spectrum` `[max_rank + 1]`: of the matrices this cluster owns, in the round just ended, the
-    squared singular values kept, summed over matrices, and at the end |mean M|_F^2 to match, from
-    what random probes g tell of what is missed: M g travels with P. Zeros after a dense round.
+    `spectrum` `[max_rank + 1]`: of the matrices whose P this cluster averages, in the round just
+    ended, the squared singular values kept, summed over matrices, and at the end |mean M|_F^2 to
+    match, from what random probes g tell of what is missed: M g travels with P. Zeros after a dense
+    round.
     """
 
     def __init__(self, method: LowRank, fragment: Fragment, peers: Peers, max_rank: int) -> None:
@@ -165,9 +168,13 @@ class LowRankChannel:
         self._peers = peers
         taken = [s for s in fragment.layout if method.takes(s)]
         rest = [s for s in fragment.layout if not s.is_small and not method.takes(s)]
+        ranks = [min(max_rank, method.largest_rank(s)) for s in taken]
+        sides = [two_sides(s) for s in taken]
+        sizes = [(r * m, r * n) for r, (m, n) in zip(ranks, sides, strict=True)]
+        owners = factor_owners(sizes, peers.num_clusters, fragment.id)
         self._matrices = [
-            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), peers, fragment.id + i, method)
-            for i, s in enumerate(taken)
+            LowRankMatrix(slot, rank, peers, by, method)
+            for slot, rank, by in zip(taken, ranks, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
         self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
@@ -231,7 +238,7 @@ class LowRankChannel:
                 matrix.take_q()
         for matrix in self._matrices:
             matrix.write_mean()
-            if matrix.is_owned:
+            if matrix.sees_probes:
                 squares, total = matrix.spectrum(has_residual)
                 self.spectrum[: matrix.rank] += squares
                 self.spectrum[-1] += total

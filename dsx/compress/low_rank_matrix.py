@@ -39,13 +39,18 @@ class LowRankMatrix:
     """Buffers for ranks up to `max_rank`; one round is begin, encode_p, ..., write_mean."""
 
     def __init__(
-        self, slot: Slot, max_rank: int, peers: Peers, number: int, settings: FactorSettings
+        self,
+        slot: Slot,
+        max_rank: int,
+        peers: Peers,
+        owners: tuple[int, int],
+        settings: FactorSettings,
     ) -> None:
         self.name = slot.name
         self.max_rank = max_rank
-        self.owner = number % peers.num_clusters
-        self.is_owned = self.owner == peers.cluster_id
+        self._owners = owners  # of P and Q
         self._peers = peers
+        self._is_p = True
         self._slot = slot
         self._seed = crc32(slot.name.encode())  # the same wherever the matrix is put together
         whole = slot.whole or slot.shape
@@ -59,9 +64,10 @@ class LowRankMatrix:
         self._down = {k: DownCodec(k, wire.is_exact) for k in {self._m, self._n}}
         sizes = [(self._up[self._m].num_bytes(rows)), self._up[self._n].num_bytes(max_rank)]
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8)
-        copies = peers.num_clusters if self.is_owned else 0
+        is_owned = peers.cluster_id in owners
+        copies = peers.num_clusters if is_owned else 0
         self._received = torch.zeros(copies, max(sizes), dtype=torch.uint8)
-        self._sum = torch.zeros((rows if self.is_owned else 0) * longest)
+        self._sum = torch.zeros((rows if is_owned else 0) * longest)
         down = max(self._down[k].num_bytes(max_rank) for k in (self._m, self._n))
         self._mean = torch.zeros(down, dtype=torch.uint8)
         self._codes_p, self._codes_q = torch.zeros_like(self._p), torch.zeros_like(self._q)
@@ -92,6 +98,21 @@ class LowRankMatrix:
         q = self._q[: self.rank]
         torch.mm(self._mean_p, self._matrix, out=q)
         self._encode(q, self._n)
+
+    @property
+    def owner(self) -> int:
+        """The cluster that averages the factor in turn."""
+        return self._owners[0 if self._is_p else 1]
+
+    @property
+    def is_owned(self) -> bool:
+        """Whether this cluster averages the factor in turn."""
+        return self.owner == self._peers.cluster_id
+
+    @property
+    def sees_probes(self) -> bool:
+        """Whether this cluster averages P, with the probes that `spectrum` needs."""
+        return self._owners[0] == self._peers.cluster_id
 
     @property
     def sent(self) -> Tensor:
@@ -179,10 +200,15 @@ class LowRankMatrix:
 
     def payload_bytes(self, rank: int, iterations: int = 1) -> int:
         """Return what this cluster sends of the matrix in a round."""
-        others = self._peers.num_clusters - 1
-        up = self._up[self._m].num_bytes(rank + NUM_PROBES) + self._up[self._n].num_bytes(rank)
-        down = self._down[self._m].num_bytes(rank) + self._down[self._n].num_bytes(rank)
-        return iterations * (down * others if self.is_owned else up)
+        sent = 0
+        for owner, length, rows in zip(
+            self._owners, (self._m, self._n), (rank + NUM_PROBES, rank), strict=True
+        ):
+            if owner == self._peers.cluster_id:
+                sent += (self._peers.num_clusters - 1) * self._down[length].num_bytes(rank)
+            else:
+                sent += self._up[length].num_bytes(rows)
+        return iterations * sent
 
     def _encode(self, factor: Tensor, length: int) -> None:
         self._rows, self._length = factor.shape

@@ -15,6 +15,7 @@ from functools import lru_cache
 from math import lcm
 from typing import Literal, NamedTuple
 
+from dsx.compress.owners import factor_owners
 from dsx.plan.settings import Coding, Notes
 from dsx.types import Fragment, Slot
 
@@ -105,9 +106,25 @@ def _channel_bytes(
         for m, sent in enumerate(coded_bytes(run, wire, mean, num_clusters)):
             total[m] += sent
     if not is_dense and parts.matrices:
-        for m, sent in enumerate(_factor_bytes(parts, coding, num_clusters)):
-            total[m] += sent * (2 if round_kind == "cold" else 1)
+        for m in range(num_clusters):
+            for swap in _factor_swaps(parts.matrices, coding, num_clusters):
+                sent, _ = swap[(m - parts.id) % num_clusters]
+                total[m] += sent * (2 if round_kind == "cold" else 1)
     return total
+
+
+def line_bytes(parts: Parts, coding: Coding, notes: Notes, num_clusters: int) -> int:
+    """Return for how many bytes a transfer holds the line: what the slowest sends or receives.
+
+    Swaps of factors go one after another, and in each another cluster may have most to do.
+    """
+    if num_clusters == 1:
+        return 0
+    if coding.type != "low_rank" or not parts.matrices:
+        return max(transfer_bytes(parts, coding, notes, num_clusters))
+    swaps = _factor_swaps(parts.matrices, coding, num_clusters)
+    rest = transfer_bytes(parts._replace(matrices=()), coding, notes, num_clusters)
+    return max(rest) + sum(max(max(both) for both in swap) for swap in swaps)
 
 
 @lru_cache(maxsize=4096)
@@ -132,18 +149,28 @@ def coded_bytes(numel: int, wire: Format, mean: Format, num_clusters: int) -> tu
     )
 
 
-def _factor_bytes(parts: Parts, coding: Coding, num_clusters: int) -> list[int]:
-    """Return what each cluster sends of matrices: factors to owners, own means to all."""
-    up_total, ups, downs = 0, [0] * num_clusters, [0] * num_clusters
-    for index, (m, n) in enumerate(parts.matrices):
-        rank = min(coding.rank or 0, coding.max_rank, largest_rank(m, n, coding))
-        owner = (parts.id + index) % num_clusters
-        up = _up_bytes(rank + NUM_PROBES, m, coding) + _up_bytes(rank, n, coding)
-        up_total += up
-        ups[owner] += up
-        downs[owner] += _down_bytes(rank, m, coding) + _down_bytes(rank, n, coding)
-    others = num_clusters - 1
-    return [up_total - up + others * down for up, down in zip(ups, downs, strict=True)]
+@lru_cache(maxsize=4096)
+def _factor_swaps(
+    matrices: tuple[tuple[int, int], ...], coding: Coding, num_clusters: int
+) -> list[list[tuple[int, int]]]:
+    """Return what each cluster sends and receives of matrices, swap by swap, in fragment 0.
+
+    Factors P to their owners, their means to all, then Q likewise. In fragment f it is what cluster
+    m - f has in fragment 0.
+    """
+    most = [min(coding.max_rank, largest_rank(m, n, coding)) for m, n in matrices]
+    sizes = [(r * m, r * n) for r, (m, n) in zip(most, matrices, strict=True)]
+    owners = factor_owners(sizes, num_clusters, 0)
+    others, swaps = num_clusters - 1, list[list[tuple[int, int]]]()
+    for factor, probes in ((0, NUM_PROBES), (1, 0)):
+        ups, downs = [0] * num_clusters, [0] * num_clusters  # by owner
+        for sides, limit, by in zip(matrices, most, owners, strict=True):
+            rank = min(coding.rank or 0, limit)
+            ups[by[factor]] += _up_bytes(rank + probes, sides[factor], coding)
+            downs[by[factor]] += _down_bytes(rank, sides[factor], coding)
+        swaps.append([(sum(ups) - up, others * up) for up in ups])
+        swaps.append([(others * down, sum(downs) - down) for down in downs])
+    return swaps
 
 
 def _up_bytes(rows: int, length: int, coding: Coding) -> int:

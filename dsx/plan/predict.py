@@ -90,13 +90,15 @@ def predict_traffic(
         delay = settings.overlap_steps, settings.rounds_late
         seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
     seconds = max(seconds, steps * step_seconds)
-    totals = _totals(settings, traffic, launches)
+    shares = _shares(settings, traffic, launches)
+    columns = zip(*traffic.bytes_sent, strict=True)
+    totals = [sum(times * sent for times, sent in zip(shares, c, strict=True)) for c in columns]
     return Prediction(
         utilization=steps * step_seconds / seconds,
         round_seconds=seconds,
         exposed_seconds=seconds - steps * step_seconds,
         bytes_per_round=max(totals),
-        transfer_seconds=max(totals) / link.payload_bytes_per_second,
+        transfer_seconds=sum(n * cost.line for n, cost in zip(shares, transfers, strict=True)),
         steps_per_round=steps,
         transmissions=len(launches),
         bytes_by_cluster=tuple(totals),
@@ -117,15 +119,14 @@ def _step_by_step(
     return seconds
 
 
-def _totals(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
-    """Return what each cluster sends in a period; which fragment adaptive sends more, norms say."""
+def _shares(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
+    """Return how often fragments leave in a period; which one adaptive sends more, norms say."""
     share = [0.0] * len(traffic.loads)
     for launch in launches:
         share[launch.fragment] += 1
     if settings.schedule == "adaptive":
         share = [len(launches) / len(share)] * len(share)
-    columns = zip(*traffic.bytes_sent, strict=True)
-    return [sum(times * sent for times, sent in zip(share, c, strict=True)) for c in columns]
+    return share
 
 
 def has_fixed_traffic(method: Method) -> bool:

@@ -12,6 +12,7 @@ from dsx.plan.payload import (
     Parts,
     RoundKind,
     format_of,
+    line_bytes,
     parts_of,
     transfer_bytes,
 )
@@ -72,6 +73,7 @@ class Traffic:
         self.loads = list(loads)
         self.num_stages = len({load.stage for load in loads})
         self.bytes_sent = [_bytes_of(load, settings, num_clusters) for load in loads]
+        self._line_bytes = [_line_bytes_of(load, settings, num_clusters) for load in loads]
         self._has_notes = settings.notes != Notes()
 
     def beyond_usual(self, index: int, launches: int) -> list[int]:
@@ -106,7 +108,7 @@ class Traffic:
         swap_latency = SWAP_ONE_WAYS * link.latency_seconds
         return Cost(
             before + swap_latency,  # of the announcement
-            max(self.bytes_sent[index]) / link.payload_bytes_per_second,
+            self._line_bytes[index] / link.payload_bytes_per_second,
             after + swaps * swap_latency,
             costs.blocking_seconds_per_element * largest.numel,
         )
@@ -122,6 +124,14 @@ def _bytes_of(
         for m, of_cluster in enumerate(sent):
             total[m] += count * of_cluster
     return total
+
+
+def _line_bytes_of(load: Load, settings: Settings, num_clusters: int) -> int:
+    """Return for how many bytes a fragment holds the line, over all ranks of a cluster."""
+    return sum(
+        count * line_bytes(parts, settings.coding, settings.notes, num_clusters)
+        for parts, count in load.parts
+    )
 
 
 def mean_swaps(num_clusters: int) -> int:

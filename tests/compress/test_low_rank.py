@@ -104,7 +104,7 @@ def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> 
 
 
 def test_bytes_of_a_round() -> None:
-    """Counted by hand: one matrix, owned by cluster 1, five clusters."""
+    """Counted by hand: five clusters, one matrix; cluster 1 averages P, cluster 2 Q."""
     fragment = fragment_of((128, 96), id=1)
     clusters = Clusters(plain_low_rank(rank=8), fragment, 5)
     values = decaying(128, 96, 5)
@@ -112,9 +112,9 @@ def test_bytes_of_a_round() -> None:
     def up(rows: int, length: int) -> int:
         return rows + rows * length + 2 * -(-rows * length // 256)
 
-    sent = up(8 + 4, 128) + up(8, 96)  # P with four probes, and Q
-    mean = 8 * (128 + 96) + 2 * (128 + 96)
-    expected = [sent, 4 * mean, sent, sent, sent]
+    p, q = up(8 + 4, 128), up(8, 96)  # P with four probes
+    mean_p, mean_q = 8 * 128 + 2 * 128, 8 * 96 + 2 * 96
+    expected = [p + q, 4 * mean_p + q, p + 4 * mean_q, p + q, p + q]
     clusters.average(values)
     assert clusters.bytes_sent == [2 * count for count in expected]  # two iterations
     clusters.average(values)
