@@ -19,6 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+from dsx.units import format_bytes
+
 Record = Mapping[str, Any]
 Series = list[tuple[float, float]]
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
@@ -107,15 +109,6 @@ def plot(run_dir: str | Path, out_png: str | Path) -> None:
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(out_png, dpi=150)
-
-
-def format_bytes(count: float) -> str:
-    """Return a count of bytes in decimal units: `format_bytes(53_400_000)` is "53.4 MB"."""
-    units = ["B", "kB", "MB", "GB", "TB", "PB"]
-    while abs(count) >= 999.5 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.3g} {units[0]}"
 
 
 def _read_clusters(directory: Path) -> list[_ClusterRecords]:

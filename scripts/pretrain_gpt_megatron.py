@@ -35,7 +35,7 @@ from training_run import Counters, Meter, Results, conclude_run, open_bar, posit
 
 import dsx
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
-from dsx.report import format_bytes
+from dsx.units import format_bytes
 
 
 @dataclass

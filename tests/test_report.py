@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from dsx.report import format_bytes, plot, report, summarize
+from dsx.report import plot, report, summarize
 
 STEP_BYTES = 1000
 
@@ -170,20 +170,3 @@ def test_report_prints_a_table_and_draws(
         assert image.format == "PNG"
         assert min(image.size) > 500
         assert len(set(image.convert("L").tobytes())) > 50, "a figure, not an empty page"
-
-
-@pytest.mark.parametrize(
-    ("count", "text"),
-    [
-        (0, "0 B"),
-        (999, "999 B"),
-        (1000, "1 kB"),
-        (53_449_000, "53.4 MB"),
-        (99_960_000, "100 MB"),
-        (999_400_000, "999 MB"),
-        (999_600_000, "1 GB"),
-        (4.2e15, "4.2 PB"),
-    ],
-)
-def test_format_bytes(count: float, text: str) -> None:
-    assert format_bytes(count) == text

@@ -291,7 +291,6 @@ class Bench:
             planned_bytes=0,
             validation_loss=ceiling_run.mean("validation_loss"),
             speedup=like.step_seconds / ceiling,
-            wait_seconds=None,
         )
 
     def _synchronous(self, line: Line, steps: int, ceiling: float) -> Row:

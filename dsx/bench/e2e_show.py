@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dsx.bench.e2e import Row
-from dsx.plan.show import format_size
+from dsx.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -129,7 +129,7 @@ def _verdict(target: Target, rows: Sequence[Row]) -> str:
 
 def size_or_dash(count: float | None) -> str:
     """Return a number of bytes; a dash for none."""
-    return format_size(count) if count else "-"
+    return format_bytes(count, 4) if count else "-"
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from dsx.plan.closed_forms import transfer_seconds
 from dsx.plan.dag import elapsed_seconds
 from dsx.plan.scenario import Scenario, require_number
 from dsx.plan.search import exactly, on_paper_grid, require_target
+from dsx.units import format_bytes
 
 DEFAULT_TARGETS = "50,80,90,95,99"
 _DAY = 86400.0
@@ -102,8 +103,8 @@ def show_bandwidth(
     table.add_row("compute per round", f"{scenario.compute_seconds:.4g} s")
     table.add_row("transfers per round", f"{record['transfer_seconds']:.4g} s")
     table.add_row("of that exposed", f"{exposed:.4g} s")
-    table.add_row("sent per round and cluster", format_size(scenario.bytes_per_round))
-    table.add_row("sent per day and cluster", format_size(record["bytes_per_day"]))
+    table.add_row("sent per round and cluster", format_bytes(scenario.bytes_per_round, 4))
+    table.add_row("sent per day and cluster", format_bytes(record["bytes_per_day"], 4))
     console.print(table)
 
 
@@ -139,11 +140,3 @@ def _print_scenario(scenario: Scenario, remarks: list[str], console: Console) ->
     )
     for remark in remarks:
         console.print(remark, highlight=False, soft_wrap=True)
-
-
-def format_size(count: float) -> str:
-    """Return a number of bytes in four digits, with a decimal unit."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6)):
-        if count >= size:
-            return f"{count / size:.4g} {unit}"
-    return f"{count / 1e3:.4g} kB"

@@ -17,6 +17,7 @@ from dsx.plan.candidates import Candidate, Question, Search
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
 from dsx.plan.ranking import best_of_each, harm, ranked
+from dsx.units import format_bytes
 
 _SCALES_WITH_H = ("periodic", "streaming")  # others would send more in a longer period
 
@@ -117,9 +118,9 @@ def _print_table(
             _codec(row),
             f"{math.floor(1e4 * found.utilization) / 100:.2f}",
             f"{found.exposed_seconds:.3g}",
-            format_size(found.bytes_per_round, 1000, "B"),
-            format_size(row.bytes_per_day, 1000, "B"),
-            f"{format_size(device, 1024, 'iB')} + {format_size(host, 1024, 'iB')}"
+            format_bytes(found.bytes_per_round),
+            format_bytes(row.bytes_per_day),
+            f"{format_bytes(device, binary=True)} + {format_bytes(host, binary=True)}"
             + ("" if row.is_fitting else " (!)"),
             "-" if least is None else f"{least / 1e9:.3g}",
             f"{harm(row):.1f}",
@@ -237,15 +238,6 @@ def _delay(row: Candidate) -> str:
 def _codec(row: Candidate) -> str:
     rank = row.settings.coding.rank
     return row.codec.name if rank is None else f"rank {rank}"
-
-
-def format_size(num_bytes: float, base: int, unit: str) -> str:
-    """Return a size in three digits, with the unit that leaves the fewest before the point."""
-    prefixes = ("", "k", "M", "G", "T", "P") if base == 1000 else ("", "K", "M", "G", "T", "P")
-    size, place = float(num_bytes), 0
-    while size >= 0.9995 * base and place < len(prefixes) - 1:
-        size, place = size / base, place + 1
-    return f"{size:.3g} {prefixes[place]}{unit if place or base == 1000 else 'B'}"
 
 
 def _say(console: Console, text: str) -> None:

@@ -14,7 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 # Each module belongs to a layer and may import from lower ones and its own.
 LAYERS = [
-    ["types", "choices", "documents", "record_file", "trace.lanes"],
+    ["types", "units", "choices", "documents", "record_file", "trace.lanes"],
     [
         "outer_optimizer",
         "comm.swap",

@@ -27,7 +27,6 @@ from dsx.plan.offer import block_of, flags_of
 from dsx.plan.ranking import best_of_each, harm, ranked
 from dsx.plan.recipes import RECIPES
 from dsx.plan.settings import settings_of
-from dsx.plan.show_plan import format_size
 from dsx.types import Stage
 
 ROOT = Path(__file__).parents[2]
@@ -290,20 +289,6 @@ def test_the_example_of_the_readme_prints_what_it_says() -> None:
             assert line.startswith(expected.removesuffix("..."))
         else:
             assert line == expected
-
-
-@pytest.mark.parametrize(
-    ("count", "base", "unit", "text"),
-    [
-        (0, 1000, "B", "0 B"),
-        (999.6, 1000, "B", "1 kB"),
-        (2.402e12, 1000, "B", "2.4 TB"),
-        (26.6 * GIB, 1024, "iB", "26.6 GiB"),
-        (5, 1024, "iB", "5 B"),
-    ],
-)
-def test_sizes_have_three_digits(count: float, base: int, unit: str, text: str) -> None:
-    assert format_size(count, base, unit) == text
 
 
 def test_a_thousand_layers_and_thirty_two_clusters_take_no_two_seconds() -> None:
