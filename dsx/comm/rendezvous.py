@@ -25,6 +25,7 @@ import torch.distributed as dist
 from dsx.comm.base import PeerLost
 from dsx.comm.topology import Place
 
+PROTOCOL = 2  # of what clusters send each other; counted up where another dsx would not read it
 _POLL_SECONDS = 0.05
 logger = logging.getLogger(__name__)
 
@@ -186,10 +187,16 @@ def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
 
     Called by rank 0 of each cluster. A cluster posts a fresh nonce and answers the nonces it sees
     from the others; only a live cluster answers a fresh one. PeerLost names who never came;
-    ValueError says if clusters disagree about their number or size.
+    ValueError says if clusters disagree about their number or size, or run dsx of different
+    protocols.
     """
     nonce = uuid.uuid4().hex
-    card = {"nonce": nonce, "num_clusters": place.num_clusters, "world_size": place.world_size}
+    card = {
+        "nonce": nonce,
+        "protocol": PROTOCOL,
+        "num_clusters": place.num_clusters,
+        "world_size": place.world_size,
+    }
     store = dist.PrefixStore("dsx/join", store)
     store.set(f"here/{place.cluster_id}", json.dumps(card))
     peers = [m for m in range(place.num_clusters) if m != place.cluster_id]
@@ -203,7 +210,7 @@ def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
             _answer(store, place, card, peer, answered)  # whoever has answered can be answered
             if has_answered:
                 met[peer] = json.loads(store.get(answer))
-                _require_same_shape(place, peer, card, met[peer])
+                _require_alike(place, peer, card, met[peer])
         missing = [m for m in peers if m not in met]
         if missing and time.monotonic() > until:
             raise PeerLost(
@@ -227,10 +234,16 @@ def _answer(
         answered[peer] = nonce
 
 
-def _require_same_shape(
-    place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    """Refuse clusters of different number or size; linger so that the peer reads why, too."""
+def _require_alike(place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]) -> None:
+    """Refuse what cannot train together; linger so that the peer reads why, too."""
+    protocol = theirs.get("protocol", 1)
+    if own["protocol"] != protocol:
+        time.sleep(20 * _POLL_SECONDS)
+        raise ValueError(
+            f"cluster {place.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} "
+            f"one of protocol {protocol}: they send each other different messages; install the "
+            "same dsx everywhere"
+        )
     for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
         if own[key] != theirs[key]:
             time.sleep(20 * _POLL_SECONDS)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dsx.comm import rendezvous
 from dsx.comm.base import PeerLost
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import LauncherEnvironment, Place, split_world
@@ -77,6 +78,19 @@ def test_clusters_of_different_number_or_size_are_refused(
     errors = together(*(join(port, *c) for c in clusters))
     assert all(isinstance(e, ValueError) for e in errors), errors
     assert said in str(errors[0])
+
+
+def test_another_protocol_is_refused_by_name(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cluster 1 is of the time before protocols had numbers: its card has none."""
+    alike = rendezvous._require_alike
+
+    def as_of_old(place: Place, peer: int, own: Any, theirs: dict[str, Any]) -> None:
+        alike(place, peer, own, {k: v for k, v in theirs.items() if k != "protocol"})
+
+    monkeypatch.setattr(rendezvous, "_require_alike", as_of_old)
+    error = together(join(port, 0), join(port, 1))[0]
+    assert isinstance(error, ValueError)
+    assert "runs a dsx of protocol 2, cluster 1 one of protocol 1" in str(error)
 
 
 def test_gather_and_compare(port: int) -> None:
