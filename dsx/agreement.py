@@ -64,7 +64,8 @@ class Agreement:
     ) -> Callable[[Tensor], Tensor] | None:
         """Return what this cluster adds to the notes: of a mean that it owns, or of its matrices.
 
-        A codec that sees the spectrum anyway tells of it: each cluster of the matrices it owns.
+        A codec that sees the spectrum anyway tells of it: each cluster of the matrices whose P
+        it averages.
         """
         control, uses_norms = self._method.control, self._method.schedule.uses_norms
         numel, layout = control.note_numel(self._method.knobs), self._backend.fragments[fragment]

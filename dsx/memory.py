@@ -23,6 +23,7 @@ from dsx.comm.swap import Peers
 from dsx.method import Method
 from dsx.state import notes_shape
 from dsx.types import Fragment
+from dsx.units import format_bytes
 
 _MOST_SCRATCH = 4
 
@@ -47,8 +48,8 @@ class OuterMemory:
 
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
-        parts = ", ".join(f"{name} {_in_units(size)}" for name, size in named)
-        return f"{_in_units(self.total)} ({parts})"
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in named)
+        return f"{format_bytes(self.total)} ({parts})"
 
 
 def predict(
@@ -87,10 +88,3 @@ def predict(
         in_the_cluster=in_the_cluster,
         work_space=4 * _MOST_SCRATCH * max((f.numel for f in fragments), default=0),
     )
-
-
-def _in_units(num_bytes: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} B"

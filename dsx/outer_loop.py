@@ -61,7 +61,8 @@ class OuterLoop:
         self.backend = backend
         self.transport = transport
         num_tensors = [len(parameters) for parameters in backend.fragment_parameters]
-        peers = Peers(transport.cluster_id, transport.num_clusters)
+        shard, _ = backend.shard
+        peers = Peers(transport.cluster_id, transport.num_clusters, shard)
         self.routes = plan_routes(method, backend) if routes is None else routes
         wire = [route.wire for route in self.routes]
         self.state = StateStore(method, backend, num_tensors, wire, peers)

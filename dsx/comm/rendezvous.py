@@ -27,6 +27,7 @@ from dsx.comm.topology import Place
 
 PROTOCOL = 2  # of what clusters send each other; counted up where another dsx would not read it
 _POLL_SECONDS = 0.05
+_LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
 
 
@@ -235,23 +236,42 @@ def _answer(
 
 
 def _require_alike(place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Refuse what cannot train together; linger so that the peer reads why, too."""
+    """Refuse what cannot train together."""
+    why = _protocol_difference(place, peer, own, theirs) or _size_difference(
+        place, peer, own, theirs
+    )
+    if why:
+        time.sleep(
+            _LINGER_SECONDS
+        )  # so that the peer finds this cluster's answer, and says so, too
+        raise ValueError(why)
+
+
+def _protocol_difference(
+    place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]
+) -> str | None:
+    """Return what differs. A dsx of protocol 1, which has no number on its card, does not look."""
     protocol = theirs.get("protocol", 1)
-    if own["protocol"] != protocol:
-        time.sleep(20 * _POLL_SECONDS)
-        raise ValueError(
-            f"cluster {place.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} "
-            f"one of protocol {protocol}: they send each other different messages; install the "
-            "same dsx everywhere"
-        )
+    if own["protocol"] == protocol:
+        return None
+    return (
+        f"cluster {place.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} one "
+        f"of protocol {protocol}: they send each other different messages; install the same dsx "
+        "everywhere"
+    )
+
+
+def _size_difference(
+    place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]
+) -> str | None:
     for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
         if own[key] != theirs[key]:
-            time.sleep(20 * _POLL_SECONDS)
-            raise ValueError(
+            return (
                 f"cluster {place.cluster_id} has {what} {own[key]}, cluster {peer} has "
                 f"{theirs[key]}: shards line up only if all clusters have the same; start them "
                 "with the same configuration and the same number of ranks"
             )
+    return None
 
 
 def _name(clusters: Sequence[int]) -> str:

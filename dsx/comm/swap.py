@@ -19,10 +19,15 @@ HEADER = "header"  # `Swap.what` of three int64 to all, which travel in an annou
 
 @dataclass(frozen=True)
 class Peers:
-    """This cluster among `num_clusters` (C)."""
+    """This cluster among `num_clusters` (C).
+
+    `shard` is this rank's number among those of its cluster that share a fragment; the ranks that
+    swap with each other have the same.
+    """
 
     cluster_id: int
     num_clusters: int
+    shard: int = 0
 
     @property
     def others(self) -> list[int]:

@@ -1,6 +1,6 @@
 """How the two factors of a low-rank mean travel.
 
-Up, to the owner of a matrix: each row of P^T or Q^T `[r, k]` (a direction; their sizes are the
+Up, to the owner of a factor: each row of P^T or Q^T `[r, k]` (a direction; their sizes are the
 singular values and differ by orders) is scaled by a power of two, exactly, and sent in groups.
 Down, from the owner to all: int8 codes with one bf16 scale per *column* of `[r, k]`, so that
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from dsx.choices import require_choice
 from dsx.comm.swap import Exchange, Peers, Swap, to_all, together
 from dsx.compress.base import Channel, CodingError, Launch
-from dsx.compress.low_rank_matrix import LowRankMatrix
+from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
 from dsx.compress.owners import factor_owners
 from dsx.compress.quantized import (
     CodedPart,
@@ -168,13 +168,11 @@ class LowRankChannel:
         self._peers = peers
         taken = [s for s in fragment.layout if method.takes(s)]
         rest = [s for s in fragment.layout if not s.is_small and not method.takes(s)]
-        ranks = [min(max_rank, method.largest_rank(s)) for s in taken]
-        sides = [two_sides(s) for s in taken]
-        sizes = [(r * m, r * n) for r, (m, n) in zip(ranks, sides, strict=True)]
-        owners = factor_owners(sizes, peers.num_clusters, fragment.id)
+        sides, work_space = [two_sides(s) for s in taken], WorkSpace()
+        owners = factor_owners(sides, peers.num_clusters, fragment.id + peers.shard)
         self._matrices = [
-            LowRankMatrix(slot, rank, peers, by, method)
-            for slot, rank, by in zip(taken, ranks, owners, strict=True)
+            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), peers, by, work_space, method)
+            for s, by in zip(taken, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
         self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
@@ -238,7 +236,7 @@ class LowRankChannel:
                 matrix.take_q()
         for matrix in self._matrices:
             matrix.write_mean()
-            if matrix.sees_probes:
+            if matrix.averages_p:
                 squares, total = matrix.spectrum(has_residual)
                 self.spectrum[: matrix.rank] += squares
                 self.spectrum[-1] += total

@@ -1,4 +1,4 @@
-"""One matrix of a low-rank channel: its factors, its codes, and its owner's part.
+"""One matrix of a low-rank channel: its factors, its codes, and what their owners do.
 
 Factors are kept transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row.
 """
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dsx.comm.swap import Peers
 from dsx.compress.factors import DownCodec, UpCodec, product
+from dsx.compress.owners import Owners
 from dsx.types import Slot
 from dsx.wire.base import Kernels, Wire
 
@@ -35,6 +36,24 @@ class FactorSettings(Protocol):
         ...
 
 
+class WorkSpace:
+    """Where one factor at a time is summed; as long as the longest that has been reserved."""
+
+    def __init__(self) -> None:
+        self._numel = 0
+        self._sum: Tensor | None = None
+
+    def reserve(self, numel: int) -> None:
+        """Make room for a factor; before the first is taken."""
+        self._numel = max(self._numel, numel)
+
+    def take(self, numel: int) -> Tensor:
+        """Return room for a factor, until the next one's is taken."""
+        if self._sum is None:
+            self._sum = torch.zeros(self._numel)
+        return self._sum[:numel]
+
+
 class LowRankMatrix:
     """Buffers for ranks up to `max_rank`; one round is begin, encode_p, ..., write_mean."""
 
@@ -43,19 +62,20 @@ class LowRankMatrix:
         slot: Slot,
         max_rank: int,
         peers: Peers,
-        owners: tuple[int, int],
+        owners: Owners,
+        work_space: WorkSpace,
         settings: FactorSettings,
     ) -> None:
         self.name = slot.name
         self.max_rank = max_rank
-        self._owners = owners  # of P and Q
+        self._owners = owners
         self._peers = peers
-        self._is_p = True
+        self._is_p = True  # whether P is in turn, or Q
         self._slot = slot
         self._seed = crc32(slot.name.encode())  # the same wherever the matrix is put together
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
-        rows, longest = max_rank + NUM_PROBES, max(self._m, self._n)
+        rows = max_rank + NUM_PROBES
         self.warm = torch.zeros(max_rank, self._n)
         self._p, self._q = torch.zeros(rows, self._m), torch.zeros(max_rank, self._n)
         self._right = torch.zeros(rows, self._n)  # Q^T, and the probes below it
@@ -64,10 +84,13 @@ class LowRankMatrix:
         self._down = {k: DownCodec(k, wire.is_exact) for k in {self._m, self._n}}
         sizes = [(self._up[self._m].num_bytes(rows)), self._up[self._n].num_bytes(max_rank)]
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8)
-        is_owned = peers.cluster_id in owners
-        copies = peers.num_clusters if is_owned else 0
-        self._received = torch.zeros(copies, max(sizes), dtype=torch.uint8)
-        self._sum = torch.zeros((rows if is_owned else 0) * longest)
+        averaged = [s for s, by in zip(sizes, owners, strict=True) if by == peers.cluster_id]
+        size = max(averaged, default=0)
+        self._received = torch.zeros(peers.num_clusters - 1, size, dtype=torch.uint8)
+        self._work_space = work_space
+        for by, length in zip(owners, (self._m, self._n), strict=True):
+            if by == peers.cluster_id:
+                work_space.reserve(rows * length)
         down = max(self._down[k].num_bytes(max_rank) for k in (self._m, self._n))
         self._mean = torch.zeros(down, dtype=torch.uint8)
         self._codes_p, self._codes_q = torch.zeros_like(self._p), torch.zeros_like(self._q)
@@ -102,7 +125,7 @@ class LowRankMatrix:
     @property
     def owner(self) -> int:
         """The cluster that averages the factor in turn."""
-        return self._owners[0 if self._is_p else 1]
+        return self._owners.p if self._is_p else self._owners.q
 
     @property
     def is_owned(self) -> bool:
@@ -110,9 +133,9 @@ class LowRankMatrix:
         return self.owner == self._peers.cluster_id
 
     @property
-    def sees_probes(self) -> bool:
+    def averages_p(self) -> bool:
         """Whether this cluster averages P, with the probes that `spectrum` needs."""
-        return self._owners[0] == self._peers.cluster_id
+        return self._owners.p == self._peers.cluster_id
 
     @property
     def sent(self) -> Tensor:
@@ -125,7 +148,7 @@ class LowRankMatrix:
         if not self.is_owned:
             return []
         received = [data[: self._size] for data in self._received]
-        received[self.owner] = self.sent
+        received.insert(self.owner, self.sent)
         return received
 
     @property
@@ -137,7 +160,7 @@ class LowRankMatrix:
         """As the owner: sum in cluster order, orthonormalise P, encode the mean."""
         length, up = self._length, self._up[self._length]
         rows = self._rows
-        mean = self._sum[: rows * length].view(rows, length)
+        mean = self._work_space.take(rows * length).view(rows, length)
         received = self.received
         up.decode(received[0], mean)
         for data in received[1:]:
@@ -198,8 +221,8 @@ class LowRankMatrix:
         share = 1 - min(self._missed_square / max(self._total_square, _TINY), 1 - _LEAST_SHARE)
         return squares, kept / share
 
-    def payload_bytes(self, rank: int, iterations: int = 1) -> int:
-        """Return what this cluster sends of the matrix in a round."""
+    def payload_bytes(self, rank: int) -> int:
+        """Return what this cluster sends of the matrix in a round of one power iteration."""
         sent = 0
         for owner, length, rows in zip(
             self._owners, (self._m, self._n), (rank + NUM_PROBES, rank), strict=True
@@ -208,7 +231,7 @@ class LowRankMatrix:
                 sent += (self._peers.num_clusters - 1) * self._down[length].num_bytes(rank)
             else:
                 sent += self._up[length].num_bytes(rows)
-        return iterations * sent
+        return sent
 
     def _encode(self, factor: Tensor, length: int) -> None:
         self._rows, self._length = factor.shape

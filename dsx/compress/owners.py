@@ -1,29 +1,38 @@
 """Which clusters average the factors of which matrices.
 
-A mean of factors is made by one cluster, so that a swap takes as long as the cluster with most of
-them sends or receives. Each of the two factors is shared out by itself: they go one after another.
+A swap lasts as long as the cluster with most to send or to receive needs, so each factor is shared
+out evenly, by itself: P and Q go one after another.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
+
+
+class Owners(NamedTuple):
+    """The clusters that average the two factors of a matrix."""
+
+    p: int
+    q: int
 
 
 def factor_owners(
-    sizes: Sequence[tuple[int, int]], num_clusters: int, first: int
-) -> list[tuple[int, int]]:
-    """Return the clusters that average P and Q of each matrix, given the elements of both.
+    sides: Sequence[tuple[int, int]], num_clusters: int, first: int
+) -> tuple[Owners, ...]:
+    """Return who averages P `[m, r]` and Q `[n, r]` of each matrix `(m, n)`.
 
-    The largest first, to the cluster with least so far; clusters are counted from `first` on for P
-    and from the next one for Q, so what is left uneven is of others for Q and in other fragments.
+    The largest first, to the cluster with least so far. Clusters are counted from `first` on for P,
+    and for Q from the next one, so that the one with most of P is not the one with most of Q.
+    Sizes are those at one rank for all, so that owners stay when a controller changes it.
     """
-    p_owners = _share_out(tuple(p for p, _ in sizes), num_clusters)
-    q_owners = _share_out(tuple(q for _, q in sizes), num_clusters)
-    return [
-        ((p + first) % num_clusters, (q + first + 1) % num_clusters)
+    p_owners = _share_out(tuple(m for m, _ in sides), num_clusters)
+    q_owners = _share_out(tuple(n for _, n in sides), num_clusters)
+    return tuple(
+        Owners((p + first) % num_clusters, (q + first + 1) % num_clusters)
         for p, q in zip(p_owners, q_owners, strict=True)
-    ]
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -3,7 +3,7 @@
 Nothing is allocated, so a fragment may have any size. The tests compare with runs of every preset
 and codec, to the byte. Per transfer and peer there is the announcement with the guard's header, 48
 bytes; then the codec's messages; then the notes. Bytes are per cluster, because slices of a mean
-and the owners of matrices differ from cluster to cluster. A round of low rank is *cold*, with a
+and the owners of factors differ from cluster to cluster. A round of low rank is *cold*, with a
 second power iteration, where it is the first in factors, or the first after a change of rank.
 """
 
@@ -106,25 +106,39 @@ def _channel_bytes(
         for m, sent in enumerate(coded_bytes(run, wire, mean, num_clusters)):
             total[m] += sent
     if not is_dense and parts.matrices:
+        swaps = factor_swaps(parts.matrices, coding, num_clusters)
         for m in range(num_clusters):
-            for swap in _factor_swaps(parts.matrices, coding, num_clusters):
-                sent, _ = swap[(m - parts.id) % num_clusters]
-                total[m] += sent * (2 if round_kind == "cold" else 1)
+            sent = sum(swap[(m - parts.id) % num_clusters].sent for swap in swaps)
+            total[m] += sent * (2 if round_kind == "cold" else 1)
     return total
 
 
-def line_bytes(parts: Parts, coding: Coding, notes: Notes, num_clusters: int) -> int:
-    """Return for how many bytes a transfer holds the line: what the slowest sends or receives.
+def line_bytes(
+    shares: Sequence[tuple[Parts, int]], coding: Coding, notes: Notes, num_clusters: int
+) -> int:
+    """Return for how many bytes a transfer holds the line, of ranks with each part so many times.
 
-    Swaps of factors go one after another, and in each another cluster may have most to do.
+    Swaps of factors go one after another, and each ends with the cluster that sends or receives
+    most in it; of all else with the one that sends most.
     """
-    if num_clusters == 1:
-        return 0
-    if coding.type != "low_rank" or not parts.matrices:
-        return max(transfer_bytes(parts, coding, notes, num_clusters))
-    swaps = _factor_swaps(parts.matrices, coding, num_clusters)
-    rest = transfer_bytes(parts._replace(matrices=()), coding, notes, num_clusters)
-    return max(rest) + sum(max(max(both) for both in swap) for swap in swaps)
+    sent = [0] * num_clusters
+    swaps = [[(0, 0)] * num_clusters] * 4
+    for parts, count in shares:
+        rest = transfer_bytes(parts._replace(matrices=()), coding, notes, num_clusters)
+        sent = [a + count * b for a, b in zip(sent, rest, strict=True)]
+        if parts.matrices and num_clusters > 1:
+            own = factor_swaps(parts.matrices, coding, num_clusters)
+            swaps = [
+                [
+                    (
+                        out + count * swap[m % num_clusters].sent,
+                        in_ + count * swap[m % num_clusters].received,
+                    )
+                    for m, (out, in_) in enumerate(total, -parts.id)
+                ]
+                for total, swap in zip(swaps, own, strict=True)
+            ]
+    return max(sent) + sum(max(max(both) for both in swap) for swap in swaps)
 
 
 @lru_cache(maxsize=4096)
@@ -149,28 +163,33 @@ def coded_bytes(numel: int, wire: Format, mean: Format, num_clusters: int) -> tu
     )
 
 
-@lru_cache(maxsize=4096)
-def _factor_swaps(
-    matrices: tuple[tuple[int, int], ...], coding: Coding, num_clusters: int
-) -> list[list[tuple[int, int]]]:
-    """Return what each cluster sends and receives of matrices, swap by swap, in fragment 0.
+class Passed(NamedTuple):
+    """Bytes of one cluster in one swap."""
 
-    Factors P to their owners, their means to all, then Q likewise. In fragment f it is what cluster
+    sent: int
+    received: int
+
+
+@lru_cache(maxsize=4096)
+def factor_swaps(
+    matrices: tuple[tuple[int, int], ...], coding: Coding, num_clusters: int
+) -> tuple[tuple[Passed, ...], ...]:
+    """Return what every cluster sends and receives of factors, swap by swap, in fragment 0.
+
+    P to its owners, their means to all, then Q likewise. In fragment f, cluster m has what cluster
     m - f has in fragment 0.
     """
-    most = [min(coding.max_rank, largest_rank(m, n, coding)) for m, n in matrices]
-    sizes = [(r * m, r * n) for r, (m, n) in zip(most, matrices, strict=True)]
-    owners = factor_owners(sizes, num_clusters, 0)
-    others, swaps = num_clusters - 1, list[list[tuple[int, int]]]()
+    owners = factor_owners(matrices, num_clusters, 0)
+    others, swaps = num_clusters - 1, list[tuple[Passed, ...]]()
     for factor, probes in ((0, NUM_PROBES), (1, 0)):
         ups, downs = [0] * num_clusters, [0] * num_clusters  # by owner
-        for sides, limit, by in zip(matrices, most, owners, strict=True):
-            rank = min(coding.rank or 0, limit)
+        for sides, by in zip(matrices, owners, strict=True):
+            rank = min(coding.rank or 0, coding.max_rank, largest_rank(*sides, coding))
             ups[by[factor]] += _up_bytes(rank + probes, sides[factor], coding)
             downs[by[factor]] += _down_bytes(rank, sides[factor], coding)
-        swaps.append([(sum(ups) - up, others * up) for up in ups])
-        swaps.append([(others * down, sum(downs) - down) for down in downs])
-    return swaps
+        swaps.append(tuple(Passed(sum(ups) - up, others * up) for up in ups))
+        swaps.append(tuple(Passed(others * down, sum(downs) - down) for down in downs))
+    return tuple(swaps)
 
 
 def _up_bytes(rows: int, length: int, coding: Coding) -> int:

@@ -7,10 +7,12 @@
 low-rank codec under ZeRO `route.wire`. `traffic.one_rank` makes them for a model that one rank
 holds, `traffic.of_sizes` where only numbers of elements are known. Bytes are those that a run
 counts, in the long run: at the rank a controller starts from, after the dense rounds that a method
-begins with. Time is that of the slowest cluster, whose line carries what it sends.
+begins with. A transfer is as long as its slowest cluster, which sends most; with low rank the one
+that sends or receives most, in each swap of factors anew.
 
-Left out: the first round trips of TCP, the bursts of `tc tbf`, what ranks of one cluster wait for
-each other, and the training thread's own work unless `costs.blocking_seconds_per_element` says.
+Left out: that fragments under way at once may have their uneven swaps the other way round, the
+first round trips of TCP, the bursts of `tc tbf`, what ranks of one cluster wait for each other, and
+the training thread's own work unless `costs.blocking_seconds_per_element` says.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ class Prediction:
     """Of one period of `steps_per_round` inner steps, in the long run.
 
     `exposed_seconds` are what the period takes beyond its compute; `transfer_seconds` how long the
-    line is held; `bytes_per_round` the payload that the cluster with most to send sends, and
-    `bytes_by_cluster` that of each. A period in which all is sent once is a round; `adaptive` and
-    `layerwise` may send some fragments more often, `transmissions` counts all.
+    line is held, by one transfer after another; `bytes_per_round` the payload that the cluster with
+    most to send sends, and `bytes_by_cluster` that of each. A period in which all is sent once is a
+    round; `adaptive` and `layerwise` may send some fragments more often: `transmissions` counts.
     """
 
     utilization: float

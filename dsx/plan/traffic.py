@@ -73,7 +73,9 @@ class Traffic:
         self.loads = list(loads)
         self.num_stages = len({load.stage for load in loads})
         self.bytes_sent = [_bytes_of(load, settings, num_clusters) for load in loads]
-        self._line_bytes = [_line_bytes_of(load, settings, num_clusters) for load in loads]
+        self._line_bytes = [
+            line_bytes(load.parts, settings.coding, settings.notes, num_clusters) for load in loads
+        ]
         self._has_notes = settings.notes != Notes()
 
     def beyond_usual(self, index: int, launches: int) -> list[int]:
@@ -124,14 +126,6 @@ def _bytes_of(
         for m, of_cluster in enumerate(sent):
             total[m] += count * of_cluster
     return total
-
-
-def _line_bytes_of(load: Load, settings: Settings, num_clusters: int) -> int:
-    """Return for how many bytes a fragment holds the line, over all ranks of a cluster."""
-    return sum(
-        count * line_bytes(parts, settings.coding, settings.notes, num_clusters)
-        for parts, count in load.parts
-    )
 
 
 def mean_swaps(num_clusters: int) -> int:

@@ -104,7 +104,7 @@ def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> 
 
 
 def test_bytes_of_a_round() -> None:
-    """Counted by hand: five clusters, one matrix; cluster 1 averages P, cluster 2 Q."""
+    """Counted by hand: five clusters, one matrix; cluster 1 averages P, 2 Q."""
     fragment = fragment_of((128, 96), id=1)
     clusters = Clusters(plain_low_rank(rank=8), fragment, 5)
     values = decaying(128, 96, 5)

@@ -20,62 +20,98 @@ from tests.compress.channels import correlated, drive, fragment_of
 
 RANK = 8
 LAYER = [(96, 32), (32, 32), (128, 32), (32, 128)]  # attention in and out, MLP up and down
-SIZES = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=12)
+SIDES = st.lists(st.tuples(st.integers(1, 1000), st.integers(1, 1000)), min_size=1, max_size=12)
 
 
-@given(sizes=SIZES, num_clusters=st.integers(1, 6), first=st.integers(0, 20))
+@given(sides=SIDES, num_clusters=st.integers(1, 6), first=st.integers(0, 20))
 def test_none_has_more_than_an_even_share_and_one_factor(
-    sizes: list[tuple[int, int]], num_clusters: int, first: int
+    sides: list[tuple[int, int]], num_clusters: int, first: int
 ) -> None:
-    owners = factor_owners(sizes, num_clusters, first)
+    owners = factor_owners(sides, num_clusters, first)
     for factor in (0, 1):
         load: Counter[int] = Counter()
-        for by, size in zip(owners, sizes, strict=True):
+        for by, side in zip(owners, sides, strict=True):
             assert 0 <= by[factor] < num_clusters
-            load[by[factor]] += size[factor]
-        lengths = [size[factor] for size in sizes]
+            load[by[factor]] += side[factor]
+        lengths = [side[factor] for side in sides]
         assert max(load.values()) <= sum(lengths) / num_clusters + max(lengths)
 
 
 def test_a_transformers_layer_by_hand() -> None:
-    """P: 128 | 96 + 32, then 32; Q: 128 | 32 + 32 + 32. Every matrix by turns: 224 and 160."""
-    assert factor_owners(LAYER, 2, 0) == [(1, 0), (1, 0), (0, 0), (0, 1)]
-    assert factor_owners(LAYER, 2, 1) == [(0, 1), (0, 1), (1, 1), (1, 0)]
+    """P: 128 + 32 | 96 + 32; Q: 128 | 32 + 32 + 32. By turns it were 224 | 64 and 64 | 160."""
+    assert factor_owners(LAYER, 2, 0) == ((1, 0), (1, 0), (0, 0), (0, 1))
+    assert factor_owners(LAYER, 2, 1) == ((0, 1), (0, 1), (1, 1), (1, 0))
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3, 5])
-@pytest.mark.parametrize("shapes", [LAYER, LAYER * 3, [(96, 64)]], ids=["layer", "three", "one"])
+@pytest.mark.parametrize(
+    "shards", [[LAYER], [LAYER * 3], [[(96, 64)]], [LAYER[:2], LAYER[2:]], [[(96, 64)]] * 2],
+    ids=["layer", "three", "one matrix", "two ranks", "a matrix each"],
+)  # fmt: skip
 def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
-    shapes: list[tuple[int, int]], num_clusters: int
+    shards: list[list[tuple[int, int]]], num_clusters: int
 ) -> None:
-    """A swap ends with the cluster that sends or receives most, so their bytes add up."""
+    """A swap ends with the cluster that sends or receives most, over all ranks of a cluster."""
+    coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0)
+    parts = [
+        (parts_of(fragment_of(*shapes, id=1 + shard), coding, 1), 1)
+        for shard, shapes in enumerate(shards)
+    ]
+    by_shard = [
+        swaps_of_second_round(shapes, shard, num_clusters) for shard, shapes in enumerate(shards)
+    ]
+    swaps = [  # per swap and cluster: sent and received by all ranks
+        [tuple(map(sum, zip(*ranks, strict=True))) for ranks in zip(*of_swap, strict=True)]
+        for of_swap in zip(*by_shard, strict=True)
+    ]
+    assert len(swaps) == 4
+    announced = len(shards) * HEADERS_BYTES * (num_clusters - 1)
+    measured = announced + sum(max(max(both) for both in swap) for swap in swaps)
+    assert line_bytes(parts, coding, Notes(), num_clusters) == measured
+
+
+@pytest.mark.parametrize("num_clusters", [2, 3])
+def test_what_travels_beside_factors_is_counted_once(num_clusters: int) -> None:
+    """An embedding in codes and a bias: the same from every cluster, with the first swap of all."""
+    fragment = fragment_of((96, 80), (300, 8), (96,), names=["a", "embed", "bias"])
+    coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0, exclude=("embed",))
+    alone = fragment_of((96, 80), names=["a"])
+    found, less = (
+        line_bytes([(parts_of(f, coding, 1), 1)], coding, Notes(), num_clusters)
+        for f in (fragment, alone)
+    )
+    int4 = 300 * 8 // 2 + 2 * -(-300 * 8 // 64)
+    assert found - less == (num_clusters - 1) * (int4 + 2 * 96)
+
+
+def swaps_of_second_round(
+    shapes: list[tuple[int, int]], shard: int, num_clusters: int
+) -> list[list[tuple[int, int]]]:
+    """What every cluster's rank sends and receives; the first round would iterate twice."""
     method = LowRank(rank=RANK, min_saving=1.0)
     fragment = fragment_of(*shapes, id=1)
-    peers = [Peers(m, num_clusters) for m in range(num_clusters)]
+    peers = [Peers(m, num_clusters, shard) for m in range(num_clusters)]
     channels = [method.open(fragment, p, 0) for p in peers]
-    for round in (1, 2):  # the first one iterates twice
-        held: list[Counter[int]] = [Counter() for _ in peers]
+    for round in (1, 2):
+        passed: list[list[tuple[int, int]]] = [[] for _ in peers]
         values = correlated(fragment.numel, num_clusters, seed=round)
-        launch = Launch(round)
         drive([
-            recorded(channel.exchange(x, launch), p, held[p.cluster_id])
+            recorded(channel.exchange(x, Launch(round)), p, passed[p.cluster_id])
             for channel, x, p in zip(channels, values, peers, strict=True)
         ])  # fmt: skip
-    coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0)
-    predicted = line_bytes(parts_of(fragment, coding, 1), coding, Notes(), num_clusters)
-    measured = sum(max(of_swap) for of_swap in zip(*(h.values() for h in held), strict=True))
-    assert predicted == measured + HEADERS_BYTES * (num_clusters - 1)
+    return [list(of_swap) for of_swap in zip(*passed, strict=True)]
 
 
-def recorded(exchange: Exchange, peers: Peers, held: Counter[int]) -> Generator[Swap, None, Tensor]:
-    """Add up, swap by swap, what the busier direction of a cluster's line carries."""
+def recorded(
+    exchange: Exchange, peers: Peers, passed: list[tuple[int, int]]
+) -> Generator[Swap, None, Tensor]:
     try:
         while True:
             swap = next(exchange)
             received = [
                 t.numel() * t.element_size() for m in peers.others for t in swap.incoming[m]
             ]
-            held[len(held)] = max(swap.bytes_sent(peers), sum(received))
+            passed.append((swap.bytes_sent(peers), sum(received)))
             yield swap
     except StopIteration as stop:
         return stop.value

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dsx.comm import rendezvous
 from dsx.comm.base import PeerLost
-from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
+from dsx.comm.rendezvous import PROTOCOL, Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import LauncherEnvironment, Place, split_world
 from tests.distributed import free_port
 
@@ -80,17 +79,19 @@ def test_clusters_of_different_number_or_size_are_refused(
     assert said in str(errors[0])
 
 
-def test_another_protocol_is_refused_by_name(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_protocol_is_refused_by_name(port: int) -> None:
     """Cluster 1 is of the time before protocols had numbers: its card has none."""
-    alike = rendezvous._require_alike
+    store = dist.PrefixStore("dsx/join", client(port))
+    card = json.dumps({"nonce": "old", "num_clusters": 2, "world_size": 1})
 
-    def as_of_old(place: Place, peer: int, own: Any, theirs: dict[str, Any]) -> None:
-        alike(place, peer, own, {k: v for k, v in theirs.items() if k != "protocol"})
+    def old_cluster() -> None:
+        store.set("here/1", card)
+        nonce = json.loads(store.get("here/0"))["nonce"]
+        store.set(f"answer/{nonce}/1", card)
 
-    monkeypatch.setattr(rendezvous, "_require_alike", as_of_old)
-    error = together(join(port, 0), join(port, 1))[0]
+    error, _ = together(join(port, 0), old_cluster)
     assert isinstance(error, ValueError)
-    assert "runs a dsx of protocol 2, cluster 1 one of protocol 1" in str(error)
+    assert f"runs a dsx of protocol {PROTOCOL}, cluster 1 one of protocol 1" in str(error)
 
 
 def test_gather_and_compare(port: int) -> None:
