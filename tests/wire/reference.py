@@ -17,6 +17,7 @@ GRIDS = {
     + [2.0**e * (1 + m / 8) for e in range(15) for m in range(8)][:-1],
     "ternary": [0.0, 1.0],
 }
+MANTISSA_BITS = {"fp8": 3, "fp4_e2m1": 1, "fp4_e3m0": 0}
 
 
 def bf16_up(x: Tensor) -> Tensor:
@@ -43,19 +44,19 @@ def group_scale(name: str, group: Tensor) -> Tensor:
 def group_ranks(name: str, group: Tensor, scale: Tensor) -> Tensor:
     """Signed places in the grid, as integers; ties to the upper neighbour.
 
-    Where the grid is the integers, what is below a tie by less than fp32 tells counts as one.
+    What is off a tie by less than fp32 tells counts as one.
     """
     if name == "ternary":
         step = group.abs().max().clamp(min=2.0**-100) / 2**15
         whole = (group.abs() * (1 / step)).floor()
         return (group.sign() * (whole > whole.sum() * (0.7 / len(group)))).int()
-    grid = torch.tensor(GRIDS[name])
-    numbers = torch.cat([-grid[1:].flip(0), grid])
-    middles = (numbers[1:] + numbers[:-1]) / 2
-    scaled = group * (1 / scale.clamp(min=2.0**-100))
-    if name in ("int8", "int4"):
-        return (scaled + 0.5).floor().clamp(-grid[-1], grid[-1]).int()
-    return torch.bucketize(scaled, middles, right=True).int() - (len(grid) - 1)
+    place = group * (1 / scale.clamp(min=2.0**-100))
+    if name in MANTISSA_BITS:  # evenly spaced between powers of two, and from 0 to 1
+        size, exponent = place.abs(), torch.frexp(place).exponent - 1
+        between = exponent + size / 2.0**exponent
+        place = (2 ** MANTISSA_BITS[name] * between.where(size >= 1, size)).copysign(place)
+    top = len(GRIDS[name]) - 1
+    return (place + 0.5).floor().clamp(-top, top).int()
 
 
 def encode(name: str, x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
