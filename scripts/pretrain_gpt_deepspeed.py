@@ -91,6 +91,7 @@ def parse_arguments() -> argparse.Namespace:
     add("--max-minutes", type=float, metavar="M", help="stop early, save, and end as ever")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
     add("--validation-batches", type=positive, default=16, help="micro batches per rank")
+    add("--trace", action="store_true", help="record where the time goes, for `dsx trace`")
     add("--log-interval", type=positive, default=10, help="steps between progress reports")
     dsx.add_config_arguments(parser)
     arguments = parser.parse_args()
@@ -111,6 +112,7 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     metrics = config["dsx"].setdefault("metrics", {})
     arguments.run_dir = arguments.run_dir or Path(metrics.get("dir") or "runs/pretrain_gpt")
     metrics["dir"] = str(arguments.run_dir)
+    metrics["trace"] = arguments.trace or metrics.get("trace", False)
     schedule = config.get("scheduler", {}).get("params", {})
     if "total_num_steps" in schedule:
         schedule["total_num_steps"] = arguments.steps
