@@ -236,34 +236,22 @@ def _answer(
 
 
 def _require_alike(place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]) -> None:
-    """Refuse what cannot train together."""
-    why = _protocol_difference(place, peer, own, theirs) or _size_difference(
-        place, peer, own, theirs
-    )
-    if why:
-        time.sleep(
-            _LINGER_SECONDS
-        )  # so that the peer finds this cluster's answer, and says so, too
-        raise ValueError(why)
+    """Refuse what cannot train together; linger so that the peer reads why, too."""
+    difference = _difference(place, peer, own, theirs)
+    if difference:
+        time.sleep(_LINGER_SECONDS)
+        raise ValueError(difference)
 
 
-def _protocol_difference(
-    place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]
-) -> str | None:
+def _difference(place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]) -> str | None:
     """Return what differs. A dsx of protocol 1, which has no number on its card, does not look."""
     protocol = theirs.get("protocol", 1)
-    if own["protocol"] == protocol:
-        return None
-    return (
-        f"cluster {place.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} one "
-        f"of protocol {protocol}: they send each other different messages; install the same dsx "
-        "everywhere"
-    )
-
-
-def _size_difference(
-    place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]
-) -> str | None:
+    if own["protocol"] != protocol:
+        return (
+            f"cluster {place.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} "
+            f"one of protocol {protocol}: they send each other different messages; install the "
+            "same dsx everywhere"
+        )
     for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
         if own[key] != theirs[key]:
             return (

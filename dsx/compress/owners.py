@@ -7,7 +7,6 @@ out evenly, by itself: P and Q go one after another.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 
@@ -27,18 +26,17 @@ def factor_owners(
     and for Q from the next one, so that the one with most of P is not the one with most of Q.
     Sizes are those at one rank for all, so that owners stay when a controller changes it.
     """
-    p_owners = _share_out(tuple(m for m, _ in sides), num_clusters)
-    q_owners = _share_out(tuple(n for _, n in sides), num_clusters)
+    p_owners = _share_out([m for m, _ in sides], num_clusters)
+    q_owners = _share_out([n for _, n in sides], num_clusters)
     return tuple(
         Owners((p + first) % num_clusters, (q + first + 1) % num_clusters)
         for p, q in zip(p_owners, q_owners, strict=True)
     )
 
 
-@lru_cache(maxsize=4096)
-def _share_out(sizes: tuple[int, ...], num_clusters: int) -> tuple[int, ...]:
+def _share_out(sizes: list[int], num_clusters: int) -> list[int]:
     load, owners = [0] * num_clusters, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
         owners[index] = min(range(num_clusters), key=load.__getitem__)
         load[owners[index]] += sizes[index]
-    return tuple(owners)
+    return owners
