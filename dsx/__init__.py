@@ -13,7 +13,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsx.attachment import (
+    from dsx.comm.world import World
+    from dsx.config.schema import ConfigError, load_config, preset
+    from dsx.core.transport import PeerLost
+    from dsx.engines.attach import (
         add_config_arguments,
         add_launch_arguments,
         attach,
@@ -21,13 +24,10 @@ if TYPE_CHECKING:
         init_distributed,
         initialize,
     )
-    from dsx.comm.base import PeerLost
-    from dsx.comm.world import World
-    from dsx.config import ConfigError, load_config, preset
-    from dsx.handle import Handle
-    from dsx.judge import NonFiniteError, ParityError
-    from dsx.method import Method, SettingWarning
-    from dsx.simulate import SimulatedClusters
+    from dsx.engines.simulated import SimulatedClusters
+    from dsx.method.method import Method, SettingWarning
+    from dsx.outer.recovery import NonFiniteError, ParityError
+    from dsx.training.handle import Handle
 
 __all__ = [
     "ConfigError",
@@ -51,7 +51,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _NAMES = {  # no public name may be that of a module here, which would take its place
-    "attachment": (
+    "engines.attach": (
         "add_config_arguments",
         "add_launch_arguments",
         "attach",
@@ -59,13 +59,13 @@ _NAMES = {  # no public name may be that of a module here, which would take its 
         "init_distributed",
         "initialize",
     ),
-    "comm.base": ("PeerLost",),
+    "core.transport": ("PeerLost",),
     "comm.world": ("World",),
-    "config": ("ConfigError", "load_config", "preset"),
-    "handle": ("Handle",),
-    "judge": ("NonFiniteError", "ParityError"),
-    "method": ("Method", "SettingWarning"),
-    "simulate": ("SimulatedClusters",),
+    "config.schema": ("ConfigError", "load_config", "preset"),
+    "training.handle": ("Handle",),
+    "outer.recovery": ("NonFiniteError", "ParityError"),
+    "method.method": ("Method", "SettingWarning"),
+    "engines.simulated": ("SimulatedClusters",),
 }
 
 

@@ -10,11 +10,11 @@ from typing import Annotated
 import typer
 
 from dsx.bench.command import app as bench_app
+from dsx.bench.net_test.command import net_test
 from dsx.data.command import app as data_app
-from dsx.link.command import net_test
-from dsx.plan.command import simulate
 from dsx.plan.plan_command import plan
-from dsx.trace.command import trace
+from dsx.plan.published.command import simulate
+from dsx.telemetry.trace.command import trace
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -65,7 +65,7 @@ def report(
     run_dir: Annotated[Path, typer.Argument(help="The directory that metrics.dir names.")],
 ) -> None:
     """Summarise a run's records in a table and plot them to RUN_DIR/plot.png."""
-    from dsx.report import report as write_report
+    from dsx.telemetry.report import report as write_report
 
     try:
         write_report(run_dir)
@@ -105,7 +105,7 @@ def export(
     with the inner optimizer's states of the first cluster at hand. Load it into an engine without
     dsx, with "checkpoint": {"load_universal": true} in its JSON.
     """
-    from dsx.export_command import ExportOptions, export_checkpoint
+    from dsx.engines.export import ExportOptions, export_checkpoint
 
     try:
         options = ExportOptions(checkpoints, out, format, tag, dtype, max_shard_size)
@@ -136,7 +136,7 @@ def memory(
     """
     from rich.console import Console
 
-    from dsx.memory_command import read_plan, show_memory
+    from dsx.plan.memory.command import read_plan, show_memory
 
     try:
         fits = show_memory(read_plan(source, model, ranks), limit, json, Console())

@@ -2,7 +2,7 @@
 
 `apply()` before `pretrain()` is all: it reads the `--dsx-*` flags of the command line, meets the
 other clusters, and wraps some functions of `megatron.training`. The README beside this file tells
-what each module does. `python -m dsx.megatron pretrain_gpt.py ...` calls it for an unmodified
+what each module does. `python -m megatron_patches pretrain_gpt.py ...` calls it for an unmodified
 script.
 """
 

@@ -11,7 +11,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from dsx.flags import add_flags, show_resolved
+from dsx.config.flags import add_flags, show_resolved
 from megatron_patches import probe
 from megatron_patches.run import Run
 

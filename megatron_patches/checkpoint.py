@@ -13,7 +13,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from dsx.backends.megatron_checkpoint import save_outer_state
+from dsx.engines.megatron.checkpoint import save_outer_state
 from megatron_patches import probe
 from megatron_patches.run import Run
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsx.attachment import attach_megatron
-from dsx.backends.megatron_features import refuse_arguments
+from dsx.engines.attach import attach_megatron
+from dsx.engines.megatron.features import refuse_arguments
 from megatron_patches import probe
 from megatron_patches.checkpoint import claim_directory
 from megatron_patches.run import Run

@@ -6,11 +6,11 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from dsx.attachment import init_distributed
 from dsx.comm.world import World
-from dsx.config import DsxConfig, load_config
-from dsx.flags import block_of_flags
-from dsx.handle import Handle
+from dsx.config.flags import block_of_flags
+from dsx.config.schema import DsxConfig, load_config
+from dsx.engines.attach import init_distributed
+from dsx.training.handle import Handle
 
 
 class Run:

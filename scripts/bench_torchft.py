@@ -29,12 +29,12 @@ from rich.console import Console
 from rich.table import Table
 
 from dsx.bench.testbed import UNAVAILABLE, Line, TestbedUnavailable, ending
-from dsx.documents import require_place
+from dsx.config.files import require_place
 
 if TYPE_CHECKING:  # these import torch, which a skip does not need
-    from dsx.bench.e2e import Bench, Options, Row
-    from dsx.bench.e2e_plan import Plan
-    from dsx.bench.e2e_run import Runner
+    from dsx.bench.e2e.bench import Bench, Options, Row
+    from dsx.bench.e2e.plan import Plan
+    from dsx.bench.e2e.run import Runner
 
 _WORKER = Path(__file__).with_name("torchft_worker.py")
 
@@ -68,9 +68,9 @@ def main() -> int:
     if reason is not None:
         print(f"bench_torchft: {reason}", file=sys.stderr)
         return UNAVAILABLE
-    from dsx.bench.e2e import Options
-    from dsx.bench.e2e_job import Shape
-    from dsx.bench.e2e_run import RunFailed
+    from dsx.bench.e2e.bench import Options
+    from dsx.bench.e2e.job import Shape
+    from dsx.bench.e2e.run import RunFailed
 
     choices = Choices(
         arguments.ratio, arguments.interval, arguments.fragments or 1, arguments.delay or 0
@@ -107,8 +107,8 @@ def why_no_torchft() -> str | None:
 
 def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> Iterator[Row]:
     """Yield a `Row` of dsx.bench.e2e per method; errors as there."""
-    from dsx.bench.e2e import Bench, open_runner
-    from dsx.bench.e2e_plan import plan_preset, planned_interval
+    from dsx.bench.e2e.bench import Bench, open_runner
+    from dsx.bench.e2e.plan import plan_preset, planned_interval
 
     with open_runner(options) as runner:
         bench = Bench(options, choices.ratio, runner, tell)
@@ -169,7 +169,7 @@ class Versus:
 
 def show(rows: list[Row], console: Console) -> None:
     """Print a line per method; tokens per second are of all clusters, bytes of one."""
-    from dsx.bench.e2e_show import size_or_dash
+    from dsx.bench.e2e.show import size_or_dash
 
     first = rows[0]
     table = Table(

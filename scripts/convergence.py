@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import dsx
-from dsx.presets import PRESETS
+from dsx.method.presets import PRESETS
 
 UNTUNED = ("local_sgd", "dreamddp")  # their outer rule has no rate to choose
 

@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsx.units import format_bytes
+from dsx.core.units import format_bytes
 
 BASELINE = "data_parallel"
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from torch import Tensor
 
-from dsx.tags import write_durably
+from dsx.checkpoint.tags import write_durably
 
 TRACKER = "latest_checkpointed_iteration.txt"
 

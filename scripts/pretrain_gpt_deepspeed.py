@@ -36,8 +36,8 @@ from safetensors.torch import save_file
 from training_run import Counters, Meter, Results, conclude_run, open_bar, positive, set_aside
 
 import dsx
+from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
-from dsx.units import format_bytes
 
 
 @dataclass

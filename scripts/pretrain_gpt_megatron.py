@@ -34,8 +34,8 @@ from safetensors.torch import save_file
 from training_run import Counters, Meter, Results, conclude_run, open_bar, positive, set_aside
 
 import dsx
+from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
-from dsx.units import format_bytes
 
 
 @dataclass
@@ -207,7 +207,7 @@ def load(arguments: argparse.Namespace, engine: Any, handle: dsx.Handle) -> None
     """Load Megatron's checkpoint and the outer state of the same iteration."""
     from megatron_files import load_checkpoint
 
-    from dsx.backends.megatron_checkpoint import load_outer_state
+    from dsx.engines.megatron.checkpoint import load_outer_state
 
     directory = arguments.load / f"cluster_{handle.cluster_id}"
     wanted = arguments.ckpt_step
@@ -225,7 +225,7 @@ def save(run: Run) -> None:
     """Save the outer state, then Megatron's checkpoint, whose tracker so never names a half."""
     from megatron_files import save_checkpoint
 
-    from dsx.backends.megatron_checkpoint import save_outer_state
+    from dsx.engines.megatron.checkpoint import save_outer_state
 
     engine, iteration, base = run.engine, run.handle.step, run.arguments.save
     save_outer_state(run.handle, iteration, base)

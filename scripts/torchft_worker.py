@@ -1,6 +1,6 @@
 """One cluster of scripts/bench_torchft.py: trains the bench's GPT with torchft's own DiLoCo.
 
-It starts from the weights, takes the batches and goes through the steps of `dsx.bench.e2e_worker`,
+It starts from the weights, takes the batches and goes through the steps of `dsx.bench.e2e.worker`,
 with torch's AdamW and clipping where that has DeepSpeed's engine, set up the same. The ceiling is
 the same steps without torchft. torchft's heartbeats go on meanwhile, as they do in a training.
 
@@ -25,9 +25,9 @@ from torchft import Manager, ProcessGroupGloo
 from torchft.coordination import LighthouseServer
 from torchft.local_sgd import DiLoCo
 
-from dsx.bench.e2e_inner import PlainInner
-from dsx.bench.e2e_job import Job, TinyGPT
-from dsx.bench.e2e_loop import TimedSteps, Turns, read_line, train, validation_loss
+from dsx.bench.e2e.inner import PlainInner
+from dsx.bench.e2e.job import Job, TinyGPT
+from dsx.bench.e2e.loop import TimedSteps, Turns, read_line, train, validation_loss
 
 LIGHTHOUSE_PORT, _STORE_PORT = 29510, 29500
 
@@ -90,7 +90,7 @@ def start_diloco(inner: PlainInner, manager: Manager, arguments: argparse.Namesp
 
 
 def run(job: Job, arguments: argparse.Namespace, manager: Manager) -> None:
-    """Train, and write what `dsx.bench.e2e_worker` writes."""
+    """Train, and write what `dsx.bench.e2e.worker` writes."""
     inner, turns = PlainInner(job), Turns(job, arguments.cluster)
     diloco = start_diloco(inner, manager, arguments)
     trained = TimedSteps(job, arguments.cluster, inner.take_step)

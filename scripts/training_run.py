@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 import dsx
-from dsx.report import report
+from dsx.telemetry.report import report
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from dsx.method import Method
-from dsx.simulate import SimulatedClusters
+from dsx.engines.simulated import SimulatedClusters
+from dsx.method.method import Method
 
 
 class Simulated(SimulatedClusters):

@@ -1,7 +1,7 @@
 """A model of a few hundred parameters, its data, and every method on it, for all tests.
 
-`CASES` is the conformance table: a new preset joins every test of tests/core/test_conformance.py,
-tests/dist and tests/golden by one line here. `VARIANTS` are further combinations of axes.
+`CASES` is the conformance table: a new preset joins every test of tests/method/test_conformance.py,
+tests/comm and tests/golden by one line here. `VARIANTS` are further combinations of axes.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dsx.config import preset, resolve_method
-from dsx.method import Method
+from dsx.config.schema import preset, resolve_method
+from dsx.method.method import Method
 from tests.reference import Recipe
 from tests.reference_schedules import Adaptive
 

@@ -1,1 +1,1 @@
-"""Adapters to the engines that train inside a cluster."""
+"""The old spelling of `dsx.engines`; what was documented of it works with a warning."""

@@ -21,11 +21,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from dsx.choices import require_choice
-from dsx.wire.base import Codec, Kernels, Wire
-from dsx.wire.compiled import unavailable
-from dsx.wire.formats import FORMATS
-from dsx.wire.group_formats import GROUP_SIZES, Int8
+from dsx.compress.wire.base import Codec, Kernels, Wire
+from dsx.compress.wire.compiled import unavailable
+from dsx.compress.wire.formats import FORMATS
+from dsx.compress.wire.group_formats import GROUP_SIZES, Int8
+from dsx.core.checks import require_choice
 
 logger = logging.getLogger(__name__)
 

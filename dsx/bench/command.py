@@ -13,8 +13,8 @@ from typing import Annotated
 
 import typer
 
-from dsx.bench.e2e_command import e2e
-from dsx.documents import require_place
+from dsx.bench.e2e.command import e2e
+from dsx.config.files import require_place
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
@@ -125,7 +125,7 @@ def link(
     """
     from rich.console import Console
 
-    from dsx.bench.link import ProbeFailed, cores_for, probe, run_in_clusters, show_results
+    from dsx.bench.line import ProbeFailed, cores_for, probe, run_in_clusters, show_results
     from dsx.bench.testbed import Line, Testbed, TestbedUnavailable, ending
 
     try:

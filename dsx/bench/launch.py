@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from dsx.backends.torch import TorchBackend
 from dsx.comm.gloo import GlooTransport
-from dsx.comm.swap import Peers
-from dsx.config import preset
-from dsx.outer_loop import OuterLoop
+from dsx.config.schema import preset
+from dsx.core.exchange import Peers
+from dsx.engines.torch import TorchBackend
+from dsx.outer.loop import OuterLoop
 
 _DEADLINE_SECONDS = 60.0
 

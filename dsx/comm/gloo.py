@@ -30,12 +30,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.comm.announcements import Announcements
-from dsx.comm.base import Submission
-from dsx.comm.parcels import Incoming, outgoing
-from dsx.comm.swap import HEADER, Exchange, Peers, Swap
-from dsx.comm.works import Works
-from dsx.types import Stage
+from dsx.comm.coalescing import Incoming, outgoing
+from dsx.comm.handshake import Announcements
+from dsx.comm.point_to_point import Works
+from dsx.core.exchange import HEADER, Exchange, Peers, Swap
+from dsx.core.transport import Submission
+from dsx.core.types import Stage
 
 _WHOLE = Stage()
 

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.comm.base import PeerLost, Submission
-from dsx.comm.reduce import HEADER_BYTES
-from dsx.comm.swap import HEADER, Exchange, Peers, Swap
+from dsx.compress.averaging import HEADER_BYTES
+from dsx.core.exchange import HEADER, Exchange, Peers, Swap
+from dsx.core.transport import PeerLost, Submission
 
 
 class InProcessHub:

@@ -22,8 +22,8 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from dsx.comm.base import PeerLost
 from dsx.comm.topology import Place
+from dsx.core.transport import PeerLost
 
 PROTOCOL = 2  # of what clusters send each other; counted up where another dsx would not read it
 _POLL_SECONDS = 0.05

@@ -17,13 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dsx.comm.base import PeerLost
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
-from dsx.comm.swap import Peers
 from dsx.comm.topology import LauncherEnvironment, Place, split_world
-from dsx.types import Stage
+from dsx.core.exchange import Peers
+from dsx.core.transport import PeerLost
+from dsx.core.types import Stage
 
 
 @dataclass(frozen=True)

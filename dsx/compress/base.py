@@ -14,10 +14,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.comm.reduce import ExactMean
-from dsx.comm.swap import Exchange, Peers
+from dsx.compress.averaging import ExactMean
 from dsx.compress.error_feedback import Residual
-from dsx.types import Fragment, Slot
+from dsx.core.exchange import Exchange, Peers
+from dsx.core.types import Fragment, Slot
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsx.wire.base import Wire
-from dsx.wire.formats import FORMATS
+from dsx.compress.wire.base import Wire
+from dsx.compress.wire.formats import FORMATS
 
 Storage = Literal["fp32", "bf16", "int8"]
 

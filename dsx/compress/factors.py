@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsx.wire.base import Codec, Kernels, Wire
+from dsx.compress.wire.base import Codec, Kernels, Wire
 
 EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
 _EXPONENTS = 1  # bytes per row, up

@@ -31,8 +31,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from dsx.choices import require_choice
-from dsx.comm.swap import Exchange, Peers, Swap, to_all, together
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
 from dsx.compress.owners import factor_owners
@@ -45,9 +43,11 @@ from dsx.compress.quantized import (
     merged,
     part_seed,
 )
-from dsx.types import Fragment, Slot
-from dsx.wire.base import Wire
-from dsx.wire.formats import FORMATS
+from dsx.compress.wire.base import Wire
+from dsx.compress.wire.formats import FORMATS
+from dsx.core.checks import require_choice
+from dsx.core.exchange import Exchange, Peers, Swap, to_all, together
+from dsx.core.types import Fragment, Slot
 
 FactorWire = Literal["fp32", "int8", "int4"]
 LEAST_RANK = 4  # what a matrix must allow where the rank is a controller's

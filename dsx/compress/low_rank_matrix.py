@@ -11,11 +11,11 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from dsx.comm.swap import Peers
 from dsx.compress.factors import DownCodec, UpCodec, product
 from dsx.compress.owners import Owners
-from dsx.types import Slot
-from dsx.wire.base import Kernels, Wire
+from dsx.compress.wire.base import Kernels, Wire
+from dsx.core.exchange import Peers
+from dsx.core.types import Slot
 
 NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
 _TINY = 2.0**-126  # the least normal number

@@ -15,14 +15,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from dsx.choices import require_choice
-from dsx.comm.reduce import CodedMean, mean_bounds
-from dsx.comm.swap import Exchange, Peers, together
+from dsx.compress.averaging import CodedMean, mean_bounds
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual, Storage, residual_bytes
-from dsx.types import Fragment, Slot
-from dsx.wire.base import Kernels, Rounding, Wire
-from dsx.wire.formats import FORMATS
+from dsx.compress.wire.base import Kernels, Rounding, Wire
+from dsx.compress.wire.formats import FORMATS
+from dsx.core.checks import require_choice
+from dsx.core.exchange import Exchange, Peers, together
+from dsx.core.types import Fragment, Slot
 
 Feedback = Literal["none", "fp32", "bf16", "int8"]
 WireName = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary"]

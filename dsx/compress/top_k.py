@@ -32,15 +32,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dsx.choices import require_choice
-from dsx.comm.reduce import CodedMean
-from dsx.comm.swap import Exchange, Peers, together
+from dsx.compress.averaging import CodedMean
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual, Storage, residual_bytes
 from dsx.compress.quantized import SmallPart, SmallWire, runs
-from dsx.types import Fragment, Slot
-from dsx.wire.base import Buffers, Codec, Kernels, require_sizes
-from dsx.wire.group_kernels import MIN_SCALE, largest_scale
+from dsx.compress.wire.base import Buffers, Codec, Kernels, require_sizes
+from dsx.compress.wire.group_kernels import MIN_SCALE, largest_scale
+from dsx.core.checks import require_choice
+from dsx.core.exchange import Exchange, Peers, together
+from dsx.core.types import Fragment, Slot
 
 LARGEST_CHUNK = 4096  # what 12 bits count
 RATIO = 1.5  # the larger level over the smaller one

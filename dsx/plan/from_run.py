@@ -22,8 +22,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dsx.core.types import ParameterShape
 from dsx.plan.settings import Coding
-from dsx.types import ParameterShape
 
 _WARM_UP = 2
 

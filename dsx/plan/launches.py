@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dsx.method.schedule.layer_assignment import layer_table
 from dsx.plan.closed_forms import num_transmissions
 from dsx.plan.scenario import Compute
 from dsx.plan.settings import Settings
 from dsx.plan.timeline import Cost, Launch
 from dsx.plan.traffic import Traffic
-from dsx.schedule.layer_assignment import layer_table
 
 
 def launches_of(

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import count
 
-from dsx.fragment import Fragmenter, assign_stage, group_by_layer, lay_out
-from dsx.model_files import ModelFiles, inner_of, stage_shapes
+from dsx.core.types import ParameterShape, Stage
+from dsx.method.fragments import Fragmenter, assign_stage, group_by_layer, lay_out
+from dsx.plan.model_files import ModelFiles, inner_of, stage_shapes
 from dsx.plan.payload import Parts, parts_of
 from dsx.plan.scenario import require_number
 from dsx.plan.settings import Coding
 from dsx.plan.traffic import Load
-from dsx.types import ParameterShape, Stage
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from math import lcm
 from typing import Literal, NamedTuple
 
 from dsx.compress.owners import factor_owners
+from dsx.core.types import Fragment, Slot
 from dsx.plan.settings import Coding, Notes
-from dsx.types import Fragment, Slot
 
 HEADERS_BYTES = 48  # per transfer and peer: comm.reduce.HEADER_BYTES
 GATHERED_UP_TO = 3  # clusters

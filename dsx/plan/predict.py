@@ -32,7 +32,7 @@ from dsx.plan.timeline import Cost, Launch, Timeline
 from dsx.plan.traffic import Ranks, Traffic, loads_of, mean_swaps
 
 if TYPE_CHECKING:
-    from dsx.method import Method
+    from dsx.method.method import Method
 
 MOST_STEPS = 10**6
 

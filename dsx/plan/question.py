@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsx.model_files import read_model
 from dsx.plan.candidates import Question
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.link import Costs, Link, read_codec_figures
 from dsx.plan.measured_codec import slowdown_of, slowed
 from dsx.plan.model import PlannedModel, from_files, from_numels, from_parameters, from_sizes
+from dsx.plan.model_files import read_model
 from dsx.plan.scenario import require_number
 
 USUAL_MFU = 0.4

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from dsx.fragment import ByLayer, Fragmenter, WholeModel
+from dsx.method.fragments import ByLayer, Fragmenter, WholeModel
 from dsx.plan.settings import Coding, Notes, ScheduleName, Settings
 
 Overlap = Literal["none", "steps", "round"]

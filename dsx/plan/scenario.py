@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from dsx.choices import require_choice
+from dsx.core.checks import require_choice
 
 MethodName = Literal["data_parallel", "diloco", "streaming"]
 Pattern = Literal["strided", "sequential"]

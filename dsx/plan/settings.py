@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 if TYPE_CHECKING:
-    from dsx.method import Method
+    from dsx.method.method import Method
 
 ScheduleName = Literal["every_step", "periodic", "streaming", "adaptive", "layerwise"]
 CodingName = Literal["dense", "quantized", "low_rank", "top_k"]
@@ -82,7 +82,7 @@ DATA_PARALLEL = Settings("every_step", 1)
 
 def settings_of(method: Method) -> Settings:
     """Return what a resolved method means for the line."""
-    from dsx.config import AXES
+    from dsx.config.schema import AXES
 
     names = {
         axis: next(n for n, kind in choices.items() if type(getattr(method, axis)) is kind)
@@ -113,7 +113,7 @@ def settings_of(method: Method) -> Settings:
 
 
 def _coding(name: str, method: Method) -> Coding:
-    from dsx.types import History
+    from dsx.core.types import History
 
     compression, control = method.compression, method.control
     given: dict[str, Any] = {

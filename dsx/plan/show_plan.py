@@ -12,12 +12,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsx.documents import require_place
+from dsx.config.files import require_place
+from dsx.core.units import format_bytes
 from dsx.plan.candidates import Candidate, Question, Search
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
 from dsx.plan.ranking import best_of_each, harm, ranked
-from dsx.units import format_bytes
 
 _SCALES_WITH_H = ("periodic", "streaming")  # others would send more in a longer period
 

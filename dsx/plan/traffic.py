@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dsx.fragment import Fragmenter, lay_out
+from dsx.core.types import Fragment, ParameterShape, Slot
+from dsx.method.fragments import Fragmenter, lay_out
 from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
 from dsx.plan.payload import (
     GATHERED_UP_TO,
@@ -18,7 +19,6 @@ from dsx.plan.payload import (
 )
 from dsx.plan.settings import Coding, Notes, Settings
 from dsx.plan.timeline import Cost
-from dsx.types import Fragment, ParameterShape, Slot
 
 Ranks = Sequence[Sequence[Fragment]]
 

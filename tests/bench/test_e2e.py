@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dsx.bench.e2e import Bench, Options, Row
-from dsx.bench.e2e_job import Job, Shape, build_model
-from dsx.bench.e2e_loop import Recorded, TimedSteps, train
-from dsx.bench.e2e_plan import Situation, plan_presets
-from dsx.bench.e2e_run import Measured, RunFailed, Runner
-from dsx.bench.e2e_show import TARGETS, as_json, draw, figure_of, show
+from dsx.bench.e2e.bench import Bench, Options, Row
+from dsx.bench.e2e.job import Job, Shape, build_model
+from dsx.bench.e2e.loop import Recorded, TimedSteps, train
+from dsx.bench.e2e.plan import Situation, plan_presets
+from dsx.bench.e2e.run import Measured, RunFailed, Runner
+from dsx.bench.e2e.show import TARGETS, as_json, draw, figure_of, show
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
+from dsx.core.types import ParameterShape
+from dsx.method.presets import PRESETS
+from dsx.outer.transfer import NothingYet, Transfer
 from dsx.plan.link import Link
-from dsx.presets import PRESETS
-from dsx.transfer import NothingYet, Transfer
-from dsx.types import ParameterShape
 
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]
 
@@ -114,7 +114,7 @@ def test_batches_are_in_inverse_proportion_to_the_ratio(ratio: float, windows: i
 def test_a_pause_waits_for_transfers_and_nothing_else() -> None:
     from types import SimpleNamespace
 
-    from dsx.bench.e2e_worker import settle
+    from dsx.bench.e2e.worker import settle
 
     waited: list[str] = []
     under_way = Transfer.__new__(Transfer)
@@ -132,10 +132,10 @@ class TestTrain:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, with_ceiling: bool
     ) -> tuple[Recorded, list[str]]:
         now, sent, log = [0.0], [0], []
-        monkeypatch.setattr("dsx.bench.e2e_loop.time.perf_counter", lambda: now[0])
-        monkeypatch.setattr("dsx.bench.e2e_loop.ClusterBatches", lambda *a, **k: repeat(None))
-        monkeypatch.setattr("dsx.bench.e2e_loop.TokenWindows", lambda *a: None)
-        monkeypatch.setattr("dsx.bench.e2e_loop.read_line", lambda: Traffic(sent[0], 0, 0, 0))
+        monkeypatch.setattr("dsx.bench.e2e.loop.time.perf_counter", lambda: now[0])
+        monkeypatch.setattr("dsx.bench.e2e.loop.ClusterBatches", lambda *a, **k: repeat(None))
+        monkeypatch.setattr("dsx.bench.e2e.loop.TokenWindows", lambda *a: None)
+        monkeypatch.setattr("dsx.bench.e2e.loop.read_line", lambda: Traffic(sent[0], 0, 0, 0))
 
         def steps_of(name: str, seconds: float) -> TimedSteps:
             def take_step(windows: Any) -> float:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dsx.comm.base import Submission
 from dsx.comm.in_process import InProcessHub
-from dsx.comm.reduce import HEADER_BYTES
-from dsx.comm.swap import Exchange, Peers
+from dsx.compress.averaging import HEADER_BYTES
 from dsx.compress.base import Compressor, Launch
-from dsx.types import Fragment, Slot
+from dsx.core.exchange import Exchange, Peers
+from dsx.core.transport import Submission
+from dsx.core.types import Fragment, Slot
 
 
 def fragment_of(*shapes: tuple[int, ...], names: Sequence[str] = (), id: int = 0) -> Fragment:

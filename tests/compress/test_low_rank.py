@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import LayerNorm
 
-from dsx.backends.torch import TorchBackend
-from dsx.comm.swap import Exchange, Swap
 from dsx.compress.base import Launch
 from dsx.compress.factors import product
 from dsx.compress.low_rank import LowRank
-from dsx.config import preset
-from dsx.fragment import ByLayer
-from dsx.method import SettingWarning
-from dsx.routes import factored, tell_what_is_factored
-from dsx.types import Fragment, Slot
+from dsx.config.schema import preset
+from dsx.core.exchange import Exchange, Swap
+from dsx.core.types import Fragment, Slot
+from dsx.engines.torch import TorchBackend
+from dsx.method.fragments import ByLayer
+from dsx.method.method import SettingWarning
+from dsx.outer.routes import factored, tell_what_is_factored
 from tests.compress.channels import (
     Clusters,
     bits,

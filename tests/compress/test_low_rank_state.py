@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dsx.compress.base import Launch
 from dsx.compress.quantized import Quantized
-from dsx.control.adaptive_rank import AdaptiveRank
-from dsx.types import Fragment, History, Knobs
+from dsx.core.types import Fragment, History, Knobs
+from dsx.method.control.adaptive_rank import AdaptiveRank
 from tests.compress.channels import (
     Clusters,
     bits,

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 import dsx
-from dsx.checkpoint import load_state, save_state
+from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import Place
-from dsx.config import preset, resolve_method
+from dsx.config.schema import preset, resolve_method
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
 

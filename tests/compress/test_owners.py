@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsx.comm.swap import Exchange, Peers, Swap
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import factor_owners
+from dsx.core.exchange import Exchange, Peers, Swap
 from dsx.plan.payload import HEADERS_BYTES, line_bytes, parts_of
 from dsx.plan.settings import Coding, Notes
 from tests.compress.channels import correlated, drive, fragment_of

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsx.compress.base import Launch
 from dsx.compress.quantized import Quantized
-from dsx.types import Fragment, Slot
+from dsx.core.types import Fragment, Slot
 from tests.compress.channels import (
     Clusters,
     bits,
@@ -20,7 +20,7 @@ from tests.compress.channels import (
     exact_mean,
     fragment_of,
 )
-from tests.wire import reference
+from tests.compress.wire import reference
 
 # Coded: w1, w2 as one run, w5. Small: a vector, a long vector, a matrix of 1023.
 SHAPES = [(70,), (40, 30), (32, 40), (2000,), (33, 31), (8, 16, 9)]

@@ -12,15 +12,15 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from dsx.comm.base import Submission
 from dsx.comm.in_process import InProcessHub
-from dsx.comm.reduce import HEADER_BYTES
-from dsx.comm.swap import Peers
+from dsx.compress.averaging import HEADER_BYTES
 from dsx.compress.base import Channel, Launch
 from dsx.compress.top_k import RATIO, SparseFormat, TopK
-from dsx.config import ConfigError, load_config, preset
-from dsx.types import Fragment, Slot
-from dsx.wire.formats import FORMATS
+from dsx.compress.wire.formats import FORMATS
+from dsx.config.schema import ConfigError, load_config, preset
+from dsx.core.exchange import Peers
+from dsx.core.transport import Submission
+from dsx.core.types import Fragment, Slot
 from tests.simulated import Simulated
 
 CPU = torch.device("cpu")

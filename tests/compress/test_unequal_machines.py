@@ -15,13 +15,13 @@ import hashlib, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
-from dsx.comm.swap import Peers
+from dsx.core.exchange import Peers
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from tests.compress.matrices import plain_low_rank
 from dsx.compress.quantized import Quantized
 from dsx.compress.top_k import TopK
-from dsx.types import Fragment, Slot
+from dsx.core.types import Fragment, Slot
 
 rank, count, threads, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(threads)

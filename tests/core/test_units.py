@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsx.units import format_bytes
+from dsx.core.units import format_bytes
 
 GIB = 2**30
 

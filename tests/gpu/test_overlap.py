@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.backends.torch import TorchBackend
 from dsx.comm.gloo import GlooTransport
 from dsx.comm.in_process import InProcessHub, step_together
-from dsx.comm.swap import Peers
-from dsx.config import preset
-from dsx.outer_loop import OuterLoop
+from dsx.config.schema import preset
+from dsx.core.exchange import Peers
+from dsx.engines.torch import TorchBackend
+from dsx.outer.loop import OuterLoop
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, batch, mean_loss
 

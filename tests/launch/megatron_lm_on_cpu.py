@@ -1,4 +1,4 @@
-"""`dsx.megatron` where there is no GPU: `torchrun ... megatron_lm_on_cpu.py pretrain_gpt.py ...`.
+"""megatron_patches without a GPU: `torchrun ... megatron_lm_on_cpu.py pretrain_gpt.py ...`.
 
 Beside what megatron-core needs (scripts/megatron_on_cpu.py), the training loop asserts that CUDA is
 there and compiles C++ helpers into its tree; here a compiled one is expected to be there.
@@ -39,6 +39,6 @@ def install() -> None:
 
 if __name__ == "__main__":  # data workers and checkpoint writers import this file anew
     install()
-    from dsx.megatron import main
+    from megatron_patches.__main__ import main
 
     main()

@@ -1,4 +1,4 @@
-"""The DAG node by node, as the model is stated: the oracle of dsx/plan/dag.py."""
+"""The DAG node by node, as the model is stated: the oracle of dsx/plan/published/dag.py."""
 
 from __future__ import annotations
 

@@ -15,9 +15,9 @@ from dsx.plan.closed_forms import (
     least_bits_per_second,
     overlapped_round_seconds,
 )
-from dsx.plan.dag import elapsed_seconds, utilization
+from dsx.plan.published.dag import elapsed_seconds, utilization
+from dsx.plan.published.search import exactly
 from dsx.plan.scenario import Compute, Granularity, MethodName, Pattern, Scenario, Sync, Wire
-from dsx.plan.search import exactly
 from tests.plan import step_by_step
 
 METHODS: list[MethodName] = ["data_parallel", "diloco", "streaming"]

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.cli import app
-from dsx.fragment import WholeModel
+from dsx.method.fragments import WholeModel
 from dsx.plan.from_run import read_run
 from dsx.plan.link import Costs
 from dsx.plan.question import Given, read_question

@@ -10,16 +10,16 @@ import pytest
 import torch
 from torch import nn
 
-from dsx.config import preset
-from dsx.method import Method
+from dsx.config.schema import preset
+from dsx.core.types import ParameterShape
+from dsx.engines.simulated import SimulatedClusters
+from dsx.method.method import Method
+from dsx.method.presets import PRESETS
 from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
 from dsx.plan.predict import has_fixed_traffic, predict, run_bytes
 from dsx.plan.settings import settings_of
 from dsx.plan.traffic import Traffic, loads_of, one_rank
-from dsx.presets import PRESETS
-from dsx.simulate import SimulatedClusters
-from dsx.types import ParameterShape
 
 LINK = Link(1e9, 0.01)
 STEP = 0.5

@@ -16,18 +16,18 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.cli import app
-from dsx.config import load_config
-from dsx.flags import read_flags
-from dsx.memory_plan import plan_stage
-from dsx.model_files import read_model
+from dsx.config.flags import read_flags
+from dsx.config.schema import load_config
+from dsx.core.types import Stage
 from dsx.plan.candidates import Question, Search
 from dsx.plan.link import Link
+from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model import from_files, from_sizes
+from dsx.plan.model_files import read_model
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.ranking import best_of_each, harm, ranked
 from dsx.plan.recipes import RECIPES
 from dsx.plan.settings import settings_of
-from dsx.types import Stage
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "configs" / "qwen_107b.flags"

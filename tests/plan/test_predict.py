@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsx.plan.closed_forms import data_parallel_step_seconds
-from dsx.plan.dag import elapsed_seconds
 from dsx.plan.link import PAYLOAD_SHARE, Costs, Link, read_codec_figures, wire_bytes
 from dsx.plan.predict import fitting_interval, predict
+from dsx.plan.published.dag import elapsed_seconds
 from dsx.plan.scenario import Compute, Scenario, Sync, Wire
 from dsx.plan.settings import DATA_PARALLEL, Coding, Notes, Settings
 from dsx.plan.timeline import Cost, SharedLine

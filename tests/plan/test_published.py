@@ -11,9 +11,9 @@ from dsx.plan.closed_forms import (
     tokens_per_second,
     transfer_seconds,
 )
-from dsx.plan.dag import utilization
+from dsx.plan.published.dag import utilization
+from dsx.plan.published.search import on_paper_grid
 from dsx.plan.scenario import Compute, Scenario, Sync, Wire
-from dsx.plan.search import on_paper_grid
 
 TARGETS = [50, 80, 90, 95, 99]
 ONE = Compute(1e9, 24, 0.1)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from dsx import memory
-from dsx.config import preset
-from dsx.control.adaptive_rank import AdaptiveRank
-from dsx.fragment import ByLayer
+from dsx.config.schema import preset
+from dsx.core.types import ParameterShape
+from dsx.method.control.adaptive_rank import AdaptiveRank
+from dsx.method.fragments import ByLayer
+from dsx.method.presets import PRESETS
+from dsx.outer import memory
 from dsx.plan.model import from_sizes
 from dsx.plan.offer import OWN_LEAST_INTERVAL
 from dsx.plan.outer_memory import outer_bytes
 from dsx.plan.recipes import RECIPES, codecs_for
 from dsx.plan.settings import settings_of
 from dsx.plan.traffic import one_rank
-from dsx.presets import PRESETS
-from dsx.types import ParameterShape
 
 MODEL = from_sizes(8 * 12 * 64**2, 8, 64, ranks=1)
 COUNT = 4

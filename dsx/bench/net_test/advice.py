@@ -1,0 +1,68 @@
+"""What a measured link means for H: the least interval with which methods reach a utilization.
+
+Asked of the planner (dsx/plan/predict.py), as `dsx plan` does, for one rank per cluster that codes
+at the speeds of README's table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from dsx.method.fragments import WholeModel
+from dsx.plan.link import Link
+from dsx.plan.model import from_sizes
+from dsx.plan.predict import fitting_interval, predict
+from dsx.plan.published.search import require_target
+from dsx.plan.scenario import Compute
+from dsx.plan.settings import Coding, Settings
+from dsx.plan.traffic import one_rank
+
+_INT4 = Coding("quantized", wire="int4", error_feedback="fp32")
+METHODS = {
+    "diloco, fp32": Settings("periodic", 1),
+    "one round late (eager, diloco_delayed), fp32": Settings("periodic", 1, rounds_late=1),
+    "one round late (eager, diloco_delayed), int4": Settings(
+        "periodic", 1, rounds_late=1, coding=_INT4
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Model:
+    """Of what the advice is: the model, its step, and the percentage of time spent computing."""
+
+    params: float
+    layers: int
+    step_seconds: float
+    target: float
+
+    def __post_init__(self) -> None:
+        require_target(self.target)
+        Compute(self.params, self.layers, self.step_seconds)  # which checks them
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The least H of one kind of method, or None where no H up to a million is enough."""
+
+    method: str
+    interval: int | None
+    utilization: float | None
+
+
+def plans(model: Model, clusters: int, bits_per_second: float, latency: float) -> list[Plan]:
+    """Return the least H for blocking and for delayed methods, on a line measured in payload."""
+    (shapes,) = from_sizes(model.params, model.layers, None, ranks=1).stages
+    ranks = one_rank(WholeModel(), shapes)
+    link = Link(bits_per_second, latency, payload_share=1)
+    found: list[Plan] = []
+    for method, settings in METHODS.items():
+        interval = fitting_interval(
+            settings, ranks, model.step_seconds, link, clusters, model.target / 100
+        )
+        gives = None
+        if interval is not None:
+            at = settings.at(interval)
+            gives = predict(at, ranks, model.step_seconds, link, clusters).utilization
+        found.append(Plan(method, interval, gives))
+    return found

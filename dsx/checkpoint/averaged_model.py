@@ -1,0 +1,229 @@
+"""`dsx export`: the averaged model out of a checkpoint's files, without an engine or model code.
+
+What is exported is what `averaged()` would have held at the save, as the method says: the anchor,
+or the mean of the clusters' masters, of the newest tag that is complete in all clusters at hand. If
+a cluster is not there the anchor stands in, where there is one. Transfers in flight are left out.
+
+Parameters are written one shard at a time, so that a host needs memory for one shard, in the order
+of the module's names. What dsx does not train (frozen parameters, buffers) is cluster 0's, from
+DeepSpeed's own files; a parameter of two names is written under both. A tied weight of a pipeline
+has one name in its module and is written once; the file's metadata names the places that share it,
+as `safetensors.torch.save_model` does.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsx.checkpoint.files import SavedCluster, SavedRank, put_together, stretches, vector_sources
+from dsx.checkpoint.tags import cluster_directory, complete_tags, newest_first, same_content
+from dsx.core.types import Slot
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+logger = logging.getLogger(__name__)
+MODULE_FACTS = "dsx_module.json"  # beside the ranks' files: {"aliases": {name: name it shares}}
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained parameter, and the vector of which fragment and ranks it lies in."""
+
+    name: str
+    shape: tuple[int, ...]
+    fragment: int
+    ranks: Sequence[Sequence[SavedRank]]  # by cluster
+    vector: str
+
+
+class SavedModel:
+    """The averaged model in the files of a tag; tensors are put together when asked for."""
+
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.directory = directories[0]
+        self.directories = directories
+        clusters = [SavedCluster(directory) for directory in directories]
+        self.num_saved_clusters = clusters[0].num_clusters
+        ranks = [cluster.ranks() for cluster in clusters]
+        kinds = ranks[0][0].meta["kinds"]
+        self.step: int = ranks[0][0].meta["step"]
+        self.is_partial = len(directories) < self.num_saved_clusters
+        self.is_mean: bool = kinds["exports"] == "mean"
+        if self.is_partial and kinds["keeps an anchor"]:
+            self.is_mean = False
+        self.is_second_best = not self.is_mean and kinds["exports"] == "mean"
+        self.in_flight = sum(not entry["is_empty"] for entry in ranks[0][0].meta["in_flight"])
+        if self.is_mean and self.is_partial:
+            raise ValueError(
+                f"this method keeps no anchor, so its model is the mean of "
+                f"{self.num_saved_clusters} clusters, and {self.directory.parents[1]} holds "
+                f"{len(directories)}: copy the directories of all clusters there"
+            )
+        self.parameters = self._find(ranks if self.is_mean else ranks[:1])
+        path = self.directory / MODULE_FACTS
+        facts = json.loads(path.read_text()) if path.is_file() else {}
+        self.aliases: Mapping[str, str] = facts.get("aliases", {})
+        self.buffers: Sequence[str] | None = facts.get("buffers")  # None: not noted
+        self.places: Mapping[str, str] = facts.get("places", {})
+        self._tied: Mapping[str, Any] = facts.get("tied", {})
+
+    def name_at(self, place: str, name: str) -> str:
+        """Return the model's name of a tensor of the layer at a place in a pipeline."""
+        if place not in self.places:
+            return f"{place}.{name}"
+        shared = f"{_tied_layer(self.places[place])}.{name}"
+        return shared if shared in self._tied else f"{self.places[place]}.{name}"
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """The names that tied weights have at their places, each with the one it is under."""
+        return {
+            f"{place}.{name.removeprefix(_tied_layer(layer) + '.')}": name
+            for place, layer in self.places.items()
+            for name in self._tied
+            if name.startswith(f"{_tied_layer(layer)}.") and name in self.parameters
+        }
+
+    @property
+    def numel(self) -> int:
+        """Trained elements."""
+        return sum(math.prod(p.shape) for p in self.parameters.values())
+
+    def tensor(self, name: str) -> Tensor:
+        """Return one averaged parameter, fp32; ValueError if part of it is not in the files."""
+        parameter = self.parameters[name]
+        total = self._of_cluster(parameter, 0)
+        for cluster in range(1, len(parameter.ranks)):
+            total += self._of_cluster(parameter, cluster)
+        return total.div_(len(parameter.ranks)).view(parameter.shape)
+
+    def _of_cluster(self, parameter: Parameter, cluster: int) -> Tensor:
+        numel, ranks = math.prod(parameter.shape), parameter.ranks[cluster]
+        sources = vector_sources(ranks, "layout", parameter.fragment, parameter.vector)
+        out = torch.empty(numel)
+        missing = put_together(stretches([Slot(parameter.name, (numel,), 0)]), out, sources)
+        if missing:
+            raise ValueError(
+                f"{ranks[0].path.parent} lacks {missing} of {numel} elements of {parameter.name}"
+            )
+        return out
+
+    def _find(self, ranks: Sequence[Sequence[SavedRank]]) -> dict[str, Parameter]:
+        """Return the parameters of all pipeline stages by name."""
+        found: dict[str, Parameter] = {}
+        for stage in sorted({rank.meta["kinds"]["stage"][0] for rank in ranks[0]}):
+            mine = [[r for r in rs if r.meta["kinds"]["stage"][0] == stage] for rs in ranks]
+            for index, parameters in enumerate(mine[0][0].meta["kinds"]["parameters"]):
+                vector = f"{'local' if self.is_mean else 'anchor'}/{index}"
+                for name, shape in parameters:
+                    found[name] = Parameter(name, tuple(shape), index, mine, vector)
+        return found
+
+
+def _tied_layer(place: str) -> str:
+    """Return the name of a tied layer in its module, whatever the stage."""
+    return place[place.index("tied_modules.") :]
+
+
+def find_model(base: Path, tag: str | None) -> SavedModel:
+    """Return the averaged model of a checkpoints' directory; FileNotFoundError says what is there.
+
+    `base` is what was given to `save_checkpoint`: it holds cluster_0, cluster_1, ...
+    """
+    found = sorted(
+        int(path.name.removeprefix("cluster_"))
+        for path in base.glob("cluster_*")
+        if path.name.removeprefix("cluster_").isdecimal()
+    )
+    if not found:
+        raise FileNotFoundError(
+            f"{base} holds no cluster_<m>: give the directory that save_checkpoint was given, "
+            "e.g. runs/quickstart/checkpoints"
+        )
+    tables = {m: complete_tags(cluster_directory(base, m)) for m in found}
+    skipped: list[str] = []
+    for name, mark in newest_first(tables[found[0]], tag):
+        members = [m for m in found if m < mark["num_clusters"]]  # others are of another run
+        held = [(m, same_content(tables[m], name, mark)) for m in members]
+        lacking = [m for m, same in held if same is None]
+        if not lacking:
+            for line in skipped:
+                logger.warning("%s; exporting %s", line, name)
+            return SavedModel([cluster_directory(base, m) / str(same) for m, same in held])
+        skipped.append(f"{name} is not complete in cluster(s) {lacking}")
+    there = "; ".join(f"cluster {m}: {sorted(table) or 'none'}" for m, table in tables.items())
+    what = f"checkpoint {tag!r}" if tag else "checkpoint"
+    raise FileNotFoundError(
+        f"no complete {what} that all clusters hold under {base} from one run ({there})"
+    )
+
+
+def write_safetensors(
+    model: SavedModel,
+    untrained: Mapping[str, Tensor],
+    out: Path,
+    dtype: torch.dtype,
+    shard_bytes: int,
+    tell: Tell,
+) -> list[Path]:
+    """Write the model as Hugging Face does, and return the files.
+
+    One `model.safetensors`, or numbered ones of up to `shard_bytes` with an index.
+    """
+    sizes = {n: math.prod(p.shape) * dtype.itemsize for n, p in model.parameters.items()}
+    sizes |= {n: sizes[source] for n, source in model.aliases.items() if source in sizes}
+    extra = {name: t for name, t in untrained.items() if name not in sizes}
+    sizes |= {name: t.numel() * _dtype_of(t, dtype).itemsize for name, t in extra.items()}
+    shards = list(_shards(sizes, shard_bytes))
+    out.mkdir(parents=True, exist_ok=True)
+    files: list[Path] = []
+    weight_map: dict[str, str] = {}
+    for index, names in enumerate(shards, start=1):
+        file = "model.safetensors"
+        if len(shards) > 1:
+            file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for name in names:
+            if name in extra:
+                tensors[name] = extra[name].to(_dtype_of(extra[name], dtype)).contiguous()
+            else:
+                tensors[name] = model.tensor(model.aliases.get(name, name)).to(dtype)
+        copies = {place: name for place, name in model.copies.items() if name in tensors}
+        save_file(tensors, out / file, metadata={"format": "pt", **copies})
+        tell(f"{file}: {len(names)} tensors, {sum(sizes[n] for n in names):,} bytes")
+        weight_map.update(dict.fromkeys(names, file))
+        files.append(out / file)
+    if len(shards) > 1:
+        contents = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        files.append(out / "model.safetensors.index.json")
+        files[-1].write_text(json.dumps(contents, indent=2) + "\n")
+    return files
+
+
+def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the type to write a tensor in: only floating point follows the option."""
+    return dtype if tensor.is_floating_point() else tensor.dtype
+
+
+def _shards(sizes: Mapping[str, int], largest: int) -> Iterator[list[str]]:
+    """Yield names in order, as many at a time as fit; one that does not fit at all comes alone."""
+    names: list[str] = []
+    used = 0
+    for name, size in sizes.items():
+        if names and used + size > largest:
+            yield names
+            names, used = [], 0
+        names.append(name)
+        used += size
+    if names:
+        yield names

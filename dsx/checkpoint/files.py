@@ -1,0 +1,233 @@
+"""The outer state of one cluster as it lies on disk: a file per rank, found by parameter.
+
+Each vector of a file goes with the layout it was saved under, so that any run of elements of any
+parameter can be found again, whatever the shards were then and are now.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from dsx.compress.error_feedback import Residual
+from dsx.core.types import Fragment, Slot, Stage
+from dsx.method.fragments import in_a_row
+
+FORMAT = 6
+
+
+def rank_file(directory: Path, rank: int) -> Path:
+    """Return the path of one rank's outer state inside a tag's directory."""
+    return directory / f"dsx_rank_{rank:05d}.safetensors"
+
+
+def layout(fragments: Sequence[Fragment]) -> list[Any]:
+    """Return fragments as plain lists: what must match between runs and clusters."""
+    return [
+        {
+            "id": fragment.id,
+            "slots": [
+                {"name": s.name, "shape": list(s.shape), "start": s.start} for s in fragment.layout
+            ],
+        }
+        for fragment in fragments
+    ]
+
+
+class SavedRank:
+    """One rank's file, open; ValueError if it is not an outer state of this format."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.exists():
+            raise FileNotFoundError(
+                f"no outer state at {path}: the checkpoint was written without dsx, or not whole"
+            )
+        try:
+            self._file: Any = safe_open(str(path), framework="pt")
+            self.meta: dict[str, Any] = json.loads((self._file.metadata() or {}).get("dsx", "{}"))
+            self._names = set(self._file.keys())
+        except (SafetensorError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+        if self.meta.get("format") != FORMAT:
+            raise ValueError(
+                f"{path} is not an outer state of format {FORMAT}: found "
+                f"{self.meta.get('format')!r}"
+            )
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._names
+
+    def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
+        """Return a tensor, or the elements start..stop of a vector, from disk."""
+        if start is None:
+            return self._file.get_tensor(name)
+        return self._file.get_slice(name)[start:stop]
+
+    def slots(self, kind: str, fragment: int) -> tuple[Slot, ...]:
+        """Return the layout of a fragment: `kind` is "layout" (as masters lie) or "wire"."""
+        entries = self.meta[kind][fragment]["slots"]
+        return in_a_row([Slot(e["name"], tuple(e["shape"]), 0, e["start"]) for e in entries])
+
+
+class SavedCluster:
+    """The files of one cluster's tag, every one of which must be there and of the same save.
+
+    With a `stage`, only those of its ranks are opened.
+    """
+
+    def __init__(self, directory: Path, stage: Stage | None = None) -> None:
+        self.directory = directory
+        self._stage = None if stage is None else [stage.index, stage.count]
+        self._first = SavedRank(rank_file(directory, 0))
+        self.num_ranks: int = self._first.meta["place"]["world_size"]
+        self.num_clusters: int = self._first.meta["place"]["num_clusters"]
+        for rank in range(self.num_ranks):
+            if not rank_file(directory, rank).exists():
+                raise FileNotFoundError(
+                    f"no outer state at {rank_file(directory, rank)}: the checkpoint has "
+                    f"{self.num_ranks} ranks, and the file of this one is gone"
+                )
+
+    def rank(self, rank: int) -> SavedRank:
+        """Open one rank's file; ValueError if another run or step has written it."""
+        found = SavedRank(rank_file(self.directory, rank))
+        for key in ("session", "step"):
+            if found.meta[key] != self._first.meta[key]:
+                raise ValueError(
+                    f"{found.path} is of another save: {key} is {found.meta[key]!r} there and "
+                    f"{self._first.meta[key]!r} in {self._first.path.name}"
+                )
+        return found
+
+    def ranks(self) -> list[SavedRank]:
+        """Open the files of all ranks of the stage; ValueError if there are none."""
+        opened = [self.rank(rank) for rank in range(self.num_ranks)]
+        found = [rank for rank in opened if self._is_wanted(rank)]
+        if not found:
+            raise ValueError(
+                f"{self.directory} holds no rank of pipeline stage {self._stage}: resume with the "
+                "same number of stages"
+            )
+        return found
+
+    def reference(self, rank: int) -> SavedRank:
+        """Return the file of a rank with this number, else the first of its stage."""
+        if rank < self.num_ranks:
+            found = self.rank(rank)
+            if self._is_wanted(found):
+                return found
+        return self.ranks()[0]
+
+    def _is_wanted(self, rank: SavedRank) -> bool:
+        return self._stage in (None, rank.meta["kinds"]["stage"])
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The elements `first`.. of a flattened parameter that lie at `offset` in a vector."""
+
+    name: str
+    first: int
+    numel: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Source:
+    """A saved vector: what lies in it, and how to read elements start..stop of it."""
+
+    stretches: Sequence[Stretch]
+    read: Callable[[int, int], Tensor]
+
+
+def stretches(slots: Sequence[Slot], start: int = 0, stop: int | None = None) -> list[Stretch]:
+    """Return what lies in the elements start..stop of a vector, with offsets from `start`."""
+    found: list[Stretch] = []
+    for slot in slots:
+        low = max(slot.offset, start)
+        high = slot.offset + slot.numel
+        high = high if stop is None else min(high, stop)
+        if high > low:
+            first = slot.start + low - slot.offset
+            found.append(Stretch(slot.name, first, high - low, low - start))
+    return found
+
+
+def put_together(wanted: Sequence[Stretch], out: Tensor, sources: Sequence[Source]) -> int:
+    """Fill `out` from overlapping pieces, in place; return how many elements nobody has.
+
+    Those keep their value. Sources do not overlap each other.
+    """
+    by_name: dict[str, list[tuple[Stretch, Source]]] = {}
+    for source in sources:
+        for stretch in source.stretches:
+            by_name.setdefault(stretch.name, []).append((stretch, source))
+    missing = 0
+    for target in wanted:
+        missing += target.numel
+        for stretch, source in by_name.get(target.name, ()):
+            low = max(target.first, stretch.first)
+            high = min(target.first + target.numel, stretch.first + stretch.numel)
+            if high > low:
+                place = target.offset + low - target.first
+                begin = stretch.offset + low - stretch.first
+                out[place : place + high - low].copy_(source.read(begin, begin + high - low))
+                missing -= high - low
+    return missing
+
+
+def vector_sources(ranks: Sequence[SavedRank], kind: str, fragment: int, name: str) -> list[Source]:
+    """Return a vector of a fragment, as all ranks of the cluster have saved it."""
+    return [
+        Source(
+            stretches(rank.slots(kind, fragment)),
+            lambda start, stop, rank=rank: rank.read(name, start, stop),
+        )
+        for rank in ranks
+        if name in rank
+    ]
+
+
+def error_sources(ranks: Sequence[SavedRank], fragment: int, is_of_mean: bool) -> list[Source]:
+    """Return the residuals of a fragment, of values sent or of means, in fp32."""
+    found: list[Source] = []
+    for rank in ranks:
+        slots = rank.slots("wire", fragment)
+        for name, entry in rank.meta["codec_errors"][fragment].items():
+            full_name = f"codec.{name}/{fragment}"
+            if entry["is_of_mean"] == is_of_mean and full_name in rank:
+                residual = Residual(entry["stop"] - entry["start"], entry["storage"], 1.0)
+                residual.stored.copy_(rank.read(full_name))
+                values = residual.read()
+                found.append(
+                    Source(
+                        stretches(slots, entry["start"], entry["stop"]),
+                        lambda start, stop, values=values: values[start:stop],
+                    )
+                )
+    return found
+
+
+def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any] | None:
+    """Return `(path, our value, their value)` where two plain structures first differ."""
+    if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
+        for key in [*ours, *(k for k in theirs if k not in ours)]:
+            found = first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))
+            if found:
+                return found
+        return None
+    if isinstance(ours, list) and isinstance(theirs, list):
+        for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+            found = first_difference(a, b, f"{path}[{index}]")
+            if found:
+                return found
+        same = len(ours) == len(theirs)
+        return None if same else (f"the length of {path}", len(ours), len(theirs))
+    return None if ours == theirs else (path, ours, theirs)

@@ -1,0 +1,309 @@
+"""Outer state on disk: one safetensors file per rank, transfers in flight included.
+
+A transfer in flight is waited for and its mean stored with the step it was launched at; on load
+it is applied at its own due step, so a resumed run equals one that was never stopped. Never is a
+transfer issued again on one side only.
+
+The layout travels with the buffers. Where it is the run's own, and so is the number of clusters,
+each rank takes its file back, bit for bit; else what a rank needs is put together from the files of
+all ranks (reshard.py). Another model, fragmentation or kind of method is refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from dsx.checkpoint.files import (
+    FORMAT,
+    SavedCluster,
+    SavedRank,
+    first_difference,
+    layout,
+    rank_file,
+)
+from dsx.checkpoint.pipeline_recut import require_nothing_in_flight
+from dsx.checkpoint.reshard import Resharding, restored_transfer
+from dsx.checkpoint.tags import sync_to_disk
+from dsx.comm.topology import Place
+from dsx.core.types import Fragment, History
+from dsx.outer.loop import OuterLoop
+from dsx.outer.parity_check import Verdict
+from dsx.outer.transfer import NothingYet, Totals, Transfer
+
+logger = logging.getLogger(__name__)
+_ADVICE = "resume with the method it was saved with, or start a new run from the model's weights"
+
+
+def save_state(
+    loop: OuterLoop,
+    directory: Path,
+    place: Place,
+    session: str,
+    axes: Mapping[str, Any],
+    tracked: Mapping[str, Any],
+) -> None:
+    """Write one rank's outer state; waits for what is in flight. Atomic per file.
+
+    `session` names the run. The masters are written, too, where their mean is to be exported.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for fragment in loop.backend.fragments:
+        named = dict(loop.state.named_state(fragment.id))
+        if loop.method.delay.export == "mean":
+            named["local"] = torch.empty(fragment.numel, device=loop.backend.device)
+            loop.backend.read(fragment.id, named["local"])
+        for name, tensor in named.items():
+            if tensor.numel():
+                tensors[f"{name}/{fragment.id}"] = tensor
+    in_flight = [_describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
+    meta = {
+        "format": FORMAT,
+        "place": asdict(place),
+        "session": session,
+        "step": loop.history.step,
+        "history": loop.history.state_dict(),
+        "in_flight": in_flight,
+        **_layouts(loop),
+        "codec_errors": [_errors(loop, fragment) for fragment in loop.backend.fragments],
+        "state": _state_shape(loop),
+        "kinds": _kinds(loop),
+        "axes": axes,
+        "tracked": tracked,
+        "totals": asdict(loop.totals),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    path = rank_file(directory, place.rank)
+    unfinished = path.with_suffix(".tmp")
+    copies = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
+    save_file(copies, str(unfinished), metadata={"dsx": json.dumps(meta)})
+    sync_to_disk(unfinished)
+    unfinished.replace(path)
+
+
+def load_state(
+    loop: OuterLoop,
+    directory: Path,
+    place: Place,
+    axes: Mapping[str, Any],
+    is_recut: bool = False,
+) -> Mapping[str, Any]:
+    """Restore one rank's outer state from a cluster's tag and return the tracked states.
+
+    Collective over the ranks of the cluster. FileNotFoundError if a rank's file is missing,
+    ValueError if one is of another run, model or method. `place.num_clusters` may differ from the
+    number of clusters that saved; a cluster that is new gives another one's directory.
+    `is_recut`: the same parameters lie on other pipeline stages, the same on every rank.
+    """
+    saved, own = _find(loop, directory, place, axes, is_recut)
+    for transfer in loop.in_flight:
+        if isinstance(transfer, Transfer):
+            transfer.pending.wait()  # its thread still writes to the buffers that are restored
+    loop.state.free_berths()
+    if own is None:
+        return Resharding(loop, saved, place, is_recut).restore()
+    for fragment in loop.backend.fragments:
+        for name, tensor in loop.state.named_state(fragment.id).items():
+            if tensor.numel():
+                tensor.copy_(own.read(f"{name}/{fragment.id}"))
+    in_flight = [
+        _restore(loop, entry, index, own) for index, entry in enumerate(own.meta["in_flight"])
+    ]
+    loop.restore(History.from_state_dict(own.meta["history"]), in_flight)
+    loop.totals = Totals(**own.meta["totals"])
+    return own.meta["tracked"]
+
+
+def _find(
+    loop: OuterLoop, directory: Path, place: Place, axes: Mapping[str, Any], is_recut: bool
+) -> tuple[SavedCluster, SavedRank | None]:
+    """Return the cluster's files, and this rank's own if every rank finds its own layout in its.
+
+    Collective: an error on one rank is an error on all, before anything has been changed.
+    """
+    saved, own, trouble, outcome = None, None, None, 1.0
+    try:
+        saved = SavedCluster(directory, None if is_recut else loop.backend.stage)
+        reference = saved.reference(place.rank)
+        if is_recut:
+            require_nothing_in_flight(saved)
+        else:
+            _require_same_model(reference, loop)
+        _require_same_method(reference, axes, loop, is_recut)
+        if not is_recut and _is_of_this_layout(loop, saved, reference, place):
+            _require_same_buffers(reference, loop)
+            own, outcome = reference, 0.0
+        _warn_of_changes(reference, axes)
+    except (ValueError, FileNotFoundError) as error:
+        trouble, outcome = error, 2.0
+    agreed = float(loop.backend.max_over_ranks(torch.tensor([outcome])))
+    if trouble is not None:
+        raise trouble
+    if agreed == 2 or saved is None:
+        raise ValueError(f"another rank could not use its outer state in {directory}")
+    return saved, own if agreed == 0 else None
+
+
+def _is_of_this_layout(
+    loop: OuterLoop, saved: SavedCluster, reference: SavedRank, place: Place
+) -> bool:
+    ours = (place.rank, place.world_size, place.num_clusters)
+    theirs = reference.meta["place"]
+    if ours != (theirs["rank"], saved.num_ranks, saved.num_clusters):
+        return False
+    return all(reference.meta[key] == value for key, value in _layouts(loop).items())
+
+
+def _layouts(loop: OuterLoop) -> dict[str, Any]:
+    """Return where elements lie on this rank: as masters, and as they travel."""
+    return {
+        "layout": layout(loop.backend.fragments),
+        "wire": layout([route.wire for route in loop.routes]),
+    }
+
+
+def _errors(loop: OuterLoop, fragment: Fragment) -> dict[str, Any]:
+    """Return which elements on the wire the residuals of a fragment are of."""
+    return {
+        name: {
+            "start": error.start,
+            "stop": error.stop,
+            "storage": error.residual.storage,
+            "is_of_mean": error.is_of_mean,
+        }
+        for name, error in loop.state.lines[fragment.id].channel.errors.items()
+    }
+
+
+def _describe(
+    transfer: Transfer | NothingYet, index: int, tensors: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """Return a transfer under way as JSON values; its buffers go to `tensors`, in place."""
+    if isinstance(transfer, NothingYet):
+        return {"fragment": transfer.fragment, "is_empty": True}
+    mean = transfer.pending.wait()
+    notes = transfer.berth.notes
+    buffers = {
+        "mean": mean,
+        "notes": notes.values,
+        "kept": transfer.berth.kept,
+        "norm": transfer.contribution_norm,
+    }
+    for name, tensor in buffers.items():
+        if tensor is not None and tensor.numel():
+            tensors[f"in_flight.{name}/{index}"] = tensor
+    return {
+        "fragment": transfer.fragment,
+        "is_empty": False,
+        "launched": transfer.launched,
+        "interval": transfer.interval,
+        "was_sent_before_update": transfer.was_sent_before_update,
+        "shared_by": transfer.shared_by,
+        "knobs": asdict(transfer.knobs),
+        "verdict": asdict(transfer.berth.verdict),
+        "notes": asdict(notes.shape),
+        "bytes_sent": transfer.pending.bytes_sent,
+        "seconds": transfer.pending.seconds,
+    }
+
+
+def _restore(
+    loop: OuterLoop, entry: Mapping[str, Any], index: int, file: SavedRank
+) -> Transfer | NothingYet:
+    """Rebuild what `_describe` returned, in a berth of the loop's."""
+    fragment = entry["fragment"]
+    if entry["is_empty"]:
+        return NothingYet(fragment)
+    berth = loop.state.take_berth(fragment)
+    berth.verdict = Verdict(**entry["verdict"])
+    buffers = {"mean": berth.wire, "notes": berth.notes.values, "kept": berth.kept}
+    for name, tensor in buffers.items():
+        if tensor is not None and tensor.numel():
+            tensor.copy_(file.read(f"in_flight.{name}/{index}"))
+    norm = file.read(f"in_flight.norm/{index}").to(loop.state.device)
+    return restored_transfer(entry, berth, norm, entry["bytes_sent"], entry["seconds"])
+
+
+def _kinds(loop: OuterLoop) -> dict[str, Any]:
+    """Return what a method keeps, whatever the layout, as JSON values."""
+    slots = [list(s.named()) for s in loop.state.slots]
+    parameters = [
+        [[p.name, list(p.shape)] for p in fragment] for fragment in loop.backend.fragment_parameters
+    ]
+    return {
+        "rounds_under_way": loop.method.delay.rounds_under_way,
+        "buffers": slots,
+        "keeps an anchor": loop.method.outer_optimizer.keeps_anchor,
+        "exports": loop.method.delay.export,
+        "measures": loop.method.control.note_numel(loop.method.knobs),
+        "parameters": parameters,
+        "stage": [loop.backend.stage.index, loop.backend.stage.count],
+    }
+
+
+def _state_shape(loop: OuterLoop) -> dict[str, Any]:
+    """Return the sizes of what this rank keeps, as JSON values."""
+    fragments = range(len(loop.backend.fragments))
+    buffers = {
+        f"{name}/{p}": tensor.numel() for p in fragments for name, tensor in
+        sorted(loop.state.named_state(p).items())
+    }  # fmt: skip
+    return {
+        "rounds_under_way": loop.method.delay.rounds_under_way,
+        "numbers beside a transfer": [loop.state.note_numel(p) for p in fragments],
+        "buffers": buffers,
+    }
+
+
+def _require_same_buffers(own: SavedRank, loop: OuterLoop) -> None:
+    difference = first_difference(_state_shape(loop), own.meta["state"])
+    if difference:
+        where, ours, theirs = difference
+        raise ValueError(f"{own.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")
+
+
+def _require_same_model(saved: SavedRank, loop: OuterLoop) -> None:
+    """Refuse another model, other fragments or another pipeline stage."""
+    for key in ("stage", "parameters"):
+        difference = first_difference(_kinds(loop)[key], saved.meta["kinds"][key], key)
+        if difference:
+            where, ours, theirs = difference
+            raise ValueError(
+                f"{saved.path} belongs to another model or fragmentation: {where} is {theirs} "
+                f"there and {ours} here; resume with the same model, fragments and pipeline stages"
+            )
+
+
+def _require_same_method(
+    saved: SavedRank, axes: Mapping[str, Any], loop: OuterLoop, is_recut: bool
+) -> None:
+    """Refuse another type on an axis, or other buffers: what is saved would mean something else."""
+    for axis, ours in axes.items():
+        theirs = saved.meta["axes"].get(axis, {})
+        kinds = [choice.get("type", choice.get("by")) for choice in (theirs, ours)]
+        if kinds[0] != kinds[1]:
+            raise ValueError(
+                f"{saved.path} was saved with {axis} of type {kinds[0]!r}, and this run has "
+                f"{kinds[1]!r}: {_ADVICE}"
+            )
+    ours, theirs = _kinds(loop), dict(saved.meta["kinds"])
+    for kinds in (ours, theirs) if is_recut else ():  # what all fragments have, however many
+        kinds.update(stage=None, parameters=None, buffers=kinds["buffers"][:1])
+    difference = first_difference(ours, theirs)
+    if difference:
+        where, ours, theirs = difference
+        raise ValueError(f"{saved.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")
+
+
+def _warn_of_changes(saved: SavedRank, current: Mapping[str, Any]) -> None:
+    difference = first_difference(json.loads(json.dumps(current)), saved.meta["axes"])
+    if difference:
+        where, ours, theirs = difference
+        logger.warning("%s was saved with %s=%s; going on with %s", saved.path, where, theirs, ours)

@@ -1,0 +1,335 @@
+"""Outer state for another layout than it was saved under: another ZeRO stage, other ranks, other C.
+
+A run may go on with another ZeRO stage or number of ranks inside its clusters, or with another
+number of clusters. Every vector is put together from the files of all ranks, element by element,
+so anchor, outer state, buffers of policies, and what transfers in flight carry and keep have the
+same bits as before. The rest follows these rules:
+
+- a transfer in flight is applied by everybody at its due step, as the mean of those that sent it;
+- a residual stays with its cluster, element by element; stored in less than fp32 it is coded anew.
+  A residual of means whose elements another rank or cluster encodes from now on goes, times C, into
+  what this cluster sends next: the mean gets it all the same;
+- a cluster that is new is cluster 0's copy without its residuals; those of a cluster that is gone
+  are lost, and a warning says so;
+- warm starts belong to whole matrices and go where these are put together;
+- a pipeline may be cut into other stages, too, with nothing in flight (recut.py);
+- the guard's memory of the last mean starts empty everywhere: its hash is of the old shards.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsx.checkpoint.files import (
+    SavedCluster,
+    SavedRank,
+    Source,
+    error_sources,
+    put_together,
+    stretches,
+    vector_sources,
+)
+from dsx.checkpoint.pipeline_recut import Origin, find_origins, merged_history
+from dsx.comm.topology import Place
+from dsx.core.types import Fragment, History, Knobs, Slot
+from dsx.outer.loop import OuterLoop
+from dsx.outer.parity_check import Verdict
+from dsx.outer.state import Berth
+from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class Resharding:
+    """Brings a cluster's saved state into the layout of a running loop, one rank's share of it."""
+
+    def __init__(
+        self, loop: OuterLoop, saved: SavedCluster, place: Place, is_recut: bool = False
+    ) -> None:
+        self._loop = loop
+        self._is_recut = is_recut
+        self._ranks = saved.ranks()
+        self._reference = saved.reference(place.rank)
+        self._saved = saved
+        self._place = place
+        self._is_new = place.cluster_id >= saved.num_clusters
+        self._is_first = loop.backend.shard[0] == 0
+        fragments = loop.backend.fragments
+        self._origins = [[Origin(self._ranks, fragment.id)] for fragment in fragments]
+        if is_recut:
+            self._is_first = self._is_first and loop.backend.stage.index == 0
+            self._origins = find_origins(saved, loop.backend.fragment_parameters)
+
+    def restore(self) -> Mapping[str, Any]:
+        """Fill the loop's buffers and return the tracked states of this rank, or of the first."""
+        self._tell()
+        for fragment in self._loop.backend.fragments:
+            self._restore_slots(fragment)
+            self._restore_codec(fragment)
+        if self._is_recut:
+            fragments, delay = self._loop.backend.fragments, self._loop.method.delay
+            nothing = [NothingYet(f.id) for f in fragments for _ in range(delay.rounds_under_way)]
+            self._loop.restore(merged_history(self._loop, self._origins), [*nothing])
+        else:
+            entries = self._reference.meta["in_flight"]
+            in_flight = [self._transfer(index, entry) for index, entry in enumerate(entries)]
+            self._loop.restore(History.from_state_dict(self._reference.meta["history"]), in_flight)
+        self._loop.totals = self._totals()
+        return self._reference.meta["tracked"]
+
+    def _tell(self) -> None:
+        saved, place = self._saved, self._place
+        if place.rank:
+            return
+        logger.info(
+            "%s: outer state of %d rank(s) in %d cluster(s) is put together for %d in %d",
+            saved.directory, saved.num_ranks, saved.num_clusters, place.world_size,
+            place.num_clusters,
+        )  # fmt: skip
+        if self._loop.method.compression.is_exact:
+            return
+        if place.cluster_id == 0 and place.num_clusters < saved.num_clusters:
+            logger.warning(
+                "the residuals of cluster(s) %d to %d are dropped: what coding has lost of their "
+                "progress will not be sent",
+                place.num_clusters, saved.num_clusters - 1,
+            )  # fmt: skip
+        if self._is_new and any(meta for meta in self._reference.meta["codec_errors"]):
+            logger.warning("cluster %d is new: its residuals start from zero", place.cluster_id)
+
+    def _restore_slots(self, fragment: Fragment) -> None:
+        """Put anchor, outer state and the policies' buffers together."""
+        is_elementwise = self._loop.method.staleness.is_elementwise
+        for name, tensor in self._loop.state.named_state(fragment.id).items():
+            if name.startswith(("codec.", "guard.")) or not tensor.numel():
+                continue
+            sizes = name in ("staleness.first_step", "staleness.last_update")
+            if sizes and not is_elementwise:  # of whole tensors: equal on all ranks
+                self._restore_sizes(fragment.id, name, tensor)
+            else:
+                self._fill(fragment.layout, tensor, name, self._sources(fragment.id, name))
+        self._loop.state.lines[fragment.id].guard.memory.zero_()
+
+    def _restore_sizes(self, fragment: int, name: str, out: Tensor) -> None:
+        """Put together what is kept per parameter."""
+        found: dict[str, Tensor] = {}
+        for origin in self._origins[fragment]:
+            full_name = f"{name}/{origin.fragment}"
+            values = next(rank.read(full_name) for rank in origin.ranks if full_name in rank)
+            found.update(zip(origin.names, values, strict=True))
+        for index, parameter in enumerate(self._loop.backend.fragment_parameters[fragment]):
+            out[index] = found[parameter.name]
+
+    def _restore_codec(self, fragment: Fragment) -> None:
+        """Put residuals together; bring warm starts, and the rank they are of, where they go."""
+        channel = self._loop.state.lines[fragment.id].channel
+        self._restore_errors(fragment)
+        for name, tensor in channel.slots.items():
+            if name in channel.errors or not tensor.numel():
+                continue
+            holders = [
+                rank.read(f"codec.{name}/{origin.fragment}")
+                for origin in self._origins[fragment.id]
+                for rank in origin.ranks
+                if f"codec.{name}/{origin.fragment}" in rank
+            ]
+            if name == "rank":
+                tensor.copy_(torch.stack(holders).amax(0))
+                continue
+            tensor.zero_()
+            if not holders:
+                logger.warning(
+                    "no rank has saved the factors of %s: they start anew", name.removeprefix("q.")
+                )
+                continue
+            warm = holders[0]
+            rows = min(len(warm), len(tensor))
+            tensor[:rows].copy_(warm[:rows])
+            if len(warm) > rows:
+                logger.warning("%s keeps %d of %d saved directions", name, rows, len(warm))
+
+    def _restore_errors(self, fragment: Fragment) -> None:
+        """Put this cluster's residuals together; see the module for those of means."""
+        line = self._loop.state.lines[fragment.id]
+        errors = line.channel.errors.values()
+        wire = self._loop.routes[fragment.id].wire.layout
+        for error in errors:
+            error.residual.stored.zero_()
+        if self._is_new:
+            return
+        of_sent, of_means = (
+            [
+                source
+                for origin in self._origins[fragment.id]
+                for source in error_sources(origin.ranks, origin.fragment, is_of_mean)
+            ]
+            for is_of_mean in (False, True)
+        )
+        missing = moved = 0
+        for error in errors:
+            if error.is_of_mean:
+                continue
+            wanted = stretches(wire, error.start, error.stop)
+            values, means = (torch.zeros(error.residual.numel) for _ in range(2))
+            missing += put_together(wanted, values, of_sent)
+            put_together(wanted, means, of_means)
+            for mean in errors:
+                low, high = max(error.start, mean.start), min(error.stop, mean.stop)
+                if mean.is_of_mean and low < high:
+                    part = slice(low - error.start, high - error.start)
+                    mean.residual.write(means[part])
+                    means[part] = 0
+            moved += int(means.count_nonzero())
+            error.residual.write(values.add_(means, alpha=self._place.num_clusters))
+        self._tell_of_errors(fragment, missing, moved)
+
+    def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int) -> None:
+        errors = self._loop.state.lines[fragment.id].channel.errors.values()
+        name = self._loop.backend.stage.name_of(fragment.id)
+        origins = self._origins[fragment.id]
+        has_saved = any(r.meta["codec_errors"][o.fragment] for o in origins for r in o.ranks)
+        if has_saved and not errors and self._place.rank == 0:
+            logger.warning("%s: the saved residuals are not used", name)
+        if missing:
+            logger.warning(
+                "%s: %d elements have no residual in %s; theirs start from zero",
+                name, missing, self._saved.directory,
+            )  # fmt: skip
+        if moved:
+            logger.warning(
+                "%s: the residuals of %d elements of means, which are encoded elsewhere "
+                "from now on, go into what this cluster sends next",
+                name, moved,
+            )  # fmt: skip
+        if any(error.residual.storage == "int8" for error in errors) and self._place.rank == 0:
+            logger.warning(
+                "%s: residuals stored in int8 have been coded anew in other groups",
+                name,
+            )
+
+    def _transfer(self, index: int, entry: Mapping[str, Any]) -> Transfer | NothingYet:
+        """Rebuild one transfer in flight from what all ranks have saved of it."""
+        fragment = self._loop.backend.fragments[entry["fragment"]]
+        if entry["is_empty"]:
+            return NothingYet(fragment.id)
+        entries = [rank.meta["in_flight"][index] for rank in self._ranks]
+        berth = self._loop.state.take_berth(fragment.id)
+        verdicts = [e["verdict"] for e in entries]
+        present = range(self._place.num_clusters)  # the others' lists name nobody any more
+        berth.verdict = Verdict(
+            *(
+                sorted({m for v in verdicts for m in v[key] if m in present})
+                for key in ("refused_by", "differing")
+            ),
+            round=max(v["round"] for v in verdicts),
+            is_refused=any(v["is_refused"] for v in verdicts),
+        )
+        wire = self._loop.routes[fragment.id].wire.layout
+        for layout, out, kind, name in (
+            (wire, berth.wire, "wire", f"in_flight.mean/{index}"),
+            (fragment.layout, berth.kept, "layout", f"in_flight.kept/{index}"),
+        ):
+            if out is not None:
+                sources = vector_sources(self._ranks, kind, fragment.id, name)
+                self._fill(layout, out, name, sources)
+        self._restore_notes(index, fragment, berth, entries)
+        norms = [rank.read(f"in_flight.norm/{index}") for rank in self._ranks]
+        norm = torch.stack(norms).square().sum().sqrt() if self._is_first else torch.tensor(0.0)
+        bytes_sent = sum(e["bytes_sent"] for e in entries) if self._counts else 0
+        seconds = max(e["seconds"] for e in entries)
+        norm = norm.to(self._loop.state.device)
+        return restored_transfer(entry, berth, norm, bytes_sent, seconds)
+
+    def _restore_notes(
+        self, index: int, fragment: Fragment, berth: Berth, entries: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Bring what travelled beside a transfer: sums go to one rank, the largest to all."""
+        name, notes = f"in_flight.notes/{index}", berth.notes
+        notes.values.zero_()
+        shapes = [e["notes"] for e in entries]
+        if self._loop.method.staleness.is_elementwise:
+            sources = vector_sources(self._ranks, "layout", fragment.id, name)
+            self._fill(fragment.layout, notes.averages, name, sources)
+        elif notes.averages.numel():
+            notes.averages.copy_(self._sender(fragment).read(name)[: notes.averages.numel()])
+        for rank, shape in zip(self._ranks, shapes, strict=True):
+            if name not in rank:
+                continue
+            values = rank.read(name)
+            first = shape["averages"]
+            last = first + shape["by_cluster"] * shape["num_clusters"]
+            if shape["by_cluster"]:
+                largest = values[first:last].view(shape["by_cluster"], -1).amax(1, keepdim=True)
+                torch.maximum(notes.by_cluster, largest, out=notes.by_cluster)
+        if self._is_first and notes.of_owner.numel():
+            for rank in self._ranks:
+                notes.of_owner.add_(rank.read(name)[-notes.of_owner.numel() :])
+
+    def _sender(self, fragment: Fragment) -> SavedRank:
+        """Return a rank that has sent something of a fragment: its notes have been averaged."""
+        for rank in self._ranks:
+            if rank.slots("layout", fragment.id) or rank.slots("wire", fragment.id):
+                return rank
+        return self._ranks[0]
+
+    def _sources(self, fragment: int, name: str) -> list[Source]:
+        """Return a buffer of a fragment, as all who held any of it have saved it."""
+        return [
+            source
+            for origin in self._origins[fragment]
+            for source in vector_sources(
+                origin.ranks, "layout", origin.fragment, f"{name}/{origin.fragment}"
+            )
+        ]
+
+    def _fill(
+        self, layout: Sequence[Slot], out: Tensor, name: str, sources: Sequence[Source]
+    ) -> None:
+        """Put a vector together; ValueError if part of it has not been saved."""
+        if not out.numel():
+            return
+        missing = put_together(stretches(layout), out, sources)
+        if missing:
+            raise ValueError(
+                f"{self._saved.directory} lacks {missing} of {out.numel()} elements of {name} that "
+                f"rank {self._place.rank} needs: the files are not of one cluster"
+            )
+
+    @property
+    def _counts(self) -> bool:
+        """Whether this rank takes over the sums of all: one does, and none of a new cluster."""
+        return self._is_first and not self._is_new
+
+    def _totals(self) -> Totals:
+        saved = [Totals(**rank.meta["totals"]) for rank in self._ranks]
+        if self._is_new:
+            return Totals()
+        return Totals(
+            bytes_sent=sum(t.bytes_sent for t in saved) if self._counts else 0,
+            wait_seconds=max(t.wait_seconds for t in saved),
+            blocked_seconds=max(t.blocked_seconds for t in saved),
+            syncs=saved[0].syncs,
+            refused=saved[0].refused,
+        )
+
+
+def restored_transfer(
+    entry: Mapping[str, Any], berth: Berth, norm: Tensor, bytes_sent: int, seconds: float
+) -> Transfer:
+    """Return a transfer that has ended, with its mean in the berth, as it was saved."""
+    return Transfer(
+        fragment=entry["fragment"],
+        launched=entry["launched"],
+        interval=entry["interval"],
+        pending=Arrived(berth.wire, bytes_sent, seconds),
+        berth=berth,
+        contribution_norm=norm,
+        was_sent_before_update=entry["was_sent_before_update"],
+        shared_by=entry["shared_by"],
+        knobs=Knobs(**entry["knobs"]),
+    )

@@ -1,0 +1,67 @@
+"""Before each transfer the clusters tell each other what it is, over a group all fragments share.
+
+The n-th launch of one cluster must be the n-th of all. Clusters that chose different fragments are
+so told at once, rather than waiting for each other on different groups. The guard's header, which
+most exchanges begin with, travels in that message.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from dsx.comm.point_to_point import Works
+from dsx.core.exchange import Peers, Swap
+from dsx.core.transport import PeerLost, Submission
+from dsx.core.types import Stage
+
+
+class Announcements:
+    """What is about to be averaged, told to all peers before every transfer, in launch order.
+
+    The number of a launch is the message's tag, so fragments' threads need not take turns.
+    """
+
+    def __init__(self, group: Any, peers: Peers, deadline: float, stage: Stage) -> None:
+        self._group = group
+        self._stage = stage
+        self._peers = peers.others
+        self._deadline_seconds = deadline
+        self._launches = 0
+
+    def take_number(self) -> int:
+        """Return the number of a launch; called in launch order."""
+        self._launches += 1
+        return self._launches
+
+    def agree(self, what: Submission, number: int, header: Swap | None) -> int:
+        """Send every peer what is about to be averaged; PeerLost if one has something else.
+
+        `header` is a swap of three int64 that goes along. Returns the bytes sent. Costs a swap: two
+        one-way latencies, on the fragment's own thread.
+        """
+        until = time.monotonic() + self._deadline_seconds
+        label = what.on(self._stage)
+        works = Works([self._group], label, until, self._deadline_seconds, tag=number)
+        own = torch.tensor([what.fragment, what.step, what.purpose, 0, 0, 0])
+        theirs = {peer: torch.empty_like(own) for peer in self._peers}
+        if header is not None and self._peers:
+            (own[3:],) = header.outgoing[self._peers[0]]
+        for peer in self._peers:
+            works.receive(theirs[peer], peer)
+            works.send(own, peer)
+        works.wait()
+        for peer, other in theirs.items():
+            if not torch.equal(own[:3], other[:3]):
+                other_one = Submission(*other[:3].tolist()).on(self._stage)
+                raise PeerLost(
+                    f"{what.on(self._stage)}, but cluster {peer} has {other_one}: the clusters "
+                    "have lost step; give all of them the same configuration and the same number "
+                    "of batches"
+                )
+            if header is not None:
+                (theirs_of_header,) = header.incoming[peer]
+                theirs_of_header.copy_(other[3:])
+        return own.numel() * own.element_size() * len(self._peers)

@@ -1,0 +1,68 @@
+"""The sends and receives of one phase over gloo groups, and how a lost peer is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+
+from dsx.comm.multistream import pieces
+from dsx.core.transport import PeerLost
+
+
+class Works:
+    """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`."""
+
+    def __init__(
+        self,
+        groups: Sequence[Any],
+        label: str,
+        until: float,
+        deadline_seconds: float,
+        tag: int = 0,
+    ) -> None:
+        self._groups = groups
+        self._tag = tag
+        self._label = label
+        self._until = until
+        self._deadline_seconds = deadline_seconds
+        self._posted: list[tuple[int, Any]] = []
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Post a send; nothing for an empty tensor."""
+        for group, piece in self._striped(tensor):
+            self._post(group.send, piece, peer)
+
+    def receive(self, tensor: Tensor, peer: int) -> None:
+        """Post a receive into `tensor`, in place; nothing for an empty one."""
+        for group, piece in self._striped(tensor):
+            self._post(group.recv, piece, peer)
+
+    def wait(self) -> None:
+        """Wait for all that was posted, until the phase's deadline."""
+        for peer, work in self._posted:
+            left = max(self._until - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise self._lost(peer, error) from None
+
+    def _striped(self, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
+        parts = pieces(tensor, len(self._groups)) if tensor.numel() else []
+        return zip(self._groups, parts, strict=False)
+
+    def _post(self, operation: Callable[..., Any], tensor: Tensor, peer: int) -> None:
+        try:
+            self._posted.append((peer, operation([tensor], peer, self._tag)))
+        except RuntimeError as error:  # gloo says at once that the connection is gone
+            raise self._lost(peer, error) from None
+
+    def _lost(self, peer: int, error: RuntimeError) -> PeerLost:
+        what = "closed its connection"
+        if time.monotonic() >= self._until:
+            what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
+        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
+        return PeerLost(f"{self._label}: cluster {peer} {what} (gloo: {reason or error})")

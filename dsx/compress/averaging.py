@@ -1,0 +1,197 @@
+"""The mean over clusters, exact or of coded data: one order, one rounding, the same bits for all.
+
+A vector of n elements is cut into C slices at multiples of what the wire format keeps together.
+
+- exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
+  of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
+  bytes per cluster, as a ring, in two swaps. Two clusters swap the whole vectors, which is as many
+  bytes and the same sums, in one: both compute them, in cluster order.
+- coded, C <= 3: everybody sends its codes of the whole vector to all; each decodes them all, its
+  own too, and sums in cluster order. One swap, one error of the order 1/C.
+- coded, C >= 4: codes of each slice go to its owner, who decodes, sums in cluster order, divides,
+  encodes the mean anew (8 bit by default, since this error is common to all and does not shrink
+  with C) and sends it to all, who apply what they decode, the owner too.
+
+Never a requantizing ring (its error grows with C), never a sum in the narrow type (it wraps).
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from math import lcm
+
+import torch
+from torch import Tensor
+
+from dsx.compress.error_feedback import Residual
+from dsx.compress.wire.base import Codec, Kernels, Wire
+from dsx.core.exchange import Exchange, Peers, Swap, to_all
+
+HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
+GATHERED_UP_TO = 3  # clusters
+
+
+def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tuple[int, int]]:
+    """Return `(start, stop)` of each cluster's slice, cut at multiples of `granularity`.
+
+    Lengths differ by one unit at most; slices may be empty, and the last unit may be short.
+    """
+    units = -(-numel // granularity)
+    cuts = [min(units * m // num_clusters * granularity, numel) for m in range(num_clusters + 1)]
+    return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
+
+
+def mean_bounds(numel: int, wire: Wire, mean_wire: Wire, peers: Peers) -> tuple[int, int]:
+    """Return which elements' mean a cluster encodes anew; none where all codes are gathered."""
+    if peers.num_clusters <= GATHERED_UP_TO:
+        return 0, 0
+    granularity = lcm(wire.granularity, mean_wire.granularity)
+    return slice_bounds(numel, peers.num_clusters, granularity)[peers.cluster_id]
+
+
+class ExactMean:
+    """The fp32 mean of vectors; its receive buffers are kept from call to call."""
+
+    def __init__(self, peers: Peers, what: str = "codes") -> None:
+        self._peers = peers
+        self._what = what
+        self._received = torch.empty(0)
+
+    def bytes_sent(self, numel: int) -> int:
+        """Return the payload bytes this cluster sends for a mean of `numel` values."""
+        start, stop = slice_bounds(numel, self._peers.num_clusters)[self._peers.cluster_id]
+        own = stop - start
+        return 4 * (numel - own + own * (self._peers.num_clusters - 1))
+
+    def exchange(self, x: Tensor) -> Exchange:
+        """Average `x`, fp32 `[n]` on the CPU, in place."""
+        peers, num_clusters = self._peers, self._peers.num_clusters
+        if num_clusters == 1:
+            return x
+        if num_clusters == 2:
+            return (yield from self._swap_whole(x))
+        slices = [x[a:b] for a, b in slice_bounds(x.numel(), num_clusters)]
+        own = slices[peers.cluster_id]
+        copies = list(self._buffer(num_clusters * own.numel()).view(num_clusters, -1))
+        yield Swap([[s] for s in slices], [[c] for c in copies], self._what)
+        copies[peers.cluster_id].copy_(own)
+        total = copies[0]
+        for copy in copies[1:]:
+            total.add_(copy)
+        own.copy_(total.div_(num_clusters))
+        yield to_all([own], [[s] for s in slices], self._what)
+        return x
+
+    def _swap_whole(self, x: Tensor) -> Exchange:
+        theirs = self._buffer(x.numel())
+        yield to_all([x], [[theirs], [theirs]], self._what)
+        first, second = (x, theirs) if self._peers.cluster_id == 0 else (theirs, x)
+        return torch.add(first, second, out=x).div_(2)
+
+    def _buffer(self, numel: int) -> Tensor:
+        if self._received.numel() < numel:
+            self._received = torch.empty(numel)
+        return self._received[:numel]
+
+
+class CodedMean:
+    """The mean of vectors of up to `numel` elements that travel in a wire format.
+
+    `mean_wire` is the format of the owner's mean where C >= 4, unless everybody is to gather all
+    codes for any C (`is_gathered`, for what is short). Buffers are allocated here, once.
+    """
+
+    def __init__(
+        self,
+        numel: int,
+        wire: Wire,
+        mean_wire: Wire,
+        peers: Peers,
+        kernels: Kernels = "auto",
+        is_gathered: bool = False,
+    ) -> None:
+        self._peers = peers
+        self._is_gathered = is_gathered or peers.num_clusters <= GATHERED_UP_TO
+        cpu = torch.device("cpu")
+        self._codec = wire.codec(numel, cpu, kernels)
+        self.backend = self._codec.backend
+        num_clusters, own = peers.num_clusters, peers.cluster_id
+        granularity = lcm(wire.granularity, mean_wire.granularity)
+        whole = [(0, numel)]
+        self._bounds = (
+            whole if self._is_gathered else slice_bounds(numel, num_clusters, granularity)
+        )
+        lengths = [stop - start for start, stop in self._bounds]
+        own_length = numel if self._is_gathered else lengths[own]
+        self._outgoing = [_buffer(wire.num_bytes(length)) for length in lengths]
+        self._incoming = [_buffer(wire.num_bytes(own_length)) for _ in range(num_clusters)]
+        self._incoming[own] = self._outgoing[0 if self._is_gathered else own]
+        if not self._is_gathered:
+            self._mean_codec = mean_wire.codec(max(lengths), cpu, kernels)
+            self._means = [_buffer(mean_wire.num_bytes(length)) for length in lengths]
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes this cluster sends for one mean."""
+        peers = self._peers
+        others = peers.num_clusters - 1
+        if self._is_gathered:
+            return self._outgoing[0].numel() * others
+        scattered = sum(self._outgoing[m].numel() for m in peers.others)
+        return scattered + self._means[peers.cluster_id].numel() * others
+
+    def exchange(
+        self,
+        x: Tensor,
+        residual: Residual | None = None,
+        seed: int = 0,
+        of_mean: Residual | None = None,
+    ) -> Exchange:
+        """Average `x`, fp32 `[numel]` on the CPU, in place.
+
+        With a residual, it is added before encoding and becomes what encoding lost; so is
+        `of_mean` to the mean that this cluster encodes, of as many elements.
+        """
+        with _opened(residual) as lost:
+            self._encode(x, lost, seed)
+        if self._is_gathered:
+            yield to_all([self._outgoing[0]], [[data] for data in self._incoming])
+            self._decode_mean(x)
+            return x
+        own = self._peers.cluster_id
+        yield Swap([[out] for out in self._outgoing], [[data] for data in self._incoming])
+        start, stop = self._bounds[own]
+        self._decode_mean(x[start:stop])
+        with _opened(of_mean) as lost:
+            _encode(self._mean_codec, x[start:stop], lost, self._means[own], seed)
+        yield to_all([self._means[own]], [[mean] for mean in self._means])
+        for (start, stop), mean in zip(self._bounds, self._means, strict=True):
+            self._mean_codec.decode(mean, x[start:stop])
+        return x
+
+    def _encode(self, x: Tensor, residual: Tensor | None, seed: int) -> None:
+        for m, (start, stop) in enumerate(self._bounds):
+            lost = None if residual is None else residual[start:stop]
+            _encode(self._codec, x[start:stop], lost, self._outgoing[m], seed + 7_919 * m)
+
+    def _decode_mean(self, out: Tensor) -> None:
+        """Write the mean of the received codes into `out`, summed in cluster order."""
+        self._codec.decode(self._incoming[0], out)
+        for data in self._incoming[1:]:
+            self._codec.decode_add(data, out)
+        out.div_(self._peers.num_clusters)
+
+
+def _opened(residual: Residual | None) -> AbstractContextManager[Tensor | None]:
+    return nullcontext() if residual is None else residual.opened()
+
+
+def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed: int) -> None:
+    if residual is None:
+        codec.encode(x, out, seed)
+    else:
+        codec.encode_with_feedback(x, residual, out, seed)
+
+
+def _buffer(num_bytes: int) -> Tensor:
+    return torch.zeros(num_bytes, dtype=torch.uint8)

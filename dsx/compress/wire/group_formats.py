@@ -1,0 +1,183 @@
+"""Formats with one bf16 scale per group: int8, int4, fp8, two kinds of fp4, ternary.
+
+| name     | grid, times the scale                  | bytes per element, full groups |
+|----------|----------------------------------------|--------------------------------|
+| int8     | -127 .. 127                            | 1 + 2 / group_size             |
+| int4     | -7 .. 7                                | 1/2 + 2 / group_size           |
+| fp8      | the 253 numbers of e4m3                | 1 + 2 / group_size             |
+| fp4_e2m1 | 0 .5 1 1.5 2 3 4 6 and negatives       | 1/2 + 2 / group_size           |
+| fp4_e3m0 | 0 1 2 4 8 16 32 64 and negatives       | 1/2 + 2 / group_size           |
+| ternary  | -1 0 1                                 | 1/5 + 2 / group_size           |
+
+A code is the rank of its number in the grid, 0 for zero. One byte holds: an 8-bit rank, two's
+complement; or two 4-bit ranks, two's complement, the low nibble from the first half of the group,
+the high one from the second; or five base-3 digits (rank + 1), the lowest from the first of five
+consecutive groups. See group_codec.py for the message as a whole.
+
+Sources: e4m3 is that of arXiv:2209.05433, e2m1 that of the OCP Microscaling formats 1.0, e3m0 that
+of Streaming DiLoCo (arXiv:2501.18512); ternary weights arXiv:1605.04711, whose threshold of 0.7
+times the mean magnitude is kept, with the mean of what exceeds it as the scale. Deviations: e4m3
+codes are ranks, not the standard's bits, so that one grid serves all small floats.
+
+Nearest rounding sends ties to the upper neighbour; stochastic rounding takes either neighbour and
+is unbiased. With nearest, for every element, s being the scale of its group:
+`|x - decoded| <= s / 2` for the integers, `<= |x| / 3 + s / 2` for e3m0.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from dsx.compress.wire.base import Codec, Kernels, Rounding
+from dsx.compress.wire.group_codec import GroupCodec
+from dsx.compress.wire.group_kernels import GroupFormat
+from dsx.core.checks import require_choice
+
+GROUP_SIZES = (32, 64, 128, 256)
+
+
+class _Grouped(ABC):
+    """What follows from a `GroupFormat` alone, the same for every format here."""
+
+    is_exact = False
+    name: str
+    group_size: int
+
+    @property
+    @abstractmethod
+    def form(self) -> GroupFormat:
+        """What the kernels need to know."""
+
+    @property
+    def granularity(self) -> int:
+        """Elements of a block: whole groups that fill whole bytes."""
+        return self.form.block
+
+    def validate(self) -> None:
+        """Require a known group size and rounding."""
+        if self.group_size not in GROUP_SIZES:
+            nearest = min(GROUP_SIZES, key=lambda size: abs(size - self.group_size))
+            raise ValueError(
+                f"{self.name}.group_size={self.group_size} must be one of "
+                f"{', '.join(map(str, GROUP_SIZES))}; try {nearest}"
+            )
+        require_choice(f"{self.name}.rounding", getattr(self, "rounding", "nearest"), Rounding)
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the exact size of a message of `numel` elements."""
+        return self.form.num_bytes(numel)
+
+    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+        """Return a codec for vectors of up to `numel` elements on `device`."""
+        return GroupCodec(self.name, self.form, numel, device, kernels)
+
+
+@dataclass(frozen=True)
+class Int8(_Grouped):
+    """8-bit integers; the error is invisible next to that of the averaging itself."""
+
+    group_size: int = 256
+    rounding: Rounding = "nearest"
+
+    name = "int8"
+
+    @property
+    def form(self) -> GroupFormat:
+        """Ranks are the values."""
+        return _form(self.group_size, self.rounding, bits=8, top_rank=127, top_value=127.0)
+
+
+@dataclass(frozen=True)
+class Int4(_Grouped):
+    """4-bit integers, the default: an eighth of fp32, less error than either fp4."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    name = "int4"
+
+    @property
+    def form(self) -> GroupFormat:
+        """Ranks are the values."""
+        return _form(self.group_size, self.rounding, bits=4, top_rank=7, top_value=7.0)
+
+
+@dataclass(frozen=True)
+class FP8(_Grouped):
+    """e4m3, 4 exponent and 3 mantissa bits: for groups whose values span orders of magnitude."""
+
+    group_size: int = 256
+    rounding: Rounding = "nearest"
+
+    name = "fp8"
+
+    @property
+    def form(self) -> GroupFormat:
+        """448 is 28672 times the least normal number, 2^-6."""
+        return _form(self.group_size, self.rounding, 8, 126, 28672.0, mantissa_bits=3)
+
+
+@dataclass(frozen=True)
+class FP4E2M1(_Grouped):
+    """The usual 4-bit float."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    name = "fp4_e2m1"
+
+    @property
+    def form(self) -> GroupFormat:
+        """The largest of the eight magnitudes is 6."""
+        return _form(self.group_size, self.rounding, 4, 7, 6.0, mantissa_bits=1)
+
+
+@dataclass(frozen=True)
+class FP4E3M0(_Grouped):
+    """Powers of two: what Streaming DiLoCo sends; three times the squared error of int4."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    name = "fp4_e3m0"
+
+    @property
+    def form(self) -> GroupFormat:
+        """The largest of the eight magnitudes is 64."""
+        return _form(self.group_size, self.rounding, 4, 7, 64.0, mantissa_bits=0)
+
+
+@dataclass(frozen=True)
+class Ternary(_Grouped):
+    """Signs of what is large, 1.9 bits per element at groups of 64; nearest rounding only."""
+
+    group_size: int = 64
+
+    name = "ternary"
+
+    @property
+    def form(self) -> GroupFormat:
+        """Five digits per byte."""
+        return GroupFormat(self.group_size, 5, 3, 1, 1.0, is_ternary=True)
+
+
+def _form(
+    group_size: int,
+    rounding: Rounding,
+    bits: int,
+    top_rank: int,
+    top_value: float,
+    mantissa_bits: int | None = None,
+) -> GroupFormat:
+    return GroupFormat(
+        group_size,
+        parts=8 // bits,
+        base=2**bits,
+        top_rank=top_rank,
+        top_value=top_value,
+        mantissa_bits=mantissa_bits,
+        is_stochastic=rounding == "stochastic",
+    )

@@ -1,0 +1,178 @@
+"""The "dsx" block as command-line flags, for scripts whose settings are flags (Megatron's).
+
+One flag for every key: `--dsx-preset`, `--dsx-schedule-interval` for `schedule.interval`,
+`--dsx-metrics-dir`; the keys of `clusters` without their section, `--dsx-num-clusters`. A value is
+read as JSON, else as text, and checked where the block is: there is one schema. `--dsx-config FILE`
+gives a JSON whose "dsx" block the flags override.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+
+from dsx.config.schema import (
+    AXES,
+    ClustersConfig,
+    ConfigError,
+    DsxConfig,
+    LinkConfig,
+    MetricsConfig,
+    StateConfig,
+    load_config,
+    read_json,
+)
+from dsx.method.presets import PRESETS
+
+_PREFIX = "--dsx-"
+_SECTIONS: dict[str, type[BaseModel]] = {
+    "clusters": ClustersConfig,
+    "metrics": MetricsConfig,
+    "state": StateConfig,
+    "link": LinkConfig,
+}
+
+
+@dataclass(frozen=True)
+class Flag:
+    """One flag and the key it stands for; `section` is empty for keys of the block itself."""
+
+    name: str
+    section: str
+    key: str
+    help: str
+    is_list: bool = False
+
+    @property
+    def attribute(self) -> str:
+        """Return the name in an argparse namespace."""
+        return self.name.removeprefix("--").replace("-", "_")
+
+
+def all_flags() -> Iterator[Flag]:
+    """Yield a flag for every key that a "dsx" block may have."""
+    yield Flag("--dsx-config", "", "config", 'JSON file with a "dsx" block, which flags override')
+    yield Flag("--dsx-preset", "", "preset", ", ".join(PRESETS))
+    for section, model in _SECTIONS.items():
+        for key, field in model.model_fields.items():
+            words = [key] if section == "clusters" else [section, key]
+            is_list = str(field.annotation).startswith("tuple")
+            yield Flag(_flag(*words), section, key, f"dsx.{section}.{key}", is_list)
+    for axis, (selector, choices) in AXES.items():
+        yield Flag(_flag(axis, selector), axis, selector, ", ".join(choices))
+        of: dict[str, list[str]] = {}
+        lists: set[str] = set()
+        for name, kind in choices.items():
+            for field in dataclasses.fields(kind):
+                of.setdefault(field.name, []).append(name)
+                if str(field.type).startswith("tuple"):
+                    lists.add(field.name)
+        for key, names in of.items():
+            text = f"of dsx.{axis}.{selector}: {', '.join(names)}"
+            yield Flag(_flag(axis, key), axis, key, text, key in lists)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add every flag to a parser, in a group of their own; values stay as they are written."""
+    group = parser.add_argument_group("dsx", "training across clusters; the keys of a dsx block")
+    for flag in all_flags():
+        metavar = "FILE" if flag.key == "config" else flag.key.upper()
+        group.add_argument(flag.name, metavar=metavar, help=flag.help.replace("%", "%%"))
+    return parser
+
+
+def read_flags(arguments: Sequence[str]) -> DsxConfig:
+    """Return what the flags among `arguments` say, resolved."""
+    return load_config(block_of_flags(arguments))
+
+
+def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return `{"dsx": block}` of the flags among `arguments`; ConfigError for one not known.
+
+    All other arguments are left to whoever they are for.
+    """
+    known = [flag.name for flag in all_flags()]
+    for argument in arguments:
+        name = argument.partition("=")[0]
+        if name.startswith(_PREFIX) and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "see --help for all of them"
+            raise ConfigError(f"{name} is not a flag of dsx; {hint}")
+    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    return _block_of_namespace(parser.parse_known_args(list(arguments))[0])
+
+
+def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
+    given = {flag: getattr(namespace, flag.attribute, None) for flag in all_flags()}
+    texts = {flag: text for flag, text in given.items() if text is not None}
+    block: dict[str, Any] = {}
+    for flag, text in texts.items():
+        if flag.key == "config":
+            block = _block_of(text)
+    for flag, text in texts.items():
+        if flag.section:
+            section = block.setdefault(flag.section, {})
+            if not isinstance(section, dict):
+                raise ConfigError(f"dsx.{flag.section} must be an object, not {section!r}")
+            section[flag.key] = _value(flag, text)
+        elif flag.key == "preset":
+            block["preset"] = text
+    if "preset" not in block:
+        raise ConfigError(f"--dsx-preset is missing; choose one of {', '.join(PRESETS)}")
+    clusters = block.get("clusters", {})  # what is no object is refused with the block
+    if isinstance(clusters, dict) and "num_clusters" not in clusters:
+        raise ConfigError("--dsx-num-clusters is missing, the number of clusters in this run")
+    return {"dsx": block}
+
+
+def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
+    """Set every flag to what is in force, the preset's values included, so that dumps tell."""
+    sections: dict[str, Any] = {
+        "": {"preset": config.preset, "config": getattr(namespace, "dsx_config", None)},
+        "clusters": config.clusters.model_dump(),
+        "metrics": config.metrics.model_dump(),
+        "state": config.state.model_dump(),
+        "link": config.link.model_dump(),
+        **config.axes,
+    }
+    for flag in all_flags():
+        setattr(namespace, flag.attribute, sections[flag.section].get(flag.key))
+
+
+def _flag(*words: str) -> str:
+    return _PREFIX + "-".join(words).replace("_", "-")
+
+
+def _block_of(path: str) -> dict[str, Any]:
+    document = read_json(path)
+    if not isinstance(document.get("dsx"), dict):
+        raise ConfigError(f'--dsx-config {path}: the file has no "dsx" block')
+    return json.loads(json.dumps(document["dsx"]))
+
+
+def _value(flag: Flag, text: str) -> Any:
+    if flag.is_list:
+        try:
+            whole = json.loads(text)
+        except json.JSONDecodeError:
+            whole = None
+        if isinstance(whole, list):
+            return whole
+        return [_scalar(part.strip()) for part in text.split(",")]
+    if flag.key == "rendezvous" and "://" not in text:
+        return f"tcp://{text}"
+    return _scalar(text)
+
+
+def _scalar(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text

@@ -1,0 +1,95 @@
+"""The two verbs of a transport, and how a lost peer is reported.
+
+A transport averages over clusters for one shard coordinate: the ranks with the same place in each
+cluster. Submissions for one fragment are served in order (one FIFO per fragment); every rank of
+such a group must submit the same fragments in the same order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from dsx.core.exchange import Exchange
+from dsx.core.types import Stage
+
+VERBS = ("launched", "averaged for export", "compared")
+TRAINING, EXPORT, COMPARISON = range(3)
+
+
+class PeerLost(RuntimeError):
+    """Another cluster closed its connection or missed a deadline; the message names both."""
+
+
+@dataclass(frozen=True)
+class Submission:
+    """What is exchanged: of a fragment, at an inner step; `purpose` is an index of `VERBS`."""
+
+    fragment: int
+    step: int
+    purpose: int = TRAINING
+
+    def __str__(self) -> str:
+        return self.on(Stage())
+
+    def on(self, stage: Stage) -> str:
+        """Return what messages call it."""
+        return f"{stage.name_of(self.fragment)} {VERBS[self.purpose]} at step {self.step}"
+
+
+class Pending(Protocol):
+    """A transfer under way."""
+
+    @property
+    def bytes_sent(self) -> int:
+        """Payload bytes this rank has handed to the network for other clusters so far."""
+        ...
+
+    @property
+    def seconds(self) -> float:
+        """From the exchange's start to its end without the announcement; 0 before it has ended.
+
+        The wait until all have come is so left out, and with it the announcement's two latencies.
+        """
+        ...
+
+    @property
+    def coding_seconds(self) -> float:
+        """Those of them that were not spent on messages: copies awaited, coding, sums."""
+        ...
+
+    def wait(self) -> Tensor:
+        """Block until the mean is there and return it; may be called again. Raises `PeerLost`."""
+        ...
+
+
+class Transport(Protocol):
+    """Moves tensors between the clusters for one shard coordinate."""
+
+    @property
+    def cluster_id(self) -> int:
+        """This cluster, 0..num_clusters-1."""
+        ...
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        ...
+
+    def submit(self, what: Submission, exchange: Exchange) -> Pending:
+        """Start averaging and return at once.
+
+        Tensors that the exchange yields must not be touched until `wait` has returned. Peers
+        whose submissions differ are told so, instead of averaging what does not belong together.
+        """
+        ...
+
+    def broadcast(self, fragment: int, tensor: Tensor) -> None:
+        """Overwrite `tensor` in place with cluster 0's. Blocks; raises `PeerLost`."""
+        ...
+
+    def close(self) -> None:
+        """Release threads and connections; nothing may be submitted afterwards."""
+        ...

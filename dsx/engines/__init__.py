@@ -1,0 +1,1 @@
+"""Adapters to the engines that train inside a cluster."""

@@ -1,0 +1,228 @@
+"""The way in: `initialize` as `deepspeed.initialize`, `attach` and `attach_megatron`.
+
+The "dsx" block is read from the same JSON that DeepSpeed gets. `init_distributed` makes one
+torch.distributed world per cluster and must run before anything else touches torch.distributed;
+`initialize` calls it where that has not happened.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsx.comm.world import Meeting, World, current_world, join
+from dsx.config.schema import DsxConfig, load_config, read_json, with_launch_arguments
+from dsx.engines.torch import TorchBackend
+from dsx.training.handle import Handle
+
+Config = str | Path | Mapping[str, Any]
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add DeepSpeed's arguments, and those of dsx that differ from launcher to launcher.
+
+    Each overrides the key of the same name in the "clusters" part of the configuration.
+    """
+    import deepspeed
+
+    deepspeed.add_config_arguments(parser)
+    return add_launch_arguments(parser)
+
+
+def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of dsx that differ from launcher to launcher, without DeepSpeed's."""
+    add = parser.add_argument_group("dsx", "one launcher per cluster: which one, where to meet")
+    add.add_argument("--dsx-cluster-id", type=int, metavar="M", help="0..num_clusters-1")
+    add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
+    add.add_argument("--dsx-store", help="cluster_0, or standalone for `dsx rendezvous`")
+    add.add_argument("--dsx-interface", help="network interface towards the other clusters")
+    return parser
+
+
+def init_distributed(config: Config, args: argparse.Namespace | None = None) -> World:
+    """Create this cluster's world and meet the other clusters; return where this process is.
+
+    `config` is the DeepSpeed JSON with a "dsx" block; `args` may carry what
+    `add_config_arguments` has parsed. Raises ConfigError, RuntimeError (launcher environment
+    missing, or torch.distributed already initialised) or PeerLost (a cluster that does not come).
+    In a script that has imported deepspeed, DeepSpeed takes the same world at once, so that a
+    `PipelineModule` can be built next.
+    """
+    keys = ("cluster_id", "rendezvous", "store", "interface")
+    given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
+    clusters = with_launch_arguments(load_config(config), given).clusters
+    world = join(Meeting(**clusters.model_dump(exclude={"on_mismatch"})))
+    if "deepspeed" in sys.modules:
+        from dsx.engines.deepspeed.engine import adopt_world
+
+        adopt_world()
+    return world
+
+
+def initialize(
+    args: argparse.Namespace | None = None,
+    model: torch.nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    distributed_port: int | None = None,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[..., Any] | None = None,
+    config: Config | None = None,
+    mesh_param: Any = None,
+    config_params: Config | None = None,
+) -> tuple[Any, Any, Any, Any]:
+    """Mirror `deepspeed.initialize`; the engine returned has a `Handle` as `engine.dsx`.
+
+    A `PipelineModule` is built after `init_distributed`, and each of its stages is synchronised on
+    its own. `training_data` is cut to this cluster's part, so that clusters never train on the same
+    samples, and its position travels with the checkpoints; a dataloader of your own is yours to
+    split (`dsx.data.ClusterShard`). Arguments that shape the distributed world are refused: that
+    world is the cluster's, made by dsx.
+    """
+    from dsx.engines.deepspeed.data import cut_training_data, follow_training_data
+    from dsx.engines.deepspeed.engine import start_engine
+    from dsx.engines.deepspeed.features import refuse_sharded_pipeline
+    from dsx.training.handle import DATA_POSITION
+
+    _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
+    config = config if config is not None else config_params
+    source = config if config is not None else getattr(args, "deepspeed_config", None)
+    if source is None:
+        raise ValueError(
+            "no DeepSpeed configuration: pass config=... or run with --deepspeed_config FILE"
+        )
+    world = current_world() or init_distributed(source, args)
+    refuse_sharded_pipeline(model, read_json(source))
+    if training_data is not None:
+        training_data = cut_training_data(training_data, world.cluster_id, world.num_clusters)
+    engine, wrapped, loader, scheduler = start_engine(
+        args=args,
+        model=model,
+        optimizer=optimizer,
+        model_parameters=model_parameters,
+        training_data=training_data,
+        lr_scheduler=lr_scheduler,
+        collate_fn=collate_fn,
+        config=str(config) if isinstance(config, Path) else config,
+    )
+    handle = attach(engine, config=source)
+    position = None if training_data is None else follow_training_data(engine, training_data)
+    if position is not None:
+        handle.track(**{DATA_POSITION: position})
+        loader = loader and engine.training_dataloader
+    return engine, wrapped, loader, scheduler
+
+
+def attach(
+    engine: Any, optimizer: torch.optim.Optimizer | None = None, *, config: Config
+) -> Handle:
+    """Add outer training to an engine that exists; `engine.dsx` is the handle returned.
+
+    `engine` is a DeepSpeedEngine, or an ordinary module together with its `optimizer`. The
+    world must be `init_distributed`'s. Collective over all ranks of all clusters: it compares
+    the layouts and takes cluster 0's weights everywhere.
+    """
+    world = current_world()
+    if world is None:
+        raise RuntimeError("call dsx.init_distributed(config) before creating the engine")
+    settings = load_config(config)
+    if optimizer is None:
+        return _attach_deepspeed(engine, world, settings)
+    method = settings.method
+    is_on_host = settings.state.device == "host"
+    backend = TorchBackend(
+        engine, optimizer, method.fragments, method.schedule.backwards, is_on_host
+    )
+    handle = Handle(backend, world, settings)
+    backend.on_inner_step(handle.after_inner_step)
+    return handle
+
+
+def attach_megatron(
+    model_chunks: Any,
+    optimizer: Any,
+    *,
+    config: Config,
+    resume: tuple[str | Path, int] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Handle:
+    """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
+
+    `model_chunks` is the list of chunks that `get_megatron_optimizer` was given, or the only one.
+    `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size).
+    The world must be `init_distributed`'s, and Megatron's parallel state initialised in it.
+    Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
+
+    `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
+    stay each cluster's own and the outer state is what `save_outer_state` has written there.
+    ValueError names what of Megatron is not served.
+    """
+    from dsx.engines.megatron.checkpoint import load_outer_state
+    from dsx.engines.megatron.engine import MegatronBackend
+
+    world = current_world()
+    if world is None:
+        raise RuntimeError("call dsx.init_distributed(config) before Megatron's own initialisation")
+    if hasattr(optimizer, "dsx"):
+        raise ValueError("this optimizer has a dsx handle already: attach it once")
+    settings = load_config(config)
+    chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
+    is_on_host = settings.state.device == "host"
+    backend = MegatronBackend(chunks, optimizer, settings.method.fragments, is_on_host)
+    all_facts = {**backend.facts(), **(facts or {})}
+    handle = Handle(backend, world, settings, all_facts, keeps_masters=resume is not None)
+    backend.on_inner_step(handle.after_inner_step)
+    if resume:
+        directory, iteration = resume
+        load_outer_state(handle, iteration, directory)
+    optimizer.dsx = handle
+    return handle
+
+
+def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
+    from dsx.engines.deepspeed.checkpoint import carry_outer_state
+    from dsx.engines.deepspeed.engine import DeepSpeedBackend
+
+    if not hasattr(engine, "basic_optimizer"):
+        raise ValueError(
+            f"{type(engine).__name__} is not a DeepSpeedEngine; for an ordinary module pass its "
+            "optimizer, too: dsx.attach(model, optimizer, config=...)"
+        )
+    if hasattr(engine, "dsx"):
+        raise ValueError("this engine has a dsx handle already: attach it once")
+    is_on_host = settings.state.device == "host"
+    backend = DeepSpeedBackend(engine, settings.method.fragments, is_on_host)
+    facts = {
+        "pipeline_stage": [backend.stage.index, backend.stage.count],
+        "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
+    }
+    handle = Handle(backend, world, settings, facts)
+    backend.on_inner_step(handle.after_inner_step)
+    carry_outer_state(engine, handle, world)
+    engine.dsx = handle
+    return handle
+
+
+def _refuse_world_arguments(
+    distributed_port: int | None, mpu: Any, dist_init_required: bool | None, mesh_param: Any
+) -> None:
+    given = {
+        "distributed_port": distributed_port,
+        "mpu": mpu,
+        "dist_init_required": dist_init_required,
+        "mesh_param": mesh_param,
+    }
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"dsx.initialize({name}={value!r}) is not served: dsx makes one world per cluster "
+                "itself; leave it out"
+            )

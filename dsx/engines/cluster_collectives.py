@@ -1,0 +1,114 @@
+"""The ranks of a cluster that serve one pipeline stage, and what they tell each other.
+
+Every collective of the outer step runs over them and goes no further: the stages of a pipeline
+launch and apply at steps of their own. Adapters pass the group that their engine has, or make one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.core.types import Fragment
+from dsx.engines import host_group
+
+
+def collective_device() -> torch.device:
+    """Return where the backend of the cluster's collectives takes tensors."""
+    is_nccl = dist.get_backend() == "nccl"
+    return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
+
+
+class StageRanks:
+    """The collectives that a backend offers (see base.py), over one `group`.
+
+    What is on the host stays there (host_group.py). Creating it is collective in the cluster.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+        self._host_group = host_group.beside(group)
+        self._cluster_group = host_group.beside(None)
+        self._device = collective_device()
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Return this rank's place in its stage."""
+        return dist.get_rank(self._group), dist.get_world_size(self._group)
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the shards' sum in rank order."""
+        total = torch.zeros_like(values)
+        for shard in self._gather(values):
+            total.add_(shard)
+        return total
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the shards' values."""
+        return torch.stack(self._gather(values)).amax(0)
+
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of the cluster's ranks, on the host."""
+        largest = values.to("cpu", copy=True)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._cluster_group)
+        return largest
+
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start finding the elementwise largest of the shards' values."""
+        largest = values.to(self._device, copy=True)
+        work: Any = dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._group, async_op=True)
+        if largest.is_cuda:
+            return _answer_on_host(work, largest)
+
+        def wait() -> Tensor:
+            work.wait()
+            return largest
+
+        return wait
+
+    def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return every rank's fragments, and this rank's place among them."""
+        rank, count = self.shard
+        everyone: list[Any] = [None] * count
+        dist.all_gather_object(everyone, own, group=self._group)
+        return everyone, rank
+
+    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Exchange shards over the ranks that share them, on the device of their backend."""
+        sent = torch.cat([t.to(self._device) for t in outgoing])
+        received = torch.empty(sum(t.numel() for t in incoming), device=self._device)
+        here, away = [[t.numel() for t in tensors] for tensors in (incoming, outgoing)]
+        dist.all_to_all_single(received, sent, here, away, group=self._group)
+        for tensor, part in zip(incoming, received.split(here), strict=True):
+            tensor.copy_(part)
+
+    def _gather(self, values: Tensor) -> list[Tensor]:
+        """Return the values of every rank that shares the fragments, sent from where they are."""
+        is_on_host = values.device.type == "cpu"
+        group = self._host_group if is_on_host else self._group
+        own = values if is_on_host else values.to(self._device)
+        everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(everyone, own.contiguous(), group=group)
+        return [other.to(values.device) for other in everyone]
+
+
+def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
+    """Copy a collective's result to the host beside the compute stream, which waits for neither."""
+    stream = torch.cuda.Stream(values.device)
+    answer = torch.empty(values.shape, pin_memory=True)
+    arrived = torch.cuda.Event()
+    with torch.cuda.stream(stream):
+        work.wait()  # lets this stream wait, not the host
+        answer.copy_(values, non_blocking=True)
+        arrived.record(stream)
+    values.record_stream(stream)
+
+    def wait() -> Tensor:
+        arrived.synchronize()
+        return answer
+
+    return wait

@@ -1,0 +1,247 @@
+"""`engine.save_checkpoint` and `engine.load_checkpoint`, extended by the outer state.
+
+Each cluster has its own directory, `<save_dir>/cluster_<m>/<tag>/`: every cluster has a rank 0,
+and they must not overwrite each other's files. The outer state is written beside DeepSpeed's
+files, and the directory gets its name once all of them are there (tags.py). Without a tag, loading
+takes the newest one that all clusters hold complete, so a cluster that died while saving does not
+split the run.
+
+DeepSpeed (0.19) brings its own part to another number of ranks, or from ZeRO-1 to 2 and back, by
+its universal checkpoint, made with its `ds_to_universal` as `<tag>_universal` and loaded where the
+JSON says `"checkpoint": {"load_universal": true}`; the outer state is then still taken from
+`<tag>`. Where it refuses (between ZeRO-3, 1 or 2, and 0), so do we, with its error.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from dsx.checkpoint.averaged_model import MODULE_FACTS
+from dsx.checkpoint.files import FORMAT, SavedCluster
+from dsx.checkpoint.pipeline_recut import is_cut_anew, own_cut, saved_cut
+from dsx.checkpoint.tags import (
+    UNFINISHED,
+    Mark,
+    begin_tag,
+    cluster_directory,
+    common_tag,
+    complete_tag,
+    tags_within_reach,
+    write_durably,
+)
+from dsx.comm.world import World
+from dsx.engines.deepspeed.pipeline import (
+    OF_STAGE,
+    describe_layers,
+    mark_replicas,
+    name_in_model,
+)
+from dsx.training.handle import Handle
+
+UNIVERSAL = "_universal"
+logger = logging.getLogger(__name__)
+
+
+def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
+    """Replace the engine's two checkpoint methods by ones that carry the outer state, too."""
+    save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
+
+    def save(
+        save_dir: str,
+        tag: str | None = None,
+        client_state: dict[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> Any:
+        """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
+        tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
+        directory = cluster_directory(save_dir, world.cluster_id)
+        begun = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
+        state = {**mark_replicas(engine), **(client_state or {})}
+        result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
+        handle.save(directory / begun)
+        _complete(engine, handle, world, directory, tag)
+        if world.rank == 0 and save_latest:
+            write_durably(directory / "latest", tag)
+        dist.barrier()
+        handle.saved(directory / tag)
+        return result
+
+    def load(
+        load_dir: str,
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> Any:
+        """Load as DeepSpeed does, from this cluster's directory, with the outer state."""
+        _require_everything(load_optimizer_states and not load_module_only)
+        source, tag = _choose(handle, world, load_dir, tag)
+        directory = cluster_directory(load_dir, source)
+        saved = SavedCluster(directory / tag)
+        is_recut = _is_cut_anew(engine, handle, saved)
+        own_tag = _engine_tag(engine, directory, tag)
+        with _hinting_at_universal(saved, directory / tag, world):
+            result = load_checkpoint(
+                str(directory), own_tag, load_module_strict, True, load_lr_scheduler_states, False,
+                custom_load_fn,
+            )  # fmt: skip
+        handle.load(
+            directory / tag,
+            is_new=source != world.cluster_id,
+            is_other_number=saved.num_clusters != world.num_clusters,
+            is_recut=is_recut,
+        )
+        result[1].pop("universal_checkpoint_info", None)
+        if own_tag != tag:
+            handle.loop.backend.publish()  # weights that ZeRO-3 keeps gathered are of before
+        handle.saved(directory / tag)
+        return result
+
+    engine.save_checkpoint, engine.load_checkpoint = save, load
+
+
+def _require_everything(is_wanted: bool) -> None:
+    if not is_wanted:
+        raise ValueError(
+            "load_checkpoint without optimizer states leaves the masters and the anchor apart; "
+            "load the weights into the model before dsx.initialize instead"
+        )
+
+
+def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: str) -> None:
+    """Write what belongs to all ranks, and give the tag its name. Collective in the cluster."""
+    facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
+    if world.rank == 0:
+        write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
+        mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+        complete_tag(directory, tag, mark)
+
+
+def _describe_module(engine: Any) -> dict[str, Any]:
+    """Return what `dsx export` must know of the module. Collective: nobody returns before all."""
+    buffers = sorted(name_in_model(engine, dict(engine.module.named_buffers())))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (_aliases(engine.module), buffers))
+    return {
+        "aliases": {name: first for aliases, _ in everyone for name, first in aliases.items()},
+        "buffers": sorted({name for _, names in everyone for name in names}),
+        "zero_stage": engine.zero_optimization_stage(),
+        **describe_layers(engine),
+    }
+
+
+def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
+    """Whether a pipeline has other stages than when it was saved. Collective in the cluster.
+
+    ValueError for what DeepSpeed would load wrongly, or on some stages only.
+    """
+    if not engine.pipeline_parallelism:
+        return False
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own_cut(handle.loop))
+    ours = {name: place for stage in everyone for name, place in stage.items()}
+    is_recut = is_cut_anew(saved, saved_cut(saved), ours)
+    zero_stage = json.loads((saved.directory / MODULE_FACTS).read_text())["zero_stage"]
+    if zero_stage != engine.zero_optimization_stage():
+        raise ValueError(
+            f"{saved.directory} was saved by a pipeline with ZeRO-{zero_stage}, and this one "
+            f"has zero_optimization.stage={engine.zero_optimization_stage()}: DeepSpeed converts "
+            "nothing between them; keep the stage, or export the model (dsx export) and start "
+            "from it"
+        )
+    own = [name for name in ours if name.startswith(OF_STAGE)]
+    if own and engine.load_universal_checkpoint():
+        raise ValueError(
+            f"DeepSpeed's universal checkpoint has one place for {own[0]} and for that of the "
+            f"first stage: this pipeline goes on with the layout that saved {saved.directory}, "
+            "without checkpoint.load_universal"
+        )
+    if is_recut and not engine.load_universal_checkpoint():
+        advice = "resume with the same stages, or export the model (dsx export) and start from it"
+        if any(saved.directory.glob("*zero_*_optim_states.pt")):
+            advice = (
+                f"convert it in every cluster: {_conversion(saved.directory)} and set "
+                '"checkpoint": {"load_universal": true}'
+            )
+        raise ValueError(
+            f"{saved.directory} was saved with other pipeline stages, by which DeepSpeed keeps "
+            f"the optimizer's states; {advice}"
+        )
+    return is_recut
+
+
+def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[int, str]:
+    """Return the cluster whose tag to load, and the tag. Collective over all clusters."""
+    found = handle.gather(tags_within_reach(base, world.cluster_id))
+    return common_tag(found, base, None if tag is None else str(tag))[world.cluster_id]
+
+
+def _aliases(module: Any) -> dict[str, str]:
+    """Return the further names of parameters that have several, with the first one."""
+    first: dict[int, str] = {}
+    names = module.named_parameters(remove_duplicate=False)
+    return {n: first[id(p)] for n, p in names if first.setdefault(id(p), n) != n}
+
+
+def _from_first(value: str | None) -> str:
+    """Return rank 0's value on every rank of the cluster; nobody goes on before rank 0 has."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    assert values[0] is not None
+    return values[0]
+
+
+def _engine_tag(engine: Any, directory: Path, tag: str) -> str:
+    """Return the tag that DeepSpeed loads, its universal checkpoint if the JSON says so."""
+    if not engine.load_universal_checkpoint():
+        return tag
+    if not (directory / f"{tag}{UNIVERSAL}").is_dir():
+        raise FileNotFoundError(
+            f"checkpoint.load_universal is set, and there is no {directory / tag}{UNIVERSAL}: make "
+            f"it from {directory / tag} with: {_conversion(directory / tag)}"
+        )
+    if engine.zero_optimization_stage() == 3 and len(engine.basic_optimizer.param_groups) > 1:
+        logger.warning(
+            "DeepSpeed's ZeRO-3 gives all parameter groups the settings of the first one when it "
+            "loads a universal checkpoint: set learning rates and weight decay again"
+        )
+    return f"{tag}{UNIVERSAL}"
+
+
+@contextmanager
+def _hinting_at_universal(
+    saved: SavedCluster, directory: Path, world: World
+) -> Generator[None, None, None]:
+    """Say, where DeepSpeed refuses what it has saved in another layout, what to do about it."""
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    kinds = (RuntimeError, AssertionError, KeyError, IndexError, ValueError, OSError)
+    try:
+        yield
+    except (*kinds, ZeRORuntimeException) as error:
+        raise RuntimeError(
+            f"DeepSpeed does not load {directory} (saved by {saved.num_ranks} ranks, now "
+            f"{world.world_size}): {type(error).__name__}: {error}. For another number of "
+            "ranks, or ZeRO-2 in place of 1 or 1 of 2, convert it in every cluster: "
+            f"{_conversion(directory)} and set "
+            '"checkpoint": {"load_universal": true}; between ZeRO-3, 1 or 2, and 0 DeepSpeed '
+            "converts nothing: export the model (dsx export) and start from it"
+        ) from error
+
+
+def _conversion(directory: Path) -> str:
+    """Return the command that makes DeepSpeed's universal checkpoint of a tag."""
+    return (
+        f"python -m deepspeed.checkpoint.ds_to_universal --inject_missing_state --input_folder "
+        f"{directory} --output_folder {directory}{UNIVERSAL}"
+    )

@@ -1,0 +1,183 @@
+"""DeepSpeed as the inner engine: ZeRO-0 to ZeRO-3, pipelines, fp32, bf16 and fp16, unmodified.
+
+The outer update happens inside the inner step, in the step hook of the basic optimizer: the
+fp32 masters are updated, the bit16 weights not yet gathered, so DeepSpeed's own copy and all-gather
+carry our change and nothing is sent twice. Traps that the code answers:
+
+- the hook fires once per parameter group under ZeRO-1/2 and per sub-group under ZeRO-3: we act in
+  the last firing, when all masters are fresh, and redo the local bit16 copy of those before;
+- it does not fire on an overflow step: the boundary still counts (`_take_model_step` is wrapped),
+  or the clusters' clocks would drift apart, and what was written is published by a collective;
+- whether to publish is decided from the schedule, never from "do I own something": it is a
+  collective and a rank may own nothing of a fragment;
+- the stages of a pipeline launch and apply at steps of their own: every collective of the outer
+  step runs over the ranks of one stage, only tied weights go further (deepspeed_pipeline.py).
+
+Where the masters are is known in deepspeed_masters.py. Without ZeRO all ranks of a stage hold
+all of its masters, and share the outer step out (shares.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from dsx.core.types import ParameterShape
+from dsx.engines.cluster_collectives import StageRanks, collective_device
+from dsx.engines.compute_trace import ComputeWatch
+from dsx.engines.deepspeed.features import refuse_unsupported
+from dsx.engines.deepspeed.masters import locate, require_fp32
+from dsx.engines.deepspeed.parameters import (
+    stepping_optimizer,
+    trained_parameters,
+    whole_shape,
+)
+from dsx.engines.deepspeed.pipeline import find_ties, name_in_model, stage_of
+from dsx.engines.masters import Masters
+from dsx.engines.multi_rank import StageBackend
+from dsx.engines.replicated import Shares
+from dsx.engines.tied_weights import Ties
+from dsx.method.fragments import Fragmenter, assign_stage
+from dsx.method.schedule.periodic import BackwardTrigger
+from dsx.telemetry.trace.recorder import Trace
+
+
+class DeepSpeedBackend(StageBackend):
+    """One rank's masters inside a `DeepSpeedEngine`."""
+
+    def __init__(
+        self, engine: Any, fragmenter: Fragmenter, keeps_state_on_host: bool = False
+    ) -> None:
+        refuse_unsupported(engine)
+        self._engine = engine
+        group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
+        self._ranks = StageRanks(group)
+        self._place = locate(engine)
+        self.stage = stage_of(engine)
+        parameters = name_in_model(engine, trained_parameters(engine))
+        self._ties = Ties(find_ties(engine, parameters), collective_device())
+        shapes = [
+            ParameterShape(n, whole_shape(p))
+            for n, p in parameters.items()
+            if n not in self._ties.replicas
+        ]
+        assignment = assign_stage(fragmenter, shapes, self.stage)
+        masters = self._place.stepped()[0].device
+        self.pins_host_memory = masters.type == "cuda"
+        self.device = torch.device("cpu") if keeps_state_on_host else masters
+        located = self._place.pieces(parameters)
+        require_fp32(located)
+        copies = {n: piece for n, piece in located.items() if n in self._ties.replicas}
+        pieces = {n: piece for n, piece in located.items() if n not in copies}
+        self._shares: Shares | None = None
+        if not self._place.is_sharded:
+            self._shares = Shares(assignment, pieces, group, collective_device())
+            pieces = self._shares.pieces
+        self._ties.locate(assignment, {**copies, **pieces})
+        self._masters = Masters(shapes, assignment, pieces, self.stage.index)
+        self.fragments = self._masters.fragments
+        self.fragment_numel = self._masters.fragment_numel
+        self.fragment_parameters = self._masters.fragment_parameters
+        self._written: dict[int, None] = {}  # fragments, since they were brought together last
+        self._expected: set[int] | None = None  # masters of the step being taken, if any
+        self._stepped: set[int] = set()
+        self._is_passed = False
+
+    def publish(self) -> None:
+        """Copy masters to bit16 weights and gather them; collective in the cluster."""
+        self._bring_together(range(len(self.fragments)))
+        self._ties.hand_on(range(len(self.fragments)))
+        self._place.publish()
+
+    def inner_lr(self) -> float:
+        """Return the first parameter group's rate."""
+        return float(stepping_optimizer(self._engine).param_groups[0]["lr"])
+
+    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
+        """Refuse: DeepSpeed reduces gradients in buckets, across layers, on its own schedule."""
+        raise ValueError(
+            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
+            "where DeepSpeed's gradients are not reduced yet; use schedule.type='streaming' with "
+            "delay.type='average' for layer-wise averaging at step boundaries, or plain PyTorch "
+            "with dsx.attach(model, optimizer)"
+        )
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record forward and backward, by micro-batch, the reduction and the optimizer's step."""
+        engine, watch = self._engine, ComputeWatch(trace)
+        watch.follow(engine.module)
+        engine._take_model_step = watch.around_step(engine._take_model_step)
+        reduce_gradients = engine.allreduce_gradients
+
+        def reduce(*args: Any, **kwargs: Any) -> None:
+            with trace.span("reduce gradients", "backward"):
+                reduce_gradients(*args, **kwargs)
+
+        engine.allreduce_gradients = reduce
+
+    def on_inner_step(self, callback: Callable[[], bool]) -> None:
+        """Call back once per step boundary; it returns whether it wrote masters."""
+        engine = self._engine
+        take_model_step = engine._take_model_step
+
+        def after_optimizer(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if self._expected is None or self._is_passed:
+                return
+            self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
+            if self._stepped >= self._expected:
+                self._is_passed = True
+                if self._pass_on(callback()):
+                    self._place.recopy()
+
+        def take(*args: Any, **kwargs: Any) -> None:
+            self._expected = {id(master) for master in self._place.stepped()}
+            self._stepped = set()
+            self._is_passed = False
+            take_model_step(*args, **kwargs)
+            self._expected = None
+            if not self._is_passed and self._pass_on(callback()):
+                self._place.publish()  # overflow: the optimizer did not step
+
+        stepping_optimizer(engine).register_step_post_hook(after_optimizer)
+        engine._take_model_step = take
+
+    def _pass_on(self, was_written: bool) -> bool:
+        """Give what this stage has written to all who hold it; return whether masters changed."""
+        written = list(self._written)
+        if was_written:
+            self._bring_together(written)
+        return self._ties.hand_on(written) or was_written
+
+    def _bring_together(self, fragments: Sequence[int]) -> None:
+        """Give every rank what the others have written. Collective: all wrote the same ones."""
+        if self._shares is not None:
+            self._shares.bring_together(fragments)
+        self._written.clear()
+
+
+def adopt_world() -> None:
+    """Let DeepSpeed take this cluster's world, which a `PipelineModule` needs to be built.
+
+    Without its shared-memory collective on CPU-only hosts: that one serves inference only, needs
+    a C++ build of a minute or two at the first start, and ignores process groups.
+    """
+    import deepspeed
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.ops import __compatible_ops__
+
+    accelerator: Any = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        __compatible_ops__["deepspeed_shm_comm"] = False
+    init_distributed: Any = deepspeed.init_distributed
+    init_distributed()
+
+
+def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:
+    """Call `deepspeed.initialize` in this cluster's world."""
+    import deepspeed
+
+    adopt_world()
+    start: Any = deepspeed.initialize
+    return start(**arguments)

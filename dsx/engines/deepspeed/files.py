@@ -1,0 +1,192 @@
+"""What a DeepSpeed checkpoint holds beside what dsx trains, read and written without an engine.
+
+Known are the files of DeepSpeed 0.19 for ZeRO 0 to 3 without tensor parallelism: `mp_rank_00_
+model_states.pt` with the whole module, or under ZeRO-3 one file per rank with buffers and shards of
+frozen parameters; of pipelines `layer_<place>-model_states.pt`, with a tied layer in the file of
+every place of its; `zero/<parameter>/` in universal checkpoints. They are Python pickles, which can
+run code: read your own only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import math
+import shutil
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsx.checkpoint.averaged_model import SavedModel
+
+WHOLE = "mp_rank_00_model_states.pt"
+SHARDS = "zero_pp_rank_*_mp_rank_00_model_states.pt"
+_COMPARED_AT_A_TIME = 1 << 28  # bytes
+
+
+def read_untrained(model: SavedModel) -> dict[str, Tensor]:
+    """Return frozen parameters and buffers by name: all of a tag that dsx does not train.
+
+    They are cluster 0's. ValueError for a frozen parameter of which another cluster holds other
+    bits; buffers may differ. Empty where DeepSpeed has written nothing (plain PyTorch).
+    """
+    found = _read_cluster(model, model.directory)
+    for directory in model.directories[1:] if model.buffers is not None else ():
+        for name, tensor in _read_cluster(model, directory).items():
+            if name not in (model.buffers or ()) and not _has_same_bits(found.get(name), tensor):
+                raise ValueError(
+                    f"{name}, which is not trained, differs between {model.directory} and "
+                    f"{directory}: the clusters have trained different models; load the same "
+                    "frozen parameters in every cluster"
+                )
+    return found
+
+
+def _read_cluster(model: SavedModel, directory: Path) -> dict[str, Tensor]:
+    known = {*model.parameters, *model.aliases}
+    if (directory / WHOLE).is_file():
+        module: dict[str, Any] | None = _load(directory / WHOLE)["module"]
+        if module is None:
+            return _read_layers(model, directory, known)
+        return {n: t for n, t in module.items() if n not in known and torch.is_tensor(t)}
+    files = sorted(directory.glob(SHARDS), key=lambda f: int(f.name.split("_")[3]))
+    if not files:
+        return {}
+    states = [_load(file) for file in files]
+    first = states[0]
+    found = {n: first["module"][n] for n in first["buffer_names"] if n in first["module"]}
+    for name, shape in (first["frozen_param_shapes"] or {}).items():
+        parts = [state["frozen_param_fragments"][name].view(-1) for state in states]
+        found[name] = torch.cat(parts)[: math.prod(shape)].view(tuple(shape))
+    return {name: tensor for name, tensor in found.items() if name not in known}
+
+
+def _read_layers(model: SavedModel, directory: Path, known: Collection[str]) -> dict[str, Tensor]:
+    """Return what a pipeline's layer files hold beside trained parameters, and compare copies."""
+    found: dict[str, Tensor] = {}
+    seen: dict[str, tuple[Path, Tensor]] = {}  # what lies in several files
+    for file in sorted(directory.glob("layer_*-model_states.pt")):
+        place = str(int(file.name.split("-")[0].removeprefix("layer_")))
+        for own_name, tensor in _load(file).items():
+            if not torch.is_tensor(tensor):
+                continue
+            name = model.name_at(place, own_name)
+            if place in model.places:
+                first, other = seen.setdefault(name, (file, tensor))
+                if not _has_same_bits(other, tensor):
+                    raise ValueError(
+                        f"the copies of the tied tensor {name} differ between {first} and "
+                        f"{file.name}: the stages have come apart; export another checkpoint, or "
+                        "save the model from the script, inside `with engine.dsx.averaged()`"
+                    )
+            if name not in known:
+                found[name] = tensor
+    unknown = [n for n in (*known, *found) if n.startswith("tied_modules.")]
+    if unknown and not model.places:
+        raise ValueError(
+            f"{directory} is a pipeline's with tied layers ({unknown[0]}), saved by a dsx that did "
+            "not note their places: resume with this one and save again"
+        )
+    return found
+
+
+def _has_same_bits(ours: Tensor | None, theirs: Tensor) -> bool:
+    """Whether two tensors are equal to the bit, NaN and the sign of zero included."""
+    if ours is None or (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+        return False
+    return all(
+        torch.equal(a, b)
+        for a, b in zip(
+            *(
+                t.contiguous().view(-1).view(torch.uint8).split(_COMPARED_AT_A_TIME)
+                for t in (ours, theirs)
+            ),
+            strict=True,
+        )
+    )
+
+
+def write_universal(model: SavedModel, untrained: Mapping[str, Tensor], out: Path) -> Path:
+    """Write DeepSpeed's universal checkpoint: averaged weights, cluster 0's optimizer states.
+
+    DeepSpeed's own converter makes it, then every fp32 weight is replaced, and what is not trained
+    added as it does for models that are no pipelines. ValueError with the reason where it cannot.
+    Returns its directory, which `latest_universal` names.
+    """
+    for name in model.parameters:
+        if name.startswith("stage_") and ".tied_modules." in name:
+            raise ValueError(
+                f"DeepSpeed's universal checkpoint has one place for {name} and for that of the "
+                "tied layer's first stage; use --format safetensors"
+            )
+    try:
+        from deepspeed.checkpoint.ds_to_universal import main as convert
+    except ImportError as error:
+        raise ValueError(
+            "--format universal needs DeepSpeed: pip install 'dsx[deepspeed]'"
+        ) from error
+    source, target = model.directory, out / model.directory.name
+    if not list(source.glob("*_optim_states.pt")):
+        raise ValueError(
+            f"{source} has no *_optim_states.pt: DeepSpeed converts ZeRO checkpoints (stages 1 to "
+            "3) only; use --format safetensors"
+        )
+    if target.exists():
+        raise ValueError(f"{target} exists already: remove it, or give another --out")
+    arguments = argparse.Namespace(
+        input_folder=str(source),
+        output_folder=str(target),
+        num_extract_workers=1,
+        num_merge_workers=1,
+        keep_temp_folder=False,
+        strict=True,
+        inject_missing_state=True,
+    )
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+            convert(arguments)
+    except KeyError as error:
+        shutil.rmtree(target, ignore_errors=True)
+        raise ValueError(
+            f"DeepSpeed's converter misses {error} in {source}: it knows optimizers with Adam's "
+            "moments only; use --format safetensors"
+        ) from error
+    _replace_weights(model, target)
+    for name, tensor in untrained.items():
+        path = target / "zero" / name / "fp32.pt"
+        if not path.is_file():
+            path.parent.mkdir(parents=True)
+            torch.save({"param": tensor.float()}, path)
+    return target
+
+
+def _replace_weights(model: SavedModel, target: Path) -> None:
+    """Write the averaged model over the converted weights, in place."""
+    for name in model.parameters:
+        path = target / "zero" / name / "fp32.pt"
+        if not path.is_file():
+            raise ValueError(f"DeepSpeed's converter has written no {path}; use another format")
+        held, average = _load(path), model.tensor(name)
+        if held["param"].numel() != average.numel():
+            raise ValueError(
+                f"{path} has {held['param'].numel()} elements, the averaged parameter "
+                f"{average.numel()}"
+            )
+        torch.save({**held, "param": average.view(held["param"].shape)}, path)
+    whole = target / WHOLE
+    if whole.is_file():
+        state = _load(whole)
+        for name, tensor in (state["module"] or {}).items():
+            source = model.aliases.get(name, name)
+            if source in model.parameters:
+                state["module"][name] = model.tensor(source).to(tensor.dtype)
+        torch.save(state, whole)
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return torch.load(path, map_location="cpu", weights_only=False)

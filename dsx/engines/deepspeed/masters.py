@@ -1,0 +1,306 @@
+"""Where DeepSpeed's optimizer wrappers keep the fp32 masters, and how bit16 weights follow them.
+
+One class per kind of wrapper, found by its attributes and not by the ZeRO stage: the same stage has
+several wrappers, by data types and optimizer (deepspeed/runtime, 0.19). None of them communicates
+except in `publish`. What the code answers:
+
+- ZeRO-3 pads every parameter to a multiple of the ranks with *uninitialised* memory, so a piece is
+  cut to the parameter's own elements; its shape is `ds_shape`, `shape` is that of a placeholder;
+- ZeRO-1/2 copy masters to bit16 after each parameter group's step, ZeRO-3 after each sub-group's:
+  the groups that were stepped before we write need the copy again (`recopy`), a local one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.engines.deepspeed.parameters import whole_shape
+from dsx.engines.masters import Piece
+
+
+class MasterPlace(Protocol):
+    """Where one kind of optimizer wrapper keeps its masters."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank of the cluster holds a part, and not all of them the same."""
+        ...
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return what this rank holds of the trained parameters, padding excluded."""
+        ...
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return the tensors that the basic optimizer steps, in one firing of its hook or several.
+
+        In order: the last one is stepped last.
+        """
+        ...
+
+    def recopy(self) -> None:
+        """Copy masters to bit16 again where DeepSpeed did so before the last firing. Local."""
+        ...
+
+    def publish(self) -> None:
+        """Copy all masters to bit16 and gather them as DeepSpeed does after a step. Collective."""
+        ...
+
+
+def locate(engine: Any) -> MasterPlace:
+    """Return where the engine's wrapper keeps the masters; ValueError for an unknown wrapper."""
+    wrapper = engine.optimizer
+    places = {
+        "fp32_partitioned_groups_flat": ParameterShards,  # ZeRO-3
+        "single_partition_of_fp32_groups": GroupPartitions,  # ZeRO-1/2
+        "fp32_groups_flat_partition": Bf16Partitions,  # BF16_Optimizer
+        "fp32_groups_flat": FlatCopies,  # FP16_Optimizer, the fused one
+        "fp32_groups": Copies,  # FP16_UnfusedOptimizer
+    }
+    for attribute, place in places.items():
+        if hasattr(wrapper, attribute):
+            return place(wrapper)
+    if wrapper is not engine.basic_optimizer:
+        raise ValueError(
+            f"dsx does not know where {type(wrapper).__name__} keeps its fp32 masters; use a ZeRO "
+            "stage of 0 to 3 with an ordinary optimizer"
+        )
+    return Weights(wrapper)
+
+
+def require_fp32(pieces: Mapping[str, Piece]) -> None:
+    """Raise ValueError for masters of another type."""
+    for name, piece in pieces.items():
+        if piece.master.dtype != torch.float32:
+            raise ValueError(
+                f"the master copy of {name} is {piece.master.dtype}, not fp32; unset "
+                "bf16_master_weights_and_grads / fp16_master_weights_and_grads"
+            )
+
+
+class Weights:
+    """fp32 without ZeRO: the model's parameters are the masters."""
+
+    is_sharded = False
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return the parameters."""
+        return {name: Piece(p, tuple(p.shape)) for name, p in parameters.items()}
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return the parameters."""
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def recopy(self) -> None:
+        """Nothing to copy."""
+
+    def publish(self) -> None:
+        """Nothing to copy."""
+
+
+class Copies:
+    """Bit16 without ZeRO: an fp32 copy of every parameter, all copied back after the one step."""
+
+    is_sharded = False
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return the fp32 copies."""
+        masters = {id(weight): master for master, weight in self._pairs()}
+        return {n: Piece(masters[id(p)], tuple(p.shape)) for n, p in parameters.items()}
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return the fp32 copies."""
+        return [master for master, _ in self._pairs()]
+
+    def recopy(self) -> None:
+        """Nothing was copied before."""
+
+    def publish(self) -> None:
+        """Copy each master to its weight."""
+        for master, weight in self._pairs():
+            weight.data.copy_(master.data)
+
+    def _pairs(self) -> list[tuple[Tensor, Tensor]]:
+        groups = zip(self._wrapper.fp32_groups, self._wrapper.fp16_groups, strict=True)
+        return [pair for masters, weights in groups for pair in zip(masters, weights, strict=True)]
+
+
+class FlatCopies:
+    """Bit16 without ZeRO, fused optimizer: one flat fp32 copy per group, of running offsets."""
+
+    is_sharded = False
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return the parameters' ranges of the flat copies."""
+        places = {id(weight): piece for piece, weight in self._pairs()}
+        return {name: places[id(p)] for name, p in parameters.items()}
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return the flat copies."""
+        return self._wrapper.fp32_groups_flat
+
+    def recopy(self) -> None:
+        """Nothing was copied before."""
+
+    def publish(self) -> None:
+        """Copy each range to its weight."""
+        for piece, weight in self._pairs():
+            weight.data.copy_(piece.view().view_as(weight))
+
+    def _pairs(self) -> list[tuple[Piece, Tensor]]:
+        pairs: list[tuple[Piece, Tensor]] = []
+        groups = zip(self._wrapper.fp32_groups_flat, self._wrapper.fp16_groups, strict=True)
+        for flat, weights in groups:
+            offset = 0
+            for weight in weights:
+                pairs.append((Piece(flat, tuple(weight.shape), offset=offset), weight))
+                offset += weight.numel()
+        return pairs
+
+
+class Bf16Partitions:
+    """bf16 with fp32 gradient accumulation: a part of each group; all copied after the one step."""
+
+    is_sharded = True
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return what of the parameters lies in this rank's part."""
+        flats = self._wrapper.bf16_groups_flat
+        return _cut_to_partitions(parameters, flats, self.stepped(), self._ranks())
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return this rank's part of each group."""
+        return self._wrapper.fp32_groups_flat_partition
+
+    def recopy(self) -> None:
+        """Nothing was copied before."""
+
+    def publish(self) -> None:
+        """Copy and all-gather as after a step."""
+        self._wrapper.update_lp_params()
+
+    def _ranks(self) -> list[int]:
+        return [dist.get_rank(group) for group in self._wrapper.real_dp_process_group]
+
+
+class GroupPartitions:
+    """ZeRO-1 and ZeRO-2: this rank's part of each flattened parameter group, on the host or not."""
+
+    is_sharded = True
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return what of the parameters lies in this rank's part."""
+        flats = self._wrapper.bit16_groups_flat
+        return _cut_to_partitions(parameters, flats, self.stepped(), self._ranks())
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return this rank's part of each group, which is stepped on its own."""
+        return self._wrapper.single_partition_of_fp32_groups
+
+    def recopy(self) -> None:
+        """Copy this rank's part of the groups before the last to bit16 again."""
+        partitions = self._wrapper.parallel_partitioned_bit16_groups
+        groups = zip(self.stepped(), partitions, self._ranks(), strict=True)
+        for master, ranks, rank in list(groups)[:-1]:
+            ranks[rank].data.copy_(master.data)
+
+    def publish(self) -> None:
+        """Copy and all-gather as after a step."""
+        _require_reloaded(self._wrapper)
+        self._wrapper.update_lp_params()
+
+    def _ranks(self) -> list[int]:
+        return [dist.get_rank(group) for group in self._wrapper.real_dp_process_group]
+
+
+class ParameterShards:
+    """ZeRO-3: this rank's shard of every parameter, flattened by sub-group, on the host or not."""
+
+    is_sharded = True
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
+        """Return the shards, cut to what is not padding."""
+        pieces: dict[str, Piece] = {}
+        for name, p in parameters.items():
+            group, offset, numel = self._wrapper.grad_position[self._wrapper.get_param_id(p)]
+            start = dist.get_rank(p.ds_process_group) * numel
+            valid = min(numel, p.ds_numel - start)
+            if valid > 0:
+                shape = whole_shape(p) if valid == p.ds_numel else (valid,)
+                pieces[name] = Piece(self.stepped()[group], shape, start, offset)
+        return pieces
+
+    def stepped(self) -> Sequence[Tensor]:
+        """Return this rank's flat sub-groups; each is the optimizer's only while it is stepped."""
+        return self._wrapper.fp32_partitioned_groups_flat
+
+    def recopy(self) -> None:
+        """Copy the sub-groups before the last to their bit16 shards again."""
+        for index in range(len(self.stepped()) - 1):
+            self._wrapper._reassign_or_swap_out_partitioned_parameters(index)
+
+    def publish(self) -> None:
+        """Copy all sub-groups to their shards, and gather anew what stays gathered."""
+        wrapper = self._wrapper
+        _require_reloaded(wrapper)
+        wrapper._partition_all_parameters()  # what is gathered now is of before
+        for index in range(len(self.stepped())):
+            wrapper._reassign_or_swap_out_partitioned_parameters(index)
+        persistent = wrapper.persistent_parameters
+        if persistent:
+            persistent[0].all_gather(persistent)
+        wrapper.invalidate_secondary_tensor()
+
+
+def _cut_to_partitions(
+    parameters: Mapping[str, Any],
+    flats: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    ranks: Sequence[int],
+) -> dict[str, Piece]:
+    """Return what of each parameter lies in this rank's part of its flattened group.
+
+    A parameter's place is where its bit16 data is in the flat buffer. `_hp_mapping` says so, too,
+    but is wrong with round_robin_gradients (0.19.8), and gone after `offload_states`.
+    """
+    pieces: dict[str, Piece] = {}
+    for name, p in parameters.items():
+        for flat, master, rank in zip(flats, masters, ranks, strict=True):
+            place = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
+            if 0 <= place < flat.numel():
+                first = rank * master.numel() - place  # of the part, counted in the parameter
+                piece = Piece(master, tuple(p.shape), 0, -first).cut(first, first + master.numel())
+                if piece is not None:
+                    pieces[name] = piece
+    return pieces
+
+
+def _require_reloaded(wrapper: Any) -> None:
+    offloaded = [state.value for state in getattr(wrapper, "offloaded_states", ())]
+    if offloaded:
+        raise RuntimeError(
+            f"engine.offload_states() holds {sorted(offloaded)} away from the model, which has to "
+            "take new weights now; call engine.reload_states() first"
+        )

@@ -1,0 +1,202 @@
+"""What the outer loop asks of an inner engine: its fp32 masters, as fragments, and a clock.
+
+An adapter owns the knowledge of where an engine keeps its fp32 master parameters on this rank,
+when in a step they are fresh, and how a change reaches the model's own (bit16) weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsx.core.types import Fragment, ParameterShape, Stage
+from dsx.method.fragments import lay_out
+from dsx.method.schedule.periodic import BackwardTrigger
+from dsx.telemetry.trace.recorder import Trace
+
+
+class Backend(Protocol):
+    """One rank's view of the inner engine."""
+
+    @property
+    def fragments(self) -> Sequence[Fragment]:
+        """This rank's layout; the ids are the same on every rank of a stage."""
+        ...
+
+    @property
+    def fragment_numel(self) -> Sequence[int]:
+        """Elements of each whole fragment, wherever in the stage they lie."""
+        ...
+
+    @property
+    def fragment_parameters(self) -> Sequence[Sequence[ParameterShape]]:
+        """The whole parameters of each fragment, wherever in the stage they lie."""
+        ...
+
+    @property
+    def stage(self) -> Stage:
+        """The pipeline stage this rank belongs to."""
+        ...
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This rank's number among those of the cluster that share its fragments, and how many."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where outer state lives: with the masters, or on the host if that was asked for."""
+        ...
+
+    @property
+    def pins_host_memory(self) -> bool:
+        """Whether masters are on an accelerator: copies to and from it want pinned memory."""
+        ...
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what the adapter allocates for collectives inside the cluster."""
+        ...
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy the masters of a fragment into `out` `[numel]`, in place."""
+        ...
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
+        ...
+
+    def publish(self) -> None:
+        """Bring written masters into the model's weights outside an optimizer step.
+
+        Collective inside the cluster: every rank calls it, also one that wrote nothing.
+        """
+        ...
+
+    def inner_lr(self) -> float:
+        """Return the learning rate of the inner step just taken (first parameter group)."""
+        ...
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the sum of the shards' values, in rank order; where ranks hold copies, one's own.
+
+        Collective over the ranks of the cluster that share the fragments; the same bits on all.
+        """
+        ...
+
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of a pipeline's ranks, on the CPU. Collective."""
+        ...
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the shards' values. Collective, like the sum."""
+        ...
+
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start the same without waiting; the result is for any thread to ask for, once."""
+        ...
+
+    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return the fragments of every rank that shares them, and this rank's place there.
+
+        Collective. One entry, this rank's own, where every rank holds all of the parameters.
+        """
+        ...
+
+    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send `outgoing[r]` to shard r of the cluster, fill `incoming[r]` from it; fp32 vectors.
+
+        Collective like the sum; the own place is copied.
+        """
+        ...
+
+    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
+        """Call back with a fragment when all its gradients of this inner step are complete.
+
+        With `when="after"` its optimizer step has then been taken. ValueError where the engine
+        does not allow it.
+        """
+        ...
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record what the engine does in its steps; called at most once, before training."""
+        ...
+
+    def end_inner_step(self) -> None:
+        """Stop counting this step's gradients; called at a boundary the engine did not pass."""
+        ...
+
+    def backward_seconds(self, fragment: int) -> float | None:
+        """Return what the fragment's backward took last, if it is watched and has run."""
+        ...
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of one parameter whose fp32 master this rank owns, and its place there and here.
+
+    `master` is the engine's own tensor, in which the piece starts at `offset`. It is looked into
+    at every access: an engine may replace its storage, and we must not keep the old one alive.
+    `shape` is the parameter's own where the piece is all of it, else `(numel,)`; `start` is the
+    first element in the flattened parameter.
+    """
+
+    master: Tensor
+    shape: tuple[int, ...]
+    start: int = 0
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements of the piece."""
+        return math.prod(self.shape)
+
+    def view(self) -> Tensor:
+        """Return the live elements `[numel]`; not to be kept."""
+        return self.master.detach().view(-1)[self.offset : self.offset + self.numel]
+
+    def cut(self, first: int, last: int) -> Piece | None:
+        """Return what lies between two elements of the flattened parameter, if anything does."""
+        first, last = max(first, self.start), min(last, self.start + self.numel)
+        if last <= first:
+            return None
+        if last - first == self.numel:
+            return self
+        return Piece(self.master, (last - first,), first, self.offset + first - self.start)
+
+
+class Masters:
+    """Reads and writes a rank's masters by fragment, where they are at that time."""
+
+    def __init__(
+        self,
+        parameters: Sequence[ParameterShape],
+        assignment: Sequence[Sequence[str]],
+        pieces: Mapping[str, Piece],
+        stage: int = 0,
+    ) -> None:
+        shapes = {p.name: p for p in parameters}
+        self.fragment_parameters = [[shapes[name] for name in names] for names in assignment]
+        self.fragment_numel = [sum(p.numel for p in ps) for ps in self.fragment_parameters]
+        places = {name: (piece.shape, piece.start) for name, piece in pieces.items()}
+        wholes = {p.name: p.shape for p in parameters}
+        self.fragments = lay_out(assignment, places, wholes, stage)
+        self._pieces = [
+            [(slot.offset, pieces[slot.name]) for slot in fragment.layout]
+            for fragment in self.fragments
+        ]
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy the masters of a fragment into `out` `[numel]`, in place."""
+        for offset, piece in self._pieces[fragment]:
+            out[offset : offset + piece.numel].copy_(piece.view())
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
+        for offset, piece in self._pieces[fragment]:
+            piece.view().copy_(source[offset : offset + piece.numel])

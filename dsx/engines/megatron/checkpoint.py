@@ -1,0 +1,144 @@
+"""The outer state beside Megatron's checkpoint of the same iteration.
+
+`save_outer_state` writes `<directory>/dsx/cluster_<m>/iter_<iteration>/`, under whatever directory
+Megatron saves to: a file per rank, transfers in flight included, complete or not there at all
+(tags.py). Called before Megatron's own save it is complete whenever Megatron's
+`latest_checkpointed_iteration.txt` names the iteration.
+
+`load_outer_state` refuses with an error, in all clusters, what is missing, of another iteration or
+run, and weights that are not those which were saved with it: `masters.json` holds the sum of the
+bits of every fragment's masters, which is the same however they are sharded.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsx.checkpoint.files import FORMAT, SavedCluster
+from dsx.checkpoint.tags import (
+    Mark,
+    begin_tag,
+    cluster_directory,
+    common_tag,
+    complete_tag,
+    tags_within_reach,
+    write_durably,
+)
+from dsx.comm.world import World, current_world
+from dsx.engines.megatron.copies import bit_sum
+from dsx.training.handle import Handle
+
+MASTERS = "masters.json"
+Sums = dict[str, list[int]]  # by pipeline stage, one per fragment
+
+
+def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> None:
+    """Save the outer state of an iteration; every rank calls it, before Megatron saves its part."""
+    world = _world()
+    base = cluster_directory(_outer(directory), world.cluster_id)
+    tag = _tag(iteration)
+    sums = _sum_masters(handle)
+    unfinished = [begin_tag(base, tag) if world.rank == 0 else None]
+    dist.broadcast_object_list(unfinished, src=0)
+    assert unfinished[0] is not None
+    handle.save(base / unfinished[0])
+    dist.barrier()
+    if world.rank == 0:
+        write_durably(base / unfinished[0] / MASTERS, json.dumps(sums))
+        mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+        complete_tag(base, tag, mark)
+    dist.barrier()
+    handle.saved(base / tag)
+
+
+def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> None:
+    """Load the outer state of the iteration that Megatron has loaded; every rank calls it.
+
+    Collective over all clusters. FileNotFoundError if a cluster has no complete state of that
+    iteration, ValueError if it is another run's, or not of the weights now in the model.
+    """
+    world = _world()
+    iterations = handle.gather(iteration)
+    if len(set(iterations)) > 1:
+        loaded = ", ".join(f"cluster {m}: {i}" for m, i in enumerate(iterations))
+        raise ValueError(
+            f"the clusters have loaded different iterations ({loaded}); load the last one that "
+            "all of them hold (--ckpt-step)"
+        )
+    base = _outer(directory)
+    found = handle.gather(tags_within_reach(base, world.cluster_id))
+    try:
+        source, tag = common_tag(found, base, _tag(iteration))[world.cluster_id]
+    except FileNotFoundError as error:
+        raise FileNotFoundError(
+            f"{error}; to begin outer training from weights of Megatron alone, leave resume out "
+            "(with Megatron-LM's own loading: --finetune)"
+        ) from None
+    path = cluster_directory(base, source) / tag
+    saved = _open(handle, path)
+    handle.load(
+        path,
+        is_new=source != world.cluster_id,
+        is_other_number=saved.num_clusters != world.num_clusters,
+    )
+    handle.saved(path)
+
+
+def _world() -> World:
+    world = current_world()
+    if world is None:
+        raise RuntimeError("dsx.init_distributed has not been called in this process")
+    return world
+
+
+def _outer(directory: str | Path) -> Path:
+    return Path(directory) / "dsx"
+
+
+def _tag(iteration: int) -> str:
+    return f"iter_{iteration:07d}"  # as Megatron names its own
+
+
+def _open(handle: Handle, path: Path) -> SavedCluster:
+    """Return the files; ValueError, in every cluster, if one has not all or has other weights."""
+    sums, saved, trouble = _sum_masters(handle), None, None
+    try:
+        saved = SavedCluster(path)
+        masters = json.loads((path / MASTERS).read_text())
+    except (OSError, ValueError) as error:
+        trouble = f"{error}"
+    else:
+        stages = [stage for stage in sums if sums[stage] != masters.get(stage)]
+        if stages:
+            trouble = (
+                f"the masters that Megatron has loaded on pipeline stage(s) {', '.join(stages)} "
+                f"are not those that {path} was saved with: load the checkpoint of the same run "
+                "and iteration, with its optimizer (no --no-load-optim, no --finetune)"
+            )
+    for cluster, text in enumerate(handle.gather(trouble)):
+        if text:
+            raise ValueError(f"cluster {cluster}: {text}")
+    assert saved is not None
+    return saved
+
+
+def _sum_masters(handle: Handle) -> Sums:
+    """Return the sum of the masters' bits, by stage and fragment. Collective in the cluster."""
+    backend = handle.loop.backend
+    own: list[int] = []
+    for fragment in backend.fragments:
+        values = torch.empty(fragment.numel, device=backend.device)
+        backend.read(fragment.id, values)
+        own.append(bit_sum(values))
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (str(backend.stage.index), own))
+    sums: Sums = {}
+    for stage, rank_sums in sorted(everyone):
+        before = sums.get(stage, [0] * len(rank_sums))
+        sums[stage] = [(a + b) % (1 << 64) for a, b in zip(before, rank_sums, strict=True)]
+    return sums

@@ -1,0 +1,195 @@
+"""Megatron-core as the inner engine: TP, PP, virtual stages and DP inside a cluster, unmodified.
+
+The outer update happens when the optimizer instance's `step` returns, before the next forward: the
+masters are written, and copied to the weights as Megatron itself does after a step. Traps that
+the code answers:
+
+- whether to publish is decided from the schedule, never from "do I own something": with the
+  distributed optimizer it is a collective over data-parallel ranks, of which one may own nothing;
+- with overlap_param_gather the gather belongs to the next forward, which sees what was written;
+  outside of a step (at the end, for an export) it is done at once;
+- a step that overflowed returns False and still counts, or the clusters' clocks drift apart.
+
+All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
+megatron_masters.py, names and slices in megatron_parameters.py, weights that several ranks hold
+alike in megatron_copies.py. Without the distributed optimizer data-parallel ranks hold the same
+masters, and share the outer step out (shares.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from dsx.core.types import Stage
+from dsx.engines.cluster_collectives import StageRanks, collective_device
+from dsx.engines.compute_trace import ComputeWatch
+from dsx.engines.masters import Masters, Piece
+from dsx.engines.megatron.copies import TensorParallelCopies, find_ties
+from dsx.engines.megatron.features import refuse_unsupported
+from dsx.engines.megatron.masters import gather, locate
+from dsx.engines.megatron.parameters import (
+    Coordinates,
+    Parameter,
+    name_parameters,
+    stage_shapes,
+)
+from dsx.engines.multi_rank import StageBackend
+from dsx.engines.replicated import Shares
+from dsx.engines.tied_weights import Ties
+from dsx.method.fragments import Fragmenter, assign_stage
+from dsx.method.schedule.periodic import BackwardTrigger
+from dsx.telemetry.trace.recorder import Trace
+
+
+class MegatronBackend(StageBackend):
+    """One rank's masters inside Megatron's optimizer; creating it is collective in the cluster."""
+
+    def __init__(
+        self,
+        chunks: Sequence[Any],
+        optimizer: Any,
+        fragmenter: Fragmenter,
+        keeps_state_on_host: bool = False,
+    ) -> None:
+        refuse_unsupported(chunks, optimizer)
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self.places = locate(optimizer)
+        self.coordinates = Coordinates.read()
+        self.stage = Stage(*self.coordinates.pipeline)
+        self._ranks = StageRanks(_stage_group(self.coordinates))
+        trained = [p for place in self.places for p in place.parameters()]
+        parameters = name_parameters(chunks, trained, self.coordinates)
+        shapes = stage_shapes(parameters, self.coordinates)
+        self.assignment = assign_stage(fragmenter, shapes, self.stage)
+        self.is_sharded = any(place.is_sharded for place in self.places)
+        self._written: dict[int, None] = {}  # fragments, since they were brought together last
+        self._take_pieces(parameters, shapes)
+        self.fragments = self._masters.fragments
+        self.fragment_numel = self._masters.fragment_numel
+        self.fragment_parameters = self._masters.fragment_parameters
+        masters = next(iter(chunks[0].parameters())).device
+        self.pins_host_memory = masters.type == "cuda"
+        self.device = torch.device("cpu") if keeps_state_on_host else masters
+
+    def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> None:
+        """Find this rank's masters, and which of them it serves, hands on, or is handed."""
+        place, device = self.coordinates, collective_device()
+        names = {id(parameter.tensor): parameter.name for parameter in parameters}
+        located: dict[str, Piece] = {}
+        for master_place in self.places:
+            for tensor, piece in master_place.pieces():
+                located[names[id(tensor)]] = piece
+        _require_fp32(located)
+        tied = {p.name for p in parameters if p.is_tied_copy}
+        alike = {p.name for p in parameters if not p.is_slice} if place.tensor[0] else set[str]()
+        own = {n: piece for n, piece in located.items() if n not in tied | alike}
+        self._shares: Shares | None = None
+        if not self.is_sharded:
+            group = parallel_state.get_data_parallel_group()
+            held = [[name for name in names if name in own] for names in self.assignment]
+            self._shares = Shares(held, own, group, device)
+            own = self._shares.pieces
+        self._copies = TensorParallelCopies(parameters, self.assignment, located, place, device)
+        self._ties = Ties(find_ties(parameters, place), device)
+        self._ties.locate(self.assignment, {**{n: located[n] for n in tied & set(located)}, **own})
+        self._masters = Masters(shapes, self.assignment, own, self.stage.index)
+
+    def publish(self) -> None:
+        """Bring all masters into the weights of every rank; collective in the cluster."""
+        everything = range(len(self.fragments))
+        self._bring_together(everything)
+        self._ties.hand_on(everything)
+        self._copy()
+        if self.is_sharded:
+            gather(self._chunks)
+
+    def inner_lr(self) -> float:
+        """Return the first parameter group's rate; 0 on a rank that steps nothing."""
+        groups = self._optimizer.param_groups
+        return float(groups[0]["lr"]) if groups else 0.0
+
+    def facts(self) -> dict[str, Any]:
+        """Return what must be the same on the ranks of this number in all clusters."""
+        kinds = [type(place).__name__ for place in self.places]
+        return {
+            "megatron": {
+                **{k: list(v) for k, v in asdict(self.coordinates).items()},
+                "virtual_stages": len(self._chunks),
+                "masters": kinds,
+            }
+        }
+
+    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
+        """Refuse: Megatron reduces gradients in buckets, after the last micro-batch."""
+        raise ValueError(
+            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
+            "where Megatron's gradients are not reduced yet; use schedule.type='streaming' with "
+            "delay.type='average' for layer-wise averaging at step boundaries"
+        )
+
+    def trace_compute(self, trace: Trace) -> None:
+        """Record forward and backward, by micro-batch and chunk, and the optimizer's step."""
+        watch = ComputeWatch(trace)
+        for chunk in self._chunks:
+            watch.follow(chunk)
+        self._optimizer.step = watch.around_step(self._optimizer.step)
+
+    def on_inner_step(self, callback: Callable[[], bool]) -> None:
+        """Call back once per `optimizer.step()`; it returns whether it wrote masters."""
+        take_step = self._optimizer.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = take_step(*args, **kwargs)
+            if self._pass_on(callback()):
+                self._copy()
+                if self.is_sharded and not self._chunks[0].ddp_config.overlap_param_gather:
+                    gather(self._chunks)
+            return result
+
+        self._optimizer.step = step
+
+    def _pass_on(self, was_written: bool) -> bool:
+        """Give what this stage has written to all who hold it; return whether masters changed."""
+        written = list(self._written)
+        if was_written:
+            self._bring_together(written)
+        return self._ties.hand_on(written) or was_written
+
+    def _bring_together(self, fragments: Sequence[int]) -> None:
+        """Give every rank of the stage what the others have written. Collective."""
+        if self._shares is not None:
+            self._shares.bring_together(fragments)
+        self._copies.hand_on(fragments)
+        self._written.clear()
+
+    def _copy(self) -> None:
+        with torch.no_grad():
+            for place in self.places:
+                place.copy()
+
+
+def _stage_group(place: Coordinates) -> Any:
+    """Return a group of the ranks of this pipeline stage. Collective in the cluster."""
+    everyone = place.everyone()
+    groups: list[Any] = []
+    for index in range(place.pipeline[1]):
+        ranks = [rank for rank, other in enumerate(everyone) if other.pipeline[0] == index]
+        groups.append(dist.new_group(ranks))
+    return groups[place.pipeline[0]]
+
+
+def _require_fp32(pieces: dict[str, Piece]) -> None:
+    """Raise ValueError for masters of another type."""
+    for name, piece in pieces.items():
+        if piece.master.dtype != torch.float32:
+            raise ValueError(
+                f"the master copy of {name} is {piece.master.dtype}, not fp32: use --bf16 or "
+                "--fp16 with Megatron's mixed-precision optimizers, or fp32"
+            )

@@ -1,0 +1,143 @@
+"""What a Megatron rank trains, by names that say the same on every rank of every cluster.
+
+Layers have their global number (`layer.layer_number - 1`), whichever stage and virtual chunk they
+are in, and are in that order, after the embedding and before the final norm and the head. A slice
+of a tensor-parallel weight is a parameter of its own, `<name>.slice_<tensor-parallel rank>`; a
+parameter that tensor-parallel ranks hold alike has its plain name, and belongs to the first one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from dsx.core.types import ParameterShape
+
+EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
+_LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_FIRST, _LAST = 0, 1 << 30
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """A rank's place in its cluster: number and count along each dimension of parallelism."""
+
+    tensor: tuple[int, int]
+    pipeline: tuple[int, int]
+    data: tuple[int, int]
+
+    @classmethod
+    def read(cls) -> Coordinates:
+        """Read them from Megatron's global state."""
+        state: Any = parallel_state
+        return cls(
+            (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
+            (
+                state.get_pipeline_model_parallel_rank(),
+                state.get_pipeline_model_parallel_world_size(),
+            ),
+            (state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
+        )
+
+    def everyone(self) -> list[Coordinates]:
+        """Return those of every rank of the cluster, in rank order. Collective."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, self)
+        return found
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One trained parameter of this rank."""
+
+    tensor: Any
+    name: str  # of this rank's slice, or of the whole
+    plain: str  # without the slice
+    is_slice: bool
+    is_tied_copy: bool  # of the embedding, on another stage
+
+
+def name_parameters(
+    chunks: Sequence[Any], trained: Sequence[Any], place: Coordinates
+) -> list[Parameter]:
+    """Return this rank's trained parameters, in the model's order.
+
+    ValueError for parameters whose place in the model is not known, or which the model lacks.
+    """
+    held = {id(p) for p in trained}
+    found: list[tuple[int, Parameter]] = []
+    for chunk in chunks:
+        module = _unwrapped(chunk)
+        numbers = _layer_numbers(module)
+        is_tied = getattr(module, "share_embeddings_and_output_weights", False)
+        for local_name, tensor in module.named_parameters():
+            if id(tensor) in held:
+                order, plain = _in_model(local_name, numbers, module)
+                is_copy = plain == HEAD and is_tied
+                is_slice = place.tensor[1] > 1 and getattr(tensor, "tensor_model_parallel", False)
+                name = f"{plain}.slice_{place.tensor[0]}" if is_slice else plain
+                found.append((order, Parameter(tensor, name, plain, is_slice, is_copy)))
+    if len(found) != len(held):
+        raise ValueError(
+            f"the optimizer trains {len(held)} parameters, {len(found)} of them in the model "
+            "chunks: pass all chunks that get_megatron_optimizer was given"
+        )
+    if len({parameter.name for _, parameter in found}) != len(found):
+        raise ValueError("two parameters of the model chunks have the same name and layer number")
+    return [parameter for _, parameter in sorted(found, key=lambda entry: entry[0])]
+
+
+def stage_shapes(parameters: Sequence[Parameter], place: Coordinates) -> list[ParameterShape]:
+    """Return what the ranks of this stage train together, tied copies left out."""
+    shapes: list[ParameterShape] = []
+    for parameter in parameters:
+        shape = tuple(parameter.tensor.shape)
+        if parameter.is_slice and not parameter.is_tied_copy:
+            ranks = range(place.tensor[1])
+            shapes += [ParameterShape(f"{parameter.plain}.slice_{r}", shape) for r in ranks]
+        elif not parameter.is_tied_copy:
+            shapes.append(ParameterShape(parameter.name, shape))
+    return shapes
+
+
+def _unwrapped(chunk: Any) -> Any:
+    """Return the model inside Megatron's wrappers, each of which calls it `module`."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def _layer_numbers(module: Any) -> Mapping[str, int]:
+    """Return the global number of each layer, from 0, by its number in the chunk."""
+    numbers: dict[str, int] = {}
+    for path, layer in module.named_modules():
+        match = _LAYER.match(f"{path}.")
+        if match and path == match.group(0).rstrip("."):
+            if not hasattr(layer, "layer_number"):
+                raise ValueError(
+                    f"{path} of {type(module).__name__} has no layer_number, by which dsx knows "
+                    "a layer's place in the model"
+                )
+            numbers[match.group(1)] = int(layer.layer_number) - 1
+    return numbers
+
+
+def _in_model(name: str, numbers: Mapping[str, int], module: Any) -> tuple[int, str]:
+    """Return a parameter's place in the model, and its name there."""
+    match = _LAYER.match(name)
+    if match:
+        number = numbers[match.group(1)]
+        return number + 1, f"decoder.layers.{number}.{name[match.end() :]}"
+    if name.startswith("embedding."):
+        return _FIRST, name
+    if name == HEAD or name.startswith(("output_layer.", "decoder.final")):
+        return _LAST, name
+    raise ValueError(
+        f"dsx does not know the place of parameter {name} of {type(module).__name__} in a "
+        "pipeline: it serves models of embedding, decoder.layers, final norm and output_layer"
+    )

@@ -1,0 +1,76 @@
+"""What adapters of engines with several ranks per cluster have in common (see base.py).
+
+An adapter sets the attributes below when it is made. It adds what only it knows: where the masters
+are, when in a step they are fresh, and how they reach the model's weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from dsx.core.types import Fragment
+from dsx.engines.cluster_collectives import StageRanks
+from dsx.engines.masters import Masters
+from dsx.engines.replicated import Shares
+
+
+class StageBackend:
+    """The masters of one rank, and the collectives of its stage."""
+
+    fragments: Sequence[Fragment]
+    _ranks: StageRanks
+    _masters: Masters
+    _shares: Shares | None  # where the ranks of a stage hold the same masters
+    _written: dict[int, None]  # fragments, since they were brought together last
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy this rank's masters of a fragment into `out`, in place."""
+        self._masters.read(fragment, out)
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite this rank's masters of a fragment, in place."""
+        self._masters.write(fragment, source)
+        self._written[fragment] = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what bringing shares together takes."""
+        return 0 if self._shares is None else self._shares.buffer_bytes
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """Return this rank's place in its stage, tensor-parallel ranks counted."""
+        return self._ranks.shard
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the shards' sum in rank order."""
+        return self._ranks.sum_over_shards(values)
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the shards' values."""
+        return self._ranks.max_over_ranks(values)
+
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of the cluster's ranks, on the host."""
+        return self._ranks.max_over_stages(values)
+
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start finding the elementwise largest of the shards' values."""
+        return self._ranks.begin_max_over_ranks(values)
+
+    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return every rank's fragments."""
+        return self._ranks.layouts(self.fragments)
+
+    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Exchange shards over the ranks of the stage."""
+        self._ranks.swap(outgoing, incoming)
+
+    def end_inner_step(self) -> None:
+        """Nothing to do: the backward is the engine's own."""
+
+    def backward_seconds(self, fragment: int) -> float | None:
+        """Return None: the backward is the engine's own."""
+        return None

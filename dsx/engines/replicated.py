@@ -1,0 +1,105 @@
+"""Masters that every rank of a cluster holds, shared out: each does its part of the outer step.
+
+Without ZeRO all ranks of a cluster have the same masters. If each of them synchronised all of
+them, a site with n ranks would send everything n times over its slow link, and keep n copies of
+the outer state. So rank r serves the r-th of n equal runs of every fragment as if it were a shard:
+it sends, keeps and writes 1/n. What was written is brought together by all-gathers inside the
+cluster, whose links are fast, a piece of every run at a time; the copies have the same bits
+afterwards.
+
+Runs are cut in the order of the assignment, through parameters, with the last one the shortest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.engines.masters import Piece
+
+_CHUNK = 1 << 24  # elements of all ranks brought together at a time
+
+
+class Shares:
+    """The part of one rank, of `group`, in what all its ranks hold alike.
+
+    `device` is where the group's collectives take tensors.
+    """
+
+    def __init__(
+        self,
+        assignment: Sequence[Sequence[str]],
+        wholes: Mapping[str, Piece],
+        group: Any,
+        device: torch.device,
+    ) -> None:
+        self._group = group
+        self._device = device
+        self._count = dist.get_world_size(group)
+        self._rank = dist.get_rank(group)
+        self._runs = [
+            -(-sum(wholes[name].numel for name in names) // self._count) for names in assignment
+        ]
+        self._wholes: list[list[tuple[int, Piece]]] = []
+        self.pieces: dict[str, Piece] = {}
+        for names, run in zip(assignment, self._runs, strict=True):
+            placed = _in_a_row({name: wholes[name] for name in names})
+            first, last = self._rank * run, (self._rank + 1) * run
+            own = {name: whole.cut(first - start, last - start) for name, start, whole in placed}
+            self._wholes.append([(start, whole) for _, start, whole in placed])
+            self.pieces.update({name: piece for name, piece in own.items() if piece is not None})
+        self._chunk = max(1, min(max(self._runs, default=0), _CHUNK // self._count))
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what a gather takes, its own part included."""
+        return 0 if self._count == 1 else 4 * self._chunk * (self._count + 1)
+
+    def bring_together(self, fragments: Iterable[int]) -> None:
+        """Write every rank's part of these fragments to this rank's masters, too. Collective."""
+        if self._count == 1:
+            return
+        if self._buffers is None:
+            own = torch.zeros(self._chunk, device=self._device)
+            self._buffers = own, torch.zeros(self._chunk * self._count, device=self._device)
+        for fragment in fragments:
+            run = self._runs[fragment]
+            for first in range(0, run, self._chunk):
+                self._gather(fragment, first, min(self._chunk, run - first), *self._buffers)
+
+    def _gather(self, fragment: int, first: int, numel: int, own: Tensor, everyone: Tensor) -> None:
+        """Bring together the same elements of every rank's run, `numel` from `first` on."""
+        run, wholes = self._runs[fragment], self._wholes[fragment]
+        own, parts = own[:numel], everyone[: numel * self._count].split(numel)
+        for place, piece in _overlaps(wholes, self._rank * run + first, numel):
+            own[place : place + piece.numel].copy_(piece.view())
+        dist.all_gather(list(parts), own, group=self._group)
+        for rank, part in enumerate(parts):
+            for place, piece in _overlaps(wholes, rank * run + first, numel):
+                if rank != self._rank:
+                    piece.view().copy_(part[place : place + piece.numel])
+
+
+def _overlaps(
+    wholes: Iterable[tuple[int, Piece]], first: int, numel: int
+) -> Iterator[tuple[int, Piece]]:
+    """Yield where in `numel` elements from `first` on which piece of a fragment lies."""
+    for start, whole in wholes:
+        piece = whole.cut(first - start, first + numel - start)
+        if piece is not None:
+            yield start + piece.start - first, piece
+
+
+def _in_a_row(wholes: Mapping[str, Piece]) -> list[tuple[str, int, Piece]]:
+    """Return `(name, first element, piece)` of a fragment's parameters, one after another."""
+    placed: list[tuple[str, int, Piece]] = []
+    start = 0
+    for name, whole in wholes.items():
+        placed.append((name, start, whole))
+        start += whole.numel
+    return placed

@@ -1,0 +1,154 @@
+"""C clusters in one process, around ordinary torch modules and optimizers: for research and tests.
+
+The same loop, policies and bits as over a network, on one machine and without a launcher. Train
+each cluster's model as ever, then let the clusters pass the step boundary together:
+
+    clusters = SimulatedClusters(models, optimizers, dsx.preset("eager", num_clusters=4))
+    clusters.step()        # after every optimizer.step() of all clusters
+    clusters.finish()      # applies what is under way
+    with clusters.averaged() as model:
+        ...                # the model a finished run hands out
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from dsx.comm.in_process import InProcessHub, step_together
+from dsx.engines.torch import TorchBackend
+from dsx.method.method import Method, SettingWarning
+from dsx.outer.loop import Event, OuterLoop
+from dsx.outer.routes import tell_what_is_factored
+from dsx.training.finish import begin_export, end_export, finish_export
+from dsx.training.last_comparison import begin_comparison, end_comparison
+
+_NO_SECONDS = (
+    "this method decides from measured seconds, and simulated transfers take none: it stays as it "
+    "starts; give the times of the link you mean: schedule.step_seconds and transfer_seconds "
+    "(adaptive), backward_seconds and transfer_seconds (layerwise), control.step_seconds and "
+    "round_seconds (adaptive_rank)"
+)
+
+
+class SimulatedClusters:
+    """The clusters' outer loops over one in-process transport.
+
+    `models` and `optimizers` are the clusters' own, in cluster order; all take cluster 0's
+    weights. `on_sync(cluster, event)` gets the record of every sync. With `num_steps`, the inner
+    steps to be taken, a `SettingWarning` tells of too few rounds.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        method: Method,
+        num_steps: int | None = None,
+        on_sync: Callable[[int, Event], None] | None = None,
+    ) -> None:
+        if len(models) != len(optimizers) or not models:
+            raise ValueError(
+                f"{len(models)} models and {len(optimizers)} optimizers: give one of each per "
+                "cluster, and at least one cluster"
+            )
+        if len({id(model) for model in models}) < len(models):
+            raise ValueError(
+                "two clusters share one model object: give each its own, e.g. copy.deepcopy(model)"
+            )
+        method.validate(num_clusters=len(models), num_steps=num_steps)
+        if method.uses_seconds:
+            warnings.warn(_NO_SECONDS, SettingWarning, stacklevel=2)
+        self.models, self.optimizers, self.method = list(models), list(optimizers), method
+        backwards = method.schedule.backwards
+        self._backends = [
+            TorchBackend(model, optimizer, method.fragments, backwards)
+            for model, optimizer in zip(models, optimizers, strict=True)
+        ]
+        transports = InProcessHub(len(models)).transports()
+        self.loops = [
+            OuterLoop(method, backend, transport, _for_cluster(on_sync, cluster))
+            for cluster, (backend, transport) in enumerate(
+                zip(self._backends, transports, strict=True)
+            )
+        ]
+        for loop in self.loops:
+            loop.start()
+        tell_what_is_factored(method, self._backends[0])
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        return len(self.models)
+
+    @property
+    def num_steps(self) -> int:
+        """Inner steps taken so far."""
+        return self.loops[0].history.step
+
+    @property
+    def bytes_sent(self) -> list[int]:
+        """Payload bytes each cluster has sent to the others, of transfers applied so far."""
+        return [loop.totals.bytes_sent for loop in self.loops]
+
+    @property
+    def num_syncs(self) -> int:
+        """Fragments applied so far, per cluster."""
+        return self.loops[0].totals.syncs
+
+    def step(self) -> None:
+        """Pass one inner step boundary, after `optimizer.step()` of every cluster."""
+        step_together(self.loops)
+        for backend in self._backends:
+            backend.end_inner_step()
+
+    def train_step(self, compute_loss: Callable[[nn.Module, int, int], Tensor]) -> list[float]:
+        """Take one inner step of every cluster and pass the boundary; return the losses.
+
+        `compute_loss(model, cluster, step)` gives a cluster's loss; steps count from 1.
+        """
+        losses: list[Tensor] = []
+        for cluster, (model, optimizer) in enumerate(
+            zip(self.models, self.optimizers, strict=True)
+        ):
+            optimizer.zero_grad()
+            loss = compute_loss(model, cluster, self.num_steps + 1)
+            loss.backward()  # pyright: ignore[reportUnknownMemberType]
+            optimizer.step()
+            losses.append(loss.detach())
+        self.step()
+        return [float(loss) for loss in losses]
+
+    def finish(self) -> None:
+        """Apply what is under way and compare what was applied last; at the end of training."""
+        for loop in self.loops:
+            loop.drain()
+        compared = [begin_comparison(loop) for loop in self.loops]
+        for loop, started in zip(self.loops, compared, strict=True):
+            end_comparison(loop, started)
+
+    @contextmanager
+    def averaged(self) -> Generator[nn.Module, None, None]:
+        """Hold the finished model in every cluster's module, and yield the first of them.
+
+        The anchor, or the mean of the clusters' parameters, as the method says. The clusters' own
+        parameters return on exit.
+        """
+        pending = [begin_export(loop) for loop in self.loops]
+        kept = [finish_export(loop, p) for loop, p in zip(self.loops, pending, strict=True)]
+        try:
+            yield self.models[0]
+        finally:
+            for loop, local in zip(self.loops, kept, strict=True):
+                end_export(loop, local)
+
+
+def _for_cluster(
+    on_sync: Callable[[int, Event], None] | None, cluster: int
+) -> Callable[[Event], Any] | None:
+    return None if on_sync is None else lambda event: on_sync(cluster, event)

@@ -1,0 +1,100 @@
+"""Weights that several pipeline stages hold (ties): decided upon once, the same bits everywhere.
+
+A tied weight belongs to the first of its stages: it is in a fragment there and nowhere else, so it
+travels once and is decided upon once. At every step boundary the owner tells the other stages, in
+one number per weight, whether it has written it, and hands it on bit for bit if so. (The same
+transfer on every stage would travel several times, and the copies would come apart where stages
+decide differently, from measured times, or code differently, their shards being cut at other
+places.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.engines.masters import Piece
+
+_CHUNK = 1 << 24  # elements handed on at a time
+
+
+@dataclass
+class Tie:
+    """One tied weight on this rank: the ranks of all its stages, and the piece that lies here."""
+
+    name: str
+    numel: int
+    group: Any
+    host_group: Any
+    is_owner: bool
+    fragment: int | None = None  # on its owner
+    piece: Piece | None = None
+
+    def pack(self, first: int, out: Tensor) -> None:
+        """Write the owner's piece of elements from `first` on into `out`, in place; else zeros."""
+        out.zero_()
+        piece = self.piece.cut(first, first + out.numel()) if self.piece else None
+        if self.is_owner and piece:
+            start = piece.start - first
+            out[start : start + piece.numel].copy_(piece.view())
+
+    def unpack(self, first: int, values: Tensor) -> None:
+        """Overwrite what lies here of elements from `first` on, in place."""
+        piece = self.piece.cut(first, first + values.numel()) if self.piece else None
+        if not self.is_owner and piece:
+            start = piece.start - first
+            piece.view().copy_(values[start : start + piece.numel])
+
+
+class Ties:
+    """The tied weights of this rank's stage; `device` is where collectives take tensors."""
+
+    def __init__(self, ties: Sequence[Tie], device: torch.device) -> None:
+        self._ties = ties
+        self._device = device
+
+    @property
+    def replicas(self) -> set[str]:
+        """The weights here that belong to another stage."""
+        return {tie.name for tie in self._ties if not tie.is_owner}
+
+    def locate(self, assignment: Sequence[Sequence[str]], pieces: Mapping[str, Piece]) -> None:
+        """Take note of where this rank's pieces of the tied weights are.
+
+        An element must be in one piece only of all the owner's ranks.
+        """
+        fragments = {name: index for index, names in enumerate(assignment) for name in names}
+        for tie in self._ties:
+            tie.fragment = fragments.get(tie.name)
+            tie.piece = pieces.get(tie.name)
+
+    def hand_on(self, written: Collection[int]) -> bool:
+        """Give the other stages the weights in these fragments; return whether any came here.
+
+        Collective over the stages that share a weight, whatever was written; all ranks of a stage
+        get the same answer.
+        """
+        has_come = False
+        for tie in self._ties:
+            is_written = tie.is_owner and tie.fragment in written
+            flag = torch.tensor([float(is_written)])
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=tie.host_group)
+            if flag.item():
+                self._hand_on(tie)
+                has_come |= not tie.is_owner
+        return has_come
+
+    def _hand_on(self, tie: Tie) -> None:
+        """Send a weight from its owner's ranks to all others."""
+        buffer = torch.empty(min(_CHUNK, tie.numel), device=self._device)
+        for first in range(0, tie.numel, _CHUNK):
+            values = buffer[: tie.numel - first]
+            tie.pack(first, values)
+            # one summand is not zero; as integers, so that every bit stays
+            dist.all_reduce(values.view(torch.int32), group=tie.group)
+            tie.unpack(first, values)

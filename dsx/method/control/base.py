@@ -1,0 +1,133 @@
+"""The contract of a controller, and the one that changes nothing.
+
+Every cluster must take the same decision, so a controller reads nothing but the `History`, the
+method's initial knobs, and measurements that one owner made and the transfer handed to all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dsx.core.types import Fragment, History, Knobs
+
+
+class Control(Protocol):
+    """Returns the knobs in force, and may change its mind after every transfer."""
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether it decides from measured times, which then travel with the transfers."""
+        ...
+
+    def validate(self, initial: Knobs) -> None:
+        """Raise ValueError for values that cannot work with the initial knobs."""
+        ...
+
+    def lowest_interval(self, initial: Knobs) -> int:
+        """Return the smallest H it may ever set."""
+        ...
+
+    def moves(self, initial: Knobs) -> bool:
+        """Whether it may ever change H or the rank."""
+        ...
+
+    @property
+    def largest_rank(self) -> int:
+        """Return the largest rank it may ever set; 0 if it sets none."""
+        ...
+
+    def note_numel(self, initial: Knobs) -> int:
+        """Return how many values `measure` gives."""
+        ...
+
+    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+        """Return this shard's measurements of a mean, fp32 on the CPU; shards' values add up.
+
+        Called on the owner's transfer thread.
+        """
+        ...
+
+    def decide(
+        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+    ) -> None:
+        """Take a transfer's measurements into account, in `history.decisions`, in place.
+
+        `launched_with` are the knobs that were in force at its launch.
+        """
+        ...
+
+    def settle(
+        self,
+        stages: Sequence[Sequence[float]],
+        takes_turns: bool,
+        initial: Knobs,
+        history: History,
+    ) -> None:
+        """Take one H for all stages of a pipeline, from what each has for `proposal`, in place.
+
+        Every stage calls it at the same step, with the same values in the order of the stages.
+        `takes_turns`: they do not send at the same time.
+        """
+        ...
+
+    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+        """Return what the other stages must know; None if H never moves."""
+        ...
+
+    def knobs(self, initial: Knobs, history: History) -> Knobs:
+        """Return what is in force."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """The configured values, for ever."""
+
+    uses_seconds = False
+    largest_rank = 0
+
+    def validate(self, initial: Knobs) -> None:
+        """Accept everything."""
+
+    def lowest_interval(self, initial: Knobs) -> int:
+        """Return the initial H."""
+        return initial.interval
+
+    def moves(self, initial: Knobs) -> bool:
+        """Never."""
+        return False
+
+    def note_numel(self, initial: Knobs) -> int:
+        """Nothing is measured."""
+        return 0
+
+    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+        """Nothing is measured."""
+        return torch.empty(0)
+
+    def decide(
+        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+    ) -> None:
+        """Nothing to decide."""
+
+    def settle(
+        self,
+        stages: Sequence[Sequence[float]],
+        takes_turns: bool,
+        initial: Knobs,
+        history: History,
+    ) -> None:
+        """Nothing to settle."""
+
+    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+        """H never moves."""
+        return None
+
+    def knobs(self, initial: Knobs, history: History) -> Knobs:
+        """Return the initial knobs."""
+        return initial

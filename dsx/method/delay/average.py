@@ -1,0 +1,65 @@
+"""Parameter averaging: what is sent are the parameters, and their mean replaces them.
+
+Source: LocalSGD (arXiv:1805.09767) and DreamDDP (arXiv:2502.11058, eq. 5): `local = mean of the
+clusters' local`, per layer, with no anchor and no outer state.
+
+Where the parameters have changed since they were sent (tau > 0, or sent before this step's
+update), the change is kept: `local += mean(sent) - sent`, never an overwrite. Where they have not,
+the mean itself is written, so that all clusters hold the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from dsx.core.types import SyncView
+from dsx.method.delay.base import Export, Keeps, require_overlap
+
+
+@dataclass(frozen=True)
+class Average:
+    """Average parameters `steps` (tau) inner steps after they were sent."""
+
+    steps: int = 0
+
+    rounds_under_way = 0
+    keeps: ClassVar[Keeps | None] = "local"
+    needs_local = True
+    needs_anchor = False
+    restarts_from_anchor = False
+    splits_update = False
+    export: ClassVar[Export] = "mean"
+
+    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
+        """Nothing to remember."""
+        return ()
+
+    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
+        """Nothing to set."""
+
+    def validate(self, interval: int) -> None:
+        """Require 0 <= tau < H."""
+        require_overlap(self.steps, interval, at_least=0)
+
+    def is_ripe(self, age: int, newer: int) -> bool:
+        """After tau steps."""
+        return age >= self.steps
+
+    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return the parameters themselves."""
+        return local
+
+    def merge(self, view: SyncView) -> Tensor:
+        """Return the mean, or `view.local` moved in place by what averaging changed."""
+        assert view.local is not None
+        if view.mean is None:  # a round that was refused
+            return view.local
+        assert view.kept is not None
+        if view.is_current:
+            return view.mean
+        return view.local.add_(torch.sub(view.mean, view.kept, out=view.mean))

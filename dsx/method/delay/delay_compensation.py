@@ -1,0 +1,111 @@
+"""Delay compensation: move the anchor on by the local progress of the tau steps it missed.
+
+Source: CoCoDC (arXiv:2504.17672, eq. 4-8, Alg. 1). With `sent` the parameters at launch:
+
+    g      = (sent - local) / tau                          eq. 4, the mean descent per step
+    g_corr = g + lambda * g*g * (anchor - sent) / H        eq. 7, diagonal Fisher
+    local  = anchor - tau * g_corr                         eq. 8
+
+Deviation: the paper prints `+ tau * g_corr` in eq. 8, which with its own eq. 4 would undo the
+local steps. Identity: C = 1 with sgd(1) gives `anchor = sent`, hence local stays, for any lambda.
+
+The paper's constant lambda = 0.5 multiplies g*g: with g of order 1e-4 the correction is 1e-7 of
+g, so it acts as lambda = 0. `mode` offers two scales at which it does act:
+`dc_asgd` (lambda / sqrt(mean(g*g) + 1e-7), as DC-ASGD, arXiv:1609.08326) and `scale_free`
+(lambda / mean(g*g), the correction clamped to |g|). Means are over one tensor. The sync's record
+carries the size of the correction against that of g.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dsx.core.checks import require_choice
+from dsx.core.types import SyncView
+from dsx.method.delay.base import Export, Keeps, require_overlap
+
+Mode = Literal["constant", "dc_asgd", "scale_free"]
+
+
+@dataclass(frozen=True)
+class DelayCompensation:
+    """Apply `steps` (tau) inner steps after launch, corrected with `strength` (the paper's lambda).
+
+    Clusters differ by construction: a finished run hands out the mean of their parameters.
+    """
+
+    steps: int
+    strength: float = 0.5
+    mode: Mode = "constant"
+
+    rounds_under_way = 0
+    keeps: ClassVar[Keeps | None] = "local"
+    needs_local = True
+    needs_anchor = True
+    restarts_from_anchor = False
+    splits_update = False
+    export: ClassVar[Export] = "mean"
+
+    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
+        """Nothing to remember."""
+        return ()
+
+    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
+        """Nothing to set."""
+
+    def validate(self, interval: int) -> None:
+        """Require 1 <= tau < H and lambda >= 0."""
+        require_overlap(self.steps, interval, at_least=1)
+        require_choice("delay.mode", self.mode, Mode)
+        if not 0 <= self.strength < float("inf"):
+            raise ValueError(
+                f"delay.strength={self.strength} must be a finite number of at least 0; the paper "
+                "uses 0.5, and 0 leaves the correction out"
+            )
+
+    def is_ripe(self, age: int, newer: int) -> bool:
+        """After tau steps."""
+        return age >= self.steps
+
+    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return the pseudo-gradient `anchor - local`, in place of `local`."""
+        return torch.sub(anchor, local, out=local)
+
+    def merge(self, view: SyncView) -> Tensor:
+        """Return the corrected parameters, computed in place in `view.local`."""
+        local, sent, anchor = view.local, view.kept, view.anchor
+        assert local is not None and sent is not None
+        if view.age == 0:  # drained at its own launch: nothing was missed
+            return local.copy_(anchor)
+        # Eq. (4), arXiv:2504.17672
+        descent = torch.sub(sent, local, out=local).div_(view.age)
+        correction = self._correction(descent, view)
+        view.report["descent_norm"] = torch.linalg.vector_norm(descent)
+        view.report["correction_norm"] = torch.linalg.vector_norm(correction)
+        corrected = descent.add_(correction)
+        return torch.sub(anchor, corrected.mul_(view.age), out=local)  # Eq. (8), descending
+
+    def _correction(self, descent: Tensor, view: SyncView) -> Tensor:
+        """Eq. (7): return `lambda * g*g * (anchor - sent) / H`, computed in place of `sent`."""
+        assert view.kept is not None
+        distance = torch.sub(view.anchor, view.kept, out=view.kept)
+        if self.mode == "constant":
+            correction = distance.mul_(descent).mul_(descent)
+            return correction.mul_(self.strength / view.interval)
+        mean_square = view.per_tensor.rms(descent).square_()
+        if self.mode == "dc_asgd":
+            factors = mean_square.add_(1e-7).rsqrt_()
+        else:
+            factors = torch.where(mean_square > 0, 1 / mean_square, 0.0)
+        scale = view.per_tensor.spread(factors.mul_(self.strength / view.interval), view.scratch)
+        correction = distance.mul_(descent).mul_(descent).mul_(scale)
+        if self.mode == "scale_free":
+            bound = torch.abs(descent, out=view.scratch)
+            torch.minimum(correction, bound, out=correction)
+            torch.maximum(correction, bound.neg_(), out=correction)
+        return correction

@@ -1,0 +1,83 @@
+"""One outer step of delay: launch round k's pseudo-gradient, apply round k-1's.
+
+Source: DiLoCoX (arXiv:2506.21263, Sec. 2.3), CO2 (arXiv:2401.16265, Alg. 1), and the "naive"
+delay of Eager Updates (arXiv:2502.12996, Alg. 2): `anchor = OuterOpt(anchor, D_{k-1}); local =
+anchor`. `D_k = anchor - local` is measured against the anchor the round started from, so no local
+progress is lost: it arrives one round later. A transfer has H steps of compute to hide behind.
+
+First round, where D_{-1} does not exist: `restart` (every cluster returns to the first anchor, no
+outer step is taken) or `local` (round 1 goes on from each cluster's own parameters, and D_1 is
+measured from there, which costs one more vector of memory).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dsx.core.checks import require_choice
+from dsx.core.types import SyncView
+from dsx.method.delay.base import Export, Keeps
+
+FirstRound = Literal["restart", "local"]
+
+
+@dataclass(frozen=True)
+class OneStepDelay:
+    """Apply a fragment's mean at its next launch."""
+
+    first_round: FirstRound = "restart"
+
+    steps = 0
+    rounds_under_way = 1
+    keeps: ClassVar[Keeps | None] = None
+    needs_anchor = True
+    splits_update = False
+    export: ClassVar[Export] = "anchor"
+
+    @property
+    def needs_local(self) -> bool:
+        """Only to go on from it after the first round."""
+        return self.first_round == "local"
+
+    @property
+    def restarts_from_anchor(self) -> bool:
+        """Unless the first round goes on locally."""
+        return self.first_round == "restart"
+
+    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
+        """Return where the round started, if that is not always the anchor."""
+        return ("start",) if self.first_round == "local" else ()
+
+    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
+        """Start the first round from the anchor."""
+        if self.first_round == "local":
+            slots["start"].copy_(anchor)
+
+    def validate(self, interval: int) -> None:
+        """Accept every interval."""
+        require_choice("delay.first_round", self.first_round, FirstRound)
+
+    def is_ripe(self, age: int, newer: int) -> bool:
+        """Once the next one has been launched."""
+        return newer >= 1
+
+    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return `start of the round - local`, in place of `local`."""
+        start = slots["start"] if self.first_round == "local" else anchor
+        return torch.sub(start, local, out=local)
+
+    def merge(self, view: SyncView) -> Tensor:
+        """Return the anchor; after the first round the local parameters, if so chosen."""
+        if self.first_round == "restart":
+            return view.anchor
+        if view.mean is None:
+            assert view.local is not None
+            view.slots["start"].copy_(view.local)
+            return view.local
+        view.slots["start"].copy_(view.anchor)
+        return view.anchor

@@ -1,0 +1,178 @@
+"""Which parameters are synchronised together: fragments of whole layers, sizes, or the model.
+
+Source: Streaming DiLoCo (arXiv:2501.18512, Sec. 2.1): fragments of whole layers, "strided" (layer
+l in fragment l mod P, the better one in the paper) or "sequential" (contiguous runs).
+
+A fragmenter assigns *names of whole parameters*, from the model alone, so every rank of every
+cluster gets the same answer whatever its shard; `lay_out` then cuts a rank's own pieces to it.
+A layer is a run of parameters that share the name up to the first number in it
+("decoder.layers.3"); what precedes the first layer (embeddings) joins the first one, what follows
+the last (final norm, head) the last.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal, Protocol
+
+from dsx.core.types import Fragment, ParameterShape, Slot, Stage
+
+_FIRST_NUMBER = re.compile(r"^((?:.*?\.)??\d+)(?:\.|$)")
+
+
+class Fragmenter(Protocol):
+    """Assigns every parameter name to one of `num_fragments` fragments."""
+
+    @property
+    def num_fragments(self) -> int | None:
+        """P; None if it depends on the model."""
+        ...
+
+    def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
+        """Return the names of each fragment, in the order of `parameters`."""
+        ...
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """One fragment that holds everything (P = 1)."""
+
+    @property
+    def num_fragments(self) -> int:
+        """One."""
+        return 1
+
+    def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
+        """Return all names."""
+        return [[p.name for p in parameters]]
+
+
+@dataclass(frozen=True)
+class ByLayer:
+    """Whole layers, strided over the fragments or in contiguous runs; None: one per layer."""
+
+    num_fragments: int | None = None
+    pattern: Literal["strided", "sequential"] = "strided"
+
+    def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
+        """Return the names of each fragment; ValueError if there are fewer layers than P."""
+        layers = group_by_layer(parameters)
+        if self.num_fragments is None:
+            return layers
+        _require_count(self.num_fragments, len(layers), "layers")
+        fragments: list[list[str]] = [[] for _ in range(self.num_fragments)]
+        for index, names in enumerate(layers):
+            strided = index % self.num_fragments
+            run = index * self.num_fragments // len(layers)
+            fragments[strided if self.pattern == "strided" else run].extend(names)
+        return fragments
+
+
+@dataclass(frozen=True)
+class BySize:
+    """Contiguous runs of whole parameters with about equal numbers of elements."""
+
+    num_fragments: int
+
+    def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
+        """Return the names of each fragment; ValueError if there are fewer parameters than P."""
+        _require_count(self.num_fragments, len(parameters), "parameters")
+        total = sum(p.numel for p in parameters)
+        fragments: list[list[str]] = [[]]
+        seen = 0
+        for index, parameter in enumerate(parameters):
+            missing = self.num_fragments - len(fragments)
+            is_full = seen * self.num_fragments >= total * len(fragments)
+            must_open = len(parameters) - index == missing
+            if fragments[-1] and missing and (is_full or must_open):
+                fragments.append([])
+            fragments[-1].append(parameter.name)
+            seen += parameter.numel
+        return fragments
+
+
+def group_by_layer(parameters: Sequence[ParameterShape]) -> list[list[str]]:
+    """Group names by numbered layer, in model order; see the module for what joins which.
+
+    A model without numbers in its names has one layer per module.
+    """
+    keys = [_layer_key(p.name) for p in parameters]
+    if all(key is None for key in keys):
+        modules: dict[str, list[str]] = {}
+        for p in parameters:
+            modules.setdefault(p.name.rpartition(".")[0], []).append(p.name)
+        return list(modules.values())
+    layers: dict[str, list[str]] = {}
+    leading: list[str] = []
+    for parameter, key in zip(parameters, keys, strict=True):
+        if key is not None:
+            layers.setdefault(key, []).append(parameter.name)
+        elif layers:
+            layers[next(reversed(layers))].append(parameter.name)
+        else:
+            leading.append(parameter.name)
+    groups = list(layers.values())
+    groups[0] = leading + groups[0]
+    return groups
+
+
+def assign_stage(
+    fragmenter: Fragmenter, parameters: Sequence[ParameterShape], stage: Stage
+) -> list[list[str]]:
+    """Return the names of each of a stage's fragments; ValueError if it cannot have them."""
+    if stage.count == 1:
+        return fragmenter.assign(parameters)
+    where = f"pipeline stage {stage.index} of {stage.count}"
+    if not parameters:
+        raise ValueError(
+            f"{where} trains nothing but copies of tied weights; give it a layer of its own "
+            "(where the pipeline's layers are laid out)"
+        )
+    try:
+        return fragmenter.assign(parameters)
+    except ValueError as error:
+        raise ValueError(f"{where}, which is cut into fragments by itself: {error}") from None
+
+
+def lay_out(
+    assignment: Sequence[Sequence[str]],
+    pieces: Mapping[str, tuple[tuple[int, ...], int]],
+    wholes: Mapping[str, tuple[int, ...]],
+    stage: int = 0,
+) -> list[Fragment]:
+    """Build this rank's fragments from its own pieces, `{name: (shape of the piece, start)}`.
+
+    `wholes` are the shapes of the whole parameters. A name that is missing in `pieces` lies on
+    another rank; a fragment may end up empty here. Small parameters come last, so that those
+    which are worth a code lie together.
+    """
+    fragments: list[Fragment] = []
+    for index, names in enumerate(assignment):
+        own = [Slot(n, pieces[n][0], 0, pieces[n][1], wholes[n]) for n in names if n in pieces]
+        fragments.append(Fragment(index, stage, in_a_row(sorted(own, key=lambda s: s.is_small))))
+    return fragments
+
+
+def in_a_row(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """Return the slots with offsets one after another."""
+    ends = list(accumulate(slot.numel for slot in slots))
+    offsets = [0, *ends[:-1]]
+    return tuple(replace(s, offset=offset) for s, offset in zip(slots, offsets, strict=False))
+
+
+def _layer_key(name: str) -> str | None:
+    match = _FIRST_NUMBER.match(name)
+    return match.group(1) if match else None
+
+
+def _require_count(num_fragments: int, available: int, what: str) -> None:
+    if num_fragments < 1:
+        raise ValueError(f"fragments.num_fragments={num_fragments} must be at least 1")
+    if num_fragments > available:
+        raise ValueError(
+            f"fragments.num_fragments={num_fragments} exceeds the model's {available} {what}: "
+            f"every fragment needs at least one; use num_fragments <= {available}"
+        )

@@ -1,0 +1,228 @@
+"""A method is one choice on each axis: fragments, schedule, control, delay, codec, outer rule.
+
+The axes are those of the papers (see presets.py for the named rows). A method is frozen and
+stateless; `validate` refuses combinations that cannot work, says which setting would, and warns
+of settings that are known to diverge or to need more rounds.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, cast
+
+from dsx.compress.base import Compressor, Dense
+from dsx.core.types import History, Knobs
+from dsx.method.control.base import Control, Fixed
+from dsx.method.delay.base import DelayPolicy
+from dsx.method.fragments import Fragmenter
+from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep, OuterOptimizer
+from dsx.method.schedule.periodic import Schedule
+from dsx.method.stability import LinearRule, largest_stable_rate, too_few_rounds
+from dsx.method.staleness import NoPenalty, Staleness
+
+_SAFE_SHARE = 0.8  # of the largest stable outer rate
+
+
+class SettingWarning(UserWarning):
+    """A setting that runs, but is known to diverge or to train badly."""
+
+
+@dataclass(frozen=True)
+class Method:
+    """One choice per axis; `knobs` are the values a controller starts from.
+
+    `on_mismatch`: what to do when clusters have decoded different means (see guard.py).
+    """
+
+    fragments: Fragmenter
+    schedule: Schedule
+    delay: DelayPolicy
+    outer_optimizer: OuterOptimizer
+    staleness: Staleness = field(default_factory=NoPenalty)
+    control: Control = field(default_factory=Fixed)
+    compression: Compressor = field(default_factory=Dense)
+    on_mismatch: Literal["resend", "stop"] = "resend"
+
+    @property
+    def knobs(self) -> Knobs:
+        """The initial H."""
+        return Knobs(interval=self.schedule.interval)
+
+    @property
+    def num_berths(self) -> int:
+        """Return how many transfers of one fragment may be under way at a time."""
+        return self.delay.rounds_under_way + 1
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether measured times have to travel with the transfers."""
+        return self.schedule.uses_seconds or self.control.uses_seconds
+
+    @property
+    def keeps_round_start(self) -> bool:
+        """Whether the parameters at the start of a round have to be kept for the penalty."""
+        return self.staleness.is_active and not self.delay.restarts_from_anchor
+
+    def validate(
+        self,
+        num_clusters: int | None = None,
+        num_steps: int | None = None,
+        num_fragments: int | None = None,
+    ) -> None:
+        """Raise ValueError, with the value, what is allowed and the nearest setting that works.
+
+        Given the number of clusters, it also issues a `SettingWarning` for an outer rate beyond
+        0.8 of what is stable; given the number of inner steps to be taken, for too few rounds.
+        `num_fragments` is the model's, where the fragmenter alone cannot know it.
+        """
+        count = num_fragments if num_fragments is not None else self.fragments.num_fragments
+        if count is not None and count < 1:
+            raise ValueError(f"fragments.num_fragments={count} must be at least 1")
+        self.schedule.validate(count)
+        self.control.validate(self.knobs)
+        self.delay.validate(self.schedule.interval)
+        self.staleness.validate()
+        self.compression.validate()
+        lowest = self.control.lowest_interval(self.knobs)
+        self._validate_lowest(lowest, count)
+        if self.delay.steps >= lowest:
+            raise ValueError(
+                f"control.min_interval={lowest} lets H fall to delay.steps={self.delay.steps}: a "
+                "fragment's transfer has to be applied before its next launch; use min_interval "
+                f">= {self.delay.steps + 1} or fewer steps"
+            )
+        self.outer_optimizer.validate()
+        self._validate_rank()
+        self._validate_anchor()
+        self._validate_rule()
+        for text in self._concerns(num_clusters, num_steps):
+            warnings.warn(text, SettingWarning, stacklevel=2)
+
+    def _validate_lowest(self, lowest: int, num_fragments: int | None) -> None:
+        """Require that the schedule can serve the smallest H a controller may set."""
+        if lowest == self.schedule.interval:
+            return
+        try:
+            replace(cast(Any, self.schedule), interval=lowest).validate(num_fragments)
+        except ValueError as error:
+            raise ValueError(
+                f"control.min_interval={lowest} lets H fall to where {error}; or raise min_interval"
+            ) from None
+
+    def _validate_rank(self) -> None:
+        """Require a rank for a codec that needs one, of its own or of a controller, not two."""
+        if not self.compression.captures_spectrum:
+            return
+        own = getattr(self.compression, "rank", None)
+        controlled = self.control.knobs(self.knobs, History(0)).rank
+        if own is None and controlled is None:
+            raise ValueError(
+                "compression.rank is missing: give it, e.g. 64, or let control.type="
+                "'adaptive_rank' choose it"
+            )
+        if None not in (own, controlled) and own != controlled:
+            raise ValueError(
+                f"compression.rank={own} and control.rank={controlled} are one rank, which the "
+                "controller starts from: leave compression.rank out"
+            )
+
+    def _validate_anchor(self) -> None:
+        """Averaged parameters go without an outer step, pseudo-gradients need one."""
+        has_anchor = self.outer_optimizer.keeps_anchor
+        if self.delay.needs_anchor and not has_anchor:
+            raise ValueError(
+                "outer_optimizer.type='none' keeps no anchor, which this delay measures "
+                "pseudo-gradients from; use delay.type='average', or outer_optimizer.type='sgd' "
+                "with lr 1, which also makes the anchor the mean of the clusters"
+            )
+        if has_anchor and not self.delay.needs_anchor:
+            raise ValueError(
+                "delay.type='average' replaces parameters by their mean and takes no outer step: "
+                "set outer_optimizer.type='none', or use delay.type='replace' with this rule"
+            )
+        if self.schedule.uses_norms and not self.delay.needs_anchor:
+            raise ValueError(
+                "schedule.type='adaptive' sends the fragment whose mean progress is largest, and "
+                "delay.type='average' sends parameters, whose size says nothing of it; use "
+                "schedule.type='streaming', or delay.type='blend' with an outer rule"
+            )
+        if self.control.note_numel(self.knobs) and not self.delay.needs_anchor:
+            raise ValueError(
+                "control.type='adaptive_rank' reads the spectrum of pseudo-gradients, and "
+                "delay.type='average' sends parameters; use control.type='fixed'"
+            )
+        if not self.compression.is_exact and not self.delay.needs_anchor:
+            raise ValueError(
+                "delay.type='average' sends the parameters themselves, and compression.type is not "
+                "'dense': what coding loses would be lost to the model; leave compression out, or "
+                "use delay.type='replace' with outer_optimizer.type='sgd' and lr 1, which sends "
+                "their change"
+            )
+        if self.schedule.when is not None and self.delay.needs_anchor:
+            raise ValueError(
+                f"schedule.when={self.schedule.when!r} launches inside the backward, where a "
+                "pseudo-gradient is not finished; use delay.type='average' (DreamDDP), or "
+                "schedule.type='streaming', which launches at step boundaries"
+            )
+        if self.schedule.when is not None and self.delay.steps:
+            raise ValueError(
+                f"delay.steps={self.delay.steps}: what a layerwise schedule launches inside the "
+                "backward is applied at the end of the same step; use delay.steps=0"
+            )
+
+    def _validate_rule(self) -> None:
+        """Refuse outer rules that the delay or the penalty cannot work with."""
+        outer = self.outer_optimizer
+        if self.delay.splits_update and self.staleness.is_active:
+            raise ValueError(
+                "staleness.type='gap' weighs D by a factor that changes from round to round, and "
+                "eager overlap needs a linear rule; use staleness.type='none' or "
+                "delay.type='one_step'"
+            )
+        if self.delay.splits_update and not outer.is_linear:
+            is_scaled = isinstance(outer, Momentum) and outer.scale_by_lr
+            what = "adam" if isinstance(outer, Adam) else "scale_by_lr" if is_scaled else "a clip"
+            raise ValueError(
+                f"delay.type='eager' splits the outer update into a shared part and a local one, "
+                f"which {what} does not allow: use sgd, momentum or nesterov without clip and "
+                "scale_by_lr, or delay.type='one_step'"
+            )
+        if self.staleness.is_active and not outer.has_momentum:
+            if not outer.keeps_anchor:
+                raise ValueError(
+                    "staleness.type='gap' measures how far the anchor has moved, and "
+                    "outer_optimizer.type='none' keeps none; leave staleness out"
+                )
+            raise ValueError(
+                "staleness.type='gap' weighs what goes into a momentum: use "
+                "outer_optimizer.type='momentum' (momentum 0 is plain sgd) or 'nesterov'"
+            )
+
+    def _concerns(self, num_clusters: int | None, num_steps: int | None) -> list[str]:
+        """Return what `validate` warns of."""
+        outer = self.outer_optimizer
+        if isinstance(outer, (Adam, NoOuterStep)):
+            return []
+        momentum = outer.momentum if isinstance(outer, (Momentum, Nesterov)) else 0.0
+        rules: dict[type, LinearRule] = {SGD: "sgd", Momentum: "momentum", Nesterov: "nesterov"}
+        rule = rules[type(outer)]
+        found: list[str] = []
+        lr = getattr(outer, "lr")  # noqa: B009 - every rule that is left has one
+        if num_clusters is not None:
+            fresh_share = 1 / num_clusters if self.delay.splits_update else 0.0
+            delay_rounds = self.delay.rounds_under_way
+            limit = largest_stable_rate(rule, momentum, delay_rounds, fresh_share)
+            if lr > _SAFE_SHARE * limit:
+                found.append(
+                    f"outer_optimizer.lr={lr:g} with {rule} and momentum {momentum:g} is beyond "
+                    f"{_SAFE_SHARE:g} of {limit:.3g}, the largest stable rate at this delay where "
+                    f"a round reaches the optimum; use lr <= {_SAFE_SHARE * limit:.3g}"
+                )
+        if num_steps is not None and too_few_rounds(num_steps / self.schedule.interval, momentum):
+            found.append(
+                f"{num_steps} steps with schedule.interval={self.schedule.interval} are "
+                f"{num_steps / self.schedule.interval:.3g} rounds: momentum {momentum:g} needs "
+                f"{10 / (1 - momentum):.0f} or more; use a lower momentum or a smaller interval"
+            )
+        return found

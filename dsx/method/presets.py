@@ -1,0 +1,134 @@
+"""The named methods: each preset is one row of choices, with defaults that were found stable.
+
+| preset | paper | row |
+| --- | --- | --- |
+| local_sgd | LocalSGD, arXiv:1805.09767 | whole model every H, blocking, anchor = mean |
+| slowmo | SlowMo, arXiv:1910.00643 | whole model every H, blocking, heavy ball |
+| diloco | DiLoCo, arXiv:2311.08105 | whole model every H, blocking, Nesterov |
+| streaming_diloco | Streaming DiLoCo, arXiv:2501.18512 | P fragments spread over H, overlap tau |
+| cocodc | CoCoDC, arXiv:2504.17672 | adaptive transmission, delay compensation |
+| diloco_delayed | Eager Updates, arXiv:2502.12996, Alg. 2 | diloco, applied one round late |
+| eager | Eager Updates, arXiv:2502.12996, Alg. 3 | the same with one's own share at once |
+| dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
+| co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty |
+| dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
+
+Each is a function of the number of clusters, which only eager's outer rate depends on. Outer
+rates are below 0.8 of what is stable (stability.py). A momentum of 0.9 needs many rounds
+(`rounds * (1 - momentum) >= 10`); for short runs use lr 0.7 and momentum 0.5 for the blocking and
+streaming ones, 0.7 and 0 for eager, 0.4 and 0.5 for the delayed ones. The papers' own values are
+under configs/paper. Only dilocox compresses; `compression` goes with every preset that sends
+pseudo-gradients. Eager with `outer_steps` 2 needs lr 0.2 for 2 clusters, 0.1 for 4. Any axis can be
+overridden in the "dsx" block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dsx.compress.low_rank import LowRank
+from dsx.method.control.adaptive_rank import AdaptiveRank
+from dsx.method.delay.average import Average
+from dsx.method.delay.base import Replace
+from dsx.method.delay.delay_compensation import DelayCompensation
+from dsx.method.delay.eager import Eager
+from dsx.method.delay.one_step import OneStepDelay
+from dsx.method.delay.streaming import Blend
+from dsx.method.fragments import ByLayer, WholeModel
+from dsx.method.method import Method
+from dsx.method.outer_optimizer import SGD, Momentum, Nesterov, NoOuterStep
+from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
+from dsx.method.schedule.layerwise import Layerwise
+from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.method.staleness import GapPenalty
+
+
+def local_sgd(num_clusters: int) -> Method:
+    """Average the parameters every H steps: SGD with rate 1 makes the anchor their mean."""
+    return Method(WholeModel(), Periodic(interval=100), Replace(), SGD(lr=1.0))
+
+
+def slowmo(num_clusters: int) -> Method:
+    """Heavy-ball momentum on the averaged progress of H steps."""
+    return Method(WholeModel(), Periodic(interval=100), Replace(), Momentum(lr=1.0, momentum=0.5))
+
+
+def diloco(num_clusters: int) -> Method:
+    """Nesterov momentum on the averaged progress of H steps."""
+    return Method(WholeModel(), Periodic(interval=100), Replace(), Nesterov(lr=0.7, momentum=0.9))
+
+
+def streaming_diloco(num_clusters: int) -> Method:
+    """Strided fragments of layers at fixed offsets within H, each overlapped by tau steps."""
+    return Method(
+        ByLayer(num_fragments=4),
+        Streaming(interval=100),
+        Blend(steps=2, alpha=0.5),
+        Nesterov(lr=0.4, momentum=0.9),
+    )
+
+
+def cocodc(num_clusters: int) -> Method:
+    """Fragments sent as often as the link carries, the fastest changing first, compensated."""
+    return Method(
+        ByLayer(num_fragments=4),
+        AdaptiveTransmission(interval=100, gamma=0.4),
+        DelayCompensation(steps=2, strength=0.5),
+        Nesterov(lr=0.4, momentum=0.9),
+    )
+
+
+def diloco_delayed(num_clusters: int) -> Method:
+    """DiLoCo with a whole round to hide the transfer behind, at a lower outer rate."""
+    return Method(
+        WholeModel(), Periodic(interval=100), OneStepDelay(), Nesterov(lr=0.2, momentum=0.9)
+    )
+
+
+def eager(num_clusters: int) -> Method:
+    """Delayed DiLoCo that goes on from the cluster's own share of what is under way."""
+    rates = ((2, 0.4), (4, 0.3), (8, 0.25))
+    lr = next((rate for most, rate in rates if num_clusters <= most), 0.2)
+    return Method(WholeModel(), Periodic(interval=100), Eager(), Nesterov(lr=lr, momentum=0.9))
+
+
+def dilocox(num_clusters: int) -> Method:
+    """Low-rank int4 fragments, applied one round late, with rank and H from the last spectra."""
+    return Method(
+        ByLayer(num_fragments=4, pattern="sequential"),
+        Periodic(interval=125),
+        OneStepDelay(),
+        Nesterov(lr=0.2, momentum=0.9),
+        control=AdaptiveRank(rank=64, max_rank=256),
+        compression=LowRank(factor_wire="int4", error_feedback="fp32", dense_rounds=5),
+    )
+
+
+def co2(num_clusters: int) -> Method:
+    """Heavy ball one round late, each gradient shrunk by how far the anchor has moved on."""
+    return Method(
+        WholeModel(),
+        Periodic(interval=100),
+        OneStepDelay(),
+        Momentum(lr=0.5, momentum=0.2),
+        staleness=GapPenalty(),
+    )
+
+
+def dreamddp(num_clusters: int) -> Method:
+    """Every layer averaged once in H steps or oftener, launched right after its backward."""
+    return Method(ByLayer(), Layerwise(interval=5), Average(), NoOuterStep())
+
+
+PRESETS: dict[str, Callable[[int], Method]] = {
+    "local_sgd": local_sgd,
+    "slowmo": slowmo,
+    "diloco": diloco,
+    "streaming_diloco": streaming_diloco,
+    "cocodc": cocodc,
+    "diloco_delayed": diloco_delayed,
+    "eager": eager,
+    "dilocox": dilocox,
+    "co2": co2,
+    "dreamddp": dreamddp,
+}

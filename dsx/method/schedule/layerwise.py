@@ -1,0 +1,127 @@
+"""Layer-wise partial synchronisation: which layers to send in which of H iterations.
+
+Source: DreamDDP (arXiv:2502.11058, Alg. 2, eq. 7-12). Layers are fragments. Each is sent once in
+H iterations, launched inside the backward as soon as its own gradients are done, so that its
+transfer hides behind the rest of the backward; layer_assignment.py finds the assignment of
+layers to iterations that takes least time, and fills idle link time with further layers.
+
+`when="before"`: sent with the weights before this step's update; the inner engine is left alone.
+`when="after"`: the layer's own optimizer step is taken inside the backward, then it is sent (the
+paper's order). Whatever a script does to gradients between `backward()` and `optimizer.step()`
+(GradScaler, clipping by the global norm, a closure) then comes too late: use `"before"` with
+those, or clip per layer in `optimizer.register_step_pre_hook`, which sees one layer at a time.
+Both need a backend that sees a layer's gradients complete. `backwards` is the number of backward
+passes (micro-batches) per inner step: only the last one counts.
+
+The times come from the run itself. In the first period, before there are any, all layers count
+alike and none is sent more than once: on a slow line H further sends would take hours. From then on
+they are the largest of all clusters' averages, looked at again at every period's end. A new table
+is made when one has moved by more than 20 %. `backward_seconds` and `transfer_seconds`, one per
+layer in model order, fix them instead, which makes a run reproducible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsx.core.checks import require_choice
+from dsx.core.types import History, Knobs, Stage
+from dsx.method.schedule.layer_assignment import assign_layers, layer_table
+from dsx.method.schedule.periodic import BackwardTrigger, require_interval
+
+_TOLERATED_CHANGE = 0.2
+
+
+@dataclass(frozen=True)
+class Layerwise:
+    """Send layers by DreamDDP's table, from inside the backward."""
+
+    interval: int
+    when: BackwardTrigger = "before"
+    backwards: int = 1
+    backward_seconds: tuple[float, ...] | None = None
+    transfer_seconds: tuple[float, ...] | None = None
+
+    takes_turns = False
+    uses_norms = False
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Unless both times are given."""
+        return self.backward_seconds is None
+
+    def validate(self, num_fragments: int | None) -> None:
+        """Require H >= 1, both times or neither, and one per layer."""
+        require_interval(self.interval)
+        require_choice("schedule.when", self.when, BackwardTrigger)
+        if self.backwards < 1:
+            raise ValueError(f"schedule.backwards={self.backwards} must be at least 1")
+        if (self.backward_seconds is None) != (self.transfer_seconds is None):
+            raise ValueError(
+                "schedule.backward_seconds and schedule.transfer_seconds belong together: give "
+                "both, one number per layer, or neither to measure them"
+            )
+        for name in ("backward_seconds", "transfer_seconds"):
+            values = getattr(self, name)
+            if None not in (values, num_fragments) and len(values) != num_fragments:
+                raise ValueError(
+                    f"schedule.{name} has {len(values)} numbers for {num_fragments} layers "
+                    "(fragments); give one per layer, in model order"
+                )
+        if self.backward_seconds is not None and self.transfer_seconds is not None:
+            layer_table(self.backward_seconds, self.transfer_seconds, self.interval)
+
+    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+        """Return this iteration's layers, the last one of the model first."""
+        plan = history.plan
+        return plan["table"][step - plan["start"] - 1]
+
+    def advance(self, history: History, knobs: Knobs) -> None:
+        """At a period's end, look at the times again; keep the table while they hold."""
+        plan = history.plan
+        if plan and history.step < plan["start"] + len(plan["table"]):
+            return
+        measured = self._seconds(history)
+        equal = [1.0] * history.num_fragments
+        backward, transfer = measured or (equal, equal)
+        is_same = (
+            bool(plan)
+            and plan.get("is_measured", True) == (measured is not None)
+            and len(plan["table"]) == knobs.interval
+            and _is_close(backward, plan["backward"])
+            and _is_close(transfer, plan["transfer"])
+        )
+        if not is_same:
+            make_table = layer_table if measured else assign_layers
+            table = make_table(backward, transfer, knobs.interval)
+            plan.update(table=[list(row) for row in table], backward=backward, transfer=transfer)
+            plan["is_measured"] = measured is not None
+        plan["start"] = history.step
+
+    def _seconds(self, history: History) -> tuple[list[float], list[float]] | None:
+        """Return the times per layer as given or as agreed; None before there are any.
+
+        A layer that was never measured (its gradients never complete inside the backward) counts
+        like the mean of the others.
+        """
+        if self.backward_seconds is not None and self.transfer_seconds is not None:
+            return list(self.backward_seconds), list(self.transfer_seconds)
+        backward = _filled(history.backward_seconds)
+        transfer = _filled(history.transfer_seconds)
+        if backward is None or transfer is None:
+            return None
+        return backward, transfer
+
+
+def _filled(measured: Sequence[float | None]) -> list[float] | None:
+    """Return the times with the mean of the known ones in place of None; None if none is known."""
+    known = [s for s in measured if s is not None]
+    if not known:
+        return None
+    return [sum(known) / len(known) if s is None else s for s in measured]
+
+
+def _is_close(new: Sequence[float], old: Sequence[float]) -> bool:
+    pairs = zip(new, old, strict=True)
+    return all(abs(a - b) <= _TOLERATED_CHANGE * max(abs(b), 1e-12) for a, b in pairs)

@@ -1,0 +1,96 @@
+"""The way of a contribution from the training thread to the transfer's: copied, and looked over.
+
+The training thread only starts things. On an accelerator the copy to the host runs on a stream of
+its own, into pinned memory, so the compute stream goes on at once; whether the values are finite
+is seen on the host, by the transfer's thread, which waits for the copy before it encodes.
+
+Codecs with state need to know that of all ranks of the cluster: whole matrices are made of several
+ranks' shards, and a residual must not be spent in a round that is refused because of another rank.
+Their collective, too, is only started here, where all ranks start collectives in one order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from dsx.engines.masters import Backend
+from dsx.method.method import Method
+from dsx.outer.state import Berth
+from dsx.outer.whole_matrices import Redistribution
+
+
+class Departure:
+    """One contribution under way to the host; `norm` (0-dim) is of this rank's part, once there."""
+
+    def __init__(
+        self, berth: Berth, copied: torch.cuda.Event | None, agreed: Callable[[], Tensor] | None
+    ) -> None:
+        self.norm = torch.zeros(())
+        self._berth = berth
+        self._copied = copied
+        self._agreed = agreed
+
+    def is_finite(self) -> bool:
+        """Wait for the values; whether they are finite. Called once, on the transfer's thread."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        self.norm.copy_(torch.linalg.vector_norm(self._berth.wire))
+        if self._agreed is not None:
+            return not bool(self._agreed())
+        return bool(self.norm.isfinite()) and bool(self._berth.notes.averages.isfinite().all())
+
+
+class Departures:
+    """Starts them, for one rank."""
+
+    def __init__(
+        self,
+        method: Method,
+        backend: Backend,
+        routes: Sequence[Redistribution],
+        device: torch.device,
+    ) -> None:
+        self._is_agreed = not method.compression.is_exact and backend.shard[1] > 1
+        self._backend = backend
+        self._routes = routes
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def start(self, fragment: int, contribution: Tensor, note: Tensor, berth: Berth) -> Departure:
+        """Start bringing a contribution and its note to a berth on the host.
+
+        Collective over the cluster's ranks where matrices are put together or a codec has state.
+        On an accelerator `contribution` must be memory of its own, not to be written again.
+        """
+        agreed: Callable[[], Tensor] | None = None
+        if self._is_agreed:
+            norm = torch.linalg.vector_norm(contribution)
+            is_lost = ~(norm.isfinite() & note.isfinite().all())
+            agreed = self._backend.begin_max_over_ranks(is_lost.float().view(1))
+        route, swap = self._routes[fragment], self._backend.swap_in_cluster
+        if self._stream is None:
+            route.to_wire(contribution, berth.wire, swap)
+            berth.notes.averages.copy_(note)
+            return Departure(berth, None, agreed)
+        if route.is_needed:
+            staged = torch.empty(berth.wire.numel(), device=self._device)
+            route.to_wire(contribution, staged, swap)
+            contribution = staged
+        # the penalty writes the note's own memory again, one step later, on the compute stream
+        return Departure(berth, self._copy(contribution, note.clone(), berth), agreed)
+
+    def _copy(self, contribution: Tensor, note: Tensor, berth: Berth) -> torch.cuda.Event:
+        """Start the copy to the host behind what the compute stream has been given so far."""
+        assert self._stream is not None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            berth.wire.copy_(contribution, non_blocking=True)
+            berth.notes.averages.copy_(note, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(self._stream)
+        for source in (contribution, note):
+            source.record_stream(self._stream)  # not to be reused before
+        return copied

@@ -1,0 +1,350 @@
+"""The loop: at every inner step boundary, launch what is due, then apply what is ripe.
+
+That order makes blocking, streaming, one-step-delayed and eager methods the same code: a blocking
+method launches and applies at the same boundary, an overlapped one applies what it launched
+earlier. Methods differ in the policies they are made of, never in a branch here.
+
+    read -> contribution -> header, codes -> transport -> mean (-> staleness penalty)
+         -> outer update -> anchor -> merge -> write
+
+Every decision is taken from the step count and other values equal on every rank, never from "has
+my transfer arrived"; one that is late at its due step is waited for. A rank that owns nothing of
+a fragment takes the same decisions without sending anything.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsx.compress.base import Launch
+from dsx.core.exchange import Peers
+from dsx.core.transport import Pending, Submission, Transport
+from dsx.core.types import History, Knobs, SyncView
+from dsx.engines.masters import Backend
+from dsx.method.method import Method
+from dsx.method.outer_optimizer import OuterContext
+from dsx.outer.first_steps import RoundStarts
+from dsx.outer.host_copy import Departure, Departures
+from dsx.outer.measurements import Agreement
+from dsx.outer.parity_check import Verdict
+from dsx.outer.per_tensor import ShardedTensors
+from dsx.outer.recovery import Judge
+from dsx.outer.routes import plan_routes
+from dsx.outer.state import Berth, StateStore
+from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, sync_event
+from dsx.outer.whole_matrices import Redistribution
+from dsx.telemetry.trace.recorder import UNTRACED, Recorder
+
+Event = Mapping[str, Any]
+
+
+class OuterLoop:
+    """Drives one rank's share of a method over a backend and a transport."""
+
+    def __init__(
+        self,
+        method: Method,
+        backend: Backend,
+        transport: Transport,
+        on_sync: Callable[[Event], None] | None = None,
+        routes: Sequence[Redistribution] | None = None,
+        trace: Recorder = UNTRACED,
+    ) -> None:
+        fragments = backend.fragments
+        method.validate(num_fragments=len(fragments))
+        self.method = method
+        self.backend = backend
+        self.transport = transport
+        num_tensors = [len(parameters) for parameters in backend.fragment_parameters]
+        shard, _ = backend.shard
+        peers = Peers(transport.cluster_id, transport.num_clusters, shard)
+        self.routes = plan_routes(method, backend) if routes is None else routes
+        wire = [route.wire for route in self.routes]
+        self.state = StateStore(method, backend, num_tensors, wire, peers)
+        self.history = History(len(fragments), list(backend.fragment_numel))
+        self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
+        self.totals = Totals()
+        self.agreement = Agreement(method, backend, transport.cluster_id)
+        self._departures = Departures(method, backend, self.routes, self.state.device)
+        self.judge = Judge(method, backend, transport, self.state)
+        self._on_sync = on_sync
+        self._trace = trace
+        self._complete: set[int] = set()  # whose gradients are done, in this inner step
+        self._per_tensor = [
+            ShardedTensors(
+                fragment,
+                parameters,
+                backend.sum_over_shards,
+                lambda id=fragment.id: self.state.scratch(id, "fold"),
+                backend.device,
+            )
+            for fragment, parameters in zip(fragments, backend.fragment_parameters, strict=True)
+        ]
+        self._round_starts = RoundStarts(method, backend, self.state, self._per_tensor)
+
+    @torch.no_grad()
+    def start(self, keeps_masters: bool = False) -> None:
+        """Take cluster 0's masters, or keep one's own, as the first anchor; before training."""
+        for fragment in self.backend.fragments:
+            start = self.state.scratch(fragment.id, "local")
+            self.backend.read(fragment.id, start)
+            if fragment.numel and not keeps_masters:
+                wire = start.to("cpu", copy=True)
+                self.transport.broadcast(fragment.id, wire)
+                start.copy_(wire)
+                self.backend.write(fragment.id, start)
+            slots = self.state.slots[fragment.id]
+            if self.method.outer_optimizer.keeps_anchor:
+                self.state.anchor[fragment.id].copy_(start)
+            self.method.delay.begin(start, slots.delay)
+            if "start" in slots.staleness:
+                slots.staleness["start"].copy_(start)
+        self.backend.publish()
+        self.method.schedule.advance(self.history, self._knobs())
+        if self.method.schedule.when is not None:
+            self.backend.watch_backward(self.launch_in_backward, self.method.schedule.when)
+
+    def after_inner_step(self) -> bool:
+        """Pass one boundary; return whether masters were written (the same on every rank)."""
+        self.launch_due()
+        return self.apply_ripe()
+
+    @torch.no_grad()
+    def launch_in_backward(self, fragment: int) -> None:
+        """Launch a fragment that is due in this step; its gradients are complete.
+
+        In the schedule's order, which is every cluster's: a fragment waits for those due before
+        it, so clusters whose gradients complete in another order (or not at all) still meet.
+        """
+        started = time.perf_counter()
+        step = self.history.step + 1
+        self._complete.add(fragment)
+        for due in self._due(step):
+            if self.history.launched[due] < step:
+                if due not in self._complete:
+                    break
+                self._launch(due, step, is_in_backward=True)
+        self.totals.blocked_seconds += time.perf_counter() - started
+
+    @torch.no_grad()
+    def launch_due(self) -> None:
+        """Advance the clock by one inner step and launch what the schedule says."""
+        started = time.perf_counter()
+        self.agreement.begin_boundary(started)
+        step = self.history.step + 1
+        due = [p for p in self._due(step) if self.history.launched[p] < step]
+        self.history.step = step
+        self._complete.clear()
+        self._round_starts.observe_first_steps(self.history)
+        for fragment in due:
+            self._launch(fragment, step, shared_by=len(due))
+        self.totals.blocked_seconds += time.perf_counter() - started
+
+    @torch.no_grad()
+    def apply_ripe(self) -> bool:
+        """Wait for and apply every transfer whose time has come, in launch order."""
+        started = time.perf_counter()
+        ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
+        for transfer in ripe:
+            self._apply(transfer)
+        self._round_starts.keep(self.history)
+        self.agreement.end_boundary(self.history)
+        self.method.schedule.advance(self.history, self._knobs())
+        self.totals.blocked_seconds += time.perf_counter() - started
+        return bool(ripe)
+
+    @torch.no_grad()
+    def drain(self) -> bool:
+        """Apply everything in flight with its real age; return whether there was anything.
+
+        Every cluster calls it at the same step; masters then need publishing.
+        """
+        started = time.perf_counter()
+        pending = [t for t in self.in_flight if isinstance(t, Transfer)]
+        for transfer in pending:
+            self._apply(transfer)
+        self.in_flight = self._nothing_yet()
+        self.history.under_way = [0] * self.history.num_fragments
+        self.totals.blocked_seconds += time.perf_counter() - started
+        return bool(pending)
+
+    def restore(self, history: History, in_flight: list[Transfer | NothingYet]) -> None:
+        """Go on from a checkpoint whose buffers have been copied into `state`."""
+        self.history = history
+        self.in_flight = in_flight
+
+    def _knobs(self) -> Knobs:
+        return self.method.control.knobs(self.method.knobs, self.history)
+
+    def _due(self, step: int) -> list[int]:
+        schedule, stage = self.method.schedule, self.backend.stage
+        return list(schedule.due(step, self.history, self._knobs(), stage))
+
+    def _nothing_yet(self) -> list[Transfer | NothingYet]:
+        rounds = self.method.delay.rounds_under_way
+        return [NothingYet(f.id) for f in self.backend.fragments for _ in range(rounds)]
+
+    def _launch(
+        self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
+    ) -> None:
+        laps = self._trace.laps("launch", fragment, step)
+        delay, slots = self.method.delay, self.state.slots[fragment]
+        berth = self.state.take_berth(fragment)
+        local = self.state.outgoing(fragment)
+        self.backend.read(fragment, local)
+        laps.mark("read")
+        if berth.kept is not None and delay.keeps == "local":
+            berth.kept.copy_(local)
+        contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
+        if berth.kept is not None and delay.keeps == "contribution":
+            berth.kept.copy_(contribution)
+        note = self.method.staleness.note(slots.staleness)
+        laps.mark("contribution")
+        departure = self._departures.start(fragment, contribution, note, berth)
+        laps.mark("copy")
+        pending = self._submit(Submission(fragment, step), berth, departure)
+        interval = step - self.history.launched[fragment]
+        self.history.launched[fragment] = step
+        self.history.launches[fragment] += 1
+        self.history.under_way[fragment] += 1
+        is_early = is_in_backward and self.method.schedule.when == "before"
+        knobs, norm = self._knobs(), departure.norm
+        self.in_flight.append(
+            Transfer(fragment, step, interval, pending, berth, norm, knobs, is_early, shared_by)
+        )
+        laps.end(launched=step)
+
+    def _submit(self, what: Submission, berth: Berth, departure: Departure) -> Pending:
+        berth.verdict = Verdict()
+        if not self.state.is_sent(what.fragment):
+            return Arrived(berth.wire)
+        knobs = self._knobs()
+        self.agreement.post(berth.notes, what.fragment, self.history)
+        line, clusters = self.state.lines[what.fragment], self.transport.num_clusters
+        measure = self.agreement.owner_measure(what.fragment, clusters, knobs, line.channel)
+        launch = Launch(self.history.launches[what.fragment] + 1, knobs.rank)
+        exchange = line.exchange(
+            berth.wire, departure.is_finite, launch, berth.verdict, berth.notes, measure
+        )
+        followed = self._trace.follow(exchange, what.fragment, what.step)
+        return self.transport.submit(what, followed)
+
+    def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
+        later = self.in_flight[index + 1 :]
+        newer = sum(t.fragment == transfer.fragment for t in later)
+        age = self.history.step - transfer.launched if isinstance(transfer, Transfer) else 0
+        return self.method.delay.is_ripe(age, newer)
+
+    def _apply(self, transfer: Transfer | NothingYet) -> None:
+        """Take the outer step of a transfer, if it carries one, and merge."""
+        self.in_flight.remove(transfer)
+        fragment = transfer.fragment
+        laps = self._trace.laps("apply", fragment, self.history.step)
+        report: dict[str, Tensor] = {}
+        mean: Tensor | None = None
+        wait_seconds = 0.0
+        if isinstance(transfer, Transfer):
+            waited = time.perf_counter()
+            mean_on_wire = transfer.pending.wait()
+            wait_seconds = time.perf_counter() - waited
+            laps.mark("wait", "wait")
+            self.judge.judge(fragment, transfer.launched, transfer.berth.verdict, self.history)
+            mean = self.state.scratch(fragment, "mean")
+            self.routes[fragment].from_wire(mean_on_wire, mean, self.backend.swap_in_cluster)
+            report["mean_norm"] = torch.linalg.vector_norm(mean)
+            self._agree(transfer)
+            laps.mark("judge")
+            if transfer.berth.verdict.is_refused:
+                self.totals.refused += 1
+                mean = None
+            else:
+                self.history.rounds[fragment] += 1
+                self.history.intervals[fragment] = transfer.interval
+                self._step_anchor(transfer, mean)
+                laps.mark("outer step")
+        if isinstance(transfer, Transfer) and self.judge.restarts(transfer.berth.verdict):
+            self.judge.restart([t for t in self.in_flight if isinstance(t, Transfer)])
+        else:
+            merged = self._merge(transfer, mean, report)
+            laps.mark("merge")
+            self.backend.write(fragment, merged)
+            laps.mark("write")
+        self.history.under_way[fragment] -= 1
+        if isinstance(transfer, Transfer):
+            transfer.berth.is_free = True
+            self.history.applied[fragment] = self.history.step
+            self._account(transfer, wait_seconds, report)
+            laps.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
+
+    def _agree(self, transfer: Transfer) -> None:
+        """Bring what this transfer has agreed into the history."""
+        notes = transfer.berth.notes
+        seconds = transfer.pending.seconds / transfer.shared_by
+        knobs, is_refused = transfer.knobs, transfer.berth.verdict.is_refused
+        self.agreement.take(notes, transfer.fragment, self.history, seconds, knobs, is_refused)
+
+    def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
+        fragment, outer = transfer.fragment, self.method.outer_optimizer
+        if not outer.keeps_anchor:
+            return
+        slots, staleness = self.state.slots[fragment], self.method.staleness
+        per_tensor = self._per_tensor[fragment]
+        scratch = self.state.scratch(fragment, "work")
+        note = transfer.berth.notes.averages.to(mean.device)
+        mean = staleness.weigh(mean, note, transfer.interval, slots.staleness, per_tensor, scratch)
+        update = outer.update(mean, slots.outer, self._context(fragment))
+        staleness.remember(update, slots.staleness, per_tensor)
+        self.state.anchor[fragment].sub_(update)
+
+    def _context(self, fragment: int) -> OuterContext:
+        return OuterContext(
+            self.history.rounds[fragment],
+            self.backend.inner_lr(),
+            self.state.scratch(fragment, "work"),
+            self._per_tensor[fragment],
+        )
+
+    def _merge(
+        self, transfer: Transfer | NothingYet, mean: Tensor | None, report: dict[str, Tensor]
+    ) -> Tensor:
+        fragment, delay, slots = transfer.fragment, self.method.delay, self.state.slots
+        local: Tensor | None = None
+        if delay.needs_local:
+            local = self.state.scratch(fragment, "local")
+            self.backend.read(fragment, local)
+        same = [t for t in self.in_flight if t.fragment == fragment and isinstance(t, Transfer)]
+        is_launched = isinstance(transfer, Transfer)
+        age = self.history.step - transfer.launched if is_launched else 0
+        view = SyncView(
+            mean=mean,
+            anchor=self.state.anchor[fragment],
+            local=local,
+            kept=transfer.berth.kept if is_launched else None,
+            own=[t.berth.kept for t in same if t.berth.kept is not None],
+            slots=slots[fragment].delay,
+            scratch=self.state.scratch(fragment, "work"),
+            outer_update=lambda w: self.method.outer_optimizer.update(
+                w, slots[fragment].delay, self._context(fragment)
+            ),
+            per_tensor=self._per_tensor[fragment],
+            num_clusters=self.transport.num_clusters,
+            age=age,
+            interval=transfer.interval if is_launched else 0,
+            is_current=age == 0 and not (is_launched and transfer.was_sent_before_update),
+            report=report,
+        )
+        return delay.merge(view)
+
+    def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
+        self.totals.bytes_sent += transfer.pending.bytes_sent
+        self.totals.wait_seconds += wait_seconds
+        self.totals.syncs += 1
+        if self._on_sync is None:
+            return
+        numel = self.backend.fragments[transfer.fragment].numel
+        self._on_sync(sync_event(transfer, self.history, numel, wait_seconds, report))

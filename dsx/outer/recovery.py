@@ -1,0 +1,137 @@
+"""What is done about a transfer whose headers told of a NaN, or of a mean decoded differently.
+
+A cluster whose values are not finite has lost its progress and goes on from the anchors. Where
+that does not help (say, its inner optimizer's moments are not finite either), all clusters stop
+after some rounds, rather than train on without it unnoticed; at once, where there is no anchor.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from dsx.core.transport import Transport
+from dsx.core.types import History, Refusals
+from dsx.engines.masters import Backend
+from dsx.method.method import Method
+from dsx.outer.parity_check import Verdict
+from dsx.outer.state import StateStore
+from dsx.outer.transfer import Transfer
+
+MOST_REFUSALS = 3  # of one fragment in a row, and one for each round that is under way
+logger = logging.getLogger(__name__)
+
+
+class ParityError(RuntimeError):
+    """Clusters have applied different means, and the configuration says to stop."""
+
+
+class NonFiniteError(RuntimeError):
+    """A cluster keeps sending values that are not finite: its training has diverged."""
+
+
+class Judge:
+    """Acts on the verdicts of one rank's transfers, as every rank of every cluster does."""
+
+    def __init__(
+        self, method: Method, backend: Backend, transport: Transport, state: StateStore
+    ) -> None:
+        self._method = method
+        self._backend = backend
+        self._transport = transport
+        self._state = state
+
+    def judge(self, fragment: int, launched: int, verdict: Verdict, history: History) -> None:
+        """Agree in the cluster on a transfer's verdict, in place; repair or stop if means differ.
+
+        Collective over the cluster's ranks: one may own nothing of the fragment, or see in its
+        shard what the others do not. NonFiniteError after too many refusals in a row.
+        """
+        flags = torch.zeros(3, self._transport.num_clusters)
+        flags[0, verdict.refused_by] = 1
+        flags[1, verdict.differing] = 1
+        flags[2] = verdict.round
+        flags = self._backend.max_over_ranks(flags)
+        verdict.refused_by, verdict.differing = (
+            [m for m, flag in enumerate(row) if flag] for row in flags[:2].tolist()
+        )
+        verdict.round = int(flags[2, 0])
+        verdict.is_refused = verdict.is_refused or bool(verdict.refused_by)
+        what = f"{self._backend.stage.name_of(fragment)} launched at step {launched}"
+        refusals = history.refusals[fragment]
+        refusals.count(verdict.refused_by, launched)
+        if verdict.refused_by:
+            self._refuse(what, verdict.refused_by, refusals)
+        if verdict.differing:
+            self._mend(fragment, verdict, what)
+
+    def restarts(self, verdict: Verdict) -> bool:
+        """Whether this cluster has lost its progress and goes on from the anchor."""
+        return self._has_anchor and self._transport.cluster_id in verdict.refused_by
+
+    def restart(self, under_way: Sequence[Transfer]) -> None:
+        """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
+
+        What is kept of transfers under way is of the path that ends here: the new one starts with
+        no progress of its own.
+        """
+        state = self._state
+        for anchor, slots, fragment in zip(
+            state.anchor, state.slots, self._backend.fragments, strict=True
+        ):
+            self._method.delay.begin(anchor, slots.delay)
+            for sizes in slots.staleness.values():
+                sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
+            self._backend.write(fragment.id, anchor)
+        for transfer in under_way if self._method.delay.keeps == "local" else ():
+            if transfer.berth.kept is not None:
+                transfer.berth.kept.copy_(state.anchor[transfer.fragment])
+
+    @property
+    def _has_anchor(self) -> bool:
+        return self._method.outer_optimizer.keeps_anchor
+
+    def _refuse(self, what: str, refused_by: list[int], refusals: Refusals) -> None:
+        """Tell of a refusal; NonFiniteError where the cluster is not going to recover."""
+        what = f"{what}: {_names(refused_by)} sent values that are not finite"
+        if not self._has_anchor:
+            raise NonFiniteError(
+                f"{what}, and there is no anchor to go on from; resume from a checkpoint, with a "
+                "lower learning rate or other data there"
+            )
+        if refusals.in_a_row >= MOST_REFUSALS + self._method.delay.rounds_under_way:
+            raise NonFiniteError(
+                f"{what}, and {refusals.in_a_row} rounds in a row have been left out: training has "
+                f"diverged there; resume from a checkpoint of before step {refusals.since}, with a "
+                "lower learning rate or other data"
+            )
+        logger.error("%s; all clusters leave this round out", what)
+
+    def _mend(self, fragment: int, verdict: Verdict, what: str) -> None:
+        message = (
+            f"{what}: {_names(verdict.differing)} decoded another mean than cluster 0 in round "
+            f"{verdict.round}"
+        )
+        if self._method.on_mismatch == "stop":
+            raise ParityError(f"{message} (on_mismatch is 'stop'); resume from a checkpoint")
+        if not self._has_anchor:
+            logger.error("%s; the next mean, or the exported one, brings them together", message)
+            return
+        logger.error("%s; taking cluster 0's outer state of the fragment", message)
+        self._repair(fragment)
+
+    def _repair(self, fragment: int) -> None:
+        """Take cluster 0's outer state of a fragment, in fp32."""
+        slots = self._state.slots[fragment]
+        shared = [slots.staleness[name] for name in self._method.staleness.shared_slots]
+        for tensor in (self._state.anchor[fragment], *slots.outer.values(), *shared):
+            if tensor.numel():
+                wire = tensor.to("cpu", copy=True)
+                self._transport.broadcast(fragment, wire)
+                tensor.copy_(wire)
+
+
+def _names(clusters: list[int]) -> str:
+    return ", ".join(f"cluster {m}" for m in clusters)

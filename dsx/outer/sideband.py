@@ -1,0 +1,75 @@
+"""Notes: a few numbers that travel with a transfer, so that all clusters decide from the same.
+
+Three kinds share one fp32 vector, which is averaged after the transfer itself:
+
+- averages: each cluster's value, the mean comes back (sizes of first steps);
+- by cluster: each cluster's own value in a place of its own, times C, so that the mean hands
+  everybody all of them (measured seconds, of which the largest is taken);
+- of the owner: computed from the mean by one cluster alone and handed to all (spectra), so that
+  no decision rests on how a library's arithmetic rounds on one site's hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsx.compress.averaging import ExactMean
+from dsx.core.exchange import Exchange
+
+
+@dataclass(frozen=True)
+class NotesShape:
+    """How many values of each kind a fragment's transfers carry."""
+
+    averages: int
+    by_cluster: int
+    of_owner: int
+    num_clusters: int
+
+    @property
+    def numel(self) -> int:
+        """Elements of the vector; 0 if there is nothing to say."""
+        return self.averages + self.by_cluster * self.num_clusters + self.of_owner
+
+
+class Notes:
+    """The notes of one transfer, over a CPU buffer `[shape.numel]` that is reused."""
+
+    def __init__(self, shape: NotesShape, buffer: Tensor) -> None:
+        self.shape = shape
+        self.values = buffer
+        stop = shape.averages + shape.by_cluster * shape.num_clusters
+        self.averages = buffer[: shape.averages]
+        self.by_cluster = buffer[shape.averages : stop].view(shape.by_cluster, shape.num_clusters)
+        self.of_owner = buffer[stop:]
+
+    def post(self, cluster_id: int, values: list[float]) -> None:
+        """Set this cluster's column of the values by cluster, and clear the others'."""
+        self.by_cluster.zero_()
+        self.by_cluster[:, cluster_id] = torch.tensor(values) * self.shape.num_clusters
+
+    def largest(self) -> Tensor:
+        """Return the largest of every value by cluster `[by_cluster]`, once averaged."""
+        if not self.shape.by_cluster:
+            return torch.empty(0)
+        return self.by_cluster.amax(dim=1)
+
+
+def with_notes(
+    exchange: Exchange,
+    notes: Notes,
+    measure: Callable[[Tensor], Tensor] | None,
+    average: ExactMean,
+) -> Exchange:
+    """Run `exchange`, then average the notes; `measure(mean)` is what the owner adds to them."""
+    mean = yield from exchange
+    if notes.values.numel():
+        notes.of_owner.zero_()
+        if measure is not None:
+            notes.of_owner.copy_(measure(mean))
+        yield from average.exchange(notes.values)
+    return mean

@@ -1,0 +1,202 @@
+"""Where outer state lives: flat fp32 buffers per fragment, allocated once.
+
+Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
+policy and the staleness penalty, its line to the other clusters with the codec's state, and one
+berth for every transfer that may be under way at a time. A berth holds the CPU buffer that travels
+(pinned when the state is on an accelerator), its notes and verdict, and what the delay policy
+keeps of the transfer. Shared by all fragments: scratch vectors as long as the largest one,
+allocated when first used. Nothing is allocated after the first round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from dsx.core.exchange import Peers
+from dsx.core.types import Fragment
+from dsx.engines.masters import Backend
+from dsx.method.method import Method
+from dsx.outer.channel import Line
+from dsx.outer.parity_check import Verdict
+from dsx.outer.sideband import Notes, NotesShape
+
+
+@dataclass
+class Berth:
+    """The buffers of one transfer under way; they belong to it until it has been applied."""
+
+    wire: Tensor
+    notes: Notes
+    kept: Tensor | None
+    verdict: Verdict = field(default_factory=Verdict)
+    is_free: bool = True
+
+
+@dataclass
+class Slots:
+    """A fragment's named buffers, by who owns them."""
+
+    outer: dict[str, Tensor]
+    delay: dict[str, Tensor]
+    staleness: dict[str, Tensor]
+
+    def named(self) -> dict[str, Tensor]:
+        """Return all of them under names that tell the owner, for checkpoints."""
+        groups = {"outer": self.outer, "delay": self.delay, "staleness": self.staleness}
+        return {f"{owner}.{n}": t for owner, slots in groups.items() for n, t in slots.items()}
+
+
+class StateStore:
+    """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said.
+
+    `on_the_wire` are the fragments as they travel, where that differs (redistribution.py).
+    """
+
+    def __init__(
+        self,
+        method: Method,
+        backend: Backend,
+        num_tensors: Sequence[int],
+        on_the_wire: Sequence[Fragment],
+        peers: Peers,
+    ) -> None:
+        fragments = backend.fragments
+        self.device = backend.device
+        self._new = _Zeros(backend.device, backend.pins_host_memory)
+        self._numel = [f.numel for f in fragments]
+        has_anchor = method.outer_optimizer.keeps_anchor
+        self.anchor = [self._new(n if has_anchor else 0) for n in self._numel]
+        self.slots = [
+            _make_slots(method, f, count, self._new)
+            for f, count in zip(fragments, num_tensors, strict=True)
+        ]
+        shapes = [
+            notes_shape(method, f, count, peers.num_clusters)
+            for f, count in zip(fragments, num_tensors, strict=True)
+        ]
+        self._berths = [
+            [_make_berth(method, f, wire.numel, shape, self._new) for _ in range(method.num_berths)]
+            for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
+        ]
+        self.lines = [
+            Line(method.compression.open(f, peers, method.control.largest_rank), peers)
+            for f in on_the_wire
+        ]
+        self._wire_numel = [wire.numel for wire in on_the_wire]
+        self._longest = max(self._numel, default=0)
+        self._scratch: dict[str, Tensor] = {}
+
+    def take_berth(self, fragment: int) -> Berth:
+        """Return a free berth of a fragment, and mark it taken."""
+        free = [berth for berth in self._berths[fragment] if berth.is_free]
+        assert free, f"fragment {fragment} has more transfers under way than its policy said"
+        free[0].is_free = False
+        return free[0]
+
+    def is_sent(self, fragment: int) -> bool:
+        """Whether this rank has anything of a fragment, as it lies or as it travels."""
+        return self._numel[fragment] + self._wire_numel[fragment] > 0
+
+    def free_berths(self) -> None:
+        """Take every berth back: nothing is under way any more."""
+        for berths in self._berths:
+            for berth in berths:
+                berth.is_free = True
+
+    def scratch(self, fragment: int, purpose: str) -> Tensor:
+        """Return the shared work vector for a purpose, cut to the fragment's length."""
+        if purpose not in self._scratch:
+            self._scratch[purpose] = self._new(self._longest)
+        return self._scratch[purpose][: self._numel[fragment]]
+
+    def outgoing(self, fragment: int) -> Tensor:
+        """Return where a contribution is made.
+
+        On an accelerator new memory every time: its copy to the host may still be reading when
+        the next fragment's is made.
+        """
+        if self.device.type == "cuda":
+            return torch.empty(self._numel[fragment], device=self.device)
+        return self.scratch(fragment, "mean")
+
+    def named_state(self, fragment: int) -> Mapping[str, Tensor]:
+        """Return what a checkpoint holds of a fragment beside its transfers, by name."""
+        named = {**self.slots[fragment].named(), **self.lines[fragment].slots}
+        if self.anchor[fragment].numel():
+            named["anchor"] = self.anchor[fragment]
+        return named
+
+    def note_numel(self, fragment: int) -> int:
+        """Return how many numbers travel beside each transfer of a fragment."""
+        return self._berths[fragment][0].notes.values.numel()
+
+    @property
+    def scratch_numel(self) -> int:
+        """Elements of the shared work vectors used so far."""
+        return sum(t.numel() for t in self._scratch.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held in total, scratch included; without the buffers of codecs."""
+        berths = [b for fragment in self._berths for b in fragment]
+        tensors = [*self.anchor, *self._scratch.values()]
+        tensors += [t for slots in self.slots for t in slots.named().values()]
+        tensors += [b.wire for b in berths] + [b.notes.values for b in berths]
+        tensors += [b.kept for b in berths if b.kept is not None]
+        tensors += [t for line in self.lines for t in line.channel.slots.values()]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def notes_shape(
+    method: Method, fragment: Fragment, num_tensors: int, num_clusters: int
+) -> NotesShape:
+    """Return what travels beside a fragment's transfers under this method."""
+    return NotesShape(
+        averages=method.staleness.note_numel(fragment, num_tensors),
+        by_cluster=3 if method.uses_seconds else 0,
+        of_owner=method.control.note_numel(method.knobs) + method.schedule.uses_norms,
+        num_clusters=num_clusters,
+    )
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """Makes buffers of outer state; on the host pinned, if an accelerator copies to and from it."""
+
+    device: torch.device
+    is_pinned: bool
+
+    def __call__(self, numel: int) -> Tensor:
+        if self.device.type == "cpu":
+            return self.on_host(numel)
+        return torch.zeros(numel, device=self.device)
+
+    def on_host(self, numel: int) -> Tensor:
+        """Return one for what travels."""
+        return torch.zeros(numel, pin_memory=self.is_pinned)
+
+
+def _make_slots(method: Method, fragment: Fragment, num_tensors: int, new: _Zeros) -> Slots:
+    numel = fragment.numel
+    outer, delay = method.outer_optimizer, method.delay
+    staleness = {
+        name: new(count) for name, count in method.staleness.slots(fragment, num_tensors).items()
+    }
+    if method.keeps_round_start:
+        staleness["start"] = new(numel)
+    return Slots(
+        outer={name: new(numel) for name in outer.slots},
+        delay={name: new(numel) for name in delay.slots(outer.slots)},
+        staleness=staleness,
+    )
+
+
+def _make_berth(
+    method: Method, fragment: Fragment, wire_numel: int, shape: NotesShape, new: _Zeros
+) -> Berth:
+    kept = None if method.delay.keeps is None else new(fragment.numel)
+    return Berth(new.on_host(wire_numel), Notes(shape, new.on_host(shape.numel)), kept)

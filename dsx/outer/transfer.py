@@ -1,0 +1,104 @@
+"""One fragment under way: when it was launched, the handle to wait on, and its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from dsx.core.transport import Pending
+from dsx.core.types import History, Knobs
+from dsx.outer.state import Berth
+
+
+@dataclass
+class Transfer:
+    """A launched fragment; `interval` is the inner steps from the launch before to this one.
+
+    `was_sent_before_update`: the parameters it carries are from before that step's inner update.
+    `shared_by`: the fragments launched at the same boundary, which share the link. `knobs`: what
+    was in force at the launch.
+    """
+
+    fragment: int
+    launched: int
+    interval: int
+    pending: Pending
+    berth: Berth
+    contribution_norm: Tensor
+    knobs: Knobs
+    was_sent_before_update: bool = False
+    shared_by: int = 1
+
+
+@dataclass
+class NothingYet:
+    """The empty transfer a next-sync policy starts with: no outer step, only a merge."""
+
+    fragment: int
+
+
+class Arrived:
+    """A transfer that has ended: restored from a checkpoint, or empty on this rank."""
+
+    def __init__(self, mean: Tensor, bytes_sent: int = 0, seconds: float = 0.0) -> None:
+        self._mean = mean
+        self.bytes_sent = bytes_sent
+        self.seconds = seconds
+        self.coding_seconds = 0.0
+
+    def wait(self) -> Tensor:
+        """Return the mean at once."""
+        return self._mean
+
+
+@dataclass
+class Totals:
+    """Running sums of this rank since the loop started; seconds are the training thread's.
+
+    `blocked_seconds` is all time spent in the loop, `wait_seconds` the part of it spent waiting
+    for other clusters, `refused` the rounds left out because of a NaN. Bytes are counted from the
+    buffers handed to the network.
+    """
+
+    bytes_sent: int = 0
+    wait_seconds: float = 0.0
+    blocked_seconds: float = 0.0
+    syncs: int = 0
+    refused: int = 0
+
+
+def sync_event(
+    transfer: Transfer,
+    history: History,
+    numel: int,
+    wait_seconds: float,
+    report: Mapping[str, Tensor],
+) -> dict[str, Any]:
+    """Return this rank's record of a transfer that has just been applied (or refused)."""
+    event: dict[str, Any] = {
+        "fragment": transfer.fragment,
+        "numel": numel,
+        "round": history.rounds[transfer.fragment],
+        "launched_step": transfer.launched,
+        "applied_step": history.step,
+        "interval": transfer.interval,
+        "bytes_sent": transfer.pending.bytes_sent,
+        "wait_seconds": wait_seconds,
+        "transfer_seconds": transfer.pending.seconds,
+        "coding_seconds": transfer.pending.coding_seconds,
+        "pseudo_gradient_norm": transfer.contribution_norm,
+        **report,
+    }
+    if transfer.knobs.rank is not None:
+        event["rank"] = transfer.knobs.rank
+        event["schedule_interval"] = transfer.knobs.interval
+        event["captured_energy"] = history.decisions.get("captured")
+    verdict = transfer.berth.verdict
+    if verdict.refused_by:
+        event["refused_by"] = verdict.refused_by
+    if verdict.differing:
+        event["differed_in"] = verdict.differing
+    return event

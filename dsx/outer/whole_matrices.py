@@ -1,0 +1,198 @@
+"""Whole matrices from shards: a codec that needs them gets each on one rank of the cluster.
+
+Under ZeRO a rank holds ragged ranges of flattened matrices, of which no factors can be made: a flat
+range reshaped to some width has another spectrum. So before coding, the pieces of each split
+matrix move to one rank of those that hold some of it, and the pieces of its mean move back: 4
+bytes per element each way inside the cluster, once per sync. Factors, ranks and bits are then
+those of the whole matrix, whatever the shards. What stays where it is (vectors, embeddings, whole
+matrices) is not moved.
+
+Both ways are collective over the ranks of the cluster, and every rank plans the same from all
+ranks' layouts. Matrices are shared out so that the ranks' sums over all fragments come out alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dsx.core.types import Fragment, Slot
+from dsx.method.fragments import in_a_row
+
+SwapInCluster = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Move:
+    """A piece of a matrix: where it lies on its home rank, and where on the matrix's rank."""
+
+    home: int
+    owner: int
+    home_offset: int
+    wire_offset: int
+    numel: int
+
+
+class Redistribution:
+    """One fragment of one rank: its layout on the wire, and the way there and back."""
+
+    def __init__(
+        self,
+        layouts: Sequence[Fragment],
+        rank: int,
+        owners: Mapping[str, int],
+        device: torch.device,
+    ) -> None:
+        wires = [_wire_layout(layout, r, owners) for r, layout in enumerate(layouts)]
+        own = layouts[rank]
+        self.wire = Fragment(own.id, own.stage, wires[rank])
+        self.is_needed = bool(owners)
+        self._rank = rank
+        self._kept = _kept(own, wires[rank])
+        moves = [
+            move for r, layout in enumerate(layouts) for move in _moves(r, layout, owners, wires)
+        ]
+        ranks = range(len(layouts))
+        self._away = [[m for m in moves if m.home == rank and m.owner == r] for r in ranks]
+        self._here = [[m for m in moves if m.owner == rank and m.home == r] for r in ranks]
+        self._sent = [torch.zeros(sum(m.numel for m in ms), device=device) for ms in self._away]
+        self._received = [torch.zeros(sum(m.numel for m in ms), device=device) for ms in self._here]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what pieces on their way take."""
+        return sum(4 * t.numel() for t in (*self._sent, *self._received))
+
+    def to_wire(self, x: Tensor, out: Tensor, swap: SwapInCluster) -> None:
+        """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""
+        if not self.is_needed:
+            out.copy_(x)
+            return
+        for moves, buffer in zip(self._away, self._sent, strict=True):
+            _pack(x, [(m.home_offset, m.numel) for m in moves], buffer)
+        swap(self._sent, self._received)
+        for offset, wire_offset, numel in self._kept:
+            out[wire_offset : wire_offset + numel].copy_(x[offset : offset + numel])
+        for moves, buffer in zip(self._here, self._received, strict=True):
+            _unpack(buffer, [(m.wire_offset, m.numel) for m in moves], out)
+
+    def from_wire(self, mean: Tensor, out: Tensor, swap: SwapInCluster) -> None:
+        """Write what came over the wire to `out` `[numel]`, as the masters lie."""
+        if not self.is_needed:
+            out.copy_(mean, non_blocking=True)  # the next one who writes there waits for this
+            return
+        for moves, buffer in zip(self._here, self._received, strict=True):
+            _pack(mean, [(m.wire_offset, m.numel) for m in moves], buffer)
+        swap(self._received, self._sent)
+        for offset, wire_offset, numel in self._kept:
+            out[offset : offset + numel].copy_(mean[wire_offset : wire_offset + numel])
+        for moves, buffer in zip(self._away, self._sent, strict=True):
+            _unpack(buffer, [(m.home_offset, m.numel) for m in moves], out)
+
+
+def plan_redistribution(
+    layouts: Sequence[Sequence[Fragment]],
+    rank: int,
+    takes: Callable[[Slot], bool],
+    device: torch.device,
+) -> list[Redistribution]:
+    """Return a rank's part in every fragment; `layouts` are all ranks' fragments."""
+    owners, _ = share_out(layouts, takes)
+    return [
+        Redistribution([fragments[index] for fragments in layouts], rank, of_fragment, device)
+        for index, of_fragment in enumerate(owners)
+    ]
+
+
+def share_out(
+    layouts: Sequence[Sequence[Fragment]], takes: Callable[[Slot], bool]
+) -> tuple[list[dict[str, int]], list[int]]:
+    """Return the rank of each split matrix by fragment, and each rank's elements on the wire."""
+    load = [0] * len(layouts)
+    owners = [
+        _own([fragments[index] for fragments in layouts], takes, load)
+        for index in range(len(layouts[0]))
+    ]
+    return owners, load
+
+
+def _own(
+    layouts: Sequence[Fragment], takes: Callable[[Slot], bool], load: list[int]
+) -> dict[str, int]:
+    """Return the rank of each split matrix that is wanted whole; adds to `load` in place.
+
+    The largest first, to the rank that then has the least to keep and to be sent, with what it has
+    of the fragments before: else the same ranks would own the largest of every fragment.
+    """
+    held: dict[str, dict[int, int]] = {}
+    for rank, layout in enumerate(layouts):
+        load[rank] += layout.numel
+        for slot in layout.layout:
+            if slot.numel and not slot.is_whole and takes(_whole(slot)):
+                held.setdefault(slot.name, {})[rank] = slot.numel
+                load[rank] -= slot.numel
+    owners: dict[str, int] = {}
+    for name in sorted(held, key=lambda n: (-sum(held[n].values()), n)):
+        ranks, numel = held[name], sum(held[name].values())
+
+        def cost(rank: int, numel: int = numel, ranks: dict[int, int] = ranks) -> int:
+            moved = numel - ranks[rank]
+            return load[rank] + numel + moved
+
+        owners[name] = min(ranks, key=cost)
+        load[owners[name]] += numel
+    return owners
+
+
+def _whole(slot: Slot) -> Slot:
+    return replace(slot, shape=slot.whole, offset=0, start=0)
+
+
+def _wire_layout(layout: Fragment, rank: int, owners: Mapping[str, int]) -> tuple[Slot, ...]:
+    """Return what a rank sends: its slots, with split matrices whole where it is their rank."""
+    slots = [
+        _whole(slot) if slot.name in owners else slot
+        for slot in layout.layout
+        if owners.get(slot.name, rank) == rank
+    ]
+    return in_a_row(slots)
+
+
+def _kept(own: Fragment, wire: Sequence[Slot]) -> list[tuple[int, int, int]]:
+    """Return `(offset, offset on the wire, numel)` of what does not move."""
+    places = {slot.name: slot for slot in wire}
+    return [
+        (s.offset, places[s.name].offset, s.numel)
+        for s in own.layout
+        if s.name in places and places[s.name].numel == s.numel
+    ]
+
+
+def _moves(
+    rank: int, layout: Fragment, owners: Mapping[str, int], wires: Sequence[tuple[Slot, ...]]
+) -> list[Move]:
+    """Return where the pieces of one rank go, its own pieces of its own matrices included."""
+    found: list[Move] = []
+    for slot in layout.layout:
+        if slot.name in owners:
+            owner = owners[slot.name]
+            place = next(s for s in wires[owner] if s.name == slot.name)
+            found.append(Move(rank, owner, slot.offset, place.offset + slot.start, slot.numel))
+    return found
+
+
+def _pack(x: Tensor, ranges: Sequence[tuple[int, int]], buffer: Tensor) -> None:
+    end = 0
+    for offset, numel in ranges:
+        buffer[end : end + numel].copy_(x[offset : offset + numel])
+        end += numel
+
+
+def _unpack(buffer: Tensor, ranges: Sequence[tuple[int, int]], out: Tensor) -> None:
+    end = 0
+    for offset, numel in ranges:
+        out[offset : offset + numel].copy_(buffer[end : end + numel])
+        end += numel

@@ -1,0 +1,329 @@
+"""What a run did, from the records it wrote: numbers, a table, and one figure.
+
+Reads every `metrics*.jsonl` of a run directory, and `summary.json` where the script has written
+one. Records of unknown kind are ignored and any field may be missing or null, so that the files
+of a run under way, of a killed run or of one site alone can be read, too. Where a step occurs
+twice, the later record counts.
+
+Bytes are payload that one cluster hands to the network for the others; all clusters send the same,
+but for rounding. "Synchronous" is what data parallel training across the clusters would have sent
+over the same steps: the figure of summary.json, or without it one exchange of the whole model as
+this run sends it, at every step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from dsx.core.units import format_bytes
+
+Record = Mapping[str, Any]
+Series = list[tuple[float, float]]
+_COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
+
+
+@dataclass(frozen=True)
+class ClusterReport:
+    """One cluster's totals; None where no record has the field."""
+
+    cluster: int
+    steps: int
+    first_loss: float | None
+    last_loss: float | None
+    tokens: int
+    seconds: float
+    tokens_per_second: float | None
+    utilization: float | None
+    bytes_sent: int
+    syncs: int
+    wait_seconds: float
+    transfer_seconds_mean: float | None
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """A run: its clusters in order, bytes by one cluster, and summary.json as it is."""
+
+    run_dir: str
+    clusters: list[ClusterReport]
+    bytes_sent: int
+    bytes_sent_synchronous: int | None
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class _ClusterRecords:
+    cluster: int
+    steps: list[Record]
+    syncs: list[Record]
+
+
+def summarize(run_dir: str | Path) -> RunReport:
+    """Return the totals of a run. FileNotFoundError or ValueError says what cannot be read."""
+    directory = Path(run_dir)
+    clusters = _read_clusters(directory)
+    summary = _read_summary(directory)
+    reports = [_summarize_cluster(records) for records in clusters]
+    return RunReport(
+        run_dir=str(run_dir),
+        clusters=reports,
+        bytes_sent=max(report.bytes_sent for report in reports),
+        bytes_sent_synchronous=_synchronous_bytes(clusters, summary),
+        summary=summary,
+    )
+
+
+def report(run_dir: str | Path) -> None:
+    """Print a table of the run and write `plot.png` into its directory."""
+    from rich.console import Console
+
+    totals = summarize(run_dir)
+    figure = Path(run_dir) / "plot.png"
+    plot(run_dir, figure)
+    console = Console(highlight=False)
+    console.print(_table(totals))
+    for line in _closing_lines(totals, figure):
+        console.print(line, markup=False, soft_wrap=True)
+
+
+def plot(run_dir: str | Path, out_png: str | Path) -> None:
+    """Draw loss above and bytes sent below, against the inner step, into a PNG file.
+
+    FileNotFoundError or ValueError says what cannot be read.
+    """
+    from matplotlib.figure import Figure
+
+    directory = Path(run_dir)
+    clusters = _read_clusters(directory)
+    summary = _read_summary(directory)
+    figure = Figure(figsize=(8, 6.5), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    _draw_loss(above, clusters, summary)
+    _draw_bytes(below, clusters[0], _synchronous_bytes(clusters, summary))
+    for axes in (above, below):
+        axes.grid(color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(out_png, dpi=150)
+
+
+def _read_clusters(directory: Path) -> list[_ClusterRecords]:
+    if not directory.is_dir():
+        raise FileNotFoundError(f"no run directory at {directory}")
+    paths = sorted(directory.glob("metrics*.jsonl"))
+    if not paths:
+        raise FileNotFoundError(
+            f"{directory} holds no metrics*.jsonl: train with dsx.metrics.dir set to it"
+        )
+    steps: dict[int, dict[int, Record]] = {}
+    syncs: dict[int, dict[tuple[Any, ...], Record]] = {}
+    for path in paths:
+        for record in _read_records(path):
+            cluster = int(record.get("cluster") or 0)
+            if record.get("kind") in ("step", "finish") and record.get("step") is not None:
+                key = 2 * int(record["step"]) + (record["kind"] == "finish")
+                steps.setdefault(cluster, {})[key] = record
+            elif record.get("kind") == "sync":
+                key = tuple(record.get(name) for name in ("stage", "fragment", "round"))
+                syncs.setdefault(cluster, {})[key] = record
+    if not steps:
+        raise ValueError(f"{directory} holds no records of inner steps yet: wait for the first")
+    return [
+        _ClusterRecords(
+            cluster,
+            [by_step for _, by_step in sorted(steps[cluster].items())],
+            list(syncs.get(cluster, {}).values()),
+        )
+        for cluster in sorted(steps)
+    ]
+
+
+def _read_records(path: Path) -> list[Record]:
+    """Parse a file of records; an incomplete last line is what a killed run leaves."""
+    records: list[Record] = []
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}:{number} is not a JSON record: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{number} must be a JSON object, not {line[:40]!r}")
+        records.append(cast(Record, record))
+    return records
+
+
+def _read_summary(directory: Path) -> dict[str, Any]:
+    path = directory / "summary.json"
+    if not path.exists():
+        return {}
+    try:
+        summary = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; remove it") from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} must hold a JSON object; remove it")
+    return cast("dict[str, Any]", summary)
+
+
+def _series(records: list[Record], name: str) -> Series:
+    return [(r["step"], r[name]) for r in records if r.get(name) is not None]
+
+
+def _sums(records: list[Record], *names: str) -> tuple[float, ...]:
+    """Add up each field over the records that have all of them."""
+    complete = [r for r in records if all(r.get(name) is not None for name in names)]
+    return tuple(float(sum(r[name] for r in complete)) for name in names)
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _summarize_cluster(records: _ClusterRecords) -> ClusterReport:
+    losses = [loss for _, loss in _series(records.steps, "loss")]
+    tokens, token_seconds = _sums(records.steps, "tokens", "seconds")
+    blocked, blocked_of = _sums(records.steps, "blocked_seconds", "seconds")
+    transfers = [s["transfer_seconds"] for s in records.syncs if s.get("transfer_seconds")]
+    return ClusterReport(
+        cluster=records.cluster,
+        steps=int(records.steps[-1]["step"]),
+        first_loss=losses[0] if losses else None,
+        last_loss=_mean(losses[-10:]),
+        tokens=int(tokens),
+        seconds=_sums(records.steps, "seconds")[0],
+        tokens_per_second=tokens / token_seconds if token_seconds else None,
+        utilization=1 - blocked / blocked_of if blocked_of else None,
+        bytes_sent=int(max((b for _, b in _series(records.steps, "bytes_sent")), default=0)),
+        syncs=len(records.syncs),
+        wait_seconds=_sums(records.syncs, "wait_seconds")[0],
+        transfer_seconds_mean=_mean(transfers),
+    )
+
+
+def _synchronous_bytes(clusters: list[_ClusterRecords], summary: Record) -> int | None:
+    """Return what one cluster would have sent if every step had been a full exchange."""
+    known = summary.get("bytes_sent_synchronous")
+    if known is not None:
+        return int(known)
+    totals = _summarize_cluster(clusters[0])
+    if not totals.syncs:
+        return None
+    num_fragments = len({(s.get("stage"), s.get("fragment")) for s in clusters[0].syncs})
+    return totals.bytes_sent * num_fragments * totals.steps // totals.syncs
+
+
+def _draw_loss(axes: Any, clusters: list[_ClusterRecords], summary: Record) -> None:
+    validation = summary.get("val_loss_clusters") or []
+    for index, records in enumerate(clusters):
+        color = _COLORS[index % len(_COLORS)]
+        series = _series(records.steps, "loss")
+        axes.plot(*_columns(series), color=color, alpha=0.25, linewidth=0.8)
+        label = f"cluster {records.cluster}, training"
+        axes.plot(*_columns(_smooth(series)), color=color, linewidth=1.6, label=label)
+        if records.cluster < len(validation) and validation[records.cluster] is not None:
+            loss = validation[records.cluster]
+            label = f"cluster {records.cluster}, validation: {loss:.3f}"
+            axes.axhline(loss, color=color, linestyle=":", linewidth=1.4, label=label)
+    average, entropy = summary.get("val_loss_average"), summary.get("unigram_entropy")
+    if average is not None:
+        label = f"average of clusters, validation: {average:.3f}"
+        axes.axhline(average, color="black", linestyle="--", linewidth=1.2, label=label)
+    if entropy is not None:
+        label = f"unigram entropy: {entropy:.3f}"
+        axes.axhline(entropy, color="#888888", linewidth=1.2, label=label)
+    axes.set_ylabel("loss (nats per token)")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _draw_bytes(axes: Any, records: _ClusterRecords, synchronous: int | None) -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    sent = _series(records.steps, "bytes_sent")
+    axes.step(*_columns(sent), where="post", color="#1f77b4", label="this run")
+    if synchronous:
+        last = records.steps[-1]["step"]
+        line = [1, last], [synchronous / last, synchronous]
+        axes.plot(*line, color="#d62728", linestyle="--", label="synchronous data parallel")
+    if any(count for _, count in sent):
+        axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(_tick_label))
+    axes.set_xlabel("inner step")
+    axes.set_ylabel("sent by each cluster")
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _tick_label(count: float, position: int) -> str:
+    return format_bytes(count)
+
+
+def _smooth(series: Series) -> Series:
+    """Average each value with its neighbours, over a twentieth of the series."""
+    reach = len(series) // 40
+    smooth: Series = []
+    for index, (step, _) in enumerate(series):
+        near = series[max(0, index - reach) : index + reach + 1]
+        smooth.append((step, sum(value for _, value in near) / len(near)))
+    return smooth
+
+
+def _columns(series: Series) -> tuple[list[float], list[float]]:
+    return [step for step, _ in series], [value for _, value in series]
+
+
+def _table(totals: RunReport) -> Any:
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD)
+    validation = totals.summary.get("val_loss_clusters") or []
+    table.add_column("")
+    for name in ("steps", "train loss", "val loss", "tokens/s", "utilization", "sent"):
+        table.add_column(name, justify="right")
+    for cluster in totals.clusters:
+        held_out = validation[cluster.cluster] if cluster.cluster < len(validation) else None
+        table.add_row(
+            f"cluster {cluster.cluster}",
+            str(cluster.steps),
+            _number(cluster.last_loss, ".3f"),
+            _number(held_out, ".4f"),
+            _number(cluster.tokens_per_second, ",.0f"),
+            _number(cluster.utilization, ".1%"),
+            format_bytes(cluster.bytes_sent),
+        )
+    table.add_section()
+    summary = totals.summary
+    table.add_row(
+        "average",
+        _number(summary.get("steps"), "d"),
+        "",
+        _number(summary.get("val_loss_average"), ".4f"),
+        _number(summary.get("tokens_per_second"), ",.0f"),
+        _number(summary.get("utilization"), ".1%"),
+        "",
+    )
+    return table
+
+
+def _number(value: float | None, style: str) -> str:
+    return "-" if value is None else format(value, style)
+
+
+def _closing_lines(totals: RunReport, figure: Path) -> list[str]:
+    lines: list[str] = []
+    entropy = totals.summary.get("unigram_entropy")
+    if entropy is not None:
+        lines.append(f"losses in nats per token; unigram entropy of the corpus {entropy:.4f}")
+    if totals.bytes_sent_synchronous and totals.bytes_sent:
+        ratio = totals.bytes_sent_synchronous / totals.bytes_sent
+        sent = format_bytes(totals.bytes_sent_synchronous)
+        lines.append(f"synchronous data parallel would have sent {sent}: {ratio:.1f} times as much")
+    lines.append(f"figure: {figure}")
+    return lines

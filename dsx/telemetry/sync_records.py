@@ -1,0 +1,189 @@
+"""Records of syncs for a whole cluster, gathered from its ranks without a collective.
+
+A rank knows only its shard: it may own nothing of a fragment. Each rank posts its numbers to the
+cluster's own key-value store one boundary after the sync (tensors are ready by then, so nothing
+stalls an accelerator), and rank 0 reads them one boundary later, when the inner engine's own
+gradient reduction has shown that every rank has passed the posting.
+
+Bytes add up, seconds are the longest of any rank, and norms are those of the whole fragment: the
+squares add up, divided by how many times the cluster holds each element.
+
+The stages of a pipeline sync on their own, with fragments numbered within each: the first rank of a
+stage puts its records together and posts them with their `stage`, and rank 0 writes what it finds
+posted. By the order of a pipeline's passes that is at most one boundary later.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from dsx.core.transport import PeerLost
+from dsx.core.types import Stage
+
+_SUMMED = ("bytes_sent",)
+_LONGEST = ("wait_seconds", "transfer_seconds", "coding_seconds")
+
+
+class KeyValueStore(Protocol):
+    """The part of torch's store that is used here."""
+
+    def set(self, key: str, value: str) -> None:
+        """Store a value."""
+        ...
+
+    def get(self, key: str) -> bytes:
+        """Return a value."""
+        ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Block until the keys are there; RuntimeError after the timeout."""
+        ...
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether the keys are there."""
+        ...
+
+    def delete_key(self, key: str) -> bool:
+        """Remove a value."""
+        ...
+
+
+class SyncRecords:
+    """One rank's part in its cluster's records; `write` is called on rank 0 only.
+
+    `shard` is this rank among those of its stage, and their number.
+    """
+
+    def __init__(
+        self,
+        store: KeyValueStore,
+        stage: Stage,
+        shard: tuple[int, int],
+        fragment_numel: Sequence[int],
+        write: Callable[[Mapping[str, Any]], None],
+        deadline_seconds: float,
+        is_enabled: bool = True,
+    ) -> None:
+        self._store = store
+        self._stage = stage
+        self._rank, self._num_ranks = shard
+        self._fragment_numel = fragment_numel
+        self._write = write
+        self._is_enabled = is_enabled
+        self._deadline = timedelta(seconds=deadline_seconds)
+        self._fresh: list[Mapping[str, Any]] = []
+        self._ready: list[Mapping[str, Any]] = []
+        self._posted: list[tuple[str, dict[str, Any]]] = []
+        self._passed_on = [0] * stage.count  # records of each further stage, posted or written
+        self._flushes = 0
+        self.bytes_sent = 0
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Keep what the loop says of a sync; its tensors may still be computing."""
+        if self._is_enabled:
+            self._fresh.append(event)
+
+    def pass_boundary(self) -> None:
+        """Write what was posted a boundary ago, then post what came the boundary before."""
+        if self._rank == 0:
+            for key, own in self._posted:
+                self._pass_on(self._combine(key, own))
+            if self._is_writer:
+                for stage in range(1, self._stage.count):
+                    while self._store.check([self._key_of(stage)]):
+                        self._take(stage)
+        self._posted = [self._post(event) for event in self._ready]
+        self._ready, self._fresh = self._fresh, []
+
+    def flush(self) -> None:
+        """Write everything now; rank 0 waits for the others, which must flush, too."""
+        for _ in range(3):
+            self.pass_boundary()
+        self._flushes += 1
+        if self._is_writer:
+            for stage in range(1, self._stage.count):
+                self._take_all(stage)
+        elif not self._rank:
+            count = self._passed_on[self._stage.index]
+            self._store.set(f"flush/{self._stage.index}/{self._flushes}", str(count))
+
+    @property
+    def _is_writer(self) -> bool:
+        return self._rank == self._stage.index == 0
+
+    def _key_of(self, stage: int) -> str:
+        """Return the key of the next record that a further stage passes on."""
+        return f"stage/{stage}/{self._passed_on[stage]}"
+
+    def _pass_on(self, record: Mapping[str, Any]) -> None:
+        """Write a record of this stage, or post it for the rank that writes."""
+        if self._is_writer:
+            self.bytes_sent += record["bytes_sent"]
+            self._write(record)
+        else:
+            self._store.set(self._key_of(self._stage.index), json.dumps(record))
+            self._passed_on[self._stage.index] += 1
+
+    def _take(self, stage: int) -> None:
+        """Write the next record of a further stage."""
+        key = self._key_of(stage)
+        record = json.loads(self._store.get(key))
+        self._store.delete_key(key)
+        self._passed_on[stage] += 1
+        self.bytes_sent += record["bytes_sent"]
+        self._write(record)
+
+    def _take_all(self, stage: int) -> None:
+        """Write what a further stage has passed on by its flush."""
+        key = f"flush/{stage}/{self._flushes}"
+        try:
+            self._store.wait([key], self._deadline)
+            count = int(self._store.get(key))
+        except RuntimeError as error:
+            raise PeerLost(
+                f"pipeline stage {stage} of this cluster has not posted its records within "
+                f"{self._deadline.total_seconds():g} s"
+            ) from error
+        self._store.delete_key(key)
+        while self._passed_on[stage] < count:
+            self._take(stage)
+
+    def _post(self, event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        own = {k: v.item() if hasattr(v, "item") else v for k, v in event.items()}
+        key = f"sync/{self._stage.index}/{own['fragment']}/{own['launched_step']}"
+        if self._rank:
+            self._store.set(f"{key}/{self._rank}", json.dumps(own))
+        return key, own
+
+    def _combine(self, key: str, own: dict[str, Any]) -> dict[str, Any]:
+        keys = [f"{key}/{rank}" for rank in range(1, self._num_ranks)]
+        try:
+            if keys:
+                self._store.wait(keys, self._deadline)
+            everyone = [own, *(json.loads(self._store.get(k)) for k in keys)]
+        except RuntimeError as error:
+            raise PeerLost(
+                f"{self._stage.name_of(own['fragment'])} applied at step {own['applied_step']}: a "
+                "rank of this cluster has not posted its record within "
+                f"{self._deadline.total_seconds():g} s"
+            ) from error
+        for k in keys:
+            self._store.delete_key(k)
+        held = sum(record["numel"] for record in everyone)
+        copies = held / self._fragment_numel[own["fragment"]]
+        record = {**own, "numel": self._fragment_numel[own["fragment"]]}
+        for name in _SUMMED:
+            record[name] = sum(r[name] for r in everyone)
+        for name in _LONGEST:
+            record[name] = max(r[name] for r in everyone)
+        for name in (name for name in own if name.endswith("_norm")):
+            record[name] = math.sqrt(sum(r[name] ** 2 for r in everyone) / copies)
+        if record.get("descent_norm"):  # of delay compensation, against what it corrects
+            record["correction_ratio"] = record["correction_norm"] / record["descent_norm"]
+        if self._stage.count > 1:
+            record["stage"] = self._stage.index
+        return record

@@ -1,0 +1,121 @@
+"""A timeline as a picture: a lane per thread, colours by what is done."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from dsx.telemetry.trace.chrome import thread_name, thread_order
+from dsx.telemetry.trace.files import Lane, Span, Timeline
+from dsx.telemetry.trace.lanes import TRAINING
+
+MOST_RANKS = 8
+COLORS = {
+    "forward": "#4e9a51",
+    "backward": "#2b6a99",
+    "optimizer": "#8c6bb1",
+    "compute": "#4e9a51",
+    "launch": "#e6b422",
+    "wait": "#d62728",
+    "apply": "#f08030",
+    "meet": "#d9dde2",
+    "copy": "#a0785a",
+    "encode": "#17a2b8",
+    "network": "#9aa5b1",
+    "reduce": "#556b2f",
+    "decode": "#d16ba5",
+}
+
+
+def draw(timeline: Timeline, path: Path) -> None:
+    """Draw the time of the timeline into a PNG file, of eight ranks at most."""
+    from matplotlib.figure import Figure
+
+    ranks = timeline.ranks[:MOST_RANKS]
+    lanes = _lanes(timeline, ranks)
+    figure = Figure(figsize=(11, 1.3 + 0.24 * len(lanes)), dpi=110, layout="constrained")
+    axes: Any = figure.subplots()
+    used: set[str] = set()
+    for (lane, category, depth), bars in _bars(timeline, lanes).items():
+        used.add(category)
+        is_training = lane[2] == TRAINING
+        height = 0.8 if is_training else 0.62
+        axes.broken_barh(
+            bars,
+            (lanes[lane] - height / 2, height),
+            facecolors=COLORS[category],
+            edgecolor="white",
+            linewidth=0 if is_training else 0.5,
+            zorder=2 + depth,
+        )
+    _label(axes, lanes, ranks)
+    axes.set_xlim(0, (timeline.end - timeline.start) / 1e6)
+    axes.set_xlabel("seconds")
+    _mark_steps(axes, timeline)
+    handles = [
+        axes.barh(0, 0, color=color, label=category)
+        for category, color in COLORS.items()
+        if category in used
+    ]
+    style: Any = {"frameon": False, "fontsize": 8, "handlelength": 1.2, "columnspacing": 1.2}
+    figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), **style)
+    figure.savefig(path)
+
+
+def _lanes(timeline: Timeline, ranks: list[tuple[int, int]]) -> dict[Lane, float]:
+    """Return where each thread is drawn, from the top, with room between ranks."""
+    found = {span.lane for span in timeline.spans}
+    lanes: dict[Lane, float] = {}
+    place = 0.0
+    for rank in ranks:
+        for lane in sorted((lane for lane in found if lane[:2] == rank), key=thread_order):
+            lanes[lane] = place
+            place += 1
+        place += 0.6
+    return lanes
+
+
+def _bars(
+    timeline: Timeline, lanes: dict[Lane, float]
+) -> dict[tuple[Lane, str, int], list[tuple[float, float]]]:
+    """Return starts and lengths in seconds, by thread, category and how deep they are nested."""
+    bars: dict[tuple[Lane, str, int], list[tuple[float, float]]] = {}
+    open_spans: dict[Lane, list[Span]] = {}
+    for span in timeline.spans:
+        stack = open_spans.setdefault(span.lane, [])
+        while stack and stack[-1].end < span.end:
+            stack.pop()
+        if span.lane in lanes and span.category in COLORS:
+            bar = (span.start - timeline.start) / 1e6, (span.end - span.start) / 1e6
+            bars.setdefault((span.lane, span.category, len(stack)), []).append(bar)
+        stack.append(span)
+    return bars
+
+
+def _label(axes: Any, lanes: dict[Lane, float], ranks: list[tuple[int, int]]) -> None:
+    axes.set_yticks(list(lanes.values()), [thread_name(lane[2]) for lane in lanes], fontsize=8)
+    for cluster, rank in ranks:
+        own = [place for lane, place in lanes.items() if lane[:2] == (cluster, rank)]
+        axes.text(
+            -0.085, (min(own) + max(own)) / 2, f"cluster {cluster}\nrank {rank}",
+            transform=axes.get_yaxis_transform(), rotation=90, ha="right", va="center", fontsize=8,
+        )  # fmt: skip
+    axes.set_ylim(max(lanes.values()) + 0.7, -0.7)
+    axes.tick_params(axis="y", length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+
+def _mark_steps(axes: Any, timeline: Timeline) -> None:
+    """Write the steps of the first rank above, where each ends."""
+    first = timeline.ranks[0]
+    ends = {s.step: s.end for s in timeline.spans if s.rank == first and s.category == "optimizer"}
+    at = {step: (end - timeline.start) / 1e6 for step, end in ends.items()}
+    every = max(1, len(at) // 25)
+    shown = {step: x for step, x in at.items() if step % every == 0}
+    above = axes.secondary_xaxis("top")
+    above.set_xticks(list(shown.values()), [str(step) for step in shown], fontsize=7)
+    above.tick_params(length=2, pad=1)
+    above.spines["top"].set_visible(False)
+    for x in shown.values():
+        axes.axvline(x, color="#dddddd", linewidth=0.6, zorder=0)

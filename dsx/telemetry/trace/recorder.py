@@ -1,0 +1,270 @@
+"""What a rank did when: one JSON line per span, in a file of its own, while the run goes on.
+
+A span has a name, a category, the thread it ran on, and a start and a duration in microseconds.
+The clock is monotonic, anchored to the wall clock when the recorder is made: comparable between
+the ranks of a host, and between hosts as far as their clocks agree. Times are the host's: what an
+accelerator still computes when a call returns is not seen.
+
+Of a transfer nothing but its swaps is known: `follow` stands between an exchange and whoever
+drives it, and so sees the time on the network, from a swap handed out to the next request, and
+the time in codecs, between two swaps; what lies around tells which.
+
+A step's spans are written when its boundary has been passed, so a killed run keeps them. A
+resumed run drops those of steps it takes again. Only the steps asked for are kept.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from dsx.compress.averaging import HEADER_BYTES
+from dsx.core.exchange import HEADER, Exchange, Peers
+from dsx.telemetry.jsonl import reopen
+from dsx.telemetry.trace.lanes import TRAINING, TRANSFERS
+
+logger = logging.getLogger(__name__)
+now: Callable[[], int] = time.perf_counter_ns
+_Span = tuple[str, str, str, int, int, int, dict[str, Any]]
+
+
+class Laps(Protocol):
+    """A span made of parts that follow one another."""
+
+    def mark(self, name: str, category: str | None = None) -> None:
+        """Record what ran since the mark before, or the start."""
+        ...
+
+    def end(self, **facts: Any) -> None:
+        """Record the whole."""
+        ...
+
+
+class Recorder(Protocol):
+    """What the loop tells; `Untraced` where nobody asked."""
+
+    def laps(self, name: str, fragment: int, step: int) -> Laps:
+        """Begin a span of the training thread that concerns a fragment."""
+        ...
+
+    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
+        """Return an exchange that is about to be submitted, to be run in its place."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Go on from `step`."""
+        ...
+
+    def end_step(self, step: int) -> None:
+        """Write what there is; a boundary has been passed."""
+        ...
+
+    def flush(self) -> None:
+        """Write what there is."""
+        ...
+
+    def close(self) -> None:
+        """Write what there is and close the file."""
+        ...
+
+
+class Untraced:
+    """Records nothing, and costs nothing."""
+
+    def laps(self, name: str, fragment: int, step: int) -> Laps:
+        """Return what ignores its marks."""
+        return _NO_LAPS
+
+    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
+        """Return the exchange itself."""
+        return exchange
+
+    def begin(self, step: int) -> None:
+        """Do nothing."""
+
+    def end_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _NoLaps:
+    def mark(self, name: str, category: str | None = None) -> None:
+        pass
+
+    def end(self, **facts: Any) -> None:
+        pass
+
+
+_NO_LAPS = _NoLaps()
+UNTRACED = Untraced()
+
+
+class Trace:
+    """Records one rank's spans of the steps from first to last; any thread may add.
+
+    `logs`: whether to say when the last of them is past.
+    """
+
+    def __init__(
+        self, path: Path, session: str, peers: Peers, steps: tuple[int, int], logs: bool = True
+    ) -> None:
+        self._path = path
+        self._session = session
+        self._peers = peers
+        self._first, self._last = steps
+        self._logs = logs
+        self._offset = time.time_ns() - now()
+        self._begins_at = 0
+        self._file: TextIO | None = None
+        self._is_past = False
+        self._spans: deque[_Span] = deque()  # any thread appends, one takes
+        self._free_since: dict[int, int] = {}  # a fragment's thread, after a transfer
+        self.step = 1  # the one being taken
+
+    def begin(self, step: int) -> None:
+        """Go on from `step`: what an earlier run wrote beyond it goes with the first record."""
+        self.close()
+        self._begins_at, self.step, self._is_past = step, step + 1, False
+        if step >= self._last:
+            self._tell("nothing is traced any more")
+
+    def add(
+        self,
+        name: str,
+        category: str,
+        began: int,
+        step: int | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> int:
+        """Record a span of this thread that ends now, and return now; times are `now()`'s."""
+        ended = now()
+        step = self.step if step is None else step
+        if self._first <= step <= self._last:
+            thread = threading.current_thread().name
+            thread = thread if thread.startswith(TRANSFERS) else TRAINING
+            self._spans.append((name, category, thread, began, ended, step, facts or {}))
+        return ended
+
+    @contextmanager
+    def span(self, name: str, category: str) -> Generator[None, None, None]:
+        """Record what runs inside."""
+        began = now()
+        yield
+        self.add(name, category, began)
+
+    def laps(self, name: str, fragment: int, step: int) -> Laps:
+        """Begin a span of the training thread that concerns a fragment."""
+        return _Laps(self, name, fragment, step)
+
+    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
+        """Return an exchange that records its swaps, and what is computed between them.
+
+        It has to begin with the guard's header, whose swap is the announcement, if clusters meet.
+        """
+        return self._followed(exchange, now(), fragment, step)
+
+    def _followed(self, exchange: Exchange, submitted: int, fragment: int, step: int) -> Exchange:
+        began = max(submitted, self._free_since.get(fragment, 0))  # else still the one before
+        peers, before, at = self._peers.others, "", began
+        total, swaps = 0, 0
+        facts: dict[str, Any] = {"fragment": fragment, "launched": step}
+        while True:
+            try:
+                swap = next(exchange)
+            except StopIteration as stop:
+                at = self.add(*_between(before, ""), at, step, facts)
+                self.add("transfer", "transfer", began, step, {**facts, "bytes": total})
+                self._free_since[fragment] = now()
+                return stop.value
+            at = self.add(*_between(before, swap.what), at, step, facts)
+            is_header, before = not before and swap.what == HEADER, swap.what
+            sent = HEADER_BYTES * len(peers) if is_header else swap.bytes_sent(self._peers)
+            total += sent
+            yield swap
+            counts = {**facts, "bytes": sent, "peers": peers, "round": swaps}
+            names = ("announce", "meet") if is_header else (swap.what, "network")
+            at = self.add(*names, at, step, counts)
+            swaps += 1
+
+    def end_step(self, step: int) -> None:
+        """Write what there is; a boundary has been passed."""
+        self.step = step + 1
+        self.flush()
+        if step >= self._last and not self._is_past:
+            self._tell("the last step traced has been taken")
+
+    def flush(self) -> None:
+        """Write what there is."""
+        if not self._spans:
+            return
+        if self._file is None:
+            self._file = reopen(self._path, self._begins_at)
+            run = {"session": self._session, "step": self._begins_at}
+            self._file.write(json.dumps(run) + "\n")
+        while self._spans:
+            self._file.write(self._line(self._spans.popleft()))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Write what there is and close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._begins_at = self._last  # what still comes goes behind what there is
+
+    def _line(self, span: _Span) -> str:
+        name, category, thread, began, ended, step, facts = span
+        start, end = (began + self._offset) // 1000, (ended + self._offset) // 1000
+        record: dict[str, Any] = {"name": name, "category": category, "thread": thread}
+        record |= {"start_us": start, "duration_us": end - start, "step": step, **facts}
+        return json.dumps(record) + "\n"
+
+    def _tell(self, what: str) -> None:
+        self._is_past = True
+        if self._logs:
+            steps = self._first, self._last
+            logger.info("%s: %s (metrics.trace_steps is [%d, %d])", self._path, what, *steps)
+
+
+class _Laps:
+    def __init__(self, trace: Trace, name: str, fragment: int, step: int) -> None:
+        self._trace = trace
+        self._name = name
+        self._step = step
+        self._facts = {"fragment": fragment}
+        self._began = self._at = now()
+
+    def mark(self, name: str, category: str | None = None) -> None:
+        category = category or self._name
+        self._at = self._trace.add(name, category, self._at, self._step, self._facts)
+
+    def end(self, **facts: Any) -> None:
+        facts = {**self._facts, **facts}
+        self._trace.add(self._name, self._name, self._began, self._step, facts)
+
+
+def trace_path(directory: Path, cluster_id: int, rank: int) -> Path:
+    """Return the file of one rank's spans."""
+    return directory / f"trace.cluster_{cluster_id}.rank_{rank}.jsonl"
+
+
+def _between(before: str, after: str) -> tuple[str, str]:
+    """Return name and category of what an exchange computes between two swaps, or at its ends."""
+    if not before and after == HEADER:
+        return "copy", "copy"  # until the values are on the host and have been looked over
+    if after == "codes":
+        return ("reduce", "reduce") if before == "codes" else ("encode", "encode")
+    return ("notes", "decode") if before == "notes" else ("decode", "decode")

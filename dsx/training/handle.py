@@ -1,0 +1,349 @@
+"""What a training script holds: the outer loop of one rank, with its records and its end.
+
+`engine.dsx` is one of these. It is called at every inner step boundary, keeps the counters,
+writes the metrics, and offers the few verbs a script needs: `log_step`, `track`, `finish`,
+`averaged`, `gather`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+from dsx.checkpoint.files import first_difference, layout
+from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.comm.world import World
+from dsx.config.schema import DsxConfig
+from dsx.core.transport import PeerLost
+from dsx.engines.masters import Backend
+from dsx.method.method import Method
+from dsx.outer.loop import Event, OuterLoop
+from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.recovery import NonFiniteError, ParityError
+from dsx.outer.routes import plan_routes, tell_what_is_factored
+from dsx.outer.transfer import Totals
+from dsx.telemetry.metrics import Metrics
+from dsx.telemetry.sync_records import SyncRecords
+from dsx.training.early_stop import StopAgreement
+from dsx.training.finish import exported
+from dsx.training.last_comparison import begin_comparison, end_comparison
+from dsx.training.start import start_record
+from dsx.training.trace_start import start_trace
+
+logger = logging.getLogger(__name__)
+DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
+_COUNTERS = "dsx.counters"  # travels beside what a script tracks
+
+
+class Resumable(Protocol):
+    """Anything whose position travels with a checkpoint, as JSON values."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go back to a position."""
+        ...
+
+
+class Handle:
+    """One rank's outer training: created by `dsx.initialize` and `dsx.attach`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        world: World,
+        config: DsxConfig,
+        facts: Mapping[str, Any] | None = None,
+        keeps_masters: bool = False,
+    ) -> None:
+        if config.clusters.num_clusters != world.num_clusters:
+            raise ValueError(
+                f"clusters.num_clusters={config.clusters.num_clusters}, but this process is one of "
+                f"{world.num_clusters} clusters: init_distributed was given another configuration"
+            )
+        self._world = world
+        self._config = config
+        self._tracked: dict[str, Resumable] = {}
+        self._last_checkpoint: Path | None = None
+        self._has_begun = False
+        method = config.method
+        directory = config.metrics.dir if world.rank == 0 else None
+        self._metrics = Metrics(
+            Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
+        )
+        self._trace = start_trace(config.metrics, world, backend)
+        store = world.attachment_store()
+        self._stop = StopAgreement(
+            world.rendezvous,
+            f"stop/{world.num_attachments}",
+            method.schedule.interval,
+            method.delay.rounds_under_way,
+        )
+        self._syncs = SyncRecords(
+            store,
+            backend.stage,
+            backend.shard,
+            backend.fragment_numel,
+            lambda record: self._metrics.event("sync", record),
+            world.deadline_seconds,
+            is_enabled=config.metrics.dir is not None,
+        )
+        if world.rank == 0 and world.cluster_id == 0:
+            config.method.validate(num_clusters=world.num_clusters)  # the one that warns
+        # before connecting, because shards of different sizes would not meet
+        self._compare_layouts(backend, facts or {})
+        routes = plan_routes(config.method, backend)
+        pairs = zip(backend.fragments, routes, strict=True)
+        used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
+        transport = world.connect(used, backend.stage, config.link.streams)
+        self.loop = OuterLoop(method, backend, transport, self._on_sync, routes, self._trace)
+        self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
+        if world.rank == 0 and world.cluster_id == 0:
+            tell_what_is_factored(config.method, backend)
+            logger.info("outer state of this rank, on %s: %s", backend.device, self.memory)
+        self._begin_clock()
+
+    @property
+    def cluster_id(self) -> int:
+        """This cluster, 0..num_clusters-1."""
+        return self._world.cluster_id
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        return self._world.num_clusters
+
+    @property
+    def method(self) -> Method:
+        """What runs."""
+        return self.loop.method
+
+    @property
+    def step(self) -> int:
+        """Inner steps taken, skipped ones included; goes on after a resume."""
+        return self.loop.history.step
+
+    @property
+    def totals(self) -> Totals:
+        """This rank's running sums: bytes sent, seconds waited and blocked, syncs."""
+        return self.loop.totals
+
+    @property
+    def memory(self) -> OuterMemory:
+        """What outer training takes on this rank, by purpose; see memory.py."""
+        loop = self.loop
+        backend, routes = loop.backend, loop.routes
+        return predict(
+            loop.method,
+            backend.fragments,
+            [len(parameters) for parameters in backend.fragment_parameters],
+            [route.wire for route in routes],
+            self.num_clusters,
+            backend.buffer_bytes + sum(route.buffer_bytes for route in routes),
+        )
+
+    def after_inner_step(self) -> bool:
+        """Pass one step boundary; the backends call it. Returns whether masters were written."""
+        with self._naming_last_checkpoint():
+            was_written = self.loop.after_inner_step()
+        self._syncs.pass_boundary()
+        if not self._has_begun:
+            self._metrics.event("start", start_record(self.loop.backend, self._world, self._config))
+            self._has_begun = True
+        self._metrics.step(self._boundary_record())
+        self._trace.end_step(self.step)
+        return was_written
+
+    def skip_inner_step(self) -> None:
+        """Count a step that a `GradScaler` skipped; plain PyTorch only, DeepSpeed's are seen."""
+        self.after_inner_step()
+        self.loop.backend.end_inner_step()
+
+    def log_step(self, **fields: Any) -> None:
+        """Complete the record of the step just taken, e.g. `log_step(loss=2.1, tokens=8192)`."""
+        self._metrics.complete_step(fields)
+
+    def log(self, kind: str, **fields: Any) -> None:
+        """Write a record of any other kind, e.g. `log("validation", loss=2.2)`."""
+        self._metrics.flush()
+        self._metrics.event(kind, {"step": self.step, **fields})
+
+    def track(self, **objects: Resumable) -> None:
+        """Let the position of these objects travel with every checkpoint, under their names."""
+        self._tracked.update(objects)
+
+    def request_stop(self, reason: str) -> None:
+        """Ask all clusters to stop early, at one step; from any rank, a signal handler, too."""
+        self._stop.request(reason)
+
+    def should_stop(self) -> bool:
+        """Whether to leave the training loop: at the same step on every rank of every cluster.
+
+        To be asked once per step, on every rank, where stops may be requested: it is `n + 3`
+        periods of H steps after the first question that follows a request at the latest, n being
+        the rounds under way.
+        """
+        with self._naming_last_checkpoint():
+            return self._stop.is_due(self.step)
+
+    def finish(self) -> None:
+        """Drain what is in flight, at the end of training. Every cluster calls it.
+
+        Returns once all clusters have finished; ValueError if they took different numbers of
+        steps.
+        """
+        with self._naming_last_checkpoint():
+            self.loop.drain()
+            self._syncs.flush()
+            steps = self._world.rendezvous.gather("end of training", self.step)
+            if len(set(steps)) == 1:
+                end_comparison(self.loop, begin_comparison(self.loop))
+            self.loop.backend.publish()  # whatever this stage had under way: all stages take part
+        self.log("finish", bytes_sent=self._syncs.bytes_sent)
+        if len(set(steps)) > 1:
+            taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
+            raise ValueError(
+                f"the clusters took different numbers of inner steps ({taken}); give every "
+                "cluster the same number of batches"
+            )
+
+    @contextmanager
+    def averaged(self) -> Generator[None, None, None]:
+        """Hold the finished model in the engine: the anchor or the clusters' mean, by method.
+
+        Collective over all ranks of all clusters; the cluster's own weights return on exit.
+        """
+        with self._naming_last_checkpoint():
+            context = exported(self.loop)
+            context.__enter__()
+        try:
+            yield
+        finally:
+            context.__exit__(None, None, None)
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return one small JSON value per cluster, in cluster order, on every rank."""
+        return self._world.rendezvous.gather("gather", value)
+
+    def save(self, directory: Path) -> None:
+        """Write this rank's outer state into a checkpoint's directory. Every rank calls it."""
+        self._syncs.flush()
+        if any(refusals.in_a_row for refusals in self.loop.history.refusals):
+            logger.warning(
+                "the checkpoint of step %d is of a time when rounds are refused: a cluster's "
+                "weights or moments may not be finite in it", self.step,
+            )  # fmt: skip
+        states = {name: thing.state_dict() for name, thing in self._tracked.items()}
+        states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
+        place, session, axes = self._world.place, self._world.session, self._config.axes
+        with self._naming_last_checkpoint():
+            save_state(self.loop, directory, place, session, axes, states)
+
+    def load(
+        self,
+        directory: Path,
+        is_new: bool = False,
+        is_other_number: bool = False,
+        is_recut: bool = False,
+    ) -> None:
+        """Restore this rank's outer state; ValueError if a tracked object has no position there.
+
+        `is_new`: the directory is cluster 0's, as this cluster did not take part. With another
+        number of clusters an object that refuses its position starts anew, and a warning says so.
+        `is_recut`: the parameters lie on other pipeline stages than they did.
+        """
+        place, axes = self._world.place, self._config.axes
+        states = dict(load_state(self.loop, directory, place, axes, is_recut))
+        counters = states.pop(_COUNTERS)
+        self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
+        if DATA_POSITION not in states and DATA_POSITION in self._tracked:
+            logger.warning("%s has no position in training_data: it starts anew", directory)
+        elif DATA_POSITION not in self._tracked:
+            states.pop(DATA_POSITION, None)  # a loader of the script's own reads now
+        if set(states) != set(self._tracked) - ({DATA_POSITION} - set(states)):
+            raise ValueError(
+                f"{directory} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
+                "track() with the same names before load_checkpoint()"
+            )
+        for name, state in states.items():
+            try:
+                self._tracked[name].load_state_dict(state)
+            except ValueError as error:
+                if not is_other_number:
+                    raise
+                logger.warning("%r starts anew, as the number of clusters differs: %s", name, error)
+        self._begin_clock()
+
+    def saved(self, directory: Path) -> None:
+        """Remember the last complete checkpoint, for messages."""
+        self._last_checkpoint = directory
+
+    def close(self) -> None:
+        """Write the last records and release connections."""
+        self._metrics.close()
+        self._trace.close()
+        self.loop.transport.close()
+
+    def _begin_clock(self) -> None:
+        self._metrics.begin(self.step)
+        self._trace.begin(self.step)
+        self._passed = time.perf_counter()
+        self._blocked = self.totals.blocked_seconds
+
+    def _boundary_record(self) -> dict[str, Any]:
+        now, blocked = time.perf_counter(), self.totals.blocked_seconds
+        seconds, blocked_seconds = now - self._passed, blocked - self._blocked
+        self._passed, self._blocked = now, blocked
+        return {
+            "step": self.step,
+            "seconds": seconds,
+            "blocked_seconds": blocked_seconds,
+            "utilization": 1 - blocked_seconds / seconds,
+            "bytes_sent": self._syncs.bytes_sent,
+        }
+
+    def _on_sync(self, event: Event) -> None:
+        self._syncs.add(event)
+        sends_progress = self.method.delay.needs_anchor  # and not the parameters themselves
+        if event["round"] == 1 and self.num_clusters > 1 and sends_progress:
+            own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
+            if own == mean != 0:
+                logger.warning(
+                    "the mean pseudo-gradient of %s equals this cluster's own: do all "
+                    "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
+                    self.loop.backend.stage.name_of(event["fragment"]),
+                )
+
+    def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:
+        """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
+        fragments = layout(backend.fragments)
+        settings = {**self._config.axes, "link": self._config.link.model_dump()}
+        ours = {"dsx": settings, **facts, "fragments": fragments}
+        everyone = self._world.rendezvous.compare("layout", ours)
+        for cluster in range(1, len(everyone)):
+            difference = first_difference(everyone[0], everyone[cluster])
+            if difference:
+                where, first, other = difference
+                raise ValueError(
+                    f"clusters do not match at {where}: cluster 0 has {first}, cluster {cluster} "
+                    f"has {other}; give all clusters the same model and the same configuration"
+                )
+
+    @contextmanager
+    def _naming_last_checkpoint(self) -> Generator[None, None, None]:
+        """Add to the message of what ends a run what it can be resumed from."""
+        try:
+            yield
+        except (PeerLost, ParityError, NonFiniteError) as error:
+            self._metrics.flush()
+            self._trace.flush()
+            kept = self._last_checkpoint
+            is_usable = kept is not None and not isinstance(error, NonFiniteError)
+            advice = f"resume from {kept}" if is_usable else kept or "none saved"
+            raise type(error)(f"{error}; last checkpoint: {advice}") from None

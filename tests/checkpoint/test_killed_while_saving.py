@@ -1,0 +1,67 @@
+"""kill -9 at any moment of a save leaves the last complete checkpoint, whole."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from dsx.checkpoint.files import FORMAT
+from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.tags import Mark, begin_tag, complete_tag, complete_tags
+from dsx.comm.topology import Place
+from dsx.outer.loop import OuterLoop
+from tests.checkpoint.test_reshard import new_tiny
+
+PLACE = Place(0, 2, 0, 1)
+
+
+def set_to(loop: OuterLoop, step: int) -> None:
+    loop.history.step = step
+    for fragment in loop.backend.fragments:
+        for tensor in loop.state.named_state(fragment.id).values():
+            tensor.fill_(step)
+
+
+def save_for_ever(loop: OuterLoop, directory: Path, step: int, is_one_tag: bool) -> None:
+    while True:
+        step += 1
+        set_to(loop, step)
+        tag = "last" if is_one_tag else f"step{step % 3}"
+        unfinished = begin_tag(directory, tag)
+        save_state(loop, directory / unfinished, PLACE, "run", {}, {})
+        complete_tag(directory, tag, Mark(FORMAT, step, "run", 2, 1))
+
+
+@pytest.mark.parametrize("is_one_tag", [False, True], ids=["tags", "one tag"])
+def test_the_last_complete_checkpoint_survives(is_one_tag: bool, tmp_path: Path) -> None:
+    saving, loading = (new_tiny("streaming_diloco").loops[0] for _ in range(2))
+    noise = random.Random(0)
+    newest, kills_in_between = 0, 0
+    for _ in range(20):
+        child = os.fork()
+        if child == 0:
+            save_for_ever(saving, tmp_path, newest, is_one_tag)
+        time.sleep(0.03 + 0.12 * noise.random())
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        marks = complete_tags(tmp_path)
+        if not marks:
+            assert newest == 0
+            continue
+        tag = max(marks, key=lambda name: marks[name]["step"])
+        assert marks[tag]["step"] >= newest
+        newest = marks[tag]["step"]
+        kills_in_between += any(path.suffix == ".unfinished" for path in tmp_path.iterdir())
+        for tag, mark in marks.items():
+            load_state(loading, tmp_path / tag, PLACE, {})
+            assert loading.history.step == mark["step"]
+            for fragment in loading.backend.fragments:
+                for tensor in loading.state.named_state(fragment.id).values():
+                    assert (tensor == mark["step"]).all()
+    assert newest > 10
+    assert kills_in_between > 3

@@ -1,0 +1,182 @@
+"""Outer state on disk: resuming equals never having stopped, at every offset of a period."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dsx.checkpoint.files import first_difference, rank_file
+from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.comm.topology import Place
+from dsx.config.schema import preset
+from dsx.outer.loop import OuterLoop
+from dsx.outer.transfer import Transfer
+from tests.simulated import Simulated
+from tests.tiny import ALL_CASES, TinyNet, mean_loss
+
+NUM_CLUSTERS, NUM_STEPS = 2, 14
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def new_run(name: str, num_clusters: int = NUM_CLUSTERS) -> Simulated:
+    return Simulated(TinyNet(), adamw, ALL_CASES[name].method(num_clusters), num_clusters)
+
+
+def place(cluster: int, num_clusters: int = NUM_CLUSTERS) -> Place:
+    return Place(cluster, num_clusters, 0, 1)
+
+
+def save_all(run: Simulated, base: Path, axes: Mapping[str, Any], tracked: Any = None) -> None:
+    for m, loop in enumerate(run.loops):
+        here = place(m, run.num_clusters)
+        save_state(loop, base / f"cluster_{m}", here, "run-a", axes, tracked or {})
+
+
+@pytest.mark.parametrize("stop", range(1, 10))
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
+    axes = ALL_CASES[name].axes()
+    whole, first = new_run(name), new_run(name)
+    for _ in range(NUM_STEPS):
+        whole.train_step(mean_loss)
+    for _ in range(stop):
+        first.train_step(mean_loss)
+    save_all(first, tmp_path, axes, {"data": {"position": stop}})
+    in_flight = len(first.loops[0].in_flight)
+
+    second = new_run(name)
+    for m, loop in enumerate(second.loops):
+        second.models[m].load_state_dict(first.models[m].state_dict())
+        second.optimizers[m].load_state_dict(copy.deepcopy(first.optimizers[m].state_dict()))
+        tracked = load_state(loop, tmp_path / f"cluster_{m}", place(m), axes)
+        assert tracked == {"data": {"position": stop}}
+        assert len(loop.in_flight) == in_flight
+    for _ in range(NUM_STEPS - stop):
+        second.train_step(mean_loss)
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    for ours, theirs in zip(second.loops, whole.loops, strict=True):
+        assert ours.history == theirs.history
+        assert ours.totals.bytes_sent == theirs.totals.bytes_sent
+        for fragment in range(ours.history.num_fragments):
+            state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
+            assert state.keys() == expected.keys()
+            assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_streaming_is_saved_with_a_transfer_in_flight() -> None:
+    run = new_run("streaming_diloco")
+    seen = set()
+    for _ in range(8):
+        run.train_step(mean_loss)
+        seen.add(len(run.loops[0].in_flight))
+    assert 2 in seen  # otherwise the test above proves less than it says
+
+
+def test_a_file_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
+    run = new_run("streaming_diloco")
+    save_state(run.loops[0], tmp_path, place(0), "run-a", {}, {})
+    other = Simulated(
+        TinyNet(), adamw, preset("streaming_diloco", fragments={"num_fragments": 2}), 2
+    )
+    with pytest.raises(ValueError, match=r"belongs to another model or fragmentation: par"):
+        load_state(other.loops[0], tmp_path, place(0), {})
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed", "said"),
+    [
+        ("diloco", "eager", "delay of type 'replace', and this run has 'eager'"),
+        ("diloco_delayed", "diloco", "delay of type 'one_step', and this run has 'replace'"),
+        ("streaming_diloco", "cocodc", "schedule of type 'streaming', and this run has 'adaptive'"),
+        ("slowmo", "diloco", "outer_optimizer of type 'momentum', and this run has 'nesterov'"),
+        ("diloco_delayed", "co2", "outer_optimizer of type 'nesterov', and"),
+        ("eager", "eager, two outer steps", "holds rounds_under_way=1, and this method 2"),
+        ("dilocox", "dilocox, H falls from 4 to 2", None),  # other values, the same kind
+    ],
+)
+def test_another_kind_of_method_does_not_resume(
+    saved: str, resumed: str, said: str | None, tmp_path: Path
+) -> None:
+    run, other = new_run(saved), new_run(resumed)
+    for _ in range(6):
+        run.train_step(mean_loss)
+    save_state(run.loops[0], tmp_path, place(0), "run-a", ALL_CASES[saved].axes(), {})
+    if said is None:
+        load_state(other.loops[0], tmp_path, place(0), ALL_CASES[resumed].axes())
+        assert other.loops[0].history.step == 6
+        return
+    with pytest.raises(ValueError, match=said):
+        load_state(other.loops[0], tmp_path, place(0), ALL_CASES[resumed].axes())
+    assert other.loops[0].history.step == 0  # nothing was changed
+
+
+def test_missing_and_foreign_files_are_hard_errors(tmp_path: Path) -> None:
+    run = new_run("diloco")
+    with pytest.raises(FileNotFoundError, match="no outer state at"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    save_file({"x": torch.zeros(1)}, str(rank_file(tmp_path, 0)))
+    with pytest.raises(ValueError, match="is not an outer state of format 6"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    rank_file(tmp_path, 0).write_bytes(b"no safetensors")
+    with pytest.raises(ValueError, match="dsx_rank_00000.safetensors cannot be read"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    two_ranks = Place(0, NUM_CLUSTERS, 0, 2)
+    save_state(run.loops[0], tmp_path, two_ranks, "run-a", {}, {})
+    with pytest.raises(FileNotFoundError, match="dsx_rank_00001.* the file of this one is gone"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+    save_state(run.loops[0], tmp_path, Place(0, NUM_CLUSTERS, 1, 2), "run-b", {}, {})
+    with pytest.raises(ValueError, match="dsx_rank_00001.* of another save: session is 'run-b'"):
+        load_state(run.loops[0], tmp_path, place(0), {})
+
+
+def test_first_difference_names_the_path() -> None:
+    ours = {"a": [1, {"b": 2}], "c": 3}
+    assert first_difference(ours, {"a": [1, {"b": 2}], "c": 3}) is None
+    assert first_difference(ours, {"a": [1, {"b": 5}], "c": 3}) == ("a[1].b", 2, 5)
+    assert first_difference(ours, {"a": [1, {"b": 2}]}) == ("c", 3, None)
+    assert first_difference(ours, {"a": [1], "c": 3}) == ("the length of a", 2, 1)
+
+
+class UnderWay:
+    """A transfer whose thread owns its buffer until it is waited for."""
+
+    bytes_sent, seconds = 0, 0.0
+
+    def __init__(self, loop: OuterLoop, fragment: int) -> None:
+        self.loop, self.fragment = loop, fragment
+        self.anchor_when_waited: torch.Tensor | None = None
+
+    def wait(self) -> torch.Tensor:
+        self.anchor_when_waited = self.loop.state.anchor[self.fragment].clone()
+        return torch.zeros_like(self.loop.state.anchor[self.fragment])
+
+
+def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path: Path) -> None:
+    run = new_run("streaming_diloco")
+    for _ in range(6):
+        run.train_step(mean_loss)
+    loop = run.loops[0]
+    save_state(loop, tmp_path, place(0), "run-a", {}, {})
+    for _ in range(5):
+        run.train_step(mean_loss)
+    under_way = [UnderWay(loop, transfer.fragment) for transfer in loop.in_flight]
+    for transfer, pending in zip(loop.in_flight, under_way, strict=True):
+        assert isinstance(transfer, Transfer)
+        transfer.pending = pending
+    before = [anchor.clone() for anchor in loop.state.anchor]
+    load_state(loop, tmp_path, place(0), {})
+    assert under_way
+    for pending in under_way:
+        assert pending.anchor_when_waited is not None
+        assert torch.equal(pending.anchor_when_waited, before[pending.fragment])
+        assert not torch.equal(loop.state.anchor[pending.fragment], before[pending.fragment])

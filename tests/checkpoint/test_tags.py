@@ -1,0 +1,81 @@
+"""Which checkpoint clusters resume from, and what a killed process leaves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dsx.checkpoint.tags import (
+    Mark,
+    begin_tag,
+    cluster_directory,
+    common_tag,
+    complete_tag,
+    complete_tags,
+    tags_within_reach,
+)
+
+
+def write(base: Path, cluster: int, step: int, session: str = "a", num_clusters: int = 2) -> None:
+    directory = cluster_directory(base, cluster)
+    unfinished = begin_tag(directory, f"step{step}")
+    (directory / unfinished).mkdir(parents=True)
+    (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
+    complete_tag(directory, f"step{step}", Mark(5, step, session, num_clusters, 1))
+
+
+def chosen(base: Path, wanted: str | None, num_clusters: int = 2) -> list[tuple[int, str]]:
+    found = [tags_within_reach(base, m) for m in range(num_clusters)]
+    return common_tag(found, base, wanted)
+
+
+def test_clusters_resume_from_the_newest_tag_that_all_hold(tmp_path: Path) -> None:
+    for cluster, steps in enumerate([(10, 20, 30), (10, 20)]):
+        for step in steps:
+            write(tmp_path, cluster, step)
+    unfinished = begin_tag(tmp_path / "cluster_1", "step30")  # died before it was complete
+    (tmp_path / "cluster_1" / unfinished).mkdir()
+    assert chosen(tmp_path, None) == [(0, "step20"), (1, "step20")]
+    assert chosen(tmp_path, "step10") == [(0, "step10"), (1, "step10")]
+    with pytest.raises(FileNotFoundError, match=r"no complete checkpoint 'step30' .*cluster 1: \["):
+        chosen(tmp_path, "step30")
+    with pytest.raises(FileNotFoundError, match=r"cluster 0: none"):
+        chosen(tmp_path / "elsewhere", None)
+
+
+def test_a_tag_of_another_run_is_not_common(tmp_path: Path) -> None:
+    for cluster in range(2):
+        write(tmp_path, cluster, 10)
+        write(tmp_path, cluster, 20, session="b" if cluster else "a")
+    assert chosen(tmp_path, None) == [(0, "step10"), (1, "step10")]
+
+
+def test_a_tag_written_again_keeps_what_the_others_still_hold(tmp_path: Path) -> None:
+    write(tmp_path, 0, 10)
+    write(tmp_path, 1, 10)
+    write(tmp_path, 1, 10, session="b")  # cluster 0 was killed before it got there
+    assert chosen(tmp_path, None) == [(0, "step10"), (1, "step10.replaced")]
+    write(tmp_path, 0, 10, session="b")
+    assert chosen(tmp_path, None) == [(0, "step10"), (1, "step10")]
+    write(tmp_path, 0, 10, session="c")
+    assert chosen(tmp_path, "step10") == [(0, "step10.replaced"), (1, "step10")]
+
+
+def test_new_clusters_take_cluster_0s_tag(tmp_path: Path) -> None:
+    for cluster in range(2):
+        write(tmp_path, cluster, 10)
+    write(tmp_path, 2, 10, session="old")  # left over from another run
+    assert chosen(tmp_path, None, 4) == [(0, "step10"), (1, "step10"), (0, "step10"), (0, "step10")]
+    assert chosen(tmp_path, None, 1) == [(0, "step10")]
+    found = [tags_within_reach(tmp_path, m) for m in range(3)]
+    found[2][1].clear()  # no file system is shared with cluster 0
+    with pytest.raises(FileNotFoundError, match=r"cluster 2 is new .*for .*cluster_0/step10"):
+        common_tag(found, tmp_path, None)
+
+
+def test_what_is_unfinished_is_not_complete(tmp_path: Path) -> None:
+    write(tmp_path, 0, 10)
+    directory = tmp_path / "cluster_0"
+    (directory / "step10").rename(directory / begin_tag(directory, "step10"))
+    assert complete_tags(directory) == {}

@@ -1,0 +1,153 @@
+"""Meeting at a store: liveness, stale keys of earlier runs, deadlines, mismatches."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dsx.comm.rendezvous import PROTOCOL, Rendezvous, meet, open_store, parse_address
+from dsx.comm.topology import LauncherEnvironment, Place, split_world
+from dsx.core.transport import PeerLost
+from tests.distributed import free_port
+
+
+@pytest.fixture
+def port() -> Any:
+    number = free_port()
+    store = open_store("127.0.0.1", number, is_host=True, deadline_seconds=5)
+    yield number
+    del store
+
+
+def together(*functions: Callable[[], Any]) -> list[Any]:
+    """Run each function in a thread; an exception is its result."""
+    results: list[Any] = [None] * len(functions)
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except Exception as error:
+            results[index] = error
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def client(port: int) -> dist.Store:
+    return open_store("127.0.0.1", port, is_host=False, deadline_seconds=5)
+
+
+def join(port: int, cluster: int, num_clusters: int = 2, size: int = 1) -> Callable[[], str]:
+    place = Place(cluster, num_clusters, 0, size)
+    return lambda: meet(client(port), place, 3)
+
+
+def test_all_clusters_get_one_session_and_every_run_a_new_one(port: int) -> None:
+    first = together(*(join(port, m, 3) for m in range(3)))
+    second = together(*(join(port, m, 3) for m in range(3)))
+    assert len(set(first)) == 1 and len(set(second)) == 1
+    assert first[0] != second[0]
+
+
+def test_keys_of_a_dead_cluster_are_not_taken_for_a_peer(port: int) -> None:
+    together(join(port, 0), join(port, 1))  # an earlier run left its cards in the store
+    error = together(join(port, 0))[0]
+    assert isinstance(error, PeerLost)
+    assert "cluster 1 of 2 did not come within 3 s" in str(error)
+    late = together(join(port, 0), join(port, 1))  # and the store still serves the next try
+    assert late[0] == late[1]
+
+
+@pytest.mark.parametrize(
+    ("clusters", "said"),
+    [(((0, 2, 1), (1, 3, 1)), "clusters.num_clusters"), (((0, 2, 1), (1, 2, 4)), "ranks 1")],
+)
+def test_clusters_of_different_number_or_size_are_refused(
+    port: int, clusters: Any, said: str
+) -> None:
+    errors = together(*(join(port, *c) for c in clusters))
+    assert all(isinstance(e, ValueError) for e in errors), errors
+    assert said in str(errors[0])
+
+
+def test_another_protocol_is_refused_by_name(port: int) -> None:
+    """Cluster 1 is of the time before protocols had numbers: its card has none."""
+    store = dist.PrefixStore("dsx/join", client(port))
+    card = json.dumps({"nonce": "old", "num_clusters": 2, "world_size": 1})
+
+    def old_cluster() -> None:
+        store.set("here/1", card)
+        nonce = json.loads(store.get("here/0"))["nonce"]
+        store.set(f"answer/{nonce}/1", card)
+
+    error, _ = together(join(port, 0), old_cluster)
+    assert isinstance(error, ValueError)
+    assert f"runs a dsx of protocol {PROTOCOL}, cluster 1 one of protocol 1" in str(error)
+
+
+def test_gather_and_compare(port: int) -> None:
+    def work(cluster: int) -> Callable[[], Any]:
+        rendezvous = Rendezvous(client(port), Place(cluster, 2, 0, 1), "s", 5)
+        return lambda: (
+            rendezvous.gather("losses", {"loss": cluster + 0.5}),
+            rendezvous.compare("layout", ["a" * 5000, cluster]),
+        )
+
+    for gathered, compared in together(work(0), work(1)):
+        assert gathered == [{"loss": 0.5}, {"loss": 1.5}]
+        assert compared == [["a" * 5000, 0], ["a" * 5000, 1]]
+
+
+def test_a_missing_answer_names_the_cluster(port: int) -> None:
+    rendezvous = Rendezvous(client(port), Place(0, 2, 0, 1), "alone", 1)
+    with pytest.raises(PeerLost, match=r"losses: cluster 1 did not answer within 1 s"):
+        rendezvous.gather("losses", 1)
+
+
+def test_nobody_listens() -> None:
+    with pytest.raises(PeerLost, match=r"no rendezvous store answered at 127.0.0.1:\d+ within 1 s"):
+        open_store("127.0.0.1", free_port(), is_host=False, deadline_seconds=1)
+
+
+def test_a_taken_port_says_so(port: int) -> None:
+    with pytest.raises(RuntimeError, match=rf"cannot listen on 127.0.0.1:{port}"):
+        open_store("127.0.0.1", port, is_host=True, deadline_seconds=1)
+
+
+@pytest.mark.parametrize(
+    "bad", ["10.0.0.1:29400", "tcp://host", "tcp://host:port", "udp://a:1", ""]
+)
+def test_a_bad_address_says_what_is_allowed(bad: str) -> None:
+    with pytest.raises(ValueError, match=r"must be 'env://' .* or 'tcp://host:port'"):
+        parse_address(bad)
+
+
+def test_address() -> None:
+    assert parse_address("tcp://site-a.example:29400") == ("site-a.example", 29400)
+
+
+def test_ranks_split_into_contiguous_clusters() -> None:
+    places = [split_world(rank, 6, 3) for rank in range(6)]
+    assert [(p.cluster_id, p.rank, p.world_size) for p in places] == [
+        (0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2), (2, 0, 2), (2, 1, 2),
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="does not divide the launcher's 5 ranks"):
+        split_world(0, 5, 2)
+
+
+def test_a_missing_launcher_is_named() -> None:
+    with pytest.raises(RuntimeError, match="no rendezvous: WORLD_SIZE, MASTER_PORT not set"):
+        LauncherEnvironment.read({"RANK": "0", "MASTER_ADDR": "localhost"})
+    read = LauncherEnvironment.read(
+        json.loads('{"RANK":"1","WORLD_SIZE":"2","MASTER_ADDR":"h","MASTER_PORT":"9"}')
+    )
+    assert (read.rank, read.world_size, read.store_is_hosted) == (1, 2, False)

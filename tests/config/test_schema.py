@@ -1,0 +1,191 @@
+"""The "dsx" block: what a preset fills, what overrides it, and how mistakes are answered."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.config.schema import ConfigError, load_config, preset, with_launch_arguments
+from dsx.method.control.adaptive_rank import AdaptiveRank
+from dsx.method.delay.average import Average
+from dsx.method.delay.base import Replace
+from dsx.method.delay.delay_compensation import DelayCompensation
+from dsx.method.delay.eager import Eager
+from dsx.method.delay.one_step import OneStepDelay
+from dsx.method.delay.streaming import Blend
+from dsx.method.fragments import ByLayer, WholeModel
+from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
+from dsx.method.presets import PRESETS
+from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
+from dsx.method.schedule.layerwise import Layerwise
+from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.method.staleness import GapPenalty
+
+ROOT = Path(__file__).parents[2]
+
+
+def block(**dsx: Any) -> dict[str, Any]:
+    return {"dsx": {"preset": "streaming_diloco", "clusters": {"num_clusters": 2}, **dsx}}
+
+
+def test_presets_are_the_rows_of_the_table() -> None:
+    rows = {name: PRESETS[name](2) for name in PRESETS}
+    kinds = {
+        name: (type(m.fragments), type(m.schedule), type(m.delay), type(m.outer_optimizer))
+        for name, m in rows.items()
+    }
+    assert kinds == {
+        "local_sgd": (WholeModel, Periodic, Replace, SGD),
+        "slowmo": (WholeModel, Periodic, Replace, Momentum),
+        "diloco": (WholeModel, Periodic, Replace, Nesterov),
+        "streaming_diloco": (ByLayer, Streaming, Blend, Nesterov),
+        "cocodc": (ByLayer, AdaptiveTransmission, DelayCompensation, Nesterov),
+        "diloco_delayed": (WholeModel, Periodic, OneStepDelay, Nesterov),
+        "eager": (WholeModel, Periodic, Eager, Nesterov),
+        "dilocox": (ByLayer, Periodic, OneStepDelay, Nesterov),
+        "co2": (WholeModel, Periodic, OneStepDelay, Momentum),
+        "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
+    }
+    assert rows["local_sgd"].outer_optimizer == SGD(lr=1.0)
+    assert rows["slowmo"].outer_optimizer == Momentum(lr=1.0, momentum=0.5)
+    assert rows["diloco"].outer_optimizer == Nesterov(lr=0.7, momentum=0.9)
+    assert rows["streaming_diloco"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
+    assert rows["cocodc"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
+    assert rows["diloco_delayed"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)
+    assert rows["dilocox"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)
+    assert rows["co2"].outer_optimizer == Momentum(lr=0.5, momentum=0.2)
+    assert rows["co2"].staleness == GapPenalty("tensor")
+    assert isinstance(rows["dilocox"].control, AdaptiveRank)
+    for num_clusters, lr in ((1, 0.4), (2, 0.4), (4, 0.3), (8, 0.25), (32, 0.2)):
+        assert PRESETS["eager"](num_clusters).outer_optimizer == Nesterov(lr=lr, momentum=0.9)
+
+
+@pytest.mark.parametrize("num_clusters", [2, 4, 8, 32])
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_stable_as_they_come(name: str, num_clusters: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PRESETS[name](num_clusters).validate(num_clusters=num_clusters)
+
+
+def test_a_key_overrides_one_value_and_keeps_the_others() -> None:
+    method = preset("streaming_diloco", outer_optimizer={"lr": 0.7})
+    assert method.outer_optimizer == Nesterov(lr=0.7, momentum=0.9)
+    assert method.delay == Blend(steps=2, alpha=0.5)
+
+
+def test_another_type_starts_from_its_own_defaults() -> None:
+    method = preset("diloco", outer_optimizer={"type": "adam", "lr": 1e-3, "betas": [0.8, 0.9]})
+    assert method.outer_optimizer == Adam(lr=1e-3, betas=(0.8, 0.9))
+
+
+def test_load_from_a_file_and_from_a_mapping(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(block(schedule={"interval": 20})))
+    for source in (path, str(path), block(schedule={"interval": 20})):
+        config = load_config(source)
+        assert config.method.schedule == Streaming(interval=20)
+        assert config.clusters.rendezvous == "env://"
+        assert config.axes["schedule"] == {"type": "streaming", "interval": 20}
+    json.dumps(config.axes)  # what clusters compare must be plain
+
+
+def test_launch_arguments_override_the_file() -> None:
+    given = {"cluster_id": 1, "rendezvous": "tcp://h:1", "store": None, "interface": "eth1"}
+    clusters = with_launch_arguments(load_config(block()), given).clusters
+    assert (clusters.cluster_id, clusters.rendezvous) == (1, "tcp://h:1")
+    assert (clusters.store, clusters.interface) == ("cluster_0", "eth1")
+    for bad, said in (
+        ({"cluster_id": 2}, "cluster_id=2 must be below num_clusters=2"),
+        ({"store": "standalone"}, "store='standalone' needs an address"),
+        ({"store": "x"}, "'cluster_0' or 'standalone'"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            with_launch_arguments(load_config(block()), bad)
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, r'no "dsx" block'),
+        ({"dsx": []}, r'"dsx" must be an object'),
+        ({"dsx": {"clusters": {"num_clusters": 2}}}, r"dsx.preset is missing; choose one of local"),
+        ({"dsx": {"preset": "diloco"}}, r"dsx.clusters is missing"),
+        (block(preset="diloko"), r"dsx.preset='diloko' is not known; did you mean 'diloco'\?"),
+        (block(preset=3), r"dsx.preset=3 is not known"),
+        (block(shedule={}), r"dsx.shedule is not a known key; did you mean 'schedule'\?"),
+        (block(schedule=20), r"dsx.schedule must be an object, not 20"),
+        (block(schedule={"intervall": 20}), r"did you mean 'interval'\?"),
+        (block(schedule={"interval": "20"}), r"dsx.schedule.interval='20': .*valid integer"),
+        (block(schedule={"interval": 20.5}), r"dsx.schedule.interval=20.5: .*valid integer"),
+        (block(schedule={"interval": True}), r"dsx.schedule.interval=True: .*valid integer"),
+        (block(schedule={"interval": 0}), r"schedule.interval=0 must be at least 1"),
+        (block(preset="diloco", schedule={"interval": 0}), r"interval=0 must be at least 1"),
+        (
+            block(schedule={"interval": 3}),
+            r"num_fragments=4 does not fit schedule.interval=3.*use num_fragments <= 3",
+        ),
+        (
+            block(schedule={"interval": 20}, delay={"steps": 20}),
+            r"delay.steps=20 must be at least 0 and below schedule.interval=20.*use steps <= 19",
+        ),
+        (block(delay={"steps": -1}), r"delay.steps=-1 must be at least 0"),
+        (block(delay={"alpha": 0}), r"delay.alpha=0.0 must be above 0 and at most 1"),
+        (block(delay={"alpha": 1.5}), r"delay.alpha=1.5 must be above 0 and at most 1"),
+        (
+            block(delay={"type": "replace", "alpha": 0.5}),
+            r"alpha is not a known key for type='repl",
+        ),
+        (block(delay={"type": "blent"}), r"delay.type='blent' is not known; did you mean 'blend'"),
+        (block(preset="diloco", delay={"type": "blend"}), r"type='blend' needs steps"),
+        (block(fragments={"by": "model", "num_fragments": 2}), r"num_fragments is not a known key"),
+        (block(fragments={"num_fragments": 0}), r"num_fragments=0 must be at least 1"),
+        (block(fragments={"pattern": "x"}), r"pattern='x': .*'strided' or 'sequential'"),
+        (
+            block(outer_optimizer={"lr": 0}),
+            r"outer_optimizer.lr=0.0 must be a finite number above 0",
+        ),
+        (block(outer_optimizer={"momentum": 1}), r"momentum=1.0 must be at least 0 and below 1"),
+        (
+            block(outer_optimizer={"type": "sgd", "lr": 1, "momentum": 0.9}),
+            r"momentum is not a known",
+        ),
+        (block(clusters={"num_clusters": 0}), r"clusters.num_clusters=0"),
+        (block(clusters={"num_cluster": 2}), r"did you mean 'num_clusters'\?"),
+        (block(clusters={}), r"dsx.clusters.num_clusters is missing"),
+        (block(clusters={"num_clusters": 2, "store": "x"}), r"'cluster_0' or 'standalone'"),
+        (block(clusters={"num_clusters": 2, "deadline_seconds": 0}), r"deadline_seconds=0"),
+        (block(metrics={"tensorboard": True}), r"tensorboard needs dsx.metrics.dir"),
+        (block(metrics={"trace": True}), r"metrics.trace needs dsx.metrics.dir"),
+        (block(metrics={"dir": "r", "trace_steps": [2, 3]}), r"\[2, 3\] needs \"trace\": true"),
+        (
+            block(metrics={"dir": "r", "trace": True, "trace_steps": [3, 2]}),
+            r"trace_steps=\[3, 2\] must be the first and the last step to trace, from 1",
+        ),
+        (
+            block(metrics={"dir": "r", "trace": True, "trace_steps": [0, 2]}),
+            r"trace_steps=\[0, 2\] must be",
+        ),
+        (block(metrics={"tensorbord": True}), r"did you mean 'tensorboard'\?"),
+    ],
+)
+def test_a_mistake_is_named_with_what_is_allowed(config: Any, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_config(config)
+
+
+def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no config file at"):
+        load_config(tmp_path / "none.json")
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ConfigError, match="is not valid JSON"):
+        load_config(tmp_path / "bad.json")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.json")), ids=lambda p: p.name)
+def test_every_config_that_ships_loads(path: Path) -> None:
+    load_config(path)

@@ -1,0 +1,115 @@
+"""What the DeepSpeed adapter does not serve is refused by name, with what to use instead."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+import dsx
+from dsx.engines.deepspeed.features import refuse_unsupported
+from dsx.engines.deepspeed.masters import require_fp32
+from dsx.engines.masters import Piece
+from tests.distributed import run_distributed
+from tests.engines.engines import Kind, build_engine, ds_config, engine_arguments, quiet
+
+pytest.importorskip("deepspeed")
+
+ON_HOST = {"device": "cpu"}
+NVME = {"device": "nvme", "nvme_path": "/nowhere"}
+ZENFLOW = {"offload_optimizer": ON_HOST, "zenflow": {"topk_ratio": 0.1}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "zero_optimization.offload_optimizer.device='nvme'": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": NVME}
+    },
+    "zero_optimization.offload_param.device='nvme'": {
+        "zero_optimization": {"stage": 3, "offload_param": NVME}
+    },
+    "zero_optimization.offload_optimizer.ratio=0.5": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {**ON_HOST, "ratio": 0.5}}
+    },
+    "zero_optimization.offload_optimizer.super_offload=true": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {**ON_HOST, "super_offload": True}}
+    },
+    "zero_optimization.zenflow": {"zero_optimization": {"stage": 2, **ZENFLOW}},
+    "zero_optimization.zero_hpz_partition_size=2": {
+        "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}
+    },
+    "zero_optimization.zero_quantized_weights=true": {
+        "zero_optimization": {"stage": 3, "zero_quantized_weights": True}
+    },
+    "zero_optimization.zero_quantized_gradients=true": {
+        "zero_optimization": {"stage": 3, "zero_quantized_gradients": True}
+    },
+    "torch_autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+    "tensor_parallel.autotp_size=2": {"tensor_parallel": {"autotp_size": 2}},
+    "checkpoint.use_node_local_storage=true": {"checkpoint": {"use_node_local_storage": True}},
+    "compile.deepcompile=true": {"compile": {"deepcompile": True}},
+}
+ATTRIBUTES = {
+    "mixture of experts": ("has_moe_layers", True),
+    "sequence_parallel_size=2": ("sequence_parallel_size", 2),
+}
+
+
+def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return "served"
+
+
+def try_everything() -> dict[str, str]:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    quiet()
+    messages = {"layerwise": message_of(build_engine, Kind(1, preset="dreamddp"))}
+    arguments = engine_arguments(Kind(0))  # with ZeRO, DeepSpeed itself refuses
+    arguments["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+    messages["not the model's"] = message_of(dsx.initialize, **arguments)
+    engine = build_engine(Kind(1))
+    served = engine._config
+    for name, setting in SETTINGS.items():
+        engine._config = DeepSpeedConfig({**ds_config(1, "fp32", "diloco"), **setting})
+        messages[name] = message_of(refuse_unsupported, engine)
+    engine._config = served
+    for name, (attribute, value) in ATTRIBUTES.items():
+        before = getattr(engine, attribute)
+        setattr(engine, attribute, value)
+        messages[name] = message_of(refuse_unsupported, engine)
+        setattr(engine, attribute, before)
+    messages["plain"] = message_of(refuse_unsupported, engine)
+    return messages
+
+
+@pytest.fixture(scope="module")
+def messages() -> dict[str, str]:
+    return run_distributed(try_everything, 4, timeout_seconds=240)[0]
+
+
+@pytest.mark.parametrize("name", [*SETTINGS, *ATTRIBUTES])
+def test_a_setting_is_refused_by_name(name: str, messages: dict[str, str]) -> None:
+    assert messages[name].startswith(f"dsx does not serve {name} of DeepSpeed: ")
+    assert re.search("use |leave it out", messages[name])
+    assert messages["plain"] == "served"
+
+
+def test_a_launch_inside_the_backward_is_refused_with_what_works_instead(
+    messages: dict[str, str],
+) -> None:
+    message = messages["layerwise"]
+    assert "launches a layer inside the backward, where DeepSpeed's gradients" in message
+    assert "use schedule.type='streaming' with delay.type='average'" in message
+
+
+def test_trained_parameters_outside_the_model_are_refused(messages: dict[str, str]) -> None:
+    assert "trains 10 parameters, 9 of them in the model" in messages["not the model's"]
+
+
+def test_masters_that_are_not_fp32_are_refused() -> None:
+    piece = Piece(torch.zeros(2, dtype=torch.bfloat16), (2,))
+    with pytest.raises(ValueError, match="of w is torch.bfloat16, not fp32; unset bf16_master"):
+        require_fp32({"w": piece})

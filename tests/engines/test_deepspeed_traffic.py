@@ -1,0 +1,105 @@
+"""Outer training adds nothing inside the cluster to what DeepSpeed sends in a step.
+
+In the steps that apply a fragment the ranks agree on its verdict, three numbers per cluster
+(judge.py), and without ZeRO there is one all-gather of the fragment (backends/shares.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsx.engines.deepspeed.engine import start_engine
+from tests.distributed import run_distributed
+from tests.engines.engines import (
+    NUM_CLUSTERS,
+    RANKS_PER_CLUSTER,
+    Kind,
+    OddNet,
+    build_engine,
+    engine_arguments,
+    quiet,
+    train_step,
+)
+
+pytest.importorskip("deepspeed")
+
+NUM_STEPS = 8
+SYNCS = (4, 8)  # diloco with H = 4 launches and applies there
+KINDS = [
+    Kind(0, preset="diloco"),
+    Kind(0, "bf16", preset="diloco"),
+    Kind(1, groups="two", preset="diloco"),
+    Kind(1, "bf16+fp32", preset="diloco"),
+    Kind(2, "bf16", groups="two", preset="diloco", zero=("offload",)),
+    Kind(3, "bf16", groups="two", preset="diloco", zero=("sub_groups", "some_persistent")),
+]
+Traffic = Counter[tuple[str, int]]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of torch.distributed by name and elements handled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Traffic = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+            self.seen[func._opname, sum(t.numel() for t in tensors)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def traffic_of(engine: Any, cluster: int) -> list[Traffic]:
+    """What each step sends inside the cluster."""
+    by_step = []
+    for step in range(1, NUM_STEPS + 1):
+        with Collectives() as collectives:
+            train_step(engine, step, cluster=cluster)
+        by_step.append(collectives.seen)
+    return by_step
+
+
+def compare_traffic(kinds: list[Kind]) -> list[tuple[list[Traffic], list[Traffic]]]:
+    quiet()
+    results = []
+    for kind in kinds:
+        engine = build_engine(kind)
+        cluster = engine.dsx.cluster_id
+        with_dsx = traffic_of(engine, cluster)
+        engine.dsx.close()
+        engine.destroy()
+        alone = start_engine(**engine_arguments(kind))[0]
+        results.append((with_dsx, traffic_of(alone, cluster)))
+        alone.destroy()
+    return results
+
+
+@pytest.fixture(scope="module")
+def measured() -> list[list[tuple[list[Traffic], list[Traffic]]]]:
+    return run_distributed(compare_traffic, 4, KINDS, timeout_seconds=240)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join([*map(str, k[:-1]), *k.zero]))
+def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
+    numel = sum(p.numel() for p in OddNet().parameters())
+    verdict = all_gather_of(3 * NUM_CLUSTERS)
+    together = all_gather_of(-(-numel // RANKS_PER_CLUSTER))
+    at_sync = verdict + together if kind.stage == 0 else verdict
+    for rank in measured:
+        with_dsx, alone = rank[KINDS.index(kind)]
+        for step in range(2, NUM_STEPS + 1):  # in the first, ZeRO-3 traces the model
+            assert sum(alone[step - 1].values()) > 0
+            extra = at_sync if step in SYNCS else Counter()
+            assert with_dsx[step - 1] == alone[step - 1] + extra
+
+
+def all_gather_of(numel: int) -> Traffic:
+    """One all-gather of so many elements from every rank, its input and its outputs counted."""
+    return Counter({("allgather_", numel * (1 + RANKS_PER_CLUSTER)): 1})

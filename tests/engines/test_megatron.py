@@ -1,0 +1,195 @@
+"""Megatron-core inside two clusters, against the same training in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.engines.engines import NUM_CLUSTERS
+from tests.engines.megatrons import (
+    Engine,
+    Kind,
+    build_engine,
+    gather_overlapped,
+    needs_megatron,
+    reference,
+    train_step,
+    whole_weights,
+)
+
+pytestmark = needs_megatron
+
+NUM_STEPS = 14  # more than three outer rounds of H = 4
+SKIPPED = (2, 6, 7)  # fragments are launched or applied there
+TWO_RANKS = [
+    Kind(pipeline=2),
+    Kind(is_sharded=True),
+    Kind(is_sharded=True, overlaps=True),
+    Kind(precision="bf16", is_sharded=True),
+    Kind(precision="bf16", is_sharded=True, overlaps=True),
+    Kind(tensor=2),
+    Kind(tensor=2, precision="bf16"),
+    Kind(pipeline=2, chunks=2),
+    Kind(),  # data parallel, masters shared out
+    Kind(pipeline=2, precision="bf16", is_tied=True),
+]
+FOUR_RANKS = [
+    Kind(tensor=2, pipeline=2),
+    Kind(pipeline=2, is_sharded=True, is_tied=True),
+    Kind(pipeline=2, precision="bf16", is_sharded=True, overlaps=True, is_tied=True),
+]
+MORE = [
+    Kind(tensor=2, pipeline=2, precision="bf16", is_tied=True),
+    Kind(tensor=2, is_sharded=True, overlaps=True),
+    Kind(pipeline=2, chunks=2, is_sharded=True, overlaps=True, is_tied=True),
+    Kind(pipeline=2),
+    Kind(pipeline=2, precision="bf16"),
+    Kind(tensor=2, is_tied=True),
+]
+# Codecs cut every shard at other places, and norms are of whole parameters.
+CODED: dict[str, dict[str, Any]] = {
+    "int4": {"compression": {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}},
+    "low_rank": {
+        "compression": {"type": "low_rank", "rank": 4, "min_saving": 1.01, "dense_rounds": 1}
+    },
+    "gap": {"staleness": {"type": "gap"}},
+}
+
+
+def train_kinds(kinds: list[Kind]) -> list[dict[str, Any]]:
+    return [train(kind) for kind in kinds]
+
+
+def train(kind: Kind, skipped: Sequence[int] = (), **changes: Any) -> dict[str, Any]:
+    """Train; cluster 0's steps in `skipped` overflow."""
+    engine = build_engine(kind, **changes)
+    start = whole_weights(engine)
+    losses, taken = [], []
+    for step in range(1, NUM_STEPS + 1):
+        is_poisoned = engine.handle.cluster_id == 0 and step in skipped
+        loss, was_taken = train_step(engine, step, poison=is_poisoned)
+        losses.append(loss)
+        taken.append(was_taken)
+    gather_overlapped(engine)
+    end = whole_weights(engine)
+    engine.handle.finish()
+    result = {
+        "cluster": engine.handle.cluster_id,
+        "start": as_arrays(start),
+        "end": as_arrays(end),
+        "losses": losses,
+        "taken": taken,
+        "steps": engine.handle.step,
+        "rounds": engine.handle.loop.history.rounds,
+        "anchors": [anchor.numpy() for anchor in engine.handle.loop.state.anchor],
+        "difference": difference_of_weights(engine),
+    }
+    whole_weights(engine)  # are alike wherever they are held twice
+    engine.handle.close()
+    return result
+
+
+def train_coded(kind: Kind) -> list[dict[str, Any]]:
+    return [train(kind, **changes) for changes in CODED.values()]
+
+
+def train_everything(kinds: list[Kind], coded: Kind) -> Any:
+    overflown = train(Kind(pipeline=2, precision="fp16"), skipped=SKIPPED)
+    return train_kinds(kinds), train_coded(coded), overflown
+
+
+def difference_of_weights(engine: Engine) -> float:
+    """How far the weights of this rank are from its rounded masters."""
+    worst = 0.0
+    for place in engine.handle.loop.backend.places:  # type: ignore[attr-defined]
+        for weight, piece in place.pieces():
+            held = weight.detach().view(-1)[piece.start : piece.start + piece.numel]
+            rounded = piece.view().to(weight.dtype)
+            worst = max(worst, (held.float() - rounded.float()).abs().max().item())
+    return worst
+
+
+def as_arrays(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
+    return {name: weight.numpy() for name, weight in weights.items()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[Any]:
+    coded = Kind(tensor=2)
+    return run_distributed(train_everything, 4, TWO_RANKS, coded, timeout_seconds=280)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[list[dict[str, Any]]]:
+    return run_distributed(train_kinds, 8, FOUR_RANKS, timeout_seconds=280)
+
+
+def check(kind: Kind, results: list[dict[str, Any]]) -> None:
+    per_cluster = len(results) // NUM_CLUSTERS
+    start = {name: torch.tensor(weight) for name, weight in results[0]["start"].items()}
+    data_ranks = per_cluster // (kind.tensor * kind.pipeline)
+    expected = reference(kind, start, NUM_STEPS, data_ranks)
+    bound = 1e-5 if kind.precision == "fp32" else 2e-2
+    check_agreement(results)
+    for result in results:
+        ours = expected[result["cluster"]]
+        worst = {n: abs(result["end"][n] - w.numpy()).max() for n, w in ours.items()}
+        assert max(worst.values()) < bound, worst
+        losses = result["losses"]
+        assert losses[0] is None or losses[-1] < 0.9 * losses[0]
+
+
+def check_agreement(results: list[dict[str, Any]]) -> None:
+    per_cluster = len(results) // NUM_CLUSTERS
+    for rank, result in enumerate(results):
+        assert min(result["rounds"]) >= 3
+        assert result["difference"] == 0.0
+        first = results[rank % per_cluster]
+        for ours, theirs in zip(result["anchors"], first["anchors"], strict=True):
+            assert (ours == theirs).all()
+        assert all((result["start"][n] == w).all() for n, w in results[0]["start"].items())
+
+
+@pytest.mark.parametrize("kind", TWO_RANKS, ids=str)
+def test_two_ranks_equal_the_reference(kind: Kind, two_ranks: Any) -> None:
+    check(kind, [rank[0][TWO_RANKS.index(kind)] for rank in two_ranks])
+
+
+@pytest.mark.parametrize("kind", FOUR_RANKS, ids=str)
+def test_four_ranks_equal_the_reference(kind: Kind, four_ranks: Any) -> None:
+    check(kind, [rank[FOUR_RANKS.index(kind)] for rank in four_ranks])
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_slices_agree_whatever_is_lost_in_coding(name: str, two_ranks: Any) -> None:
+    """And what tensor-parallel ranks hold alike stays alike: `whole_weights` looks."""
+    check_agreement([rank[1][list(CODED).index(name)] for rank in two_ranks])
+
+
+def test_a_step_that_overflows_in_one_cluster_counts(two_ranks: Any) -> None:
+    results = [rank[2] for rank in two_ranks]
+    check_agreement(results)
+    for result in results:
+        assert result["steps"] == NUM_STEPS
+        missed = [step for step, was_taken in enumerate(result["taken"], 1) if not was_taken]
+        assert missed == ([] if result["cluster"] else list(SKIPPED))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_more_of_four_ranks_equal_the_reference() -> None:
+    trained = run_distributed(train_kinds, 8, MORE, timeout_seconds=580)
+    for index, kind in enumerate(MORE):
+        check(kind, [rank[index] for rank in trained])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [FOUR_RANKS[2], MORE[0]], ids=str)
+def test_ties_agree_whatever_is_lost_in_coding(kind: Kind) -> None:
+    trained = run_distributed(train_coded, 8, kind, timeout_seconds=280)
+    for index in range(len(CODED)):
+        check_agreement([rank[index] for rank in trained])

@@ -1,0 +1,200 @@
+"""What the Megatron adapter does not serve is refused by name, with what to use instead."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import run_distributed
+from tests.engines.megatrons import Kind, build_engine, build_inner, dsx_config, needs_megatron
+
+pytestmark = needs_megatron
+
+# attribute: value; where it is set
+MODEL = {
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "num_moe_experts": 8,
+    "mtp_num_layers": 1,
+}
+DATA_PARALLEL = {
+    "use_megatron_fsdp": True,
+    "use_custom_fsdp": True,
+    "reuse_grad_buf_for_mxfp8_param_ag": True,
+    "fp8_param_gather": True,
+    "num_distributed_optimizer_instances": 2,
+}
+OPTIMIZER = {
+    "use_precision_aware_optimizer": True,
+    "overlap_param_gather_with_optimizer_step": True,
+    "optimizer_cpu_offload": True,
+    "optimizer_cuda_graph": True,
+    "reuse_grad_buf_for_mxfp8_param_ag": True,
+    "optimizer": "dist_muon",
+}
+ARGUMENTS = (
+    "optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp",
+    "use_custom_fsdp", "hybrid_context_parallel", "non_persistent_save_interval",
+    "rampup_batch_size", "step_batch_size_schedule", "skip_train",
+)  # fmt: skip
+TYPES = ("LayerWiseDistributedOptimizer", "TensorParallelMuon", "HybridDeviceOptimizer")
+
+
+def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
+    try:
+        call(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+    return "served"
+
+
+def try_settings(engine: Any) -> dict[str, str]:
+    from dsx.engines.megatron.features import refuse_unsupported
+
+    leaf = engine.optimizer.chained_optimizers[0]
+    chunk = engine.chunks[0]
+    places = {"model": (chunk.config, MODEL), "ddp": (chunk.ddp_config, DATA_PARALLEL)}
+    places["optimizer"] = (leaf.config, OPTIMIZER)
+    messages: dict[str, str] = {}
+    for place, (config, settings) in places.items():
+        for attribute, value in settings.items():
+            before = getattr(config, attribute, None)
+            setattr(config, attribute, value)
+            message = message_of(refuse_unsupported, engine.chunks, engine.optimizer)
+            messages[f"{place} {attribute}"] = message
+            setattr(config, attribute, before)
+    messages["plain"] = message_of(refuse_unsupported, engine.chunks, engine.optimizer)
+    wrapped = type("TorchFullyShardedDataParallel", (), {"config": chunk.config})()
+    messages["chunk"] = message_of(refuse_unsupported, [wrapped], engine.optimizer)
+    return messages
+
+
+def try_types(engine: Any) -> dict[str, str]:
+    from dsx.engines.megatron.features import refuse_unsupported
+    from dsx.engines.megatron.masters import locate
+
+    chain = engine.optimizer
+    leaf = chain.chained_optimizers[0]
+    messages: dict[str, str] = {}
+    for name in TYPES:
+        inner = type(name, (), {"param_groups": []})()
+        whole = SimpleNamespace(optimizer=inner, config=leaf.config)
+        messages[name] = message_of(refuse_unsupported, engine.chunks, whole)
+        messages[f"{name} itself"] = message_of(refuse_unsupported, engine.chunks, inner)
+    messages["unknown"] = message_of(locate, type("NewOptimizer", (), {})())
+    sharded = build_inner(Kind(is_sharded=True), 0)
+    chain.chained_optimizers += sharded.optimizer.chained_optimizers
+    messages["mixed"] = message_of(locate, chain)
+    return messages
+
+
+def try_arguments() -> dict[str, str]:
+    from dsx.engines.megatron.features import refuse_arguments
+
+    messages = {"plain": message_of(refuse_arguments, SimpleNamespace(use_torch_fsdp2=False))}
+    for name in ARGUMENTS:
+        messages[name] = message_of(refuse_arguments, SimpleNamespace(**{name: True}))
+    return messages
+
+
+def try_attaching() -> dict[str, str]:
+    """Refusals that clusters must agree on, so that none is left waiting."""
+    import dsx
+    from dsx.comm.world import current_world
+
+    messages: dict[str, str] = {}
+    engine = build_engine(Kind())
+    config = dsx_config()
+
+    def attach(chunks: Any, optimizer: Any, **more: Any) -> str:
+        return message_of(dsx.attach_megatron, chunks, optimizer, config=config, **more)
+
+    messages["twice"] = attach(engine.chunks, engine.optimizer)
+    engine.handle.close()
+    other = build_inner(Kind(), 0)
+    other.optimizer.chained_optimizers[0].optimizer.add_param_group(
+        {"params": [torch.nn.Parameter(torch.zeros(3))]}
+    )
+    messages["not the model's"] = attach(other.chunks, other.optimizer)
+    renamed = build_inner(Kind(), 0)
+    renamed.chunks[0].module.vision = renamed.chunks[0].module.decoder
+    del renamed.chunks[0].module.decoder
+    messages["unknown place"] = attach(renamed.chunks, renamed.optimizer)
+    layerwise = build_inner(Kind(), 0)
+    averaged = {"dsx": {"preset": "dreamddp", "clusters": config["dsx"]["clusters"]}}
+    messages["layerwise"] = message_of(
+        dsx.attach_megatron, layerwise.chunks, layerwise.optimizer, config=averaged
+    )
+    cluster = current_world().cluster_id  # type: ignore[union-attr]
+    sharded = build_inner(Kind(is_sharded=cluster == 1), 0)
+    messages["differs"] = attach(sharded.chunks, sharded.optimizer)
+    batches = build_inner(Kind(), 0)
+    facts = {"global_batch_size": 8 + cluster}
+    messages["facts"] = attach(batches.chunks, batches.optimizer, facts=facts)
+    return messages
+
+
+def try_everything() -> dict[str, dict[str, str]]:
+    engine = build_inner(Kind(), 0)
+    return {
+        "settings": try_settings(engine),
+        "types": try_types(engine),
+        "arguments": try_arguments(),
+        "attaching": try_attaching(),
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> list[dict[str, dict[str, str]]]:
+    return run_distributed(try_everything, 2, timeout_seconds=200)
+
+
+@pytest.mark.parametrize(
+    ("place", "attribute"),
+    [("model", a) for a in MODEL] + [("ddp", a) for a in DATA_PARALLEL]
+    + [("optimizer", a) for a in OPTIMIZER],
+)  # fmt: skip
+def test_a_setting_is_refused_by_name(place: str, attribute: str, outcomes: Any) -> None:
+    messages = outcomes[0]["settings"]
+    assert messages["plain"] == "served"
+    assert re.match(
+        rf"dsx does not serve {attribute}=.* of Megatron: ", messages[f"{place} {attribute}"]
+    )
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_is_refused_by_name(name: str, outcomes: Any) -> None:
+    messages = outcomes[0]["types"]
+    for key in (name, f"{name} itself"):
+        assert messages[key].startswith(f"dsx does not serve {name} of Megatron: ")
+
+
+def test_an_unknown_shape_is_refused(outcomes: Any) -> None:
+    messages = outcomes[0]["types"]
+    assert "does not know where" in messages["unknown"] and "NewOptimizer" in messages["unknown"]
+    assert "with DistributedOptimizer in part" in messages["mixed"]
+    wrapped = outcomes[0]["settings"]["chunk"]
+    assert "a model chunk of type TorchFullyShardedDataParallel" in wrapped
+    attaching = outcomes[0]["attaching"]
+    assert "place of parameter vision.layers.0" in attaching["unknown place"]
+    assert "parameters, " in attaching["not the model's"]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_an_argument_of_the_training_loop_is_refused_by_name(name: str, outcomes: Any) -> None:
+    messages = outcomes[0]["arguments"]
+    assert messages["plain"] == "served"
+    assert messages[name].startswith(f"dsx does not serve --{name.replace('_', '-')} of Megatron: ")
+
+
+def test_an_attachment_is_refused_in_all_clusters_alike(outcomes: Any) -> None:
+    for rank in outcomes:
+        messages = rank["attaching"]
+        assert messages["twice"].endswith("attach it once")
+        assert "launches a layer inside the backward" in messages["layerwise"]
+        assert messages["differs"].startswith("clusters do not match at megatron.masters[0]")
+        assert messages["facts"].startswith("clusters do not match at global_batch_size")

@@ -1,0 +1,185 @@
+"""What every method has to satisfy, over the table in tests/tiny.py."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsx.method.presets import PRESETS
+from tests.reference import train_reference
+from tests.simulated import Simulated
+from tests.tiny import ALL_CASES, CASES, WIDTH, TinyNet, mean_loss
+
+NUM_STEPS = 25
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.2)
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def new_run(name: str, num_clusters: int) -> Simulated:
+    return Simulated(TinyNet(), adamw, ALL_CASES[name].method(num_clusters), num_clusters)
+
+
+def test_every_preset_is_in_the_table() -> None:
+    assert list(CASES) == list(PRESETS)
+    assert all(case.preset == name for name, case in CASES.items())
+
+
+@pytest.mark.parametrize("num_clusters", [1, 2, 3, 5])
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_equals_the_reference(name: str, num_clusters: int) -> None:
+    case = ALL_CASES[name]
+    for make_optimizer in (sgd, adamw):
+        run = Simulated(TinyNet(), make_optimizer, case.method(num_clusters), num_clusters)
+        for _ in range(NUM_STEPS):
+            run.train_step(mean_loss)
+        expected, anchor = train_reference(
+            TinyNet(), make_optimizer, mean_loss, case.recipe, num_clusters, NUM_STEPS
+        )
+        for ours, theirs in zip(run.parameters(), expected, strict=True):
+            for key, value in theirs.items():
+                torch.testing.assert_close(ours[key], value, rtol=0, atol=2e-6)
+        assert min(run.loops[0].history.rounds) >= 3
+        if anchor:
+            for fragment, names in enumerate(case.recipe.fragments):
+                flat = torch.cat([anchor[n].reshape(-1) for n in names])
+                ours_flat = run.loops[0].state.anchor[fragment]
+                torch.testing.assert_close(ours_flat, flat, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_clusters", [2, 3, 5])
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_anchors_are_bit_identical_at_every_step(name: str, num_clusters: int) -> None:
+    run = new_run(name, num_clusters)
+    for _ in range(NUM_STEPS):
+        run.train_step(mean_loss)
+        for loop in run.loops[1:]:
+            for first, other in zip(run.loops[0].state.anchor, loop.state.anchor, strict=True):
+                assert torch.equal(first, other)
+        for loop in run.loops[1:]:
+            assert loop.history == run.loops[0].history
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_is_deterministic(name: str) -> None:
+    first, second = new_run(name, 3), new_run(name, 3)
+    for _ in range(NUM_STEPS):
+        assert first.train_step(mean_loss) == second.train_step(mean_loss)
+    for ours, theirs in zip(first.parameters(), second.parameters(), strict=True):
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_state_takes_what_the_method_declares(name: str) -> None:
+    case = ALL_CASES[name]
+    run = new_run(name, 2)
+    loop = run.loops[0]
+    before = loop.state.num_bytes
+    for _ in range(NUM_STEPS):
+        run.train_step(mean_loss)
+    numel = sum(p.numel() for p in run.models[0].parameters())
+    num_fragments = len(loop.backend.fragments)
+    longest = max(f.numel for f in loop.backend.fragments)
+    num_tensors = [len(parameters) for parameters in loop.backend.fragment_parameters]
+    per_element = case.recipe.penalty == "element"
+    per_tensor = case.recipe.penalty == "tensor"
+    berths = case.method().num_berths
+    expected = case.vectors * numel
+    expected += (2 + berths) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
+    if case.preset == "dilocox":
+        expected += num_fragments * berths * (6 + 1)  # notes: a spectrum and a norm
+    if run.method.schedule.uses_norms:
+        expected += num_fragments * berths  # a norm in the notes
+    scratch = loop.state.scratch_numel
+    assert loop.state.num_bytes == 4 * (expected + scratch)
+    assert scratch <= 4 * longest
+    assert loop.state.num_bytes - before <= 3 * longest * 4  # scratch, on first use; nothing else
+
+
+class Constant(torch.nn.Module):
+    """Four layers whose gradients are constants of the layer and the cluster: 1, 2, 3, ..."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        for parameter in self.parameters():
+            parameter.data.zero_()
+
+
+def constant_loss(model: torch.nn.Module, cluster: int, step: int) -> torch.Tensor:
+    total = torch.zeros(())
+    for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
+        slope = float((index + 1) * (cluster + 1))
+        total = total + slope * (layer.weight.sum() + layer.bias.sum())
+    return total
+
+
+def trajectory(name: str) -> dict[str, object]:
+    """One element of every layer, by cluster and step, and the transfers of cluster 0."""
+    events: list[list[int]] = []
+    case = CASES[name]
+    run = Simulated(
+        Constant(), lambda m: torch.optim.SGD(m.parameters(), lr=0.01), case.method(2), 2
+    )
+    run.loops[0]._on_sync = lambda e: events.append(
+        [e["fragment"], e["launched_step"], e["applied_step"]]
+    )
+    steps: list[list[list[float]]] = []
+    for _ in range(16):
+        run.train_step(constant_loss)
+        steps.append(
+            [
+                [round(layer.weight[0, 0].item(), 7) for layer in model.layers]  # type: ignore
+                for model in run.models
+            ]
+        )
+    return {
+        "method": case.axes(),
+        "transfers [fragment, launched, applied]": events,
+        "parameters by step, cluster, layer": steps,
+    }
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden_trajectory(name: str) -> None:
+    """Constant gradients give a trajectory one can follow by hand.
+
+    `DSX_WRITE_GOLDEN=1 pytest tests/method/test_conformance.py` writes the files anew; review the
+    difference like code.
+    """
+    path = GOLDEN / f"{name}.json"
+    ours = json.loads(json.dumps(trajectory(name)))
+    if os.environ.get("DSX_WRITE_GOLDEN") == "1":
+        GOLDEN.mkdir(exist_ok=True)
+        path.write_text(readable(ours))
+    expected = json.loads(path.read_text())
+    assert ours["method"] == expected["method"]
+    key = "transfers [fragment, launched, applied]"
+    assert ours[key] == expected[key]
+    key = "parameters by step, cluster, layer"
+    torch.testing.assert_close(
+        torch.tensor(ours[key]), torch.tensor(expected[key]), rtol=0, atol=2e-6
+    )
+
+
+def readable(golden: dict[str, object]) -> str:
+    """JSON with one step, or one axis, per line."""
+    lines = []
+    for key, value in golden.items():
+        if isinstance(value, dict):
+            rows = [f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in value.items()]
+            lines.append(f"{json.dumps(key)}: {{\n" + ",\n".join(rows) + "\n}")
+        else:
+            rows = [f"  {json.dumps(row)}" for row in value]  # type: ignore[attr-defined]
+            lines.append(f"{json.dumps(key)}: [\n" + ",\n".join(rows) + "\n]")
+    return "{\n" + ",\n".join(lines) + "\n}\n"

@@ -1,0 +1,92 @@
+"""`dsx memory`: what it plans with, and what it refuses rather than leaves out."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.config.schema import load_config
+from dsx.core.types import Stage
+from dsx.plan.gpt_shapes import GPT
+from dsx.plan.memory.command import read_plan
+from dsx.plan.memory.plan import plan_stage
+from dsx.plan.model_files import Batch, Cluster
+
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
+    "--dsx-preset diloco --dsx-num-clusters 2 "
+)
+MODEL = GPT(layers=4, hidden=64, ffn=256, heads=4, groups=4, vocabulary=256, positions=32)
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}}, **changes}
+
+
+def plan_files(directory: Path, flags: str, deepspeed: dict[str, Any] | None = None) -> Cluster:
+    model = directory / "model.flags"
+    model.write_text(flags)
+    if deepspeed is None:
+        return read_plan(model, None, None).cluster
+    source = directory / "deepspeed.json"
+    source.write_text(json.dumps(deepspeed))
+    return read_plan(source, model, 4).cluster
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--fp16",
+        "--num-experts 8",
+        "--kv-channels 128",
+        "--context-parallel-size 2",
+        "--optimizer-cpu-offload",
+    ],
+)
+def test_flags_that_change_what_a_rank_holds_are_refused(tmp_path: Path, more: str) -> None:
+    with pytest.raises(ValueError, match=more.split()[0]):
+        plan_files(tmp_path, FLAGS + more)
+
+
+def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
+    assert plan_files(tmp_path, f"{FLAGS} --kv-channels 16 --context-parallel-size 1").data == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "offload_optimizer"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "offload_param"),
+        ({"data_types": {"grad_accum_dtype": "fp32"}}, "grad_accum_dtype"),
+        ({"train_micro_batch_size_per_gpu": "auto"}, "'auto'"),
+    ],
+)
+def test_keys_that_change_what_a_rank_holds_are_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ValueError, match=named):
+        plan_files(tmp_path, FLAGS, document(**changes))
+
+
+def test_fp16_takes_what_bf16_takes(tmp_path: Path) -> None:
+    kinds = [{"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}]
+    first, second = (plan_files(tmp_path, FLAGS, document(**kind)) for kind in kinds)
+    assert first == second and first.is_bf16
+
+
+def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
+    """So the fragment of a rank is as large as all it holds, where ranks divide fragments."""
+    schedule = {"schedule": {"interval": 8}, "fragments": {"by": "layer", "num_fragments": 2}}
+    block = {"preset": "diloco", "clusters": {"num_clusters": 2}, **schedule}
+    config = load_config({"dsx": block})
+    plans = {
+        zero: plan_stage(MODEL, Cluster(data=8, zero_stage=zero), Stage(), config, Batch(32, 1))
+        for zero in (0, 1, 3)
+    }
+    run = -(-MODEL.numel // 8)
+    assert plans[1].outer.anchor == 4 * run
+    assert plans[1].outer.work_space == 4 * 4 * run
+    assert plans[3].outer.work_space < 0.7 * plans[1].outer.work_space

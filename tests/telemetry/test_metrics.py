@@ -1,0 +1,61 @@
+"""Records: what is written when, and what a resumed run drops."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.telemetry.metrics import Metrics, metrics_path
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_steps(metrics: Metrics, first: int, last: int) -> None:
+    metrics.begin(first - 1)
+    for step in range(first, last + 1):
+        metrics.event("sync", {"applied_step": step, "fragment": 0, "mean_norm": 2.5})
+        metrics.step({"step": step, "seconds": 0.5})
+        metrics.complete_step({"loss": step * 1.0})
+    metrics.close()
+
+
+def test_one_record_per_step_and_per_sync(tmp_path: Path) -> None:
+    write_steps(Metrics(tmp_path, 1), 1, 3)
+    written = records(tmp_path / "metrics.cluster_1.jsonl")
+    steps = [r for r in written if r["kind"] == "step"]
+    syncs = [r for r in written if r["kind"] == "sync"]
+    assert [(r["step"], r["loss"]) for r in steps] == [(1, 1.0), (2, 2.0), (3, 3.0)]
+    assert [(r["applied_step"], r["mean_norm"]) for r in syncs] == [(1, 2.5), (2, 2.5), (3, 2.5)]
+    assert all(r["cluster"] == 1 and r["time"] > 0 for r in written)
+
+
+def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
+    write_steps(Metrics(tmp_path, 0), 1, 6)
+    with metrics_path(tmp_path, 0).open("a") as file:
+        file.write('{"kind": "step", "st')  # killed while writing
+    metrics = Metrics(tmp_path, 0)
+    metrics.begin(0)  # a handle begins before it knows that it will resume
+    write_steps(metrics, 5, 7)
+    steps = [r["step"] for r in records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
+    assert steps == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
+    write_steps(Metrics(tmp_path, 0), 1, 6)
+    write_steps(Metrics(tmp_path, 0), 1, 2)
+    assert len(records(tmp_path / "metrics.jsonl")) == 4
+
+
+def test_without_a_directory_nothing_is_written() -> None:
+    write_steps(Metrics(None, 0), 1, 2)
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    write_steps(Metrics(tmp_path, 0, tensorboard=True), 1, 2)
+    assert list((tmp_path / "tensorboard" / "cluster_0").glob("events.*"))

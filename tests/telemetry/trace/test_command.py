@@ -1,0 +1,208 @@
+"""`dsx trace`: what it reads, merges, sums up and refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsx.cli import app
+from dsx.telemetry.trace.files import clock_offsets, cut, read_timeline, self_times
+from dsx.telemetry.trace.recorder import trace_path
+
+MS = 1000  # microseconds
+START = 1_700_000_000_000_000
+
+
+def span(name: str, category: str, start: int, end: int, step: int, **facts: Any) -> dict[str, Any]:
+    thread = facts.pop("thread", "training")
+    start += START
+    return {
+        "name": name, "category": category, "thread": thread, "start_us": start,
+        "duration_us": end + START - start, "step": step, **facts,
+    }  # fmt: skip
+
+
+def rank_spans(ahead: int) -> list[dict[str, Any]]:
+    """Two steps of 10 ms: a launch in the first, in the second a wait of 3 ms and an apply."""
+    a, of = ahead, {"fragment": 0, "launched": 1}
+    thread = {"thread": "dsx-fragment-0", **of}
+    sent = {"peers": [1], **thread}
+    return [
+        span("forward", "forward", a, a + 4 * MS, 1),
+        span("backward", "backward", a + 4 * MS, a + 8 * MS, 1),
+        span("read", "launch", a + 8 * MS, a + 9 * MS, 1, fragment=0),
+        span("launch", "launch", a + 8 * MS, a + 9 * MS + 500, 1, **of),
+        span("optimizer step", "optimizer", a + 8 * MS, a + 10 * MS, 1),
+        span("announce", "meet", a + 9 * MS, a + 11 * MS, 1, bytes=48, round=0, **sent),
+        span("codes", "network", a + 11 * MS, a + 16 * MS, 1, bytes=400, round=1, **sent),
+        span("decode", "decode", a + 16 * MS, a + 17 * MS, 1, **thread),
+        span("transfer", "transfer", a + 9 * MS, a + 17 * MS, 1, bytes=448, **thread),
+        span("forward", "forward", a + 11 * MS, a + 14 * MS, 2),
+        span("wait", "wait", a + 14 * MS, a + 17 * MS, 2, fragment=0),
+        span("apply", "apply", a + 14 * MS, a + 18 * MS, 2, bytes=448, **of),
+        span("optimizer step", "optimizer", a + 14 * MS, a + 20 * MS, 2),
+    ]
+
+
+def write(path: Path, spans: list[dict[str, Any]], session: str = "s") -> None:
+    records = [{"session": session, "step": 0}, *spans]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    for cluster in (0, 1):
+        for rank in (0, 1):
+            write(trace_path(tmp_path, cluster, rank), rank_spans(2 * MS * cluster))
+    return tmp_path
+
+
+def dsx(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["trace", *map(str, arguments)], env={"COLUMNS": "100"})
+
+
+def events(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text())["traceEvents"]
+
+
+def test_the_merged_file_is_what_viewers_take(run_dir: Path) -> None:
+    assert dsx(run_dir).exit_code == 0
+    found = events(run_dir / "trace.json")
+    assert {e["ph"] for e in found} == {"M", "X", "s", "t", "f"}
+    for event in found:
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert event["name"]
+    complete = [e for e in found if e["ph"] == "X"]
+    assert len(complete) == 4 * 13
+    assert all(e["ts"] >= 0 and e["dur"] >= 0 and e["cat"] for e in complete)
+    assert min(e["ts"] for e in complete) == 0
+    require_nesting(complete)
+    named = {(e["pid"], e["args"]["name"]) for e in found if e["name"] == "process_name"}
+    assert named == {
+        (1, "cluster 0 rank 0"), (2, "cluster 0 rank 1"),
+        (3, "cluster 1 rank 0"), (4, "cluster 1 rank 1"),
+    }  # fmt: skip
+    lanes = ("training", "fragment 0")
+    threads = {(e["tid"], e["args"]["name"]) for e in found if e["name"] == "thread_name"}
+    assert threads == {
+        (1000 * pid + i, name) for pid in (1, 2, 3, 4) for i, name in enumerate(lanes)
+    }
+    (codes,) = [e for e in complete if e["name"] == "codes" and e["pid"] == 4]
+    assert codes["ts"] == 13 * MS and codes["dur"] == 5 * MS and codes["tid"] == 4001
+    assert codes["args"]["bytes"] == 400 and codes["args"]["peers"] == [1]
+
+
+def require_nesting(complete: list[dict[str, Any]]) -> None:
+    """On a thread a later event begins after an open one's end, or ends within it."""
+    stacks: dict[tuple[int, int], list[int]] = {}
+    for event in complete:
+        stack = stacks.setdefault((event["pid"], event["tid"]), [])
+        start, end = event["ts"], event["ts"] + event["dur"]
+        while stack and stack[-1] <= start:
+            stack.pop()
+        assert not stack or end <= stack[-1], event
+        stack.append(end)
+
+
+def test_an_arrow_leads_from_launch_over_transfer_to_apply(run_dir: Path) -> None:
+    dsx(run_dir)
+    arrows = [e for e in events(run_dir / "trace.json") if e["ph"] in "stf"]
+    own = [e for e in arrows if e["pid"] == 1]
+    assert [(e["ph"], e["tid"], e["ts"]) for e in own] == [
+        ("s", 1000, 8 * MS), ("t", 1001, 9 * MS), ("f", 1000, 14 * MS),
+    ]  # fmt: skip
+    assert len({e["id"] for e in own}) == 1 and isinstance(own[0]["id"], int)
+    assert len({e["id"] for e in arrows}) == 4
+
+
+def test_times_are_of_the_innermost_span(run_dir: Path) -> None:
+    timeline = read_timeline(run_dir)
+    lane, transfers = (0, 0, "training"), (0, 0, "dsx-fragment-0")
+    totals = self_times(timeline.spans, timeline.start, timeline.end)
+    own = {category: spent for (at, category), spent in totals.items() if at == lane}
+    assert own == {
+        "forward": 7 * MS, "backward": 4 * MS, "launch": 1500, "wait": 3 * MS, "apply": MS,
+        "optimizer": 500 + 2 * MS,
+    }  # fmt: skip
+    assert totals[transfers, "transfer"] == 0
+    assert totals[transfers, "meet"] == 2 * MS and totals[transfers, "network"] == 5 * MS
+
+
+def test_the_table_names_ranks_and_shares(run_dir: Path) -> None:
+    shown = dsx(run_dir).output
+    assert "steps 1 to 2: 0.022 s, 4 ranks" in shown
+    assert "cluster 1's clock is 2.0 ms ahead of cluster 0's" in shown
+    (forward,) = [line for line in shown.splitlines() if " forward " in line]
+    assert [cell.strip() for cell in forward.split("│")[1:-1]] == [
+        "forward", "0.007", "0.007", "0.007", "0.007", "31.8 %",
+    ]  # fmt: skip
+
+
+def test_of_many_ranks_it_shows_the_spread(run_dir: Path) -> None:
+    for rank in range(2, 6):
+        write(trace_path(run_dir, 1, rank), rank_spans(0)[:1])
+    shown = dsx(run_dir).output
+    (backward,) = [line for line in shown.splitlines() if " backward " in line]
+    assert [cell.strip() for cell in backward.split("│")[1:4]] == ["backward", "0.000", "0.002"]
+    assert "least" in shown and "cluster 0" not in shown.splitlines()[4]
+
+
+def test_steps_cut_the_time(run_dir: Path) -> None:
+    timeline = cut(read_timeline(run_dir), 2, 2)
+    assert (timeline.start - START, timeline.end - START) == (11 * MS, 22 * MS)
+    names = [s.name for s in timeline.spans if s.rank == (0, 0)]
+    assert names == ["transfer", "codes", "forward", "optimizer step", "apply", "wait", "decode"]
+    totals = self_times(timeline.spans, timeline.start, timeline.end)
+    assert totals[(0, 0, "dsx-fragment-0"), "network"] == 5 * MS
+    shown = dsx(run_dir, "--steps", "2", "--out", run_dir / "two.json").output
+    assert "steps 2 to 2: 0.011 s" in shown and (run_dir / "two.json").exists()
+
+
+def test_the_picture_is_a_png(run_dir: Path) -> None:
+    picture = run_dir / "trace.png"
+    assert dsx(run_dir, "--picture", picture).exit_code == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_clocks_are_compared_by_what_ends_together(run_dir: Path) -> None:
+    assert clock_offsets(read_timeline(run_dir)) == {1: 2e-3}
+
+
+def test_lines_that_are_none_are_counted(run_dir: Path) -> None:
+    with trace_path(run_dir, 0, 1).open("a") as file:
+        file.write('{"name": "forward"}\n[1]\n{"name": "for')
+    shown = dsx(run_dir)
+    assert shown.exit_code == 0 and "skipped 3 lines that are no records" in shown.output
+
+
+def test_files_of_another_run_are_left_out(run_dir: Path) -> None:
+    write(trace_path(run_dir, 0, 7), rank_spans(-60_000 * MS), session="older")
+    shown = dsx(run_dir)
+    assert "left out 1 files of another run" in shown.output and "4 ranks" in shown.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--steps", "9-12"], "--steps 9-12: the trace holds steps 1 to 2; choose among those"),
+        (["--steps", "x"], "--steps 'x' must be the first and the last step; try 40-60"),
+        (["--steps", "4-2"], "--steps '4-2' must be the first and the last step"),
+        (["--out", "/nowhere/x.json"], "No such file or directory: '/nowhere/x.json'"),
+        (["--picture", "x.nope"], "Format 'nope' is not supported"),
+    ],
+)
+def test_mistakes_are_named(run_dir: Path, arguments: list[str], said: str) -> None:
+    result = dsx(run_dir, *arguments)
+    assert result.exit_code == 2 and said in result.output
+
+
+def test_a_directory_without_a_trace_says_what_to_set(tmp_path: Path) -> None:
+    result = dsx(tmp_path)
+    assert result.exit_code == 2
+    assert 'holds no trace: add "trace": true beside "dir"' in result.output
+    result = dsx(tmp_path / "none")
+    assert result.exit_code == 2 and "none is not a directory" in result.output

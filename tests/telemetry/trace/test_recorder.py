@@ -1,0 +1,246 @@
+"""What a rank's recorder writes, and when."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsx.core.exchange import HEADER, Peers, Swap, to_all
+from dsx.engines.torch import TorchBackend
+from dsx.method.fragments import WholeModel
+from dsx.telemetry.trace.recorder import UNTRACED, Trace, now
+from tests.telemetry.trace.runs import lines
+from tests.tiny import TinyNet, batch
+
+
+def new_trace(path: Path, steps: tuple[int, int] = (1, 1000), session: str = "s") -> Trace:
+    return Trace(path, session, Peers(0, 2), steps)
+
+
+def take_steps(trace: Trace, first: int, last: int) -> None:
+    trace.begin(first - 1)
+    for step in range(first, last + 1):
+        with trace.span("forward", "forward"):
+            pass
+        laps = trace.laps("launch", 3, step)
+        laps.mark("read")
+        laps.mark("copy")
+        laps.end(launched=step)
+        trace.end_step(step)
+    trace.close()
+
+
+def test_spans_have_name_thread_time_and_step(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "t.jsonl"
+    take_steps(new_trace(path), 1, 2)
+    head, *spans = lines(path)
+    assert head == {"session": "s", "step": 0}
+    assert [(s["name"], s["category"], s["step"]) for s in spans[:4]] == [
+        ("forward", "forward", 1),
+        ("read", "launch", 1),
+        ("copy", "launch", 1),
+        ("launch", "launch", 1),
+    ]
+    assert len(spans) == 8 and {s["thread"] for s in spans} == {"training"}
+    _, read, copy, launch = spans[:4]
+    assert launch["fragment"] == 3 and launch["launched"] == 1
+    end = copy["start_us"] + copy["duration_us"]
+    assert read["start_us"] + read["duration_us"] == copy["start_us"]
+    assert launch["start_us"] == read["start_us"]
+    assert end <= launch["start_us"] + launch["duration_us"]
+
+
+def test_two_recorders_share_a_clock(tmp_path: Path) -> None:
+    traces = [new_trace(tmp_path / f"{i}.jsonl") for i in range(2)]
+    began = now()
+    for trace in traces:
+        trace.add("x", "compute", began)
+        trace.close()
+    first, second = (lines(tmp_path / f"{i}.jsonl")[1]["start_us"] for i in range(2))
+    assert abs(first - second) < 10_000
+
+
+def test_a_boundary_writes_what_came_before_it(tmp_path: Path) -> None:
+    trace = new_trace(tmp_path / "t.jsonl")
+    trace.add("forward", "forward", now())
+    assert not (tmp_path / "t.jsonl").exists()
+    trace.end_step(1)
+    assert len(lines(tmp_path / "t.jsonl")) == 2  # although the run may now be killed
+
+
+def test_what_comes_after_the_end_is_appended(tmp_path: Path) -> None:
+    trace = new_trace(tmp_path / "t.jsonl")
+    take_steps(trace, 1, 3)
+    trace.add("late", "transfer", now())
+    trace.close()
+    written = [line["name"] for line in lines(tmp_path / "t.jsonl") if "name" in line]
+    assert len(written) == 13 and written[-1] == "late"
+
+
+def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    take_steps(new_trace(path, session="one"), 1, 6)
+    with path.open("a") as file:
+        file.write('{"name": "forw')  # killed while writing
+    trace = new_trace(path, session="two")
+    trace.begin(0)  # a handle begins before it knows that it will resume
+    take_steps(trace, 5, 7)
+    written = lines(path)
+    assert [s["step"] for s in written if s.get("name") == "forward"] == [1, 2, 3, 4, 5, 6, 7]
+    assert [s["session"] for s in written if "session" in s] == ["one", "two"]
+    take_steps(new_trace(path, session="three"), 1, 2)
+    assert len(lines(path)) == 9  # a new run starts a new file
+
+
+def test_only_the_steps_asked_for_are_kept(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "t.jsonl"
+    with caplog.at_level(logging.INFO, "dsx"):
+        take_steps(new_trace(path, (3, 4)), 1, 6)
+    assert {s["step"] for s in lines(path)[1:]} == {3, 4}
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "the last step traced has been taken (metrics.trace_steps is [3, 4])"
+    )
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "dsx"):
+        new_trace(path, (3, 4)).begin(9)
+    assert "nothing is traced any more" in caplog.text
+
+
+def test_threads_add_while_the_training_thread_writes(tmp_path: Path) -> None:
+    trace = new_trace(tmp_path / "t.jsonl")
+
+    def add() -> None:
+        for _ in range(2000):
+            trace.add("codes", "network", now(), step=1)
+
+    threads = [threading.Thread(target=add, name=f"dsx-fragment-{i}") for i in range(3)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        trace.flush()
+    trace.close()
+    names = [s["thread"] for s in lines(tmp_path / "t.jsonl")[1:]]
+    assert [names.count(f"dsx-fragment-{i}") for i in range(3)] == [2000] * 3
+
+
+def exchange(values: list[torch.Tensor]) -> Generator[Swap, None, torch.Tensor]:
+    header = torch.zeros(3, dtype=torch.int64)
+    yield to_all([header], [[header], [header]], HEADER)
+    for value in values:
+        yield to_all([value], [[value], [value]])
+    yield to_all([torch.zeros(2)], [[torch.zeros(2)]] * 2, "notes")
+    return values[0]
+
+
+def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
+    trace = new_trace(tmp_path / "t.jsonl")
+    mean = torch.ones(5)
+    followed = trace.follow(exchange([mean, torch.ones(7)]), 2, 4)
+    swaps = [swap.what for swap in _until_end(followed, mean)]
+    trace.close()
+    assert swaps == ["header", "codes", "codes", "notes"]
+    spans = lines(tmp_path / "t.jsonl")[1:]
+    assert [(s["name"], s["category"], s.get("bytes")) for s in spans] == [
+        ("copy", "copy", None),
+        ("announce", "meet", 48),
+        ("encode", "encode", None),
+        ("codes", "network", 20),
+        ("reduce", "reduce", None),
+        ("codes", "network", 28),
+        ("decode", "decode", None),
+        ("notes", "network", 8),
+        ("notes", "decode", None),
+        ("transfer", "transfer", 48 + 20 + 28 + 8),
+    ]
+    assert all(s["fragment"] == 2 and s["launched"] == s["step"] == 4 for s in spans)
+    assert [s["round"] for s in spans if "round" in s] == [0, 1, 2, 3]
+    assert all(s["peers"] == [1] for s in spans if "round" in s)
+
+
+def _until_end(followed: Any, mean: torch.Tensor) -> list[Swap]:
+    swaps: list[Swap] = []
+    while True:
+        try:
+            swaps.append(next(followed))
+        except StopIteration as stop:
+            assert stop.value is mean
+            return swaps
+
+
+def test_without_a_trace_nothing_is_made() -> None:
+    generator = exchange([torch.ones(2)])
+    assert UNTRACED.follow(generator, 0, 1) is generator
+    assert UNTRACED.laps("launch", 0, 1) is UNTRACED.laps("apply", 1, 2)
+
+
+def traced_torch(path: Path) -> tuple[Trace, nn.Module, torch.optim.Optimizer]:
+    model = TinyNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trace = new_trace(path)
+    TorchBackend(model, optimizer, WholeModel()).trace_compute(trace)
+    return trace, model, optimizer
+
+
+def names(path: Path) -> list[tuple[str, int]]:
+    return [(s["name"], s["step"]) for s in lines(path)[1:]]
+
+
+def test_forward_backward_and_optimizer_step_of_plain_torch(tmp_path: Path) -> None:
+    trace, model, optimizer = traced_torch(tmp_path / "t.jsonl")
+    for step in (1, 2):
+        for part in range(step):  # micro-batches
+            model(*batch(0, step, part)).backward()
+        optimizer.step()
+        trace.end_step(step)
+    model.eval()
+    model(*batch(0, 3))
+    trace.close()
+    one = [("forward", 2), ("backward", 2)]
+    assert names(tmp_path / "t.jsonl") == [
+        ("forward", 1), ("backward", 1), ("optimizer step", 1),
+        *one, *one, ("optimizer step", 2),
+        ("evaluation", 3),
+    ]  # fmt: skip
+    spans = lines(tmp_path / "t.jsonl")[1:]
+    for before, after in zip(spans, spans[1:], strict=False):
+        assert before["start_us"] + before["duration_us"] <= after["start_us"]
+
+
+def test_a_module_that_is_not_called_has_one_span_of_compute(tmp_path: Path) -> None:
+    trace, model, optimizer = traced_torch(tmp_path / "t.jsonl")
+    for step in (1, 2):
+        model.layers[0](batch(0, step)[0]).sum().backward()
+        optimizer.step()
+        trace.end_step(step)
+    trace.close()
+    assert names(tmp_path / "t.jsonl") == [
+        ("compute", 1), ("optimizer step", 1), ("compute", 2), ("optimizer step", 2),
+    ]  # fmt: skip
+
+
+def test_a_backward_that_fails_leaves_no_trace(tmp_path: Path) -> None:
+    trace, model, optimizer = traced_torch(tmp_path / "t.jsonl")
+    loss = model(*batch(0, 1))
+
+    def fail(grad: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    handle = model.layers[0].weight.register_hook(fail)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        loss.backward()
+    handle.remove()
+    model(*batch(0, 1)).backward()
+    optimizer.step()
+    trace.close()
+    found = [name for name, _ in names(tmp_path / "t.jsonl")]
+    assert found == ["forward", "forward", "backward", "optimizer step"]
