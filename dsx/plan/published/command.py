@@ -90,7 +90,7 @@ def simulate(
     from rich.console import Console
 
     from dsx.plan import scenario as given
-    from dsx.plan import show
+    from dsx.plan.published import show
 
     try:
         given.require_number("overlap_steps", overlap_steps, 0, 10**6)
