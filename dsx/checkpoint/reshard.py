@@ -39,8 +39,7 @@ from dsx.comm.topology import Place
 from dsx.core.types import Fragment, History, Knobs, Slot
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import Verdict
-from dsx.outer.state import Berth
-from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer
+from dsx.outer.transfer import Arrived, Berth, NothingYet, Totals, Transfer
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.compress.averaging import HEADER_BYTES
-from dsx.core.exchange import HEADER, Exchange, Peers, Swap
+from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, Peers, Swap
 from dsx.core.transport import PeerLost, Submission
 
 

@@ -27,7 +27,6 @@ from dsx.compress.error_feedback import Residual
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.exchange import Exchange, Peers, Swap, to_all
 
-HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
 GATHERED_UP_TO = 3  # clusters
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor
 
 Exchange = Generator["Swap", None, Tensor]
+HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
 HEADER = "header"  # `Swap.what` of three int64 to all, which travel in an announcement
 
 

@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # what only plans is started without torch
     from torch import Tensor
 
 SMALL_NUMEL = 1024
+BackwardTrigger = Literal["before", "after"]  # of the inner optimizer's step
 
 
 @dataclass(frozen=True)

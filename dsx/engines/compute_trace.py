@@ -10,19 +10,20 @@ raise: these hooks run inside training.
 from __future__ import annotations
 
 from collections.abc import Callable
+from time import perf_counter_ns as now
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from dsx.core.recorder import ComputeRecorder
 from dsx.engines.backward_hooks import tensors_of
-from dsx.telemetry.trace.recorder import Trace, now
 
 
 class ComputeWatch:
     """Records what the engine does between two boundaries."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: ComputeRecorder) -> None:
         self._trace = trace
         self._seen = 0  # the last step with a forward
         self._step, self._stepping = 0, 0  # the optimizer's, and when it began

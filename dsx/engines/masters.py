@@ -1,139 +1,15 @@
-"""What the outer loop asks of an inner engine: its fp32 masters, as fragments, and a clock.
-
-An adapter owns the knowledge of where an engine keeps its fp32 master parameters on this rank,
-when in a step they are fresh, and how a change reaches the model's own (bit16) weights.
-"""
+"""The fp32 masters of a rank by fragment: pieces of an engine's own tensors, read and written."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-import torch
 from torch import Tensor
 
-from dsx.core.types import Fragment, ParameterShape, Stage
+from dsx.core.types import ParameterShape
 from dsx.method.fragments import lay_out
-from dsx.method.schedule.periodic import BackwardTrigger
-from dsx.telemetry.trace.recorder import Trace
-
-
-class Backend(Protocol):
-    """One rank's view of the inner engine."""
-
-    @property
-    def fragments(self) -> Sequence[Fragment]:
-        """This rank's layout; the ids are the same on every rank of a stage."""
-        ...
-
-    @property
-    def fragment_numel(self) -> Sequence[int]:
-        """Elements of each whole fragment, wherever in the stage they lie."""
-        ...
-
-    @property
-    def fragment_parameters(self) -> Sequence[Sequence[ParameterShape]]:
-        """The whole parameters of each fragment, wherever in the stage they lie."""
-        ...
-
-    @property
-    def stage(self) -> Stage:
-        """The pipeline stage this rank belongs to."""
-        ...
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """This rank's number among those of the cluster that share its fragments, and how many."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Where outer state lives: with the masters, or on the host if that was asked for."""
-        ...
-
-    @property
-    def pins_host_memory(self) -> bool:
-        """Whether masters are on an accelerator: copies to and from it want pinned memory."""
-        ...
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Return what the adapter allocates for collectives inside the cluster."""
-        ...
-
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the masters of a fragment into `out` `[numel]`, in place."""
-        ...
-
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
-        ...
-
-    def publish(self) -> None:
-        """Bring written masters into the model's weights outside an optimizer step.
-
-        Collective inside the cluster: every rank calls it, also one that wrote nothing.
-        """
-        ...
-
-    def inner_lr(self) -> float:
-        """Return the learning rate of the inner step just taken (first parameter group)."""
-        ...
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return the sum of the shards' values, in rank order; where ranks hold copies, one's own.
-
-        Collective over the ranks of the cluster that share the fragments; the same bits on all.
-        """
-        ...
-
-    def max_over_stages(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of all of a pipeline's ranks, on the CPU. Collective."""
-        ...
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the shards' values. Collective, like the sum."""
-        ...
-
-    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start the same without waiting; the result is for any thread to ask for, once."""
-        ...
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        """Return the fragments of every rank that shares them, and this rank's place there.
-
-        Collective. One entry, this rank's own, where every rank holds all of the parameters.
-        """
-        ...
-
-    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send `outgoing[r]` to shard r of the cluster, fill `incoming[r]` from it; fp32 vectors.
-
-        Collective like the sum; the own place is copied.
-        """
-        ...
-
-    def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
-        """Call back with a fragment when all its gradients of this inner step are complete.
-
-        With `when="after"` its optimizer step has then been taken. ValueError where the engine
-        does not allow it.
-        """
-        ...
-
-    def trace_compute(self, trace: Trace) -> None:
-        """Record what the engine does in its steps; called at most once, before training."""
-        ...
-
-    def end_inner_step(self) -> None:
-        """Stop counting this step's gradients; called at a boundary the engine did not pass."""
-        ...
-
-    def backward_seconds(self, fragment: int) -> float | None:
-        """Return what the fragment's backward took last, if it is watched and has run."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,14 @@ from dsx.comm.in_process import InProcessHub, step_together
 from dsx.engines.torch import TorchBackend
 from dsx.method.method import Method, SettingWarning
 from dsx.outer.loop import Event, OuterLoop
-from dsx.outer.routes import tell_what_is_factored
-from dsx.training.finish import begin_export, end_export, finish_export
-from dsx.training.last_comparison import begin_comparison, end_comparison
+from dsx.outer.whole_matrices import tell_what_is_factored
+from dsx.training.finish import (
+    begin_comparison,
+    begin_export,
+    end_comparison,
+    end_export,
+    finish_export,
+)
 
 _NO_SECONDS = (
     "this method decides from measured seconds, and simulated transfers take none: it stays as it "

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsx.core.types import Fragment, ParameterShape, Stage
+from dsx.core.recorder import ComputeRecorder
+from dsx.core.types import BackwardTrigger, Fragment, ParameterShape, Stage
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
 from dsx.method.fragments import Fragmenter
-from dsx.method.schedule.periodic import BackwardTrigger
-from dsx.telemetry.trace.recorder import Trace
 
 
 class TorchBackend:
@@ -123,7 +122,7 @@ class TorchBackend:
 
         self._optimizer.register_step_post_hook(after_step)
 
-    def trace_compute(self, trace: Trace) -> None:
+    def trace_compute(self, trace: ComputeRecorder) -> None:
         """Record forward, backward and the optimizer's step."""
         watch = ComputeWatch(trace)
         watch.follow(self._model)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dsx.core.engine import Backend
 from dsx.core.types import History
-from dsx.engines.masters import Backend
 from dsx.method.method import Method
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore

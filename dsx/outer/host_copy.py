@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dsx.engines.masters import Backend
+from dsx.core.engine import Backend
 from dsx.method.method import Method
-from dsx.outer.state import Berth
+from dsx.outer.transfer import Berth
 from dsx.outer.whole_matrices import Redistribution
 
 

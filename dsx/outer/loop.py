@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
+from dsx.core.engine import Backend
 from dsx.core.exchange import Peers
+from dsx.core.recorder import UNTRACED, Recorder
 from dsx.core.transport import Pending, Submission, Transport
 from dsx.core.types import History, Knobs, SyncView
-from dsx.engines.masters import Backend
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext
 from dsx.outer.first_steps import RoundStarts
@@ -34,11 +35,9 @@ from dsx.outer.measurements import Agreement
 from dsx.outer.parity_check import Verdict
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.recovery import Judge
-from dsx.outer.routes import plan_routes
-from dsx.outer.state import Berth, StateStore
-from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, sync_event
-from dsx.outer.whole_matrices import Redistribution
-from dsx.telemetry.trace.recorder import UNTRACED, Recorder
+from dsx.outer.state import StateStore
+from dsx.outer.transfer import Arrived, Berth, NothingYet, Totals, Transfer, sync_event
+from dsx.outer.whole_matrices import Redistribution, plan_routes
 
 Event = Mapping[str, Any]
 

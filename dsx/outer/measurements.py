@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Channel
+from dsx.core.engine import Backend
 from dsx.core.types import History, Knobs
-from dsx.engines.masters import Backend
 from dsx.method.method import Method
 from dsx.outer.sideband import Notes
 

@@ -23,7 +23,7 @@ from dsx.core.exchange import Peers
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
-from dsx.outer.state import notes_shape
+from dsx.outer.sideband import notes_shape
 
 _MOST_SCRATCH = 4
 

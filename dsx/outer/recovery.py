@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
+from dsx.core.engine import Backend
 from dsx.core.transport import Transport
 from dsx.core.types import History, Refusals
-from dsx.engines.masters import Backend
 from dsx.method.method import Method
 from dsx.outer.parity_check import Verdict
 from dsx.outer.state import StateStore

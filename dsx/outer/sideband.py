@@ -19,6 +19,8 @@ from torch import Tensor
 
 from dsx.compress.averaging import ExactMean
 from dsx.core.exchange import Exchange
+from dsx.core.types import Fragment
+from dsx.method.method import Method
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,18 @@ class NotesShape:
     def numel(self) -> int:
         """Elements of the vector; 0 if there is nothing to say."""
         return self.averages + self.by_cluster * self.num_clusters + self.of_owner
+
+
+def notes_shape(
+    method: Method, fragment: Fragment, num_tensors: int, num_clusters: int
+) -> NotesShape:
+    """Return what travels beside a fragment's transfers under this method."""
+    return NotesShape(
+        averages=method.staleness.note_numel(fragment, num_tensors),
+        by_cluster=3 if method.uses_seconds else 0,
+        of_owner=method.control.note_numel(method.knobs) + method.schedule.uses_norms,
+        num_clusters=num_clusters,
+    )
 
 
 class Notes:

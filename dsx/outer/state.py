@@ -11,29 +11,18 @@ allocated when first used. Nothing is allocated after the first round.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from dsx.core.engine import Backend
 from dsx.core.exchange import Peers
 from dsx.core.types import Fragment
-from dsx.engines.masters import Backend
 from dsx.method.method import Method
 from dsx.outer.channel import Line
-from dsx.outer.parity_check import Verdict
-from dsx.outer.sideband import Notes, NotesShape
-
-
-@dataclass
-class Berth:
-    """The buffers of one transfer under way; they belong to it until it has been applied."""
-
-    wire: Tensor
-    notes: Notes
-    kept: Tensor | None
-    verdict: Verdict = field(default_factory=Verdict)
-    is_free: bool = True
+from dsx.outer.sideband import Notes, NotesShape, notes_shape
+from dsx.outer.transfer import Berth
 
 
 @dataclass
@@ -149,18 +138,6 @@ class StateStore:
         tensors += [b.kept for b in berths if b.kept is not None]
         tensors += [t for line in self.lines for t in line.channel.slots.values()]
         return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def notes_shape(
-    method: Method, fragment: Fragment, num_tensors: int, num_clusters: int
-) -> NotesShape:
-    """Return what travels beside a fragment's transfers under this method."""
-    return NotesShape(
-        averages=method.staleness.note_numel(fragment, num_tensors),
-        by_cluster=3 if method.uses_seconds else 0,
-        of_owner=method.control.note_numel(method.knobs) + method.schedule.uses_norms,
-        num_clusters=num_clusters,
-    )
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from dsx.core.transport import Pending
 from dsx.core.types import History, Knobs
-from dsx.outer.state import Berth
+from dsx.outer.parity_check import Verdict
+from dsx.outer.sideband import Notes
+
+
+@dataclass
+class Berth:
+    """The buffers of one transfer under way; they belong to it until it has been applied."""
+
+    wire: Tensor
+    notes: Notes
+    kept: Tensor | None
+    verdict: Verdict = field(default_factory=Verdict)
+    is_free: bool = True
 
 
 @dataclass

@@ -1,6 +1,8 @@
-"""The model a finished run hands out: the drained anchor, or the mean of the clusters.
+"""The end of a run: did all apply the same means last, and which model does it hand out?
 
-Three verbs, so that clusters which share one process can all start averaging before any waits.
+The last means are compared once more, as no later header would tell. The model is the drained
+anchor, or the mean of the clusters. Each is begun and ended by verbs of its own, so that clusters
+which share one process can all send before any waits.
 """
 
 from __future__ import annotations
@@ -13,9 +15,37 @@ from torch import Tensor
 
 from dsx.compress.averaging import ExactMean
 from dsx.core.exchange import Peers
-from dsx.core.transport import EXPORT, Pending, Submission
+from dsx.core.transport import COMPARISON, EXPORT, Pending, Submission
 from dsx.outer.loop import OuterLoop
+from dsx.outer.parity_check import Verdict
 from dsx.outer.transfer import Arrived
+
+
+def begin_comparison(loop: OuterLoop) -> list[tuple[Verdict, Pending]]:
+    """Start exchanging headers once more, for every fragment."""
+    started: list[tuple[Verdict, Pending]] = []
+    for fragment, line in zip(loop.backend.fragments, loop.state.lines, strict=True):
+        verdict, pending = Verdict(), Arrived(torch.empty(0))
+        if loop.state.is_sent(fragment.id):
+            what = Submission(fragment.id, loop.history.step, COMPARISON)
+            pending = loop.transport.submit(what, line.confirm(verdict))
+        started.append((verdict, pending))
+    return started
+
+
+@torch.no_grad()
+def end_comparison(loop: OuterLoop, started: list[tuple[Verdict, Pending]]) -> None:
+    """Judge what the headers told; where this cluster was wrong, its masters take the new anchor.
+
+    Collective over the cluster's ranks. The masters then want publishing.
+    """
+    for fragment, (verdict, pending) in enumerate(started):
+        pending.wait()
+        loop.totals.bytes_sent += pending.bytes_sent
+        loop.judge.judge(fragment, loop.history.launched[fragment], verdict, loop.history)
+        has_anchor = loop.method.outer_optimizer.keeps_anchor
+        if has_anchor and loop.transport.cluster_id in verdict.differing:
+            loop.backend.write(fragment, loop.state.anchor[fragment])
 
 
 @contextmanager

@@ -18,21 +18,19 @@ from dsx.checkpoint.files import first_difference, layout
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
+from dsx.core.engine import Backend
 from dsx.core.transport import PeerLost
-from dsx.engines.masters import Backend
 from dsx.method.method import Method
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.recovery import NonFiniteError, ParityError
-from dsx.outer.routes import plan_routes, tell_what_is_factored
 from dsx.outer.transfer import Totals
+from dsx.outer.whole_matrices import plan_routes, tell_what_is_factored
 from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.early_stop import StopAgreement
-from dsx.training.finish import exported
-from dsx.training.last_comparison import begin_comparison, end_comparison
-from dsx.training.start import start_record
-from dsx.training.trace_start import start_trace
+from dsx.training.finish import begin_comparison, end_comparison, exported
+from dsx.training.start import start_record, start_trace
 
 logger = logging.getLogger(__name__)
 DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`

@@ -1,12 +1,16 @@
-"""What a run's first record says: the model, the method and the ranks that its numbers are of."""
+"""What happens when a run starts: its first record, and spans if a trace was asked for."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from dsx.comm.world import World
-from dsx.config.schema import DsxConfig
-from dsx.engines.masters import Backend
+from dsx.config.schema import DsxConfig, MetricsConfig
+from dsx.core.engine import Backend
+from dsx.core.exchange import Peers
+from dsx.core.recorder import UNTRACED, Recorder
+from dsx.telemetry.trace.recorder import Trace, trace_path
 
 
 def start_record(backend: Backend, world: World, config: DsxConfig) -> dict[str, Any]:
@@ -27,3 +31,14 @@ def start_record(backend: Backend, world: World, config: DsxConfig) -> dict[str,
             for parameters in backend.fragment_parameters
         ],
     }
+
+
+def start_trace(metrics: MetricsConfig, world: World, backend: Backend) -> Recorder:
+    """Return this rank's recorder; the engine tells it of its steps from now on."""
+    if not metrics.trace or metrics.dir is None:
+        return UNTRACED
+    path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)
+    peers = Peers(world.cluster_id, world.num_clusters)
+    trace = Trace(path, world.session, peers, metrics.trace_steps, logs=world.rank == 0)
+    backend.trace_compute(trace)
+    return trace

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsx.engines import host_group, shares
+from dsx.engines import replicated as shares
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
 
@@ -56,7 +56,7 @@ def agree_beside(is_gloo: bool) -> tuple[bool, list[int], float]:
     own = odd if rank % 2 else even
     if not is_gloo:
         dist.get_backend = lambda group=None: "nccl"  # as on accelerators
-    made = host_group.beside(own)
+    made = cluster_collectives.beside(own)
     value = torch.tensor([float(rank)])
     dist.all_reduce(value, group=made)
     return made is own, dist.get_process_group_ranks(made), value.item()

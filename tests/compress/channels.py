@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from dsx.comm.in_process import InProcessHub
-from dsx.compress.averaging import HEADER_BYTES
 from dsx.compress.base import Compressor, Launch
-from dsx.core.exchange import Exchange, Peers
+from dsx.core.exchange import HEADER_BYTES, Exchange, Peers
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot
 

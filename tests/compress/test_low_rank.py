@@ -22,7 +22,7 @@ from dsx.core.types import Fragment, Slot
 from dsx.engines.torch import TorchBackend
 from dsx.method.fragments import ByLayer
 from dsx.method.method import SettingWarning
-from dsx.outer.routes import factored, tell_what_is_factored
+from dsx.outer.whole_matrices import factored, tell_what_is_factored
 from tests.compress.channels import (
     Clusters,
     bits,

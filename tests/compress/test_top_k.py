@@ -13,12 +13,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from dsx.comm.in_process import InProcessHub
-from dsx.compress.averaging import HEADER_BYTES
 from dsx.compress.base import Channel, Launch
 from dsx.compress.top_k import RATIO, SparseFormat, TopK
 from dsx.compress.wire.formats import FORMATS
 from dsx.config.schema import ConfigError, load_config, preset
-from dsx.core.exchange import Peers
+from dsx.core.exchange import HEADER_BYTES, Peers
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot
 from tests.simulated import Simulated

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsx.compress.averaging import HEADER_BYTES
+from dsx.core.exchange import HEADER_BYTES
 from tests.distributed import run_distributed
 from tests.engines.engines import (
     RANKS_PER_CLUSTER,

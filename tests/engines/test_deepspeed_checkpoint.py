@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsx
-from dsx.compress.averaging import HEADER_BYTES
+from dsx.core.exchange import HEADER_BYTES
 from dsx.telemetry.trace.files import read_timeline
 from tests.distributed import run_distributed
 from tests.engines.engines import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsx.comm.world import current_world
-from dsx.compress.averaging import HEADER_BYTES
+from dsx.core.exchange import HEADER_BYTES
 from dsx.engines.deepspeed.engine import start_engine
 from dsx.engines.deepspeed.features import refuse_unsupported
 from dsx.telemetry.trace.files import read_timeline

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dsx.compress.averaging import HEADER_BYTES
 from dsx.config.schema import preset
+from dsx.core.exchange import HEADER_BYTES
 from dsx.outer.transfer import Transfer
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss

@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from dsx.core.types import ParameterShape
+from dsx.core.recorder import ComputeRecorder
+from dsx.core.types import BackwardTrigger, ParameterShape
 from dsx.engines.cluster_collectives import StageRanks, collective_device
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.deepspeed.features import refuse_unsupported
@@ -40,8 +41,6 @@ from dsx.engines.multi_rank import StageBackend
 from dsx.engines.replicated import Shares
 from dsx.engines.tied_weights import Ties
 from dsx.method.fragments import Fragmenter, assign_stage
-from dsx.method.schedule.periodic import BackwardTrigger
-from dsx.telemetry.trace.recorder import Trace
 
 
 class DeepSpeedBackend(StageBackend):
@@ -104,7 +103,7 @@ class DeepSpeedBackend(StageBackend):
             "with dsx.attach(model, optimizer)"
         )
 
-    def trace_compute(self, trace: Trace) -> None:
+    def trace_compute(self, trace: ComputeRecorder) -> None:
         """Record forward and backward, by micro-batch, the reduction and the optimizer's step."""
         engine, watch = self._engine, ComputeWatch(trace)
         watch.follow(engine.module)

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsx.core.types import Stage
-from dsx.engines.host_group import new_groups
+from dsx.engines.cluster_collectives import new_groups
 from dsx.engines.tied_weights import Tie
 
 OF_STAGE = "stage_"  # begins the names of what a tied layer holds beside its tied weights

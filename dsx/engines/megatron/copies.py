@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dsx.engines.host_group import new_groups
+from dsx.engines.cluster_collectives import new_groups
 from dsx.engines.masters import Piece
 from dsx.engines.megatron.parameters import EMBEDDING, Coordinates, Parameter
 from dsx.engines.tied_weights import Tie

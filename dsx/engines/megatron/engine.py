@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from dsx.core.types import Stage
+from dsx.core.recorder import ComputeRecorder
+from dsx.core.types import BackwardTrigger, Stage
 from dsx.engines.cluster_collectives import StageRanks, collective_device
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
@@ -43,8 +44,6 @@ from dsx.engines.multi_rank import StageBackend
 from dsx.engines.replicated import Shares
 from dsx.engines.tied_weights import Ties
 from dsx.method.fragments import Fragmenter, assign_stage
-from dsx.method.schedule.periodic import BackwardTrigger
-from dsx.telemetry.trace.recorder import Trace
 
 
 class MegatronBackend(StageBackend):
@@ -134,7 +133,7 @@ class MegatronBackend(StageBackend):
             "delay.type='average' for layer-wise averaging at step boundaries"
         )
 
-    def trace_compute(self, trace: Trace) -> None:
+    def trace_compute(self, trace: ComputeRecorder) -> None:
         """Record forward and backward, by micro-batch and chunk, and the optimizer's step."""
         watch = ComputeWatch(trace)
         for chunk in self._chunks:

@@ -26,9 +26,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsx.core.checks import require_choice
-from dsx.core.types import History, Knobs, Stage
+from dsx.core.types import BackwardTrigger, History, Knobs, Stage
 from dsx.method.schedule.layer_assignment import assign_layers, layer_table
-from dsx.method.schedule.periodic import BackwardTrigger, require_interval
+from dsx.method.schedule.periodic import require_interval
 
 _TOLERATED_CHANGE = 0.2
 

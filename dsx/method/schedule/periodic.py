@@ -14,13 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from dsx.core.types import History, Knobs, Stage
+from dsx.core.types import BackwardTrigger, History, Knobs, Stage
 
 # When a fragment is launched inside the backward: with the parameters before this step's update,
 # or after it. None: at the step boundary.
-BackwardTrigger = Literal["before", "after"]
 
 
 class Schedule(Protocol):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.trace.files import Lane, Span, Timeline
-from dsx.telemetry.trace.lanes import TRAINING, TRANSFERS
+from dsx.telemetry.trace.recorder import TRAINING, TRANSFERS
 
 Event = dict[str, Any]
 _ARROW = {"launch": "s", "transfer": "t", "apply": "f"}  # start, step, finish

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
-from dsx.telemetry.trace.lanes import TRAINING
+from dsx.telemetry.trace.recorder import TRAINING
 
 _NAME = re.compile(r"trace\.cluster_(\d+)\.rank_(\d+)\.jsonl")
 Lane = tuple[int, int, str]  # cluster, rank, thread

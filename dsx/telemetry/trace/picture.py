@@ -7,7 +7,7 @@ from typing import Any
 
 from dsx.telemetry.trace.chrome import thread_name, thread_order
 from dsx.telemetry.trace.files import Lane, Span, Timeline
-from dsx.telemetry.trace.lanes import TRAINING
+from dsx.telemetry.trace.recorder import TRAINING
 
 MOST_RANKS = 8
 COLORS = {

@@ -23,92 +23,17 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
-from dsx.compress.averaging import HEADER_BYTES
-from dsx.core.exchange import HEADER, Exchange, Peers
+from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, Peers
+from dsx.core.recorder import Laps
 from dsx.telemetry.jsonl import reopen
-from dsx.telemetry.trace.lanes import TRAINING, TRANSFERS
 
 logger = logging.getLogger(__name__)
 now: Callable[[], int] = time.perf_counter_ns
+TRAINING = "training"  # what threads are called
+TRANSFERS = "dsx-"  # what the names of threads begin with that are not the training's
 _Span = tuple[str, str, str, int, int, int, dict[str, Any]]
-
-
-class Laps(Protocol):
-    """A span made of parts that follow one another."""
-
-    def mark(self, name: str, category: str | None = None) -> None:
-        """Record what ran since the mark before, or the start."""
-        ...
-
-    def end(self, **facts: Any) -> None:
-        """Record the whole."""
-        ...
-
-
-class Recorder(Protocol):
-    """What the loop tells; `Untraced` where nobody asked."""
-
-    def laps(self, name: str, fragment: int, step: int) -> Laps:
-        """Begin a span of the training thread that concerns a fragment."""
-        ...
-
-    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
-        """Return an exchange that is about to be submitted, to be run in its place."""
-        ...
-
-    def begin(self, step: int) -> None:
-        """Go on from `step`."""
-        ...
-
-    def end_step(self, step: int) -> None:
-        """Write what there is; a boundary has been passed."""
-        ...
-
-    def flush(self) -> None:
-        """Write what there is."""
-        ...
-
-    def close(self) -> None:
-        """Write what there is and close the file."""
-        ...
-
-
-class Untraced:
-    """Records nothing, and costs nothing."""
-
-    def laps(self, name: str, fragment: int, step: int) -> Laps:
-        """Return what ignores its marks."""
-        return _NO_LAPS
-
-    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
-        """Return the exchange itself."""
-        return exchange
-
-    def begin(self, step: int) -> None:
-        """Do nothing."""
-
-    def end_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _NoLaps:
-    def mark(self, name: str, category: str | None = None) -> None:
-        pass
-
-    def end(self, **facts: Any) -> None:
-        pass
-
-
-_NO_LAPS = _NoLaps()
-UNTRACED = Untraced()
 
 
 class Trace:

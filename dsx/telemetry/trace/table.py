@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from dsx.telemetry.trace.files import Timeline, clock_offsets, self_times
-from dsx.telemetry.trace.lanes import TRAINING
+from dsx.telemetry.trace.recorder import TRAINING
 
 TRAINING_ROWS = ("forward", "backward", "optimizer", "compute", "launch", "wait", "apply")
 TRANSFER_ROWS = ("meet", "copy", "encode", "network", "reduce", "decode")

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from dsx.core.exchange import HEADER, Peers, Swap, to_all
+from dsx.core.recorder import UNTRACED
 from dsx.engines.torch import TorchBackend
 from dsx.method.fragments import WholeModel
-from dsx.telemetry.trace.recorder import UNTRACED, Trace, now
+from dsx.telemetry.trace.recorder import Trace, now
 from tests.telemetry.trace.runs import lines
 from tests.tiny import TinyNet, batch
 

@@ -1,0 +1,108 @@
+"""What the loop and an engine tell of their times, and the recorder that nobody asked for.
+
+The one that writes is dsx/telemetry/trace/recorder.py.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from dsx.core.exchange import Exchange
+
+
+class Laps(Protocol):
+    """A span made of parts that follow one another."""
+
+    def mark(self, name: str, category: str | None = None) -> None:
+        """Record what ran since the mark before, or the start."""
+        ...
+
+    def end(self, **facts: Any) -> None:
+        """Record the whole."""
+        ...
+
+
+class Recorder(Protocol):
+    """What the loop tells; `Untraced` where nobody asked."""
+
+    def laps(self, name: str, fragment: int, step: int) -> Laps:
+        """Begin a span of the training thread that concerns a fragment."""
+        ...
+
+    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
+        """Return an exchange that is about to be submitted, to be run in its place."""
+        ...
+
+    def begin(self, step: int) -> None:
+        """Go on from `step`."""
+        ...
+
+    def end_step(self, step: int) -> None:
+        """Write what there is; a boundary has been passed."""
+        ...
+
+    def flush(self) -> None:
+        """Write what there is."""
+        ...
+
+    def close(self) -> None:
+        """Write what there is and close the file."""
+        ...
+
+
+class ComputeRecorder(Protocol):
+    """What an engine tells of its own steps; `step` is the inner step being taken."""
+
+    step: int
+
+    def add(
+        self,
+        name: str,
+        category: str,
+        began: int,
+        step: int | None = None,
+        facts: dict[str, Any] | None = None,
+    ) -> int:
+        """Record a span of this thread that ends now, and return now, in `perf_counter_ns`."""
+        ...
+
+    def span(self, name: str, category: str) -> AbstractContextManager[None]:
+        """Record what runs inside."""
+        ...
+
+
+class Untraced:
+    """Records nothing, and costs nothing."""
+
+    def laps(self, name: str, fragment: int, step: int) -> Laps:
+        """Return what ignores its marks."""
+        return _NO_LAPS
+
+    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
+        """Return the exchange itself."""
+        return exchange
+
+    def begin(self, step: int) -> None:
+        """Do nothing."""
+
+    def end_step(self, step: int) -> None:
+        """Do nothing."""
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class _NoLaps:
+    def mark(self, name: str, category: str | None = None) -> None:
+        pass
+
+    def end(self, **facts: Any) -> None:
+        pass
+
+
+_NO_LAPS = _NoLaps()
+UNTRACED = Untraced()
