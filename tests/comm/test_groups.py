@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from dsx.engines import cluster_collectives
 from dsx.engines import replicated as shares
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
