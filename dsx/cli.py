@@ -14,6 +14,7 @@ from dsx.bench.net_test.command import net_test
 from dsx.data.command import app as data_app
 from dsx.plan.plan_command import plan
 from dsx.plan.published.command import simulate
+from dsx.telemetry.run_folder import RUN_HELP
 from dsx.telemetry.trace.command import trace
 
 app = typer.Typer(
@@ -62,13 +63,13 @@ def rendezvous(
 
 @app.command()
 def report(
-    run_dir: Annotated[Path, typer.Argument(help="The directory that metrics.dir names.")],
+    run: Annotated[Path, typer.Argument(help=RUN_HELP)],
 ) -> None:
-    """Summarise a run's records in a table and plot them to RUN_DIR/plot.png."""
+    """Summarise a run's records in a table, and plot them to plot.png in its folder."""
     from dsx.telemetry.report import report as write_report
 
     try:
-        write_report(run_dir)
+        write_report(run)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"dsx report: {error}", err=True)
         raise typer.Exit(2) from error
@@ -76,8 +77,12 @@ def report(
 
 @app.command()
 def export(
-    checkpoints: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT_DIR", help="It holds cluster_0, cluster_1, ...")
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run's folder, the directory its checkpoints are in (it holds cluster_0, ...), "
+            "or one of them."
+        ),
     ],
     out: Annotated[Path, typer.Option(help="The directory to write to.")],
     format: Annotated[
@@ -108,7 +113,7 @@ def export(
     from dsx.engines.export import ExportOptions, export_checkpoint
 
     try:
-        options = ExportOptions(checkpoints, out, format, tag, dtype, max_shard_size)
+        options = ExportOptions(run, out, format, tag, dtype, max_shard_size)
         export_checkpoint(options, typer.echo)
     except (ValueError, FileNotFoundError) as error:
         typer.echo(f"dsx export: {error}", err=True)

@@ -8,11 +8,13 @@ from typing import Annotated
 
 import typer
 
+from dsx.telemetry.run_folder import RUN_HELP, find_run
+
 
 def trace(
-    run_dir: Annotated[Path, typer.Argument(help="The directory that metrics.dir names.")],
+    run: Annotated[Path, typer.Argument(help=RUN_HELP)],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Default: RUN_DIR/trace.json.")
+        Path | None, typer.Option(metavar="FILE.json", help="Default: trace.json in the folder.")
     ] = None,
     steps: Annotated[
         str | None, typer.Option(metavar="A-B", help="The time of these steps; default: all.")
@@ -33,11 +35,12 @@ def trace(
     from dsx.telemetry.trace.picture import draw
     from dsx.telemetry.trace.table import clock_lines, time_table
 
-    out = out or run_dir / "trace.json"
     try:
-        whole = read_timeline(run_dir)
+        folder = find_run(run)
+        whole = read_timeline(folder)
         first, last = _read_steps(steps) if steps else whole.steps
         shown = cut(whole, first, last)
+        out = out or folder / "trace.json"
         count = write_chrome(shown, out)
         if picture is not None:
             draw(shown, picture)
