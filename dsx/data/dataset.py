@@ -336,6 +336,6 @@ def _import_indexed_dataset() -> ModuleType:
                 raise
             raise ModuleNotFoundError(
                 "building a dataset needs megatron-core; install it with: "
-                'pip install "dsx[megatron]"',
+                'pip install "dsx-train[megatron]"',
                 name=error.name,
             ) from error
