@@ -98,6 +98,6 @@ def _open_board(directory: Path, cluster_id: int) -> Any:
     except ImportError as error:
         raise ImportError(
             "metrics.tensorboard is true but tensorboard is not installed: pip install "
-            '"dsx[tensorboard]"'
+            '"dsx-train[tensorboard]"'
         ) from error
     return SummaryWriter(str(directory / "tensorboard" / f"cluster_{cluster_id}"))
