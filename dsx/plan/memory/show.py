@@ -1,4 +1,4 @@
-"""What `dsx memory` does: read a model and a cluster from flags, predict, and say what fits."""
+"""What `dsx memory` shows: read a model and a cluster from flags, predict, and say what fits."""
 
 from __future__ import annotations
 
