@@ -8,23 +8,24 @@ A mistake of the user ends with one line on stderr and exit code 2.
 from __future__ import annotations
 
 import json
-from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from dsx.bench.e2e.command import e2e
 from dsx.config.files import require_place
-from dsx.core.one_line_errors import one_line_errors
-from dsx.core.renamed import warn_renamed
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
 
 
+@app.callback()
+def bench() -> None:
+    """Measure what dsx does on this machine."""
+
+
 @app.command()
-@one_line_errors("bench codec", OSError, RuntimeError)
 def codec(
     formats: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="Formats to measure; default: all.")
@@ -50,22 +51,25 @@ def codec(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
 ) -> None:
-    """Measure speed, size and error of the wire formats.
+    """Measure speed, size and error of the wire formats, on the CPU and a GPU if there is one.
 
-    That is on the CPU, and on a GPU if there is one. Speeds are of the fp32 side, one thread, wall
-    time of the best pass, next to a copy of the same vector in the same passes.
+    Speeds are of the fp32 side, one thread, wall time of the best pass, next to a copy of the same
+    vector in the same passes.
     """
     from dsx.bench.codec import BenchOptions, measure_codecs, print_table
 
-    options = BenchOptions.parse(formats, numel, kernels, group_size, repeats)
-    figures = measure_codecs(options, pseudo_gradients)
+    try:
+        options = BenchOptions.parse(formats, numel, kernels, group_size, repeats)
+        figures = measure_codecs(options, pseudo_gradients)
+    except (ValueError, OSError, RuntimeError) as error:
+        typer.echo(f"dsx bench codec: {error}", err=True)
+        raise typer.Exit(2) from error
     print_table(figures)
     if json_file is not None:
         json_file.write_text(json.dumps([figure.as_json() for figure in figures], indent=2) + "\n")
 
 
 @app.command()
-@one_line_errors("bench launch")
 def launch(
     numel: Annotated[
         str, typer.Option(metavar="N,N", help="Elements of the fragment.")
@@ -75,15 +79,18 @@ def launch(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
 ) -> None:
-    """Measure what launching a fragment costs the training thread.
-
-    Next to it stands what its copies alone cost.
-    """
+    """Measure what launching a fragment costs the training thread, next to its copies alone."""
     import torch
 
     from dsx.bench.launch import as_json, measure_launch, print_launch
 
-    sizes = _read_sizes(numel)
+    try:
+        sizes = [int(part) for part in numel.split(",")]
+        if min(sizes) < 1:
+            raise ValueError
+    except ValueError:
+        typer.echo(f"dsx bench launch: --numel={numel} must be numbers above 0", err=True)
+        raise typer.Exit(2) from None
     device = "cuda" if torch.cuda.is_available() else "cpu"
     codecs = [{"type": "dense"}, {"type": "quantized", "wire": "int4"}]
     figures = [measure_launch(n, device, codec, repeats) for n in sizes for codec in codecs]
@@ -92,19 +99,8 @@ def launch(
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
 
 
-def _read_sizes(text: str) -> list[int]:
-    """Read numbers with commas between them."""
-    try:
-        sizes = [int(part) for part in text.split(",")]
-    except ValueError:
-        sizes = [0]
-    if min(sizes) < 1:
-        raise ValueError(f"--numel={text} must be numbers above 0")
-    return sizes
-
-
 @app.command()
-def line(
+def link(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="Run in every cluster.")
     ] = None,
@@ -121,12 +117,11 @@ def line(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")
     ] = None,
 ) -> None:
-    """Run a command in clusters that slow lines join.
+    """Run COMMAND in 2 to 4 network namespaces that are joined by slow lines, one per cluster.
 
-    COMMAND runs in 2 to 4 network namespaces of this host, each with a throttled line. {cluster},
-    {clusters}, {address}, {rendezvous} and {interface} in it are replaced. Without a COMMAND the
-    bare line is measured. All is removed at the end, on Ctrl-C, too. Exits with the first failed
-    command's status, and with 77 where namespaces or `tc` are not to be had.
+    {cluster}, {clusters}, {address}, {rendezvous} and {interface} in COMMAND are replaced. Without
+    a COMMAND the bare line is measured. All is removed at the end, on Ctrl-C, too. Exits with the
+    first failed command's status, and with 77 where namespaces or `tc` are not to be had.
     """
     from rich.console import Console
 
@@ -143,7 +138,7 @@ def line(
         TestbedUnavailable, ValueError, FileNotFoundError, ProbeFailed, KeyboardInterrupt
     ) as error:  # fmt: skip
         reason, status = ending(error)
-        typer.echo(f"dsx bench line: {reason}", err=True)
+        typer.echo(f"dsx bench link: {reason}", err=True)
         raise typer.Exit(status) from None
     show_results(results, Console())
     if json_file is not None:
@@ -152,10 +147,3 @@ def line(
     if failed:  # the others were ended because of the first
         status = min(failed, key=lambda r: r.seconds).status
         raise typer.Exit(status if status > 0 else 128 - status)
-
-
-@app.command("link", hidden=True)
-@wraps(line)
-def _line_as_it_was_called(*args: Any, **kwargs: Any) -> None:
-    warn_renamed("dsx bench link", "dsx bench line")
-    line(*args, **kwargs)

@@ -16,8 +16,6 @@ from typing import Annotated, Any
 
 import typer
 
-from dsx.core.one_line_errors import one_line_errors
-
 
 def _option(help: str, metavar: str | None = None) -> Any:
     return typer.Option(help=help, metavar=metavar)
@@ -59,7 +57,6 @@ JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
 Plot = Annotated[Path | None, _option("Draw utilization against bandwidth there.", "FILE.png")]
 
 
-@one_line_errors("plan", OSError)
 def plan(
     from_run: FromRun = None,
     megatron: Megatron = None,
@@ -86,7 +83,7 @@ def plan(
     json_file: JsonFile = None,
     plot: Plot = None,
 ) -> None:
-    """Rank the methods for a link, and print the best configuration.
+    """Rank the ways of training over a line, and print the best one's configuration.
 
     Every preset is taken at the least H, with the codec, that reach the target with least harm.
     Exits with 1 if none does, and then says what would.
@@ -100,6 +97,12 @@ def plan(
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval,
     )  # fmt: skip
-    outputs = show_plan.Outputs(top, json, json_file, plot)
-    if not show_plan.show_plan(question.read_question(given), outputs, Console()):
+    try:
+        outputs = show_plan.Outputs(top, json, json_file, plot)
+        read = question.read_question(given)
+        is_reached = show_plan.show_plan(read, outputs, Console())
+    except (ValueError, OSError) as error:
+        typer.echo(f"dsx plan: {error}", err=True)
+        raise typer.Exit(2) from error
+    if not is_reached:
         raise typer.Exit(1)

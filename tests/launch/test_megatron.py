@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
-        reason="no megatron-core",
+        reason="the extra megatron is not installed",
     ),
 ]
 

@@ -1,0 +1,75 @@
+"""When each command of the pages runs; what is in no list runs in the default suite.
+
+A key is the beginning of a command, or of a Python block. Every key has to match something.
+"""
+
+from __future__ import annotations
+
+CI = {  # more than some seconds: `pytest -m ci`
+    "bash scripts/setup.sh",
+    "deepspeed --num_gpus 2 train.py",
+    "dsx report runs/minimal",
+    "torchrun --nproc-per-node 2 train_torch.py",
+    "dsx data build",
+    "python scripts/pseudo_gradients.py",
+    "OMP_NUM_THREADS=1 dsx bench codec",
+    "OMP_NUM_THREADS=1 dsx bench launch",
+    "dsx bench link --clusters 2 --mbit 22",
+}
+
+SLOW = {  # whole trainings: `pytest -m slow`
+    "bash scripts/quickstart.sh",
+    "dsx report runs/quickstart",
+    "dsx export runs/quickstart",
+    "deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py",
+    "torchrun --nproc-per-node 4 scripts/pretrain_gpt_megatron.py",
+    "python -m deepspeed.checkpoint.ds_to_universal",
+    "dsx bench link --mbit 22 -- dsx net-test",
+    "dsx bench link --mbit 20 -- deepspeed",
+    "dsx trace runs/two_launchers",
+    "dsx rendezvous --port 29400",
+    "deepspeed --num_gpus 2 --master_port",
+}
+
+_BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
+NOT_HERE = {  # with the reason
+    "source .venv/bin/activate": "changes the reader's shell; tests have the environment already",
+    "export CUDA_VISIBLE_DEVICES": "changes the reader's shell; tests have the environment already",
+    "bash scripts/test.sh": "runs this test",
+    "torchrun --nproc-per-node 8 -m megatron_patches": (
+        "needs a Megatron-LM tree and eight GPUs; on the CPU in tests/launch/test_megatron_lm.py"
+    ),
+    "import megatron_patches": "needs a Megatron-LM tree; in tests/launch/test_megatron_lm.py",
+    "dsx net-test --clusters 2 --cluster-id": "needs two hosts; on one in tests/link/",
+    "dsx bench e2e": _BY_HAND + "tests/bench/test_e2e.py",
+    "OMP_NUM_THREADS=1 python scripts/convergence.py": _BY_HAND
+    + "tests/scripts/test_convergence.py",
+    "python scripts/bench_torchft.py": _BY_HAND + "tests/scripts/test_bench_torchft.py",
+    "pip install torchft": "a package that nothing else here needs",
+}
+
+NEEDS_ROOT = {"dsx bench link"}  # skipped, with the testbed's own reason, where there is none
+
+EXACT = {  # what they print is the same everywhere, and stands in the `text` block that follows
+    "dsx memory configs/qwen_107b.flags",
+    "dsx simulate",
+    "dsx plan --megatron",
+}
+
+AFTER = {  # pages whose commands need what another page's have made
+    "docs/checkpoints.md": "docs/quickstart.md",
+}
+
+
+def listed(command: str, names: object) -> bool:
+    """Whether a command begins as one of the names."""
+    return any(command.startswith(name) for name in names)  # type: ignore[attr-defined]
+
+
+def level(command: str) -> str | None:
+    """Return default, ci or slow; None for what does not run here."""
+    if listed(command, NOT_HERE):
+        return None
+    if listed(command, SLOW):
+        return "slow"
+    return "ci" if listed(command, CI) else "default"

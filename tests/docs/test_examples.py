@@ -1,0 +1,241 @@
+"""Examples in README and docs run as printed: a page's blocks in order, in one folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from dsx.cli import app
+from dsx.config.schema import load_config
+from tests.docs import commands
+from tests.docs.pages import ROOT, Block, blocks, pages, prose, read
+
+LEVELS = {"default": 0, "ci": 1, "slow": 2}
+EXAMPLES = [block for page in pages() for block in blocks(page)]
+OF_DEEPSPEED = {"checkpoint"}  # keys of pieces of JSON that are DeepSpeed's own
+NO_TESTBED = 77  # exit code of commands that need root, `ip` and `tc`
+MINUTES = {"default": 4, "ci": 5, "slow": 20}
+
+
+def source_of(block: Block) -> list[str]:
+    """Return what of a block runs: its commands, or the program as one."""
+    if block.language == "sh":
+        return block.commands
+    is_program = block.language == "python" and block.title is None
+    return [block.text] if is_program else []
+
+
+def pages_at(level: str) -> list[str]:
+    """Return the pages that have something to run at this level."""
+    return sorted(
+        {b.page for b in EXAMPLES for command in source_of(b) if commands.level(command) == level}
+    )
+
+
+class Reader:
+    """Somebody who works through pages, in a folder that looks like a checkout."""
+
+    def __init__(self, folder: Path, level: str) -> None:
+        self.folder, self.level = folder, level
+        self._seen: set[str] = set()
+        for name in ["configs", "scripts", "megatron_patches", "docs", "README.md", "dsx"]:
+            (folder / name).symlink_to(ROOT / name)
+        for name in ["pyproject.toml", "LICENSE"]:
+            (folder / name).symlink_to(ROOT / name)
+        self._lend_environment()
+        self.environment = {
+            **os.environ,
+            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "DS_ACCELERATOR": "cpu",
+            "CUDA_VISIBLE_DEVICES": "",
+            "COLUMNS": "140",
+            "TORCH_EXTENSIONS_DIR": str(folder / "extensions"),
+        }
+
+    def _lend_environment(self) -> None:
+        """Let scripts/setup.sh find a `.venv` that is ready: the one the tests run in."""
+        venv = self.folder / ".venv"
+        venv.mkdir()
+        for entry in Path(sys.prefix).iterdir():
+            if entry.name not in ("ready", "built_for"):
+                (venv / entry.name).symlink_to(entry)
+        parts = ["pyproject.toml", "scripts/constraints.txt", "scripts/setup.sh"]
+        text = b"".join((ROOT / part).read_bytes() for part in parts)
+        stamp = subprocess.run(["cksum"], input=text, capture_output=True, check=True).stdout
+        (venv / "ready").write_bytes(stamp)
+        (venv / "built_for").write_text("any\n")
+
+    def read(self, page: str) -> None:
+        """Run a page's blocks up to this level, once; before it the page that it follows."""
+        if page in self._seen:
+            return
+        self._seen.add(page)
+        if page in commands.AFTER:
+            self.read(commands.AFTER[page])
+        printed = ""
+        for block in blocks(page):
+            if block.language == "text":
+                if printed:
+                    assert_printed(block, printed)
+                printed = ""
+            elif block.language == "python" and block.title:
+                (self.folder / block.title).write_text(block.text)
+            elif block.title == "three terminals":
+                self._run_together(block)
+            else:
+                printed = self._run(block) or printed
+
+    def _run(self, block: Block) -> str:
+        """Run a block's commands; return what the last one printed if it is always the same."""
+        printed = ""
+        for command in source_of(block):
+            level = commands.level(command)
+            if level is None or LEVELS[level] > LEVELS[self.level]:
+                continue
+            words = ["bash", "-c", command]
+            if block.language == "python":
+                words = [sys.executable, "-W", "error", "-c", command]
+            done = subprocess.run(
+                words, cwd=self.folder, env=self.environment, capture_output=True, text=True,
+                timeout=60 * MINUTES[level],
+            )  # fmt: skip
+            said = f"{block.page}:{block.line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            if done.returncode == NO_TESTBED and commands.listed(command, commands.NEEDS_ROOT):
+                pytest.skip(done.stderr)
+            assert done.returncode == 0, said
+            is_exact = block.language == "python" or commands.listed(command, commands.EXACT)
+            printed = done.stdout if is_exact else ""
+        return printed
+
+    def _run_together(self, block: Block) -> None:
+        """Each command has a terminal of its own; the first one goes on until Ctrl-C."""
+        if any(LEVELS[commands.level(c) or "slow"] > LEVELS[self.level] for c in block.commands):
+            return
+        running = [
+            subprocess.Popen(["bash", "-c", f"exec {command}"], cwd=self.folder,
+                             env=self.environment)
+            for command in block.commands
+        ]  # fmt: skip
+        try:
+            assert [p.wait(timeout=60 * MINUTES["slow"]) for p in running[1:]] == [0, 0]
+            running[0].send_signal(signal.SIGINT)
+            assert running[0].wait(timeout=30) == 0
+        finally:
+            for process in running:
+                process.kill()
+
+
+def assert_printed(block: Block, printed: str) -> None:
+    """Hold what a page says against what was printed; a line that ends in dots is cut there."""
+    expected = [line.rstrip() for line in block.text.splitlines() if line.strip()]
+    lines = [line.rstrip() for line in printed.splitlines() if line.strip()]
+    where = f"{block.page}:{block.line} prints something else"
+    assert len(lines) == len(expected), f"{where}\n{printed}"
+    for line, wanted in zip(lines, expected, strict=True):
+        if wanted.endswith(" ..."):
+            line, wanted = line[: len(wanted) - 4], wanted[:-4]
+        if "loss " in wanted:  # of a training: its digits differ from one processor to the next
+            decimals = re.compile(r"\d+\.\d+")
+            assert decimals.sub("", line) == decimals.sub("", wanted), f"{where}\n{printed}"
+            pairs = zip(decimals.findall(line), decimals.findall(wanted), strict=True)
+            assert all(abs(float(a) - float(b)) < 0.02 for a, b in pairs), f"{where}\n{printed}"
+        else:
+            assert line == wanted, f"{where}\n{printed}"
+
+
+@pytest.fixture(scope="module")
+def slow_reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return Reader(tmp_path_factory.mktemp("checkout"), "slow")
+
+
+@pytest.mark.parametrize("page", pages_at("default"))
+def test_examples(page: str, tmp_path: Path) -> None:
+    Reader(tmp_path, "default").read(page)
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("page", pages_at("ci"))
+def test_longer_examples(page: str, tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("megatron.core")
+    Reader(tmp_path, "ci").read(page)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("page", pages_at("slow"))
+def test_whole_trainings(page: str, slow_reader: Reader) -> None:
+    pytest.importorskip("deepspeed")
+    pytest.importorskip("megatron.core")
+    slow_reader.read(page)
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_block_is_of_a_kind_that_is_checked(page: str) -> None:
+    assert {block.language for block in blocks(page)} <= {"sh", "python", "json", "text"}
+    assert read(page).count("```") == 2 * len(blocks(page))
+    assert not re.findall(r"^    .*", prose(page), re.M), "an indented block would not be run"
+
+
+@pytest.mark.parametrize(
+    "names", [commands.CI, commands.SLOW, commands.NOT_HERE, commands.EXACT, commands.NEEDS_ROOT]
+)
+def test_the_lists_name_nothing_that_is_gone(names: Any) -> None:
+    there = [command for block in EXAMPLES for command in source_of(block)]
+    assert [name for name in names if not any(c.startswith(name) for c in there)] == []
+
+
+def test_dsx_commands_have_the_options_they_are_given() -> None:
+    """Also those that are too long to run here."""
+    root = typer.main.get_command(app)
+    found = 0
+    for block in EXAMPLES:
+        for line in block.commands if block.language == "sh" else []:
+            for part in re.split(r" -- ", re.sub(r"^\w+=\S+ ", "", line)):
+                words = shlex.split(re.sub(r"\{clusters?\}", "1", part))
+                if words[0] != "dsx":
+                    continue
+                command, arguments = root, words[1:]
+                while hasattr(command, "commands"):
+                    command, arguments = command.commands[arguments[0]], arguments[1:]
+                command.make_context(words[-1], arguments)  # raises what the shell would show
+                found += 1
+    assert found > 20
+
+
+def find(value: Any, key: str) -> Any:
+    """Return what a document holds under a key, at any depth."""
+    if isinstance(value, dict):
+        below = [find(v, key) for v in value.values()]
+        return value[key] if key in value else next((b for b in below if b is not None), None)
+    return None
+
+
+@pytest.mark.parametrize(
+    "block",
+    [b for b in EXAMPLES if b.language == "json"],
+    ids=lambda b: f"{b.page}:{b.line}",
+)
+def test_pieces_of_json_are_valid(block: Block, tmp_path: Path) -> None:
+    """A piece is a key and its value; with a file in the title it stands in that file."""
+    piece = json.loads("{" + block.text + "}")
+    ((key, value),) = piece.items()
+    if block.title:
+        assert find(json.loads(read(block.title)), key) == value
+    if key == "dsx":
+        load_config(piece)
+    elif key not in OF_DEEPSPEED:
+        load_config({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}, **piece}})
