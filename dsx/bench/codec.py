@@ -23,8 +23,7 @@ from torch import Tensor
 
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.compress.wire.compiled import unavailable
-from dsx.compress.wire.formats import FORMATS
-from dsx.compress.wire.group_formats import GROUP_SIZES, Int8
+from dsx.compress.wire.formats import FORMATS, GROUP_SIZES, Int8
 from dsx.core.checks import require_choice
 
 logger = logging.getLogger(__name__)

@@ -17,35 +17,17 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from math import lcm
 
 import torch
 from torch import Tensor
 
+from dsx.compress.base import CodingError, Launch
 from dsx.compress.error_feedback import Residual
+from dsx.compress.slices import GATHERED_UP_TO, exact_rounds, mean_bounds, slice_bounds
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.exchange import Exchange, Peers, Swap, to_all
-
-GATHERED_UP_TO = 3  # clusters
-
-
-def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tuple[int, int]]:
-    """Return `(start, stop)` of each cluster's slice, cut at multiples of `granularity`.
-
-    Lengths differ by one unit at most; slices may be empty, and the last unit may be short.
-    """
-    units = -(-numel // granularity)
-    cuts = [min(units * m // num_clusters * granularity, numel) for m in range(num_clusters + 1)]
-    return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
-
-
-def mean_bounds(numel: int, wire: Wire, mean_wire: Wire, peers: Peers) -> tuple[int, int]:
-    """Return which elements' mean a cluster encodes anew; none where all codes are gathered."""
-    if peers.num_clusters <= GATHERED_UP_TO:
-        return 0, 0
-    granularity = lcm(wire.granularity, mean_wire.granularity)
-    return slice_bounds(numel, peers.num_clusters, granularity)[peers.cluster_id]
 
 
 class ExactMean:
@@ -58,9 +40,8 @@ class ExactMean:
 
     def bytes_sent(self, numel: int) -> int:
         """Return the payload bytes this cluster sends for a mean of `numel` values."""
-        start, stop = slice_bounds(numel, self._peers.num_clusters)[self._peers.cluster_id]
-        own = stop - start
-        return 4 * (numel - own + own * (self._peers.num_clusters - 1))
+        rounds = exact_rounds(numel, self._peers.num_clusters)
+        return sum(of_round[self._peers.cluster_id].sent for of_round in rounds)
 
     def exchange(self, x: Tensor) -> Exchange:
         """Average `x`, fp32 `[n]` on the CPU, in place."""
@@ -115,10 +96,9 @@ class CodedMean:
         self._codec = wire.codec(numel, cpu, kernels)
         self.backend = self._codec.backend
         num_clusters, own = peers.num_clusters, peers.cluster_id
-        granularity = lcm(wire.granularity, mean_wire.granularity)
         whole = [(0, numel)]
         self._bounds = (
-            whole if self._is_gathered else slice_bounds(numel, num_clusters, granularity)
+            whole if self._is_gathered else mean_bounds(numel, wire, mean_wire, num_clusters)
         )
         lengths = [stop - start for start, stop in self._bounds]
         own_length = numel if self._is_gathered else lengths[own]
@@ -128,16 +108,6 @@ class CodedMean:
         if not self._is_gathered:
             self._mean_codec = mean_wire.codec(max(lengths), cpu, kernels)
             self._means = [_buffer(mean_wire.num_bytes(length)) for length in lengths]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes this cluster sends for one mean."""
-        peers = self._peers
-        others = peers.num_clusters - 1
-        if self._is_gathered:
-            return self._outgoing[0].numel() * others
-        scattered = sum(self._outgoing[m].numel() for m in peers.others)
-        return scattered + self._means[peers.cluster_id].numel() * others
 
     def exchange(
         self,
@@ -194,3 +164,17 @@ def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed:
 
 def _buffer(num_bytes: int) -> Tensor:
     return torch.zeros(num_bytes, dtype=torch.uint8)
+
+
+class DenseChannel:
+    """`Dense`'s channel: the exact mean."""
+
+    def __init__(self, peers: Peers) -> None:
+        self.slots: Mapping[str, Tensor] = {}
+        self.errors: Mapping[str, CodingError] = {}
+        self._mean = ExactMean(peers)
+        self.spectrum = None
+
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
+        """Average `x` in fp32, in place."""
+        return self._mean.exchange(x)

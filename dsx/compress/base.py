@@ -4,20 +4,25 @@ A compressor is a choice of the configuration; it opens one channel per fragment
 buffers and the state (residuals, warm starts) of that fragment on this rank, and runs the
 exchanges of its transfers one after another, on whatever thread the transport uses. State lives
 on the host, beside the buffers that travel.
+
+Compressors are declarations that need no torch: they import the channels that they open, which
+import no compressor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from torch import Tensor
-
-from dsx.compress.averaging import ExactMean
-from dsx.compress.error_feedback import Residual
+from dsx.compress.slices import Rounds, exact_rounds
 from dsx.core.exchange import Exchange, Peers
 from dsx.core.types import Fragment, Slot
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dsx.compress.error_feedback import Residual
 
 
 @dataclass(frozen=True)
@@ -62,88 +67,76 @@ class Channel(Protocol):
         """Return what the round just ended tells of the rank (see low_rank.py), if anything."""
         ...
 
-    def payload_bytes(self, launch: Launch) -> int:
-        """Return the bytes this cluster sends in a round, headers apart."""
-        ...
-
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x`, fp32 `[numel]` on the CPU, in place; every cluster gets the same bits."""
         ...
 
 
 class Compressor(Protocol):
-    """How pseudo-gradients travel."""
+    """How pseudo-gradients travel; frozen, and all but `open` from numbers alone.
+
+    To be derived from: what is not said otherwise is as of the simplest one. A plan asks for
+    `traffic` and `state_bytes`, a run for `open`, whose channels do just that.
+    """
+
+    is_exact: ClassVar[bool] = False
+    """Whether the mean is that of the fp32 values themselves."""
+    needs_whole_matrices: ClassVar[bool] = False
+    """Whether shards have to be put together before coding."""
+    captures_spectrum: ClassVar[bool] = False
+    """Whether its channels tell of the rank, by `spectrum`."""
 
     @property
-    def is_exact(self) -> bool:
-        """Whether the mean is that of the fp32 values themselves."""
-        ...
-
-    @property
-    def needs_whole_matrices(self) -> bool:
-        """Whether shards have to be put together before coding."""
-        ...
+    def usual_round(self) -> int:
+        """Return the number of a round that sends what most do."""
+        return 1
 
     def takes(self, slot: Slot) -> bool:
-        """Whether a whole parameter is one of those."""
-        ...
-
-    @property
-    def captures_spectrum(self) -> bool:
-        """Whether its channels tell of the rank, by `spectrum`."""
-        ...
+        """Whether a whole parameter is one of those that have to be put together."""
+        return False
 
     def validate(self) -> None:
         """Raise ValueError for values that cannot work."""
-        ...
 
     def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
         """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`."""
         ...
 
-    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
-        """Return what that channel's `slots` take: residuals, warm starts."""
+    def traffic(
+        self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
+    ) -> Rounds:
+        """Return what each cluster sends and receives, exchange round by exchange round.
+
+        At a rank that has not changed before; `shard` as in `Peers`.
+        """
         ...
+
+    def payload_bytes(
+        self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
+    ) -> list[int]:
+        """Return the bytes that each cluster sends of a fragment, headers apart."""
+        rounds = self.traffic(fragment, num_clusters, launch, shard)
+        return [sum(of_round[m].sent for of_round in rounds) for m in range(num_clusters)]
+
+    def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
+        """Return what the `slots` of each cluster's channel take: residuals, warm starts."""
+        return [0] * num_clusters
 
 
 @dataclass(frozen=True)
-class Dense:
+class Dense(Compressor):
     """Send the fp32 pseudo-gradient as it is: 4 bytes per element, no error."""
 
     is_exact = True
-    captures_spectrum = False
-    needs_whole_matrices = False
 
-    def takes(self, slot: Slot) -> bool:
-        """No parameter has to be whole."""
-        return False
-
-    def validate(self) -> None:
-        """Nothing to check."""
-
-    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> DenseChannel:
+    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
         """Return a channel that averages in fp32."""
-        return DenseChannel(fragment.numel, peers)
+        from dsx.compress.averaging import DenseChannel
 
-    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
-        """Nothing is kept."""
-        return 0
+        return DenseChannel(peers)
 
-
-class DenseChannel:
-    """The exact mean."""
-
-    def __init__(self, numel: int, peers: Peers) -> None:
-        self.slots: Mapping[str, Tensor] = {}
-        self.errors: Mapping[str, CodingError] = {}
-        self._numel = numel
-        self._mean = ExactMean(peers)
-        self.spectrum = None
-
-    def payload_bytes(self, launch: Launch) -> int:
-        """Return the same for every round."""
-        return self._mean.bytes_sent(self._numel)
-
-    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
-        """Average `x` in fp32, in place."""
-        return self._mean.exchange(x)
+    def traffic(
+        self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
+    ) -> Rounds:
+        """Return those of an exact mean."""
+        return exact_rounds(fragment.numel, num_clusters)

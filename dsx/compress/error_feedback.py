@@ -17,21 +17,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from dsx.compress.wire.base import Wire
-from dsx.compress.wire.formats import FORMATS
-
-Storage = Literal["fp32", "bf16", "int8"]
-
-
-def residual_bytes(numel: int, storage: Storage) -> int:
-    """Return what a residual of `numel` elements takes."""
-    return FORMATS[storage]().num_bytes(numel)
-
+from dsx.compress.wire.formats import FORMATS, Storage
 
 _lock = threading.Lock()
 _shared = torch.empty(0)  # fp32 work space for residuals that are stored in less

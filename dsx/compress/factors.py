@@ -15,11 +15,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dsx.compress.owners import SCALE_BYTES, down_bytes, up_bytes
 from dsx.compress.wire.base import Codec, Kernels, Wire
 
 EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
-_EXPONENTS = 1  # bytes per row, up
-_SCALE = 2  # bytes per column, down
 
 
 class UpCodec:
@@ -33,8 +32,7 @@ class UpCodec:
 
     def num_bytes(self, rows: int) -> int:
         """Return the size of a message of `rows` rows."""
-        extra = 0 if self._wire.is_exact else rows * _EXPONENTS
-        return extra + self._wire.num_bytes(rows * self._length)
+        return up_bytes(self._wire, rows, self._length)
 
     def encode(self, x: Tensor, out: Tensor, seed: int) -> None:
         """Write the message of `x` `[rows, length]` to `out`."""
@@ -75,9 +73,7 @@ class DownCodec:
 
     def num_bytes(self, rows: int) -> int:
         """Return the size of a message of `rows` rows."""
-        return rows * self._length * (4 if self._is_exact else 1) + (
-            0 if self._is_exact else self._length * _SCALE
-        )
+        return down_bytes(self._is_exact, rows, self._length)
 
     def encode(self, x: Tensor, out: Tensor) -> None:
         """Write the message of `x` `[rows, length]` to `out`."""
@@ -86,7 +82,7 @@ class DownCodec:
             return
         scales = _rounded_up(x.abs().amax(dim=0).div_(127))
         codes = torch.where(scales > 0, x / scales, 0.0).round_().clamp_(-127, 127)
-        split = self._length * _SCALE
+        split = self._length * SCALE_BYTES
         out[:split].copy_(scales.to(torch.bfloat16).view(torch.uint8))
         out[split:].view(torch.int8).copy_(codes.view(-1))
 
@@ -95,7 +91,7 @@ class DownCodec:
         if self._is_exact:
             codes.view(-1).view(torch.uint8).copy_(data)
             return torch.ones(self._length)
-        split = self._length * _SCALE
+        split = self._length * SCALE_BYTES
         codes.view(-1).copy_(data[split:].view(torch.int8))
         scales = torch.empty(self._length, dtype=torch.bfloat16)
         scales.view(torch.uint8).copy_(data[:split])

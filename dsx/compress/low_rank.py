@@ -14,7 +14,7 @@ others send it their codes; it sums in cluster order, does the QR of a P, and se
 mean that everybody, itself included, decodes (factors.py: an exact integer product, so all clusters
 apply the same bits).
 
-A matrix that is split over ranks is put together on one of them first (redistribution.py), so the
+A matrix that is split over ranks is put together on one of them first (whole_matrices.py), so the
 result does not depend on shards. Matrices for which factors save less than `min_saving` against
 `wire`, and those whose name contains one of `exclude` (embeddings, output heads), travel as
 `Quantized` does; so does everything in the first `dense_rounds` and in every
@@ -24,30 +24,19 @@ one subspace.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from dsx.compress.base import Channel, CodingError, Launch
-from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
-from dsx.compress.owners import factor_owners
-from dsx.compress.quantized import (
-    CodedPart,
-    Feedback,
-    Quantized,
-    SmallPart,
-    coding_errors,
-    merged,
-    part_seed,
-)
+from dsx.compress.base import Channel, Launch
+from dsx.compress.owners import factor_rounds, two_sides
+from dsx.compress.quantized import Feedback, Quantized
+from dsx.compress.slices import Rounds
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.checks import require_choice
-from dsx.core.exchange import Exchange, Peers, Swap, to_all, together
-from dsx.core.types import Fragment, Slot
+from dsx.core.exchange import Peers
+from dsx.core.types import Fragment, Slot, runs_of
 
 FactorWire = Literal["fp32", "int8", "int4"]
 LEAST_RANK = 4  # what a matrix must allow where the rank is a controller's
@@ -133,160 +122,58 @@ class LowRank(Quantized):
         every = self.full_round_every
         return round <= self.dense_rounds or (every is not None and round % every == 0)
 
+    @property
+    def usual_round(self) -> int:
+        """Return the second round in factors: the first one iterates twice."""
+        return next(r for r in count(self._first_in_factors + 1) if not self.is_dense_round(r))
+
+    @property
+    def _first_in_factors(self) -> int:
+        return next(r for r in count(1) if not self.is_dense_round(r))
+
     def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
         """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
+        from dsx.compress.low_rank_channel import LowRankChannel
+
         return LowRankChannel(self, fragment, peers, max_rank or self.rank or 0)
 
-    def state_bytes(self, fragment: Fragment, peers: Peers, max_rank: int) -> int:
-        """Return what residuals and warm starts take."""
-        taken = [s for s in fragment.layout if self.takes(s)]
-        rest = [s for s in fragment.layout if not s.is_small and not self.takes(s)]
-        kept = _warm_bytes(self, taken, max_rank or self.rank or 0)
-        for slots, keeps_mean in ((taken, False), (rest, True)):
-            for start, stop in merged([(s.offset, s.offset + s.numel) for s in slots]):
-                kept += self._run_bytes(stop - start, peers, keeps_mean)
-        return kept
+    def traffic(
+        self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
+    ) -> Rounds:
+        """Return those of a dense round, or of the factors with the rest beside them."""
+        if self.is_dense_round(launch.round):
+            return self.coded_traffic(fragment, fragment.coded_runs, num_clusters)
+        taken, rest = self.split(fragment)
+        rank, factors = self.rank_of(launch), ()
+        if taken and num_clusters > 1:
+            first = (fragment.id + shard) % num_clusters
+            matrices = tuple((*two_sides(s), min(rank, self.largest_rank(s))) for s in taken)
+            factors = factor_rounds(matrices, self.factor_format, num_clusters, first)
+            factors *= 2 if launch.round == self._first_in_factors else 1
+        return self.coded_traffic(fragment, runs_of(rest), num_clusters, beside=factors)
 
-
-def _warm_bytes(method: LowRank, slots: list[Slot], max_rank: int) -> int:
-    """Return what the warm starts of matrices take, and the rank they are of."""
-    ranks = [min(max_rank, method.largest_rank(s)) for s in slots]
-    return 8 + sum(4 * r * two_sides(s)[1] for r, s in zip(ranks, slots, strict=True))
-
-
-class LowRankChannel:
-    """The matrices in factors, the rest in codes.
-
-    `spectrum` `[max_rank + 1]`: of the matrices whose P this cluster averages, in the round just
-    ended, the squared singular values kept, summed over matrices, and at the end |mean M|_F^2 to
-    match, from what random probes g tell of what is missed: M g travels with P. Zeros after a dense
-    round.
-    """
-
-    def __init__(self, method: LowRank, fragment: Fragment, peers: Peers, max_rank: int) -> None:
-        self._method = method
-        self._peers = peers
-        taken = [s for s in fragment.layout if method.takes(s)]
-        rest = [s for s in fragment.layout if not s.is_small and not method.takes(s)]
-        sides, work_space = [two_sides(s) for s in taken], WorkSpace()
-        owners = factor_owners(sides, peers.num_clusters, fragment.id + peers.shard)
-        self._matrices = [
-            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), peers, by, work_space, method)
-            for s, by in zip(taken, owners, strict=True)
-        ]
-        self._rest = self._coded_parts(rest, fragment.id, 0)
-        self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
-        self._small = SmallPart(method.small_wire, fragment.layout, peers)
-        self._rank = torch.zeros(1, dtype=torch.int64)  # of the round before; 0: none yet
-        self.spectrum = torch.zeros(max_rank + 1)
-
-    @property
-    def slots(self) -> Mapping[str, Tensor]:
-        """Warm starts, residuals, and the rank they are of."""
-        named: dict[str, Tensor] = {"rank": self._rank}
-        for matrix in self._matrices:
-            named[f"q.{matrix.name}"] = matrix.warm
-        return {**named, **{name: error.residual.stored for name, error in self.errors.items()}}
-
-    @property
-    def errors(self) -> Mapping[str, CodingError]:
-        """The residuals of everything that is coded, matrices included."""
-        return {**coding_errors("rest", self._rest), **coding_errors("residual", self._dense)}
-
-    def payload_bytes(self, launch: Launch) -> int:
-        """Return what a round with one power iteration sends, or a dense one."""
-        total = self._small.bytes_sent + sum(part.bytes_sent for part in self._rest)
-        if self._method.is_dense_round(launch.round):
-            return total + sum(part.bytes_sent for part in self._dense)
-        rank = self._rank_of(launch)
-        return total + sum(m.payload_bytes(min(rank, m.max_rank)) for m in self._matrices)
-
-    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
-        """Average `x` in place; all clusters decode the same bytes."""
-        self.spectrum.zero_()
-        parts: list[Generator[Swap, None, object]] = [
-            part.exchange(x, launch) for part in self._rest
-        ]
-        if self._method.is_dense_round(launch.round):
-            parts += [part.exchange(x, launch) for part in self._dense]
-        elif self._matrices:
-            parts.append(self._exchange_factors(x, launch))
-        yield from together(*parts, self._small.exchange(x))
-        return x
-
-    def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[Swap, None, None]:
-        rank = self._rank_of(launch)
-        has_residual = any(part.residual is not None for part in self._dense)
-        is_cold = int(self._rank) != rank
-        for matrix in self._matrices:
-            matrix.begin(x, min(rank, matrix.max_rank), launch.round)
-        for part in self._dense:  # the same residual as in dense rounds
-            part.add_residual(x)
-        for iteration in range(2 if is_cold else 1):
-            for matrix in self._matrices:
-                matrix.encode_p()
-            yield from self._to_owners_and_back()
-            for matrix in self._matrices:
-                matrix.encode_q()
-            is_last = iteration == int(is_cold)
-            if is_last:
-                self._keep_residuals(x)
-            yield from self._to_owners_and_back()
-            for matrix in self._matrices:
-                matrix.take_q()
-        for matrix in self._matrices:
-            matrix.write_mean()
-            if matrix.averages_p:
-                squares, total = matrix.spectrum(has_residual)
-                self.spectrum[: matrix.rank] += squares
-                self.spectrum[-1] += total
-        self._rank.fill_(rank)
-
-    def _rank_of(self, launch: Launch) -> int:
-        rank = launch.rank or self._method.rank
+    def rank_of(self, launch: Launch) -> int:
+        """Return the rank of a transfer: a controller's, or the own one."""
+        rank = launch.rank or self.rank
         assert rank is not None, "validate() requires a rank of the codec or of a controller"
         return rank
 
-    def _to_owners_and_back(self) -> Generator[Swap, None, None]:
-        """Send every matrix's factor to its owner, and the owners' mean factors to all."""
-        clusters = range(self._peers.num_clusters)
-        own = [m for m in self._matrices if m.is_owned]
-        if self._peers.num_clusters > 1:
-            yield Swap(
-                [[m.sent for m in self._matrices if m.owner == c] for c in clusters],
-                [[m.received[c] for m in own] for c in clusters],
-            )
-        for matrix in own:
-            matrix.average()
-        if self._peers.num_clusters > 1:
-            yield to_all(
-                [m.mean for m in own],
-                [[m.mean for m in self._matrices if m.owner == c] for c in clusters],
-            )
-        for matrix in self._matrices:
-            matrix.decode_mean()
+    def split(self, fragment: Fragment) -> tuple[list[Slot], list[Slot]]:
+        """Return the slots that travel in factors, and the others that are worth a code."""
+        taken: list[Slot] = []
+        rest: list[Slot] = []
+        for slot in fragment.layout:
+            if not slot.is_small:
+                (taken if self.takes(slot) else rest).append(slot)
+        return taken, rest
 
-    def _keep_residuals(self, x: Tensor) -> None:
-        """Let every residual be what the own factors miss of `x`."""
-        for part in self._dense:
-            if part.residual is not None:
-                with part.residual.opened() as residual:
-                    for matrix in self._matrices:
-                        matrix.write_lost(residual, part.start, part.stop)
-
-    def _coded_parts(
-        self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True
-    ) -> list[CodedPart]:
-        ranges = merged([(s.offset, s.offset + s.numel) for s in slots])
-        seeds = [part_seed(fragment, first + i, self._peers) for i in range(len(ranges))]
-        return [
-            CodedPart(self._method, a, b, self._peers, seed, keeps_mean)
-            for (a, b), seed in zip(ranges, seeds, strict=True)
-        ]
-
-
-def two_sides(slot: Slot) -> tuple[int, int]:
-    """Return a parameter as a matrix: the first dimension by all the others."""
-    whole = slot.whole or slot.shape
-    rows = whole[0]
-    return rows, slot.numel // rows
+    def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
+        """Return what residuals and warm starts take, and the rank that these are of."""
+        taken, rest = self.split(fragment)
+        most = max_rank or self.rank or 0
+        warm = 8 + sum(4 * min(most, self.largest_rank(s)) * two_sides(s)[1] for s in taken)
+        kinds = (
+            self.residual_bytes(runs_of(taken), num_clusters, keeps_mean=False),
+            self.residual_bytes(runs_of(rest), num_clusters),
+        )
+        return [warm + a + b for a, b in zip(*kinds, strict=True)]

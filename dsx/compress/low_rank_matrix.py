@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from dsx.compress.factors import DownCodec, UpCodec, product
-from dsx.compress.owners import Owners
+from dsx.compress.owners import NUM_PROBES, Owners
 from dsx.compress.wire.base import Kernels, Wire
 from dsx.core.exchange import Peers
 from dsx.core.types import Slot
 
-NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
 _TINY = 2.0**-126  # the least normal number
 _LEAST_SHARE = 1e-3  # that factors are taken to keep
 
@@ -220,18 +219,6 @@ class LowRankMatrix:
             return squares, kept + self._missed_square
         share = 1 - min(self._missed_square / max(self._total_square, _TINY), 1 - _LEAST_SHARE)
         return squares, kept / share
-
-    def payload_bytes(self, rank: int) -> int:
-        """Return what this cluster sends of the matrix in a round of one power iteration."""
-        sent = 0
-        for owner, length, rows in zip(
-            self._owners, (self._m, self._n), (rank + NUM_PROBES, rank), strict=True
-        ):
-            if owner == self._peers.cluster_id:
-                sent += (self._peers.num_clusters - 1) * self._down[length].num_bytes(rank)
-            else:
-                sent += self._up[length].num_bytes(rows)
-        return sent
 
     def _encode(self, factor: Tensor, length: int) -> None:
         self._rows, self._length = factor.shape

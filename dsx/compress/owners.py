@@ -1,13 +1,24 @@
-"""Which clusters average the factors of which matrices.
+"""Which clusters average the factors of which matrices, and how many bytes that takes.
 
 A swap lasts as long as the cluster with most to send or to receive needs, so each factor is shared
-out evenly, by itself: P and Q go one after another.
+out evenly, by itself: P and Q go one after another. factors.py says what the bytes are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from dsx.compress.slices import Rounds, to_all_round, to_owners_round
+
+if TYPE_CHECKING:
+    from dsx.compress.wire.base import Wire
+    from dsx.core.types import Slot
+
+NUM_PROBES = 4  # random directions that estimate how much of the mean the factors miss
+EXPONENT_BYTES = 1  # per row, up
+SCALE_BYTES = 2  # per column, down
 
 
 class Owners(NamedTuple):
@@ -32,6 +43,42 @@ def factor_owners(
         Owners((p + first) % num_clusters, (q + first + 1) % num_clusters)
         for p, q in zip(p_owners, q_owners, strict=True)
     )
+
+
+def two_sides(slot: Slot) -> tuple[int, int]:
+    """Return a parameter as a matrix: the first dimension by all the others."""
+    whole = slot.whole or slot.shape
+    rows = whole[0]
+    return rows, slot.numel // rows
+
+
+def up_bytes(wire: Wire, rows: int, length: int) -> int:
+    """Return the size of a cluster's `rows` directions of `length`, on their way to the owner."""
+    return (0 if wire.is_exact else rows * EXPONENT_BYTES) + wire.num_bytes(rows * length)
+
+
+def down_bytes(is_exact: bool, rows: int, length: int) -> int:
+    """Return the size of a mean factor of `rows` directions of `length`, from its owner to all."""
+    return 4 * rows * length if is_exact else rows * length + length * SCALE_BYTES
+
+
+@lru_cache(maxsize=4096)
+def factor_rounds(
+    matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int, first: int
+) -> Rounds:
+    """Return what factors of matrices `(m, n, rank)` take in one power iteration.
+
+    P to its owners, their means to all, then Q likewise; `first` as for `factor_owners`.
+    """
+    owners = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, first)
+    rounds: Rounds = ()
+    for factor, probes in ((0, NUM_PROBES), (1, 0)):
+        up, down = [0] * num_clusters, [0] * num_clusters  # by owner
+        for (*sides, rank), by in zip(matrices, owners, strict=True):
+            up[by[factor]] += up_bytes(wire, rank + probes, sides[factor])
+            down[by[factor]] += down_bytes(wire.is_exact, rank, sides[factor])
+        rounds += to_owners_round(up) + to_all_round(down)
+    return rounds
 
 
 def _share_out(sizes: list[int], num_clusters: int) -> list[int]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+if TYPE_CHECKING:  # what only plans is started without torch
+    from torch import Tensor
 
-Exchange = Generator["Swap", None, Tensor]
+Exchange = Generator["Swap", None, "Tensor"]
 HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
 HEADER = "header"  # `Swap.what` of three int64 to all, which travel in an announcement
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:  # what only plans is started without torch
@@ -76,10 +77,32 @@ class Fragment:
     stage: int
     layout: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Elements of the fragment on this rank."""
         return sum(slot.numel for slot in self.layout)
+
+    @cached_property
+    def coded_runs(self) -> list[tuple[int, int]]:
+        """Return `(start, stop)` of what is worth a code, neighbours as one."""
+        return runs_of([slot for slot in self.layout if not slot.is_small])
+
+    @cached_property
+    def small_runs(self) -> list[tuple[int, int]]:
+        """Return `(start, stop)` of the rest, neighbours as one."""
+        return runs_of([slot for slot in self.layout if slot.is_small])
+
+
+def runs_of(slots: Sequence[Slot]) -> list[tuple[int, int]]:
+    """Return the ranges of slots in the order of their offsets, neighbours joined, none empty."""
+    found: list[tuple[int, int]] = []
+    for slot in slots:
+        start, stop = slot.offset, slot.offset + slot.numel
+        if found and found[-1][1] == start:
+            found[-1] = (found[-1][0], stop)
+        elif stop > start:
+            found.append((start, stop))
+    return found
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsx.core.exchange import Peers
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
@@ -76,14 +75,13 @@ def predict(
     notes = sum(notes_shape(method, f, count, num_clusters).numel for f, count in pairs)
     wire = sum(f.numel for f in on_the_wire)
     rank = method.control.largest_rank
-    peers = [Peers(m, num_clusters) for m in range(num_clusters)]
-    codec = [sum(method.compression.state_bytes(f, p, rank) for f in on_the_wire) for p in peers]
+    codec = [method.compression.state_bytes(f, num_clusters, rank) for f in on_the_wire]
     return OuterMemory(
         anchor=4 * numel if outer.keeps_anchor else 0,
         outer_optimizer=4 * numel * len(outer.slots),
         delay=4 * (numel * len(delay.slots(outer.slots)) + kept),
         staleness=4 * of_staleness,
-        codec=max(codec),
+        codec=max(map(sum, zip(*codec, strict=True)), default=0),
         transfers=4 * berths * (wire + notes),
         in_the_cluster=in_the_cluster,
         work_space=4 * _MOST_SCRATCH * max((f.numel for f in fragments), default=0),

@@ -42,6 +42,7 @@ class Clusters:
     ) -> None:
         peers = [Peers(m, num_clusters) for m in range(num_clusters)]
         self.channels = [method.open(fragment, p, max_rank) for p in peers]
+        self.method = method
         self.fragment = fragment
         self.round = 0
         self.bytes_sent: list[int] = []
@@ -55,6 +56,11 @@ class Clusters:
         )
         assert all(torch.equal(bits(mean), bits(means[0])) for mean in means)
         return means[0]
+
+    def payload_bytes(self, round: int, rank: int | None = None) -> list[int]:
+        """What the method says that every cluster sends in a round."""
+        launch = Launch(round, rank)
+        return self.method.payload_bytes(self.fragment, len(self.channels), launch)
 
     def resumed_by(self, other: Clusters) -> Clusters:
         """Give `other` the state that a checkpoint carries, and return it."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dsx.compress.averaging import CodedMean, ExactMean
 from dsx.compress.error_feedback import Residual
+from dsx.compress.slices import coded_rounds, exact_rounds, gathered_rounds
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.exchange import Peers
-from dsx.plan.traffic import mean_swaps
 from tests.compress.channels import bits, correlated, drive, exact_mean, nmse
 from tests.compress.wire import reference
 
@@ -42,7 +42,11 @@ def coded_means(
     ]
     exchanges = [mean.exchange(x.clone()) for mean, x in zip(means, values, strict=True)]
     results, sent = drive(exchanges)
-    return results, sent, [mean.bytes_sent for mean in means]
+    up, down, numel = FORMATS[wire](), FORMATS[mean_wire](), values[0].numel()
+    rounds = coded_rounds(numel, up, down, num_clusters)
+    if is_gathered:
+        rounds = gathered_rounds(numel, up, num_clusters)
+    return results, sent, [sum(r[m].sent for r in rounds) for m in range(num_clusters)]
 
 
 def as_decoded(wire: str, x: Tensor) -> Tensor:
@@ -66,7 +70,7 @@ def expected_mean(values: list[Tensor], wire: str, mean_wire: str | None) -> Ten
 
 def test_an_exact_mean_takes_the_swaps_a_plan_counts() -> None:
     for num_clusters, swaps in ((1, 0), (2, 1), (3, 2), (7, 2)):
-        assert swaps == mean_swaps(num_clusters)
+        assert swaps == len(exact_rounds(9, num_clusters))
         mean = ExactMean(Peers(0, num_clusters))
         found = [swap.bytes_sent(Peers(0, num_clusters)) for swap in mean.exchange(torch.zeros(9))]
         assert len(found) == swaps
@@ -152,9 +156,9 @@ def test_bytes_per_element(num_clusters: int, per_element: float) -> None:
         else (num_clusters - 1) / num_clusters * (up + down) / 8
     )
     assert exact == pytest.approx(per_element, abs=0.006)
-    for cluster in range(num_clusters):
-        mean = CodedMean(numel, FORMATS["int4"](), FORMATS["int8"](), Peers(cluster, num_clusters))
-        assert mean.bytes_sent / numel == pytest.approx(exact, rel=0.005)
+    rounds = coded_rounds(numel, FORMATS["int4"](), FORMATS["int8"](), num_clusters)
+    for sent in zip(*rounds, strict=True):
+        assert sum(p.sent for p in sent) / numel == pytest.approx(exact, rel=0.005)
 
 
 @pytest.mark.parametrize(("num_clusters", "limit"), [(2, 0.009), (4, 0.009), (32, 0.002)])

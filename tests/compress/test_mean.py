@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsx.comm.in_process import InProcessHub
-from dsx.compress.averaging import ExactMean, slice_bounds
+from dsx.compress.averaging import ExactMean
+from dsx.compress.slices import slice_bounds
 from dsx.core.exchange import Peers
 from dsx.core.transport import PeerLost, Submission
 

@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dsx.compress.base import Launch
 from dsx.compress.quantized import Quantized
 from dsx.core.types import Fragment, Slot
 from tests.compress.channels import (
@@ -76,7 +75,7 @@ def test_matrices_are_coded_in_runs(wire: Any, group_size: int, num_clusters: in
 def test_announced_bytes_are_sent(num_clusters: int) -> None:
     clusters = Clusters(Quantized(), FRAGMENT, num_clusters)
     clusters.average(correlated(FRAGMENT.numel, num_clusters))
-    assert clusters.bytes_sent == [c.payload_bytes(Launch(1)) for c in clusters.channels]
+    assert clusters.bytes_sent == clusters.payload_bytes(1)
     if num_clusters == 2:
         small, coded = 70 + 2000 + 1023, [2480, 1152]
         groups = [-(-n // 64) for n in coded]
@@ -225,10 +224,10 @@ def test_any_layout(
     fragment = fragment_of(*shapes)
     clusters = Clusters(Quantized(wire=wire, error_feedback=feedback), fragment, num_clusters)
     values = [x * scale for x in correlated(fragment.numel, num_clusters)]
-    for launch in (Launch(1), Launch(2)):
+    for round in (1, 2):
         mean = clusters.average(values)
         assert mean.isfinite().all()
-        assert clusters.bytes_sent == [c.payload_bytes(launch) for c in clusters.channels]
+        assert clusters.bytes_sent == clusters.payload_bytes(round)
     largest = max((float(x.abs().max()) for x in values if x.numel()), default=0.0)
     assert not scale or not fragment.numel or (mean - exact_mean(values)).abs().max() <= 2 * largest
 

@@ -1,4 +1,4 @@
-"""Formats that are a cast of each element: fp32 (exact), bf16, fp16.
+"""The codec of formats that are a cast of each element: fp32 (exact), bf16, fp16.
 
 A message is the elements in order, little-endian, 4 or 2 bytes each. A cast is one native pass,
 so there is nothing to compile: the backend is always "eager". It goes through tiles, because a
@@ -10,74 +10,25 @@ bf16 has the range of fp32 (only what exceeds 3.39e38 becomes infinite).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
-from dsx.compress.wire.base import Buffers, Codec, Kernels, require_sizes
+from dsx.compress.wire.base import Kernels
+from dsx.compress.wire.work_space import Buffers, require_sizes
 from dsx.core.checks import require_choice
 
 TILE = 2**17
 FP16_MAX = 65504.0
 
 
-class _Cast:
-    """What follows from a dtype alone, the same for every format here."""
-
-    name: ClassVar[str]
-    dtype: ClassVar[torch.dtype]
-    is_exact = False
-    granularity = 1
-
-    def validate(self) -> None:
-        """Nothing to check."""
-
-    def num_bytes(self, numel: int) -> int:
-        """Return the exact size of a message of `numel` elements."""
-        return self.dtype.itemsize * numel
-
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
-        """Return a codec for vectors of up to `numel` elements on `device`."""
-        return CastCodec(self.dtype, numel, device, kernels)
-
-
-@dataclass(frozen=True)
-class FP32(_Cast):
-    """The values themselves."""
-
-    name = "fp32"
-    dtype = torch.float32
-    is_exact = True
-
-
-@dataclass(frozen=True)
-class BF16(_Cast):
-    """8 significant bits, the range of fp32."""
-
-    name = "bf16"
-    dtype = torch.bfloat16
-
-
-@dataclass(frozen=True)
-class FP16(_Cast):
-    """11 significant bits between 6e-5 and 65504."""
-
-    name = "fp16"
-    dtype = torch.float16
-
-
 class CastCodec:
-    """`Codec` for one dtype on one device; see base.py for the contract."""
+    """`Codec` for one of torch's dtypes, by name, on one device; see base.py for the contract."""
 
     backend = "eager"
 
-    def __init__(
-        self, dtype: torch.dtype, numel: int, device: torch.device, kernels: Kernels
-    ) -> None:
+    def __init__(self, dtype: str, numel: int, device: torch.device, kernels: Kernels) -> None:
         require_choice("kernels", kernels, Kernels)
-        self._dtype = dtype
+        self._dtype: torch.dtype = getattr(torch, dtype)
         self._numel = numel
         self._new = Buffers(device)
 

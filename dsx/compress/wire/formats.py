@@ -1,10 +1,286 @@
-"""Every wire format by its name: the table that configurations and `dsx bench codec` read."""
+"""Every wire format by its name, what it is and the bytes it takes.
+
+fp32 (exact), bf16 and fp16 are a cast of each element. The others have one bf16 scale per group:
+
+| name     | grid, times the scale                  | bytes per element, full groups |
+|----------|----------------------------------------|--------------------------------|
+| int8     | -127 .. 127                            | 1 + 2 / group_size             |
+| int4     | -7 .. 7                                | 1/2 + 2 / group_size           |
+| fp8      | the 253 numbers of e4m3                | 1 + 2 / group_size             |
+| fp4_e2m1 | 0 .5 1 1.5 2 3 4 6 and negatives       | 1/2 + 2 / group_size           |
+| fp4_e3m0 | 0 1 2 4 8 16 32 64 and negatives       | 1/2 + 2 / group_size           |
+| ternary  | -1 0 1                                 | 1/5 + 2 / group_size           |
+
+A code is the rank of its number in the grid, 0 for zero. One byte holds: an 8-bit rank, two's
+complement; or two 4-bit ranks, two's complement, the low nibble from the first half of the group,
+the high one from the second; or five base-3 digits (rank + 1), the lowest from the first of five
+consecutive groups. See group_codec.py for the message as a whole.
+
+Sources: e4m3 is that of arXiv:2209.05433, e2m1 that of the OCP Microscaling formats 1.0, e3m0 that
+of Streaming DiLoCo (arXiv:2501.18512); ternary weights arXiv:1605.04711, whose threshold of 0.7
+times the mean magnitude is kept, with the mean of what exceeds it as the scale. Deviations: e4m3
+codes are ranks, not the standard's bits, so that one grid serves all small floats.
+
+Nearest rounding sends ties to the upper neighbour; stochastic rounding takes either neighbour and
+is unbiased. With nearest, for every element, s being the scale of its group:
+`|x - decoded| <= s / 2` for the integers, `<= |x| / 3 + s / 2` for e3m0.
+
+Nothing here needs torch before a codec is opened: plans read these declarations, too.
+"""
 
 from __future__ import annotations
 
-from dsx.compress.wire.base import Wire
-from dsx.compress.wire.casts import BF16, FP16, FP32
-from dsx.compress.wire.group_formats import FP4E2M1, FP4E3M0, FP8, Int4, Int8, Ternary
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from dsx.compress.wire.base import Codec, Kernels, Rounding, Wire
+from dsx.core.checks import require_choice
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP_SIZES = (32, 64, 128, 256)
+Storage = Literal["fp32", "bf16", "int8"]  # of residuals
+
+
+class _Cast:
+    """What follows from a dtype alone, the same for every cast."""
+
+    name: ClassVar[str]
+    dtype: ClassVar[str]  # torch's name
+    itemsize: ClassVar[int]
+    is_exact = False
+    granularity = 1
+
+    def validate(self) -> None:
+        """Nothing to check."""
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the exact size of a message of `numel` elements."""
+        return self.itemsize * numel
+
+    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+        """Return a codec for vectors of up to `numel` elements on `device`."""
+        from dsx.compress.wire.casts import CastCodec
+
+        return CastCodec(self.dtype, numel, device, kernels)
+
+
+@dataclass(frozen=True)
+class FP32(_Cast):
+    """The values themselves."""
+
+    name = "fp32"
+    dtype = "float32"
+    itemsize = 4
+    is_exact = True
+
+
+@dataclass(frozen=True)
+class BF16(_Cast):
+    """8 significant bits, the range of fp32."""
+
+    name = "bf16"
+    dtype = "bfloat16"
+    itemsize = 2
+
+
+@dataclass(frozen=True)
+class FP16(_Cast):
+    """11 significant bits between 6e-5 and 65504."""
+
+    name = "fp16"
+    dtype = "float16"
+    itemsize = 2
+
+
+@dataclass(frozen=True)
+class GroupFormat:
+    """What the kernels need to know of a format.
+
+    `parts` codes of base `base` share a byte: the byte j of a block holds the j-th element of each
+    of its `parts` equal pieces, the first piece in the lowest digit. `mantissa_bits` is None for
+    equally spaced grids, else the grid is that of a small float, in units of its least normal.
+    """
+
+    group_size: int
+    parts: int
+    base: int
+    top_rank: int
+    top_value: float
+    mantissa_bits: int | None = None
+    is_ternary: bool = False
+    is_stochastic: bool = False
+
+    @property
+    def block(self) -> int:
+        """Elements per block: whole groups that fill whole bytes."""
+        return self.group_size * (self.parts if self.is_ternary else 1)
+
+    @property
+    def width(self) -> int:
+        """Bytes of a block's codes."""
+        return self.block // self.parts
+
+    def code_bytes(self, numel: int) -> int:
+        """Bytes of the codes of `numel` elements."""
+        return -(-numel // self.parts)
+
+    def num_groups(self, numel: int) -> int:
+        """Groups, and scales, of `numel` elements."""
+        return -(-numel // self.group_size)
+
+    def num_bytes(self, numel: int) -> int:
+        """Bytes of a message of `numel` elements: codes, and 2 for each scale."""
+        return self.code_bytes(numel) + 2 * self.num_groups(numel)
+
+
+class _Grouped(ABC):
+    """What follows from a `GroupFormat` alone, the same for every format here."""
+
+    is_exact = False
+    name: str
+    group_size: int
+
+    @property
+    @abstractmethod
+    def form(self) -> GroupFormat:
+        """What the kernels need to know."""
+
+    @property
+    def granularity(self) -> int:
+        """Elements of a block: whole groups that fill whole bytes."""
+        return self.form.block
+
+    def validate(self) -> None:
+        """Require a known group size and rounding."""
+        if self.group_size not in GROUP_SIZES:
+            nearest = min(GROUP_SIZES, key=lambda size: abs(size - self.group_size))
+            raise ValueError(
+                f"{self.name}.group_size={self.group_size} must be one of "
+                f"{', '.join(map(str, GROUP_SIZES))}; try {nearest}"
+            )
+        require_choice(f"{self.name}.rounding", getattr(self, "rounding", "nearest"), Rounding)
+
+    def num_bytes(self, numel: int) -> int:
+        """Return the exact size of a message of `numel` elements."""
+        return self.form.num_bytes(numel)
+
+    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+        """Return a codec for vectors of up to `numel` elements on `device`."""
+        from dsx.compress.wire.group_codec import GroupCodec
+
+        return GroupCodec(self.name, self.form, numel, device, kernels)
+
+
+@dataclass(frozen=True)
+class Int8(_Grouped):
+    """8-bit integers; the error is invisible next to that of the averaging itself."""
+
+    group_size: int = 256
+    rounding: Rounding = "nearest"
+
+    name = "int8"
+
+    @property
+    def form(self) -> GroupFormat:
+        """Ranks are the values."""
+        return _form(self.group_size, self.rounding, bits=8, top_rank=127, top_value=127.0)
+
+
+@dataclass(frozen=True)
+class Int4(_Grouped):
+    """4-bit integers, the default: an eighth of fp32, less error than either fp4."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    name = "int4"
+
+    @property
+    def form(self) -> GroupFormat:
+        """Ranks are the values."""
+        return _form(self.group_size, self.rounding, bits=4, top_rank=7, top_value=7.0)
+
+
+@dataclass(frozen=True)
+class FP8(_Grouped):
+    """e4m3, 4 exponent and 3 mantissa bits: for groups whose values span orders of magnitude."""
+
+    group_size: int = 256
+    rounding: Rounding = "nearest"
+
+    name = "fp8"
+
+    @property
+    def form(self) -> GroupFormat:
+        """448 is 28672 times the least normal number, 2^-6."""
+        return _form(self.group_size, self.rounding, 8, 126, 28672.0, mantissa_bits=3)
+
+
+@dataclass(frozen=True)
+class FP4E2M1(_Grouped):
+    """The usual 4-bit float."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    name = "fp4_e2m1"
+
+    @property
+    def form(self) -> GroupFormat:
+        """The largest of the eight magnitudes is 6."""
+        return _form(self.group_size, self.rounding, 4, 7, 6.0, mantissa_bits=1)
+
+
+@dataclass(frozen=True)
+class FP4E3M0(_Grouped):
+    """Powers of two: what Streaming DiLoCo sends; three times the squared error of int4."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    name = "fp4_e3m0"
+
+    @property
+    def form(self) -> GroupFormat:
+        """The largest of the eight magnitudes is 64."""
+        return _form(self.group_size, self.rounding, 4, 7, 64.0, mantissa_bits=0)
+
+
+@dataclass(frozen=True)
+class Ternary(_Grouped):
+    """Signs of what is large, 1.9 bits per element at groups of 64; nearest rounding only."""
+
+    group_size: int = 64
+
+    name = "ternary"
+
+    @property
+    def form(self) -> GroupFormat:
+        """Five digits per byte."""
+        return GroupFormat(self.group_size, 5, 3, 1, 1.0, is_ternary=True)
+
+
+def _form(
+    group_size: int,
+    rounding: Rounding,
+    bits: int,
+    top_rank: int,
+    top_value: float,
+    mantissa_bits: int | None = None,
+) -> GroupFormat:
+    return GroupFormat(
+        group_size,
+        parts=8 // bits,
+        base=2**bits,
+        top_rank=top_rank,
+        top_value=top_value,
+        mantissa_bits=mantissa_bits,
+        is_stochastic=rounding == "stochastic",
+    )
+
 
 FORMATS: dict[str, type[Wire]] = {
     "fp32": FP32,

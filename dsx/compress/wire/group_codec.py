@@ -14,16 +14,20 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dsx.compress.wire import group_slice
-from dsx.compress.wire.base import Buffers, Kernels, require_sizes
+from dsx.compress.wire.base import Kernels
 from dsx.compress.wire.compiled import compile_kernel, unavailable
-from dsx.compress.wire.group_kernels import GroupFormat, noise_key
+from dsx.compress.wire.group_kernels import noise_key
+from dsx.compress.wire.work_space import Buffers, require_sizes
 from dsx.core.checks import require_choice
+
+if TYPE_CHECKING:
+    from dsx.compress.wire.formats import GroupFormat
 
 logger = logging.getLogger(__name__)
 

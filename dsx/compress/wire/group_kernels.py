@@ -21,59 +21,21 @@ before and inside: a counter instead of a generator's state.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsx.compress.wire.base import Scratch
+from dsx.compress.wire.work_space import Scratch
+
+if TYPE_CHECKING:
+    from dsx.compress.wire.formats import GroupFormat
 
 MIN_SCALE = 2.0**-100
 FP32_MAX = 3.4028234663852886e38
 TERNARY_STEPS = 2.0**15  # group sums of 256 values below it are whole numbers below 2^24: exact
 TERNARY_THRESHOLD = 0.7
 OFFSET = {3: 121.0, 16: 136.0}  # what makes every digit of a byte non-negative
-
-
-@dataclass(frozen=True)
-class GroupFormat:
-    """What the kernels need to know of a format.
-
-    `parts` codes of base `base` share a byte: the byte j of a block holds the j-th element of each
-    of its `parts` equal pieces, the first piece in the lowest digit. `mantissa_bits` is None for
-    equally spaced grids, else the grid is that of a small float, in units of its least normal.
-    """
-
-    group_size: int
-    parts: int
-    base: int
-    top_rank: int
-    top_value: float
-    mantissa_bits: int | None = None
-    is_ternary: bool = False
-    is_stochastic: bool = False
-
-    @property
-    def block(self) -> int:
-        """Elements per block: whole groups that fill whole bytes."""
-        return self.group_size * (self.parts if self.is_ternary else 1)
-
-    @property
-    def width(self) -> int:
-        """Bytes of a block's codes."""
-        return self.block // self.parts
-
-    def code_bytes(self, numel: int) -> int:
-        """Bytes of the codes of `numel` elements."""
-        return -(-numel // self.parts)
-
-    def num_groups(self, numel: int) -> int:
-        """Groups, and scales, of `numel` elements."""
-        return -(-numel // self.group_size)
-
-    def num_bytes(self, numel: int) -> int:
-        """Bytes of a message of `numel` elements: codes, and 2 for each scale."""
-        return self.code_bytes(numel) + 2 * self.num_groups(numel)
 
 
 def quantize(

@@ -10,18 +10,22 @@ The tail, less than a block: the same on flat tensors, with a last group that ma
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from dsx.compress.wire.base import Scratch
 from dsx.compress.wire.group_kernels import (
-    GroupFormat,
     dequantize,
     fill_noise,
     pack,
     quantize,
     unpack,
 )
+from dsx.compress.wire.work_space import Scratch
+
+if TYPE_CHECKING:
+    from dsx.compress.wire.formats import GroupFormat
 
 
 def encode(

@@ -17,8 +17,7 @@ from torch import Tensor
 from dsx.compress.wire import group_codec
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.compiled import unavailable
-from dsx.compress.wire.formats import FORMATS
-from dsx.compress.wire.group_formats import Int4, Int8
+from dsx.compress.wire.formats import FORMATS, Int4, Int8
 
 CPU = torch.device("cpu")
 NUMEL = 2 * 2**20 + 321  # two slices, then tiles, then a tail

@@ -1,0 +1,136 @@
+"""The channel of `LowRank`: the matrices in factors, the rest in codes."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dsx.compress.base import CodingError, Launch
+from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
+from dsx.compress.owners import factor_owners, two_sides
+from dsx.compress.quantized_channel import CodedPart, SmallPart, coding_errors, part_seed
+from dsx.core.exchange import Exchange, Peers, Swap, to_all, together
+from dsx.core.types import Fragment, Slot, runs_of
+
+if TYPE_CHECKING:
+    from dsx.compress.low_rank import LowRank
+
+
+class LowRankChannel:
+    """The matrices in factors, the rest in codes.
+
+    `spectrum` `[max_rank + 1]`: of the matrices whose P this cluster averages, in the round just
+    ended, the squared singular values kept, summed over matrices, and at the end |mean M|_F^2 to
+    match, from what random probes g tell of what is missed: M g travels with P. Zeros after a dense
+    round.
+    """
+
+    def __init__(self, method: LowRank, fragment: Fragment, peers: Peers, max_rank: int) -> None:
+        self._method = method
+        self._peers = peers
+        taken, rest = method.split(fragment)
+        sides, work_space = [two_sides(s) for s in taken], WorkSpace()
+        owners = factor_owners(sides, peers.num_clusters, fragment.id + peers.shard)
+        self._matrices = [
+            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), peers, by, work_space, method)
+            for s, by in zip(taken, owners, strict=True)
+        ]
+        self._rest = self._coded_parts(rest, fragment.id, 0)
+        self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
+        self._small = SmallPart(method.small_wire, fragment, peers)
+        self._rank = torch.zeros(1, dtype=torch.int64)  # of the round before; 0: none yet
+        self.spectrum = torch.zeros(max_rank + 1)
+
+    @property
+    def slots(self) -> Mapping[str, Tensor]:
+        """Warm starts, residuals, and the rank they are of."""
+        named: dict[str, Tensor] = {"rank": self._rank}
+        for matrix in self._matrices:
+            named[f"q.{matrix.name}"] = matrix.warm
+        return {**named, **{name: error.residual.stored for name, error in self.errors.items()}}
+
+    @property
+    def errors(self) -> Mapping[str, CodingError]:
+        """The residuals of everything that is coded, matrices included."""
+        return {**coding_errors("rest", self._rest), **coding_errors("residual", self._dense)}
+
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
+        """Average `x` in place; all clusters decode the same bytes."""
+        self.spectrum.zero_()
+        parts: list[Generator[Swap, None, object]] = [
+            part.exchange(x, launch) for part in self._rest
+        ]
+        if self._method.is_dense_round(launch.round):
+            parts += [part.exchange(x, launch) for part in self._dense]
+        elif self._matrices:
+            parts.append(self._exchange_factors(x, launch))
+        yield from together(*parts, self._small.exchange(x))
+        return x
+
+    def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[Swap, None, None]:
+        rank = self._method.rank_of(launch)
+        has_residual = any(part.residual is not None for part in self._dense)
+        is_cold = int(self._rank) != rank
+        for matrix in self._matrices:
+            matrix.begin(x, min(rank, matrix.max_rank), launch.round)
+        for part in self._dense:  # the same residual as in dense rounds
+            part.add_residual(x)
+        for iteration in range(2 if is_cold else 1):
+            for matrix in self._matrices:
+                matrix.encode_p()
+            yield from self._to_owners_and_back()
+            for matrix in self._matrices:
+                matrix.encode_q()
+            is_last = iteration == int(is_cold)
+            if is_last:
+                self._keep_residuals(x)
+            yield from self._to_owners_and_back()
+            for matrix in self._matrices:
+                matrix.take_q()
+        for matrix in self._matrices:
+            matrix.write_mean()
+            if matrix.averages_p:
+                squares, total = matrix.spectrum(has_residual)
+                self.spectrum[: matrix.rank] += squares
+                self.spectrum[-1] += total
+        self._rank.fill_(rank)
+
+    def _to_owners_and_back(self) -> Generator[Swap, None, None]:
+        """Send every matrix's factor to its owner, and the owners' mean factors to all."""
+        clusters = range(self._peers.num_clusters)
+        own = [m for m in self._matrices if m.is_owned]
+        if self._peers.num_clusters > 1:
+            yield Swap(
+                [[m.sent for m in self._matrices if m.owner == c] for c in clusters],
+                [[m.received[c] for m in own] for c in clusters],
+            )
+        for matrix in own:
+            matrix.average()
+        if self._peers.num_clusters > 1:
+            yield to_all(
+                [m.mean for m in own],
+                [[m.mean for m in self._matrices if m.owner == c] for c in clusters],
+            )
+        for matrix in self._matrices:
+            matrix.decode_mean()
+
+    def _keep_residuals(self, x: Tensor) -> None:
+        """Let every residual be what the own factors miss of `x`."""
+        for part in self._dense:
+            if part.residual is not None:
+                with part.residual.opened() as residual:
+                    for matrix in self._matrices:
+                        matrix.write_lost(residual, part.start, part.stop)
+
+    def _coded_parts(
+        self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True
+    ) -> list[CodedPart]:
+        ranges = runs_of(slots)
+        seeds = [part_seed(fragment, first + i, self._peers) for i in range(len(ranges))]
+        return [
+            CodedPart(self._method, a, b, self._peers, seed, keeps_mean)
+            for (a, b), seed in zip(ranges, seeds, strict=True)
+        ]

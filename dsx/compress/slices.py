@@ -1,0 +1,99 @@
+"""How a vector is cut among the clusters that average it, and what each sends and receives then.
+
+The arithmetic of averaging.py without its buffers: plans read it, too. An exchange round is given
+as every cluster's `Passed`, in bytes, headers apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from itertools import zip_longest
+from math import lcm
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from dsx.compress.wire.base import Wire
+
+GATHERED_UP_TO = 3  # clusters
+
+
+class Passed(NamedTuple):
+    """Bytes of one cluster in one exchange round."""
+
+    sent: int
+    received: int
+
+
+Rounds = tuple[tuple[Passed, ...], ...]  # one after another; by cluster
+
+
+def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tuple[int, int]]:
+    """Return `(start, stop)` of each cluster's slice, cut at multiples of `granularity`.
+
+    Lengths differ by one unit at most; slices may be empty, and the last unit may be short.
+    """
+    units = -(-numel // granularity)
+    cuts = [min(units * m // num_clusters * granularity, numel) for m in range(num_clusters + 1)]
+    return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
+
+
+def mean_bounds(
+    numel: int, wire: Wire, mean_wire: Wire, num_clusters: int
+) -> list[tuple[int, int]]:
+    """Return which elements' mean each cluster encodes anew; none where all codes are gathered."""
+    if num_clusters <= GATHERED_UP_TO:
+        return [(0, 0)] * num_clusters
+    return slice_bounds(numel, num_clusters, lcm(wire.granularity, mean_wire.granularity))
+
+
+@lru_cache(maxsize=4096)
+def exact_rounds(numel: int, num_clusters: int) -> Rounds:
+    """Return what a mean in fp32 takes: two clusters swap all, of more each owns a slice."""
+    if num_clusters == 1:
+        return ()
+    if num_clusters == 2:
+        return to_all_round([4 * numel] * 2)
+    sizes = [4 * (stop - start) for start, stop in slice_bounds(numel, num_clusters)]
+    return to_owners_round(sizes) + to_all_round(sizes)
+
+
+@lru_cache(maxsize=65536)
+def coded_rounds(numel: int, wire: Wire, mean_wire: Wire, num_clusters: int) -> Rounds:
+    """Return what a mean in codes takes, gathered or by the owners of slices."""
+    if num_clusters <= GATHERED_UP_TO:
+        return gathered_rounds(numel, wire, num_clusters)
+    bounds = mean_bounds(numel, wire, mean_wire, num_clusters)
+    up, down = (
+        [form.num_bytes(stop - start) for start, stop in bounds] for form in (wire, mean_wire)
+    )
+    return to_owners_round(up) + to_all_round(down)
+
+
+def gathered_rounds(numel: int, wire: Wire, num_clusters: int) -> Rounds:
+    """Return what a mean takes for which everybody gathers all codes."""
+    is_sent = num_clusters > 1 and numel > 0
+    return to_all_round([wire.num_bytes(numel)] * num_clusters) if is_sent else ()
+
+
+def to_owners_round(sizes: Sequence[int]) -> Rounds:
+    """Return the round in which all send each owner what is its, `sizes` by owner."""
+    total, others = sum(sizes), len(sizes) - 1
+    return (tuple(Passed(total - size, others * size) for size in sizes),)
+
+
+def to_all_round(sizes: Sequence[int]) -> Rounds:
+    """Return the round in which each cluster sends all others what it has, `sizes` by cluster."""
+    total, others = sum(sizes), len(sizes) - 1
+    return (tuple(Passed(others * size, total - size) for size in sizes),)
+
+
+def side_by_side(exchanges: Iterable[Rounds]) -> Rounds:
+    """Return the rounds of exchanges that run at once, their messages in one round each time."""
+    found: list[tuple[Passed, ...]] = []
+    for rounds in zip_longest(*exchanges, fillvalue=()):
+        by_cluster = zip(*(of_round for of_round in rounds if of_round), strict=True)
+        found.append(
+            tuple(Passed(sum(p.sent for p in o), sum(p.received for p in o)) for o in by_cluster)
+        )
+    return tuple(found)
