@@ -48,7 +48,7 @@ __all__ = [
     "load_config",
     "preset",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _NAMES = {  # no public name may be that of a module here, which would take its place
     "engines.attach": (

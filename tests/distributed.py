@@ -14,6 +14,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from tests.templates import ForkedRank, start_templates
+
 
 def free_port() -> int:
     """A TCP port that was free a moment ago, below those that connections are given meanwhile."""
@@ -30,21 +32,41 @@ def run_distributed(
     *args: Any,
     timeout_seconds: float = 60.0,
     ends_together: bool = True,
+    engine: str | None = "deepspeed",
 ) -> list[Any]:
     """Return `function(*args)` of every rank, in rank order; AssertionError with the traceback.
 
     A rank's process goes on until all have returned, unless not to end together is what is tested.
+    It is forked from the template for `engine`; None: each is an interpreter of its own.
     """
-    context = multiprocessing.get_context("spawn")
+    if engine:
+        start_templates(engine)
+    context = multiprocessing.get_context("forkserver" if engine else "spawn")
     results, all_done = context.Queue(), context.Event()
     if not ends_together:
         all_done.set()
     port = free_port()
     extensions = tempfile.mkdtemp(prefix="dsx-extensions-")
+
+    def make_process(rank: int, **arguments: Any) -> Any:
+        return ForkedRank(engine, rank, **arguments) if engine else context.Process(**arguments)
+
+    def environment(rank: int) -> dict[str, str]:
+        return {
+            **os.environ,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            "TORCH_EXTENSIONS_DIR": extensions,
+        }
+
     ranks = [
-        context.Process(
+        make_process(
+            rank,
             target=_rank_main,
-            args=(function, args, rank, world_size, port, extensions, results, all_done),
+            args=(function, args, environment(rank), results, all_done),
             daemon=True,
         )
         for rank in range(world_size)
@@ -79,24 +101,16 @@ def _collect(results: Any, ranks: list[Any], until: float) -> list[Any]:
 def _rank_main(
     function: Callable[..., Any],
     args: tuple[Any, ...],
-    rank: int,
-    world_size: int,
-    port: int,
-    extensions: str,
+    environment: dict[str, str],
     results: Any,
     all_done: Any,
 ) -> None:
     import torch
 
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCH_EXTENSIONS_DIR=extensions,
-    )
+    os.environ.clear()
+    os.environ.update(environment)
+    rank = int(environment["RANK"])
     try:
         results.put((rank, function(*args), None))
     except BaseException:

@@ -8,24 +8,23 @@ A mistake of the user ends with one line on stderr and exit code 2.
 from __future__ import annotations
 
 import json
+from functools import wraps
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from dsx.bench.e2e.command import e2e
 from dsx.config.files import require_place
+from dsx.core.one_line_errors import one_line_errors
+from dsx.core.renamed import warn_renamed
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
 
 
-@app.callback()
-def bench() -> None:
-    """Measure what dsx does on this machine."""
-
-
 @app.command()
+@one_line_errors("bench codec", OSError, RuntimeError)
 def codec(
     formats: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="Formats to measure; default: all.")
@@ -51,25 +50,22 @@ def codec(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
 ) -> None:
-    """Measure speed, size and error of the wire formats, on the CPU and a GPU if there is one.
+    """Measure speed, size and error of the wire formats.
 
-    Speeds are of the fp32 side, one thread, wall time of the best pass, next to a copy of the same
-    vector in the same passes.
+    That is on the CPU, and on a GPU if there is one. Speeds are of the fp32 side, one thread, wall
+    time of the best pass, next to a copy of the same vector in the same passes.
     """
     from dsx.bench.codec import BenchOptions, measure_codecs, print_table
 
-    try:
-        options = BenchOptions.parse(formats, numel, kernels, group_size, repeats)
-        figures = measure_codecs(options, pseudo_gradients)
-    except (ValueError, OSError, RuntimeError) as error:
-        typer.echo(f"dsx bench codec: {error}", err=True)
-        raise typer.Exit(2) from error
+    options = BenchOptions.parse(formats, numel, kernels, group_size, repeats)
+    figures = measure_codecs(options, pseudo_gradients)
     print_table(figures)
     if json_file is not None:
         json_file.write_text(json.dumps([figure.as_json() for figure in figures], indent=2) + "\n")
 
 
 @app.command()
+@one_line_errors("bench launch")
 def launch(
     numel: Annotated[
         str, typer.Option(metavar="N,N", help="Elements of the fragment.")
@@ -79,18 +75,15 @@ def launch(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the figures there.")
     ] = None,
 ) -> None:
-    """Measure what launching a fragment costs the training thread, next to its copies alone."""
+    """Measure what launching a fragment costs the training thread.
+
+    Next to it stands what its copies alone cost.
+    """
     import torch
 
     from dsx.bench.launch import as_json, measure_launch, print_launch
 
-    try:
-        sizes = [int(part) for part in numel.split(",")]
-        if min(sizes) < 1:
-            raise ValueError
-    except ValueError:
-        typer.echo(f"dsx bench launch: --numel={numel} must be numbers above 0", err=True)
-        raise typer.Exit(2) from None
+    sizes = _read_sizes(numel)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     codecs = [{"type": "dense"}, {"type": "quantized", "wire": "int4"}]
     figures = [measure_launch(n, device, codec, repeats) for n in sizes for codec in codecs]
@@ -99,8 +92,19 @@ def launch(
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
 
 
+def _read_sizes(text: str) -> list[int]:
+    """Read numbers with commas between them."""
+    try:
+        sizes = [int(part) for part in text.split(",")]
+    except ValueError:
+        sizes = [0]
+    if min(sizes) < 1:
+        raise ValueError(f"--numel={text} must be numbers above 0")
+    return sizes
+
+
 @app.command()
-def link(
+def line(
     command: Annotated[
         list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="Run in every cluster.")
     ] = None,
@@ -117,11 +121,12 @@ def link(
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")
     ] = None,
 ) -> None:
-    """Run COMMAND in 2 to 4 network namespaces that are joined by slow lines, one per cluster.
+    """Run a command in clusters that slow lines join.
 
-    {cluster}, {clusters}, {address}, {rendezvous} and {interface} in COMMAND are replaced. Without
-    a COMMAND the bare line is measured. All is removed at the end, on Ctrl-C, too. Exits with the
-    first failed command's status, and with 77 where namespaces or `tc` are not to be had.
+    COMMAND runs in 2 to 4 network namespaces of this host, each with a throttled line. {cluster},
+    {clusters}, {address}, {rendezvous} and {interface} in it are replaced. Without a COMMAND the
+    bare line is measured. All is removed at the end, on Ctrl-C, too. Exits with the first failed
+    command's status, and with 77 where namespaces or `tc` are not to be had.
     """
     from rich.console import Console
 
@@ -138,7 +143,7 @@ def link(
         TestbedUnavailable, ValueError, FileNotFoundError, ProbeFailed, KeyboardInterrupt
     ) as error:  # fmt: skip
         reason, status = ending(error)
-        typer.echo(f"dsx bench link: {reason}", err=True)
+        typer.echo(f"dsx bench line: {reason}", err=True)
         raise typer.Exit(status) from None
     show_results(results, Console())
     if json_file is not None:
@@ -147,3 +152,10 @@ def link(
     if failed:  # the others were ended because of the first
         status = min(failed, key=lambda r: r.seconds).status
         raise typer.Exit(status if status > 0 else 128 - status)
+
+
+@app.command("link", hidden=True)
+@wraps(line)
+def _line_as_it_was_called(*args: Any, **kwargs: Any) -> None:
+    warn_renamed("dsx bench link", "dsx bench line")
+    line(*args, **kwargs)

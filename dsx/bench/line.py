@@ -1,4 +1,4 @@
-"""`dsx bench link`: run a command in every cluster of a testbed, or measure the bare line.
+"""`dsx bench line`: run a command in every cluster of a testbed, or measure the bare line.
 
 The command's words may contain `{cluster}`, `{clusters}`, `{address}` (the cluster's own),
 `{rendezvous}` (tcp://, in cluster 0) and `{interface}`. Output is prefixed with the cluster.

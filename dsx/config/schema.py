@@ -124,7 +124,10 @@ class LinkConfig(BaseModel):
 
 @dataclass(frozen=True)
 class DsxConfig:
-    """The "dsx" block, resolved: `method` is what runs, `axes` the same as plain JSON values."""
+    """The "dsx" block, resolved: `method` is what runs, `axes` the same as plain JSON values.
+
+    `given` is the whole document that it was read from, for a run's own record of it.
+    """
 
     preset: str
     clusters: ClustersConfig
@@ -133,6 +136,21 @@ class DsxConfig:
     link: LinkConfig
     method: Method
     axes: dict[str, Any]
+    given: Mapping[str, Any]
+
+    def block(self) -> dict[str, Any]:
+        """Return the "dsx" block with every default in it: reading it again gives the same."""
+        metrics = self.metrics.model_dump(
+            mode="json", exclude=None if self.metrics.trace else {"trace_steps"}
+        )
+        return {
+            "preset": self.preset,
+            "clusters": self.clusters.model_dump(),
+            "metrics": metrics,
+            "state": self.state.model_dump(),
+            "link": self.link.model_dump(),
+            **self.axes,
+        }
 
 
 def preset(name: str, num_clusters: int = 2, **overrides: Mapping[str, Any]) -> Method:
@@ -173,6 +191,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         link=_section("link", LinkConfig, block.get("link", {})),
         method=dataclasses.replace(method, on_mismatch=clusters.on_mismatch),
         axes=axes,
+        given=document,
     )
 
 

@@ -5,8 +5,8 @@ Megatron scripts read alike. `TokenWindows` cuts such a file into fixed windows;
 (an endless iterator whose position is part of the checkpoint) and `ClusterShard` (a dataset view)
 give each cluster a part of the windows that no other cluster ever reads.
 
-Importing this package imports neither Megatron nor DeepSpeed, and torch only when a name that needs
-it is first used: the command line stays fast.
+Imports nothing else of dsx but core. Its names are imported when they are first used, numpy and
+torch with them: the command line stays fast.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from dsx.data.build import BuildSummary, SkippedFiles, SplitSummary, build, read_summary
-from dsx.data.corpus import Corpus, find_corpus
-from dsx.data.tokenizer import ByteTokenizer
-
 if TYPE_CHECKING:
     from dsx.data.cluster_batches import ClusterBatches, ClusterShard
+    from dsx.data.corpus import Corpus, find_corpus
+    from dsx.data.dataset import BuildSummary, SkippedFiles, SplitSummary, build, read_summary
+    from dsx.data.tokenizer import ByteTokenizer
     from dsx.data.windows import TokenWindows
 
 __all__ = [
@@ -36,14 +35,18 @@ __all__ = [
     "read_summary",
 ]
 
-_NEEDS_TORCH = {
-    "ClusterBatches": "dsx.data.cluster_batches",
-    "ClusterShard": "dsx.data.cluster_batches",
-    "TokenWindows": "dsx.data.windows",
+_NAMES = {  # no public name may be that of a module here, which would take its place
+    "cluster_batches": ("ClusterBatches", "ClusterShard"),
+    "corpus": ("Corpus", "find_corpus"),
+    "dataset": ("BuildSummary", "SkippedFiles", "SplitSummary", "build", "read_summary"),
+    "tokenizer": ("ByteTokenizer",),
+    "windows": ("TokenWindows",),
 }
 
 
 def __getattr__(name: str) -> object:
-    if name in _NEEDS_TORCH:
-        return getattr(import_module(_NEEDS_TORCH[name]), name)
+    """Import what a public name stands for, when it is first asked for."""
+    for module, names in _NAMES.items():
+        if name in names:
+            return getattr(import_module(f"dsx.data.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

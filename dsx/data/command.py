@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsx.data.build import BuildSummary
-from dsx.data.build import build as build_dataset
+from dsx.core.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from dsx.data.dataset import BuildSummary
 
 app = typer.Typer(no_args_is_help=True, help="Build token datasets in Megatron's indexed format.")
 
@@ -27,6 +29,7 @@ def data() -> None:
 
 
 @app.command()
+@one_line_errors("data build", OSError, ModuleNotFoundError)
 def build(
     sources: Annotated[
         list[str],
@@ -46,17 +49,15 @@ def build(
     ] = 0.05,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Write DIR/train and DIR/validation (.bin, .idx) and DIR/dataset.json from text files."""
-    try:
-        summary = build_dataset(
-            [*sources, *(more_sources or [])],
-            out,
-            validation_fraction=validation_fraction,
-            force=force,
-        )
-    except (ValueError, OSError, ModuleNotFoundError) as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2) from error
+    """Build a dataset from text files.
+
+    It writes DIR/train and DIR/validation (.bin, .idx) and DIR/dataset.json.
+    """
+    from dsx.data.dataset import build as build_dataset
+
+    summary = build_dataset(
+        [*sources, *(more_sources or [])], out, validation_fraction=validation_fraction, force=force
+    )
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
     else:

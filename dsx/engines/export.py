@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsx.checkpoint.averaged_model import DTYPES, find_model, write_safetensors
+from dsx.checkpoint.of_run import find_saved
 from dsx.engines.deepspeed.files import read_untrained, write_universal
 
 FORMATS = ("safetensors", "universal")
@@ -16,7 +17,7 @@ FORMATS = ("safetensors", "universal")
 class ExportOptions:
     """The command line; sizes in GB."""
 
-    checkpoints: Path
+    path: Path
     out: Path
     format: str
     tag: str | None
@@ -36,13 +37,14 @@ class ExportOptions:
 
 def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> None:
     """Write the averaged model and tell what was written; see `dsx export --help`."""
-    model = find_model(options.checkpoints, options.tag)
+    saved = find_saved(options.path, options.tag)
+    model = find_model(saved.base, saved.tag)
     what = f"mean of {model.num_saved_clusters} clusters" if model.is_mean else "anchor"
     tell(f"{model.directory}: {what} at step {model.step}, {model.numel:,} trained elements")
     if model.is_second_best:
         tell(
             f"averaged() would be the mean of {model.num_saved_clusters} clusters, not all of "
-            f"which are in {options.checkpoints}: this is the anchor, which they share"
+            f"which are in {saved.base}: this is the anchor, which they share"
         )
     if model.in_flight:
         tell(f"left out: {model.in_flight} transfer(s) that were in flight")

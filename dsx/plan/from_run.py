@@ -14,9 +14,8 @@ Latency is not in the records: it is part of a transfer's seconds, and of no oth
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
@@ -24,6 +23,7 @@ from typing import Any
 
 from dsx.core.types import ParameterShape
 from dsx.plan.settings import Coding
+from dsx.telemetry.run_folder import Record, Run, open_run
 
 _WARM_UP = 2
 
@@ -51,23 +51,21 @@ class RunFigures:
     num_syncs: int
 
 
-def read_run(directory: Path) -> RunFigures:
-    """Read all clusters' records; ValueError for what is missing, and how to get it."""
-    files = sorted(directory.glob("metrics*.jsonl"))
-    if not files:
-        raise ValueError(
-            f"{directory} holds no metrics.jsonl: give the directory that a run's metrics.dir named"
-        )
-    by_cluster = [_records(path) for path in files]
-    start = _start(directory, by_cluster)
-    syncs = [[r for r in records if r["kind"] == "sync"] for records in by_cluster]
-    steps = [[r for r in records if r["kind"] == "step"] for records in by_cluster]
+def read_run(path: Path) -> RunFigures:
+    """Read all clusters' records; ValueError for what is missing, and how to get it.
+
+    FileNotFoundError where the path means no run (telemetry/run_folder.py).
+    """
+    run = open_run(path)
+    start = _start(run)
+    syncs = [part.syncs for part in run.clusters]
+    steps = [part.steps for part in run.clusters]
     pairs = list(zip(steps, syncs, strict=True))
     quiet = [seconds for s, y in pairs for seconds in _quiet_steps(s, y)]
     if not quiet:
         raise ValueError(
-            f"{directory} has no step beyond the first {_WARM_UP} without a sync: let the run take "
-            "more steps between syncs"
+            f"{run.directory} has no step beyond the first {_WARM_UP} without a sync: let the run "
+            "take more steps between syncs"
         )
     ranks, stages = int(start["ranks"]), int(start["stages"])
     return RunFigures(
@@ -89,40 +87,25 @@ def read_run(directory: Path) -> RunFigures:
     )
 
 
-def _start(directory: Path, by_cluster: Iterable[list[dict[str, Any]]]) -> dict[str, Any]:
-    starts = [r for records in by_cluster for r in records if r["kind"] == "start"]
+def _start(run: Run) -> Record:
+    starts = [part.start for part in run.clusters if part.start is not None]
     if not starts:
         raise ValueError(
-            f'{directory} has no "start" record, which runs write since dsx plan reads them: run '
-            "some rounds with this version, or give the sizes by --params and --layers"
+            f'{run.directory} has no "start" record, which runs write since dsx plan reads them: '
+            "run some rounds with this version, or give the sizes by --params and --layers"
         )
     return starts[-1]
 
 
-def _records(path: Path) -> list[dict[str, Any]]:
-    """Return a file's complete records of the kinds used here."""
-    found: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:
-            continue  # of a run that was killed, or is writing it now
-        if isinstance(record, dict) and record.get("kind") in ("start", "step", "sync"):
-            found.append(record)
-    return found
-
-
-def _quiet_steps(
-    steps: Iterable[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
-) -> list[float]:
+def _quiet_steps(steps: Iterable[Record], syncs: Iterable[Record]) -> list[float]:
     busy = {s[key] for s in syncs for key in ("launched_step", "applied_step")}
     quiet = [s for s in steps if s["step"] not in busy]
     return [s["seconds"] - s["blocked_seconds"] for s in quiet if s["step"] > _WARM_UP]
 
 
-def _rates(syncs: Iterable[Mapping[str, Any]]) -> list[float]:
+def _rates(syncs: Iterable[Record]) -> list[float]:
     """Return payload bits per second of every boundary's launches, the first one left out."""
-    by_launch: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    by_launch: dict[int, list[Record]] = defaultdict(list)
     for sync in syncs:
         by_launch[sync["launched_step"]].append(sync)
     rates: list[float] = []
@@ -134,7 +117,7 @@ def _rates(syncs: Iterable[Mapping[str, Any]]) -> list[float]:
     return rates
 
 
-def _coding(start: Mapping[str, Any]) -> Coding:
+def _coding(start: Record) -> Coding:
     """Return the run's own, as far as a plan knows codecs."""
     block = start["axes"]["compression"]
     known: dict[str, Any] = {f.name: block[f.name] for f in fields(Coding) if f.name in block}
@@ -142,9 +125,7 @@ def _coding(start: Mapping[str, Any]) -> Coding:
     return Coding(**known)
 
 
-def _coding_seconds(
-    by_cluster: Iterable[Iterable[Mapping[str, Any]]], ranks_per_stage: int
-) -> float | None:
+def _coding_seconds(by_cluster: Iterable[Iterable[Record]], ranks_per_stage: int) -> float | None:
     """Return seconds per element of a rank: a sync's elements are those of one stage."""
     return _median(
         sync["coding_seconds"] * ranks_per_stage / sync["numel"]
@@ -154,14 +135,12 @@ def _coding_seconds(
     )
 
 
-def _blocking(
-    steps: Iterable[Mapping[str, Any]], syncs: Iterable[Mapping[str, Any]]
-) -> list[float]:
+def _blocking(steps: Iterable[Record], syncs: Iterable[Record]) -> list[float]:
     """Return seconds per element, of steps at which what was launched is applied, or one round.
 
     Steps are recorded by rank 0, so of a pipeline the first stage's syncs count alone.
     """
-    applied: dict[int, list[Mapping[str, Any]]] = defaultdict(list)
+    applied: dict[int, list[Record]] = defaultdict(list)
     for sync in syncs:
         if sync.get("stage", 0) == 0:
             applied[sync["applied_step"]].append(sync)
@@ -175,16 +154,14 @@ def _blocking(
     return found
 
 
-def _fragment_numels(
-    syncs: Iterable[Mapping[str, Any]], num_stages: int
-) -> tuple[tuple[int, ...], ...]:
+def _fragment_numels(syncs: Iterable[Record], num_stages: int) -> tuple[tuple[int, ...], ...]:
     sizes = {(s.get("stage", 0), s["fragment"]): int(s["numel"]) for s in syncs}
     return tuple(
         tuple(sizes[key] for key in sorted(sizes) if key[0] == stage) for stage in range(num_stages)
     )
 
 
-def _parameters(start: Mapping[str, Any]) -> tuple[ParameterShape, ...]:
+def _parameters(start: Record) -> tuple[ParameterShape, ...]:
     """Return the parameters, fragments one after another; their names tell the layers."""
     return tuple(
         ParameterShape(name, tuple(shape))

@@ -16,6 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
+from dsx.core.one_line_errors import one_line_errors
+
 
 def _option(help: str, metavar: str | None = None) -> Any:
     return typer.Option(help=help, metavar=metavar)
@@ -57,6 +59,7 @@ JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
 Plot = Annotated[Path | None, _option("Draw utilization against bandwidth there.", "FILE.png")]
 
 
+@one_line_errors("plan", OSError)
 def plan(
     from_run: FromRun = None,
     megatron: Megatron = None,
@@ -83,7 +86,7 @@ def plan(
     json_file: JsonFile = None,
     plot: Plot = None,
 ) -> None:
-    """Rank the ways of training over a line, and print the best one's configuration.
+    """Rank the methods for a link, and print the best configuration.
 
     Every preset is taken at the least H, with the codec, that reach the target with least harm.
     Exits with 1 if none does, and then says what would.
@@ -97,12 +100,6 @@ def plan(
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval,
     )  # fmt: skip
-    try:
-        outputs = show_plan.Outputs(top, json, json_file, plot)
-        read = question.read_question(given)
-        is_reached = show_plan.show_plan(read, outputs, Console())
-    except (ValueError, OSError) as error:
-        typer.echo(f"dsx plan: {error}", err=True)
-        raise typer.Exit(2) from error
-    if not is_reached:
+    outputs = show_plan.Outputs(top, json, json_file, plot)
+    if not show_plan.show_plan(question.read_question(given), outputs, Console()):
         raise typer.Exit(1)

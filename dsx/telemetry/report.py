@@ -13,15 +13,13 @@ this run sends it, at every step.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from dsx.core.units import format_bytes
+from dsx.telemetry.run_folder import ClusterRun, Record, Run, open_run
 
-Record = Mapping[str, Any]
 Series = list[tuple[float, float]]
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
 
@@ -56,7 +54,7 @@ class RunReport:
 
 
 @dataclass(frozen=True)
-class _ClusterRecords:
+class _Rows:
     cluster: int
     steps: list[Record]
     syncs: list[Record]
@@ -64,16 +62,14 @@ class _ClusterRecords:
 
 def summarize(run_dir: str | Path) -> RunReport:
     """Return the totals of a run. FileNotFoundError or ValueError says what cannot be read."""
-    directory = Path(run_dir)
-    clusters = _read_clusters(directory)
-    summary = _read_summary(directory)
+    run, clusters = _open(run_dir)
     reports = [_summarize_cluster(records) for records in clusters]
     return RunReport(
-        run_dir=str(run_dir),
+        run_dir=str(run.directory),
         clusters=reports,
         bytes_sent=max(report.bytes_sent for report in reports),
-        bytes_sent_synchronous=_synchronous_bytes(clusters, summary),
-        summary=summary,
+        bytes_sent_synchronous=_synchronous_bytes(clusters, run.summary),
+        summary=run.summary,
     )
 
 
@@ -82,7 +78,7 @@ def report(run_dir: str | Path) -> None:
     from rich.console import Console
 
     totals = summarize(run_dir)
-    figure = Path(run_dir) / "plot.png"
+    figure = Path(totals.run_dir) / "plot.png"
     plot(run_dir, figure)
     console = Console(highlight=False)
     console.print(_table(totals))
@@ -97,13 +93,11 @@ def plot(run_dir: str | Path, out_png: str | Path) -> None:
     """
     from matplotlib.figure import Figure
 
-    directory = Path(run_dir)
-    clusters = _read_clusters(directory)
-    summary = _read_summary(directory)
+    run, clusters = _open(run_dir)
     figure = Figure(figsize=(8, 6.5), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
-    _draw_loss(above, clusters, summary)
-    _draw_bytes(below, clusters[0], _synchronous_bytes(clusters, summary))
+    _draw_loss(above, clusters, run.summary)
+    _draw_bytes(below, clusters[0], _synchronous_bytes(clusters, run.summary))
     for axes in (above, below):
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
@@ -111,65 +105,18 @@ def plot(run_dir: str | Path, out_png: str | Path) -> None:
     figure.savefig(out_png, dpi=150)
 
 
-def _read_clusters(directory: Path) -> list[_ClusterRecords]:
-    if not directory.is_dir():
-        raise FileNotFoundError(f"no run directory at {directory}")
-    paths = sorted(directory.glob("metrics*.jsonl"))
-    if not paths:
-        raise FileNotFoundError(
-            f"{directory} holds no metrics*.jsonl: train with dsx.metrics.dir set to it"
-        )
-    steps: dict[int, dict[int, Record]] = {}
-    syncs: dict[int, dict[tuple[Any, ...], Record]] = {}
-    for path in paths:
-        for record in _read_records(path):
-            cluster = int(record.get("cluster") or 0)
-            if record.get("kind") in ("step", "finish") and record.get("step") is not None:
-                key = 2 * int(record["step"]) + (record["kind"] == "finish")
-                steps.setdefault(cluster, {})[key] = record
-            elif record.get("kind") == "sync":
-                key = tuple(record.get(name) for name in ("stage", "fragment", "round"))
-                syncs.setdefault(cluster, {})[key] = record
-    if not steps:
-        raise ValueError(f"{directory} holds no records of inner steps yet: wait for the first")
-    return [
-        _ClusterRecords(
-            cluster,
-            [by_step for _, by_step in sorted(steps[cluster].items())],
-            list(syncs.get(cluster, {}).values()),
-        )
-        for cluster in sorted(steps)
-    ]
+def _open(run_dir: str | Path) -> tuple[Run, list[_Rows]]:
+    run = open_run(run_dir)
+    parts = [_Rows(c.cluster, _rows(c), c.syncs) for c in run.clusters if c.steps]
+    if not parts:
+        raise ValueError(f"{run.directory} holds no records of inner steps yet: wait for the first")
+    return run, parts
 
 
-def _read_records(path: Path) -> list[Record]:
-    """Parse a file of records; an incomplete last line is what a killed run leaves."""
-    records: list[Record] = []
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number} is not a JSON record: {error}") from error
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number} must be a JSON object, not {line[:40]!r}")
-        records.append(cast(Record, record))
-    return records
-
-
-def _read_summary(directory: Path) -> dict[str, Any]:
-    path = directory / "summary.json"
-    if not path.exists():
-        return {}
-    try:
-        summary = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}; remove it") from error
-    if not isinstance(summary, dict):
-        raise ValueError(f"{path} must hold a JSON object; remove it")
-    return cast("dict[str, Any]", summary)
+def _rows(part: ClusterRun) -> list[Record]:
+    """Return the steps, and the end: it counts what was sent last."""
+    is_last = part.finish is not None and part.finish["step"] >= part.steps[-1]["step"]
+    return [*part.steps, part.finish] if part.finish is not None and is_last else part.steps
 
 
 def _series(records: list[Record], name: str) -> Series:
@@ -186,7 +133,7 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _summarize_cluster(records: _ClusterRecords) -> ClusterReport:
+def _summarize_cluster(records: _Rows) -> ClusterReport:
     losses = [loss for _, loss in _series(records.steps, "loss")]
     tokens, token_seconds = _sums(records.steps, "tokens", "seconds")
     blocked, blocked_of = _sums(records.steps, "blocked_seconds", "seconds")
@@ -207,7 +154,7 @@ def _summarize_cluster(records: _ClusterRecords) -> ClusterReport:
     )
 
 
-def _synchronous_bytes(clusters: list[_ClusterRecords], summary: Record) -> int | None:
+def _synchronous_bytes(clusters: list[_Rows], summary: Record) -> int | None:
     """Return what one cluster would have sent if every step had been a full exchange."""
     known = summary.get("bytes_sent_synchronous")
     if known is not None:
@@ -219,7 +166,7 @@ def _synchronous_bytes(clusters: list[_ClusterRecords], summary: Record) -> int 
     return totals.bytes_sent * num_fragments * totals.steps // totals.syncs
 
 
-def _draw_loss(axes: Any, clusters: list[_ClusterRecords], summary: Record) -> None:
+def _draw_loss(axes: Any, clusters: list[_Rows], summary: Record) -> None:
     validation = summary.get("val_loss_clusters") or []
     for index, records in enumerate(clusters):
         color = _COLORS[index % len(_COLORS)]
@@ -243,7 +190,7 @@ def _draw_loss(axes: Any, clusters: list[_ClusterRecords], summary: Record) -> N
         axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_bytes(axes: Any, records: _ClusterRecords, synchronous: int | None) -> None:
+def _draw_bytes(axes: Any, records: _Rows, synchronous: int | None) -> None:
     from matplotlib.ticker import FuncFormatter
 
     sent = _series(records.steps, "bytes_sent")

@@ -98,14 +98,14 @@ def test_counters_of_a_host_without_the_interface_are_refused() -> None:
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str) -> None:
-    done = subprocess.run([*DSX, "bench", "link", *arguments], capture_output=True, text=True)
+    done = subprocess.run([*DSX, "bench", "line", *arguments], capture_output=True, text=True)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 def test_without_tools_it_says_so_and_exits_with_a_code_of_its_own(tmp_path: Path) -> None:
     done = subprocess.run(
-        [*DSX, "bench", "link"],
+        [*DSX, "bench", "line"],
         capture_output=True,
         text=True,
         env={**os.environ, "PATH": str(tmp_path)},
@@ -116,7 +116,7 @@ def test_without_tools_it_says_so_and_exits_with_a_code_of_its_own(tmp_path: Pat
 
 def test_what_a_command_calls_an_option_is_its_own() -> None:
     done = subprocess.run(
-        [*DSX, "bench", "link", "--mbits", "5", "--", "true"], capture_output=True, text=True
+        [*DSX, "bench", "line", "--mbits", "5", "--", "true"], capture_output=True, text=True
     )
     assert done.returncode == 2
     assert "No such option: --mbits" in done.stderr
@@ -140,7 +140,7 @@ def test_a_burst_is_small_against_a_transfer_unless_given() -> None:
 def test_a_failing_command_gives_its_status_and_ends_the_others(bed: Testbed) -> None:
     script = "import sys, time; sys.exit(3) if sys.argv[1] == '1' else time.sleep(60)"
     done = subprocess.run(
-        [*DSX, "bench", "link", "--", sys.executable, "-c", script, "{cluster}"],
+        [*DSX, "bench", "line", "--", sys.executable, "-c", script, "{cluster}"],
         capture_output=True,
         text=True,
         timeout=40,
@@ -153,7 +153,7 @@ def test_a_failing_command_gives_its_status_and_ends_the_others(bed: Testbed) ->
 def test_nothing_is_left_whatever_ends_it(bed: Testbed, number: signal.Signals) -> None:
     inside = "import time; print('inside', flush=True); time.sleep(60)"
     process = subprocess.Popen(
-        [*DSX, "bench", "link", "--", sys.executable, "-c", inside],
+        [*DSX, "bench", "line", "--", sys.executable, "-c", inside],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -165,7 +165,7 @@ def test_nothing_is_left_whatever_ends_it(bed: Testbed, number: signal.Signals) 
     process.wait(40)
     if number == signal.SIGKILL:  # the next testbed finds what it could not remove
         assert ours(process.pid)
-        subprocess.run([*DSX, "bench", "link", "--", "true"], check=True, capture_output=True)
+        subprocess.run([*DSX, "bench", "line", "--", "true"], check=True, capture_output=True)
     assert not ours(process.pid)
     assert not list(Path("/etc/netns").glob(f"dsx-{process.pid}-*"))
     assert bed.traffic(0).bytes_sent >= 0  # the testbed of another process still stands

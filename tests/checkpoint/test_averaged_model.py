@@ -135,8 +135,10 @@ def test_the_anchor_stands_in_for_a_mean_of_clusters_that_are_elsewhere(tmp_path
 
 def test_errors(tmp_path: Path) -> None:
     base = checkpoint(trained("dreamddp", 4), tmp_path)
+    (tmp_path / "empty").mkdir()
     cases = [
-        ((tmp_path, "--out", tmp_path), "holds no cluster_<m>"),
+        ((tmp_path / "empty", "--out", tmp_path), "holds no cluster_<m>"),
+        ((tmp_path / "absent", "--out", tmp_path), "no run directory at"),
         ((base, "--out", tmp_path, "--tag", "b"), "no complete checkpoint 'b'"),
         ((base, "--out", tmp_path, "--format", "onnx"), "must be one of safetensors, universal"),
         ((base, "--out", tmp_path, "--dtype", "int8"), "must be one of fp32, bf16, fp16"),

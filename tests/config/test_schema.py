@@ -94,6 +94,18 @@ def test_load_from_a_file_and_from_a_mapping(tmp_path: Path) -> None:
     json.dumps(config.axes)  # what clusters compare must be plain
 
 
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("metrics", [{}, {"dir": "runs/x"}, {"dir": "x", "trace": True}])
+def test_the_resolved_block_reads_as_the_same_again(name: str, metrics: dict[str, Any]) -> None:
+    given = {"dsx": {"preset": name, "clusters": {"num_clusters": 2}, "metrics": metrics}}
+    config = load_config(given)
+    assert config.given == given
+    block = json.loads(json.dumps(config.block()))
+    again = load_config({"dsx": block})
+    assert again.method == config.method and again.axes == config.axes
+    assert again.block() == config.block() and block["metrics"]["tensorboard"] is False
+
+
 def test_launch_arguments_override_the_file() -> None:
     given = {"cluster_id": 1, "rendezvous": "tcp://h:1", "store": None, "interface": "eth1"}
     clusters = with_launch_arguments(load_config(block()), given).clusters

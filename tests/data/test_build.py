@@ -139,7 +139,7 @@ class TestBuilt:
         def fail(*_: object) -> None:
             raise OSError("disk full")
 
-        monkeypatch.setattr(sys.modules["dsx.data.build"], "_write_manifest", fail)
+        monkeypatch.setattr(sys.modules["dsx.data.dataset"], "_write_manifest", fail)
         with pytest.raises(OSError, match="disk full"):
             build([corpus], out, force=True)
         assert read_summary(out).content_digest == first.content_digest
@@ -214,4 +214,4 @@ def test_command_reports_a_mistake_in_one_line(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert result.stdout == ""
-    assert result.stderr.startswith("error: source ") and result.stderr.count("\n") == 1
+    assert result.stderr.startswith("dsx data build: source ") and result.stderr.count("\n") == 1

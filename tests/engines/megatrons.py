@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 # looked up and not imported: in a rank's process megatron comes after `megatron_on_cpu`
 needs_megatron = pytest.mark.skipif(
-    importlib.util.find_spec("megatron") is None, reason="the extra megatron is not installed"
+    importlib.util.find_spec("megatron") is None,
+    reason="no megatron-core",
 )
 NUM_LAYERS, HIDDEN, HEADS, VOCAB, LENGTH = 4, 16, 2, 32, 8
 MICRO_BATCHES, MICRO_SIZE = 2, 2

@@ -120,12 +120,14 @@ def as_arrays(weights: dict[str, torch.Tensor]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def two_ranks() -> list[Any]:
     coded = Kind(tensor=2)
-    return run_distributed(train_everything, 4, TWO_RANKS, coded, timeout_seconds=280)
+    return run_distributed(
+        train_everything, 4, TWO_RANKS, coded, timeout_seconds=280, engine="megatron"
+    )
 
 
 @pytest.fixture(scope="module")
 def four_ranks() -> list[list[dict[str, Any]]]:
-    return run_distributed(train_kinds, 8, FOUR_RANKS, timeout_seconds=280)
+    return run_distributed(train_kinds, 8, FOUR_RANKS, timeout_seconds=280, engine="megatron")
 
 
 def check(kind: Kind, results: list[dict[str, Any]]) -> None:
@@ -182,7 +184,7 @@ def test_a_step_that_overflows_in_one_cluster_counts(two_ranks: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_more_of_four_ranks_equal_the_reference() -> None:
-    trained = run_distributed(train_kinds, 8, MORE, timeout_seconds=580)
+    trained = run_distributed(train_kinds, 8, MORE, timeout_seconds=580, engine="megatron")
     for index, kind in enumerate(MORE):
         check(kind, [rank[index] for rank in trained])
 
@@ -190,6 +192,6 @@ def test_more_of_four_ranks_equal_the_reference() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [FOUR_RANKS[2], MORE[0]], ids=str)
 def test_ties_agree_whatever_is_lost_in_coding(kind: Kind) -> None:
-    trained = run_distributed(train_coded, 8, kind, timeout_seconds=280)
+    trained = run_distributed(train_coded, 8, kind, timeout_seconds=280, engine="megatron")
     for index in range(len(CODED)):
         check_agreement([rank[index] for rank in trained])

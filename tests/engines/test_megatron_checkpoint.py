@@ -164,7 +164,7 @@ def run(base: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     base = tmp_path_factory.mktemp("megatron")
-    return run_distributed(run, 4, str(base), timeout_seconds=290)
+    return run_distributed(run, 4, str(base), timeout_seconds=290, engine="megatron")
 
 
 @pytest.mark.parametrize("kind", RESUMED, ids=str)

@@ -62,7 +62,7 @@ def all_held(kinds: list[Kind]) -> list[dict[str, Any]]:
 
 
 def test_plans_are_what_small_models_hold() -> None:
-    ranks = run_distributed(all_held, 4, KINDS, timeout_seconds=200)
+    ranks = run_distributed(all_held, 4, KINDS, timeout_seconds=200, engine="megatron")
     config = load_config(dsx_config(**CHANGES))
     for index, kind in enumerate(KINDS):
         cluster = Cluster(

@@ -150,7 +150,7 @@ def try_everything() -> dict[str, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def outcomes() -> list[dict[str, dict[str, str]]]:
-    return run_distributed(try_everything, 2, timeout_seconds=200)
+    return run_distributed(try_everything, 2, timeout_seconds=200, engine="megatron")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def trace_all(base: str) -> int:
 
 @pytest.mark.slow
 def test_every_step_has_its_forwards_backwards_and_step(tmp_path: Path) -> None:
-    run_distributed(trace_all, 4, str(tmp_path), timeout_seconds=240)
+    run_distributed(trace_all, 4, str(tmp_path), timeout_seconds=240, engine="megatron")
     for index, kind in enumerate(KINDS):
         timeline = read_timeline(tmp_path / str(index))
         assert timeline.ranks == [(0, 0), (0, 1), (1, 0), (1, 1)]

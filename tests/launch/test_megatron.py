@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(900),
     pytest.mark.skipif(
         importlib.util.find_spec("megatron") is None,
-        reason="the extra megatron is not installed",
+        reason="no megatron-core",
     ),
 ]
 

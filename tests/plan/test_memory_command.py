@@ -11,8 +11,8 @@ import pytest
 from dsx.config.schema import load_config
 from dsx.core.types import Stage
 from dsx.plan.gpt_shapes import GPT
-from dsx.plan.memory.command import read_plan
 from dsx.plan.memory.plan import plan_stage
+from dsx.plan.memory.show import read_plan
 from dsx.plan.model_files import Batch, Cluster
 
 FLAGS = (

@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dsx.config.files import require_place
+from dsx.core.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
     from dsx.bench.e2e.bench import Options
     from dsx.bench.e2e.job import Shape
 
 
+@one_line_errors("bench e2e")
 def e2e(
     data: Annotated[Path, typer.Option(help="A dataset of `dsx data build`.")] = Path(
         "data/stdlib"
@@ -55,26 +57,21 @@ def e2e(
         Path | None, typer.Option(metavar="FILE.png", help="Draw utilizations there.")
     ] = None,
 ) -> None:
-    """Measure every preset against no communication and all-reduce, on a slow line of this host.
+    """Measure every preset on a slow line of this host.
 
-    Each cluster is a network namespace with a throttled line and runs a `deepspeed` launcher of its
-    own on a core of its own. The planner chooses H. Exits with 77 where namespaces or `tc` are not
-    to be had.
+    They are held against steps without communication and against all-reduce. Each cluster is a
+    network namespace with a throttled line and runs a `deepspeed` launcher of its own on a core of
+    its own. The planner chooses H. Exits with 77 where namespaces or `tc` are not to be had.
     """
     from dsx.bench.e2e.bench import Options
     from dsx.method.presets import PRESETS
 
-    try:
-        names = tuple(PRESETS if presets is None else presets.split(","))
-        options = Options(
-            out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin,
-            _read_shape(shape),
-        )  # fmt: skip
-        require_place("--json", json_file)
-        require_place("--plot", plot)
-    except ValueError as error:
-        typer.echo(f"dsx bench e2e: {error}", err=True)
-        raise typer.Exit(2) from error
+    names = tuple(PRESETS if presets is None else presets.split(","))
+    options = Options(
+        out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin, _read_shape(shape)
+    )
+    require_place("--json", json_file)
+    require_place("--plot", plot)
     status = _measure(options, json_file, plot)
     if status:
         raise typer.Exit(status)

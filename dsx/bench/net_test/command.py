@@ -53,12 +53,12 @@ def net_test(
     step_seconds: StepSeconds = 1.0,
     target: Target = 95.0,
 ) -> None:
-    """Measure the link between clusters, without training. Run it once in every cluster.
+    """Measure the links between clusters, without training.
 
-    It takes round trips, the bandwidth of every pair, one direction at a time and both at once, and
-    that of an all-reduce of all, each over several numbers of TCP connections. Cluster 0 prints
-    them, the best link.streams, and the least H for a model. To try it on one machine, start it
-    twice, in two shells.
+    Run it once in every cluster. It takes round trips, the bandwidth of every pair, one direction
+    at a time and both at once, and that of an all-reduce of all, each over several numbers of TCP
+    connections. Cluster 0 prints them, the best link.streams, and the least H for a model. To try
+    it on one machine, start it twice, in two shells.
     """
     from rich.console import Console
 

@@ -127,7 +127,7 @@ def write_universal(model: SavedModel, untrained: Mapping[str, Tensor], out: Pat
         from deepspeed.checkpoint.ds_to_universal import main as convert
     except ImportError as error:
         raise ValueError(
-            "--format universal needs DeepSpeed: pip install 'dsx-train[deepspeed]'"
+            '--format universal needs DeepSpeed: pip install "dsx-train[deepspeed]"'
         ) from error
     source, target = model.directory, out / model.directory.name
     if not list(source.glob("*_optim_states.pt")):

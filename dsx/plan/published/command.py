@@ -11,6 +11,8 @@ from typing import Annotated, cast
 
 import typer
 
+from dsx.core.one_line_errors import one_line_errors
+
 Params = Annotated[float, typer.Option(help="Parameters of the model; 1e9 for a billion.")]
 Layers = Annotated[int, typer.Option(help="Layers, of equal size.")]
 StepSeconds = Annotated[float, typer.Option(help="Pure compute of one inner step.")]
@@ -60,6 +62,7 @@ PaperGrid = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
+@one_line_errors("simulate")
 def simulate(
     params: Params,
     layers: Layers,
@@ -81,7 +84,7 @@ def simulate(
     paper_grid: PaperGrid = False,
     json: Json = False,
 ) -> None:
-    """Predict the compute utilization on a slow line, or the bandwidth that a utilization needs.
+    """Predict the utilization on a slow link, or the link it needs.
 
     Compute utilization is the share of the time in which compute runs. Bandwidth is that of one
     cluster's line, each way. Figures per round are means over the simulated rounds, with the
@@ -92,29 +95,25 @@ def simulate(
     from dsx.plan import scenario as given
     from dsx.plan.published import show
 
-    try:
-        given.require_number("overlap_steps", overlap_steps, 0, 10**6)
-        remarks = _remarks(method, overlap_steps)
-        sync = given.Sync(
-            cast(given.MethodName, method),
-            interval,
-            0 if method == "data_parallel" else overlap_steps,
-            layers_per_fragment,
-            cast(given.Pattern, pattern),
-            launch_every,
-            cast(given.Granularity, granularity),
-        )
-        compute = given.Compute(params, layers, step_seconds)
-        wire = given.Wire(bits, clusters, latency_seconds, codec_seconds_per_byte)
-        scenario = given.Scenario(compute, sync, wire, rounds)
-        if gbps is not None:
-            show.show_bandwidth(scenario, gbps, remarks, json, Console())
-        else:
-            percents = show.read_targets(show.DEFAULT_TARGETS if targets is None else targets)
-            show.show_targets(scenario, percents, paper_grid, remarks, json, Console())
-    except ValueError as error:
-        typer.echo(f"dsx simulate: {error}", err=True)
-        raise typer.Exit(2) from error
+    given.require_number("overlap_steps", overlap_steps, 0, 10**6)
+    remarks = _remarks(method, overlap_steps)
+    sync = given.Sync(
+        cast(given.MethodName, method),
+        interval,
+        0 if method == "data_parallel" else overlap_steps,
+        layers_per_fragment,
+        cast(given.Pattern, pattern),
+        launch_every,
+        cast(given.Granularity, granularity),
+    )
+    compute = given.Compute(params, layers, step_seconds)
+    wire = given.Wire(bits, clusters, latency_seconds, codec_seconds_per_byte)
+    scenario = given.Scenario(compute, sync, wire, rounds)
+    if gbps is not None:
+        show.show_bandwidth(scenario, gbps, remarks, json, Console())
+    else:
+        percents = show.read_targets(show.DEFAULT_TARGETS if targets is None else targets)
+        show.show_targets(scenario, percents, paper_grid, remarks, json, Console())
 
 
 def _remarks(method: str, overlap_steps: int) -> list[str]:

@@ -8,11 +8,15 @@ from typing import Annotated
 
 import typer
 
+from dsx.core.one_line_errors import one_line_errors
+from dsx.telemetry.run_folder import RUN_HELP, find_run
 
+
+@one_line_errors("trace", OSError)
 def trace(
-    run_dir: Annotated[Path, typer.Argument(help="The directory that metrics.dir names.")],
+    run: Annotated[Path, typer.Argument(help=RUN_HELP)],
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE.json", help="Default: RUN_DIR/trace.json.")
+        Path | None, typer.Option(metavar="FILE.json", help="Default: trace.json in the folder.")
     ] = None,
     steps: Annotated[
         str | None, typer.Option(metavar="A-B", help="The time of these steps; default: all.")
@@ -21,10 +25,11 @@ def trace(
         Path | None, typer.Option(metavar="FILE.png", help="Draw it, too; eight ranks at most.")
     ] = None,
 ) -> None:
-    """Put the ranks' traces together: a table, and a file for ui.perfetto.dev or chrome://tracing.
+    """Show where the time of a run went.
 
-    The run records them with "trace": true in the "metrics" of its "dsx" block. With sites that
-    share no file system, copy the trace.*.jsonl of all of them into one directory.
+    The ranks' traces become a table, and a file for ui.perfetto.dev or chrome://tracing. The run
+    records them with "trace": true in the "metrics" of its "dsx" block. With sites that share no
+    file system, copy the trace.*.jsonl of all of them into one directory.
     """
     from rich.console import Console
 
@@ -33,17 +38,14 @@ def trace(
     from dsx.telemetry.trace.picture import draw
     from dsx.telemetry.trace.table import clock_lines, time_table
 
-    out = out or run_dir / "trace.json"
-    try:
-        whole = read_timeline(run_dir)
-        first, last = _read_steps(steps) if steps else whole.steps
-        shown = cut(whole, first, last)
-        count = write_chrome(shown, out)
-        if picture is not None:
-            draw(shown, picture)
-    except (ValueError, OSError) as error:
-        typer.echo(f"dsx trace: {error}", err=True)
-        raise typer.Exit(2) from error
+    folder = find_run(run)
+    whole = read_timeline(folder)
+    first, last = _read_steps(steps) if steps else whole.steps
+    shown = cut(whole, first, last)
+    out = out or folder / "trace.json"
+    count = write_chrome(shown, out)
+    if picture is not None:
+        draw(shown, picture)
     console = Console(highlight=False)
     seconds = (shown.end - shown.start) / 1e6
     lines = [

@@ -61,16 +61,14 @@ class Timeline:
         return min(taken), max(taken)
 
 
-def read_timeline(run_dir: Path) -> Timeline:
-    """Read what a run's ranks wrote; ValueError or FileNotFoundError if there is nothing."""
-    if not run_dir.is_dir():
-        raise FileNotFoundError(f"{run_dir} is not a directory; give the one metrics.dir names")
-    paths = [path for path in sorted(run_dir.iterdir()) if _NAME.fullmatch(path.name)]
+def read_timeline(folder: Path) -> Timeline:
+    """Read what a run's ranks wrote into its folder; ValueError if there is nothing."""
+    paths = [path for path in sorted(folder.iterdir()) if _NAME.fullmatch(path.name)]
     files = [_read_file(path) for path in paths]
     written = [(spans[-1].end, session) for session, spans, _ in files if spans]
     if not written:
         raise ValueError(
-            f'{run_dir} holds no trace: add "trace": true beside "dir" in the "metrics" of the '
+            f'{folder} holds no trace: add "trace": true beside "dir" in the "metrics" of the '
             '"dsx" block (Megatron: --dsx-metrics-trace true) and run again'
         )
     newest = max(written)[1]

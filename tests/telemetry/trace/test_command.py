@@ -202,7 +202,10 @@ def test_mistakes_are_named(run_dir: Path, arguments: list[str], said: str) -> N
 
 def test_a_directory_without_a_trace_says_what_to_set(tmp_path: Path) -> None:
     result = dsx(tmp_path)
+    assert result.exit_code == 2 and "train with dsx.metrics.dir set to it" in result.output
+    (tmp_path / "metrics.jsonl").touch()
+    result = dsx(tmp_path)
     assert result.exit_code == 2
     assert 'holds no trace: add "trace": true beside "dir"' in result.output
     result = dsx(tmp_path / "none")
-    assert result.exit_code == 2 and "none is not a directory" in result.output
+    assert result.exit_code == 2 and f"no run directory at {tmp_path / 'none'}" in result.output

@@ -1,0 +1,52 @@
+"""`dsx export`: the averaged model of a checkpoint, in files that others read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dsx.core.one_line_errors import one_line_errors
+
+
+@one_line_errors("export", FileNotFoundError)
+def export(
+    run: Annotated[
+        Path,
+        typer.Argument(
+            help="A run's folder, the directory its checkpoints are in (it holds cluster_0, ...), "
+            "or one of them."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="The directory to write to.")],
+    format: Annotated[
+        str, typer.Option(metavar="safetensors|universal", help="See above.")
+    ] = "safetensors",
+    tag: Annotated[
+        str | None, typer.Option(help="Default: the newest that all clusters hold complete.")
+    ] = None,
+    dtype: Annotated[
+        str, typer.Option(metavar="fp32|bf16|fp16", help="Of weights; safetensors only.")
+    ] = "fp32",
+    max_shard_size: Annotated[
+        float, typer.Option(help="GB (10^9 bytes) per file; safetensors only.", min=1e-6)
+    ] = 5.0,
+) -> None:
+    """Write the averaged model of a checkpoint, from its files alone.
+
+    It runs on any machine. The model is what averaged() held at the save: by method the anchor, or
+    the mean of the clusters, whose directories have to be there. Transfers that were in flight are
+    left out.
+
+    safetensors: model.safetensors, or several with an index, under the module's own names. Frozen
+    parameters and buffers are cluster 0's.
+
+    universal: a DeepSpeed universal checkpoint, for another number of ranks: the averaged weights,
+    with the inner optimizer's states of the first cluster at hand. Load it into an engine without
+    dsx, with "checkpoint": {"load_universal": true} in its JSON.
+    """
+    from dsx.engines.export import ExportOptions, export_checkpoint
+
+    options = ExportOptions(run, out, format, tag, dtype, max_shard_size)
+    export_checkpoint(options, typer.echo)

@@ -1,0 +1,206 @@
+"""A run's folder, which `metrics.dir` names, and the one way to open it.
+
+    run.json, run.cluster_1.json, ...          what ran: settings, versions, starts, checkpoints
+    metrics.jsonl, metrics.cluster_1.jsonl     a record per inner step and per sync
+    log.txt, log.cluster_1.txt, ...            what dsx logged
+    trace.cluster_0.rank_0.jsonl, ...          spans of a rank, with `metrics.trace`
+    tensorboard/cluster_0, ...                 with `metrics.tensorboard`
+    summary.json                               the script's own results, where it writes any
+    plot.png, trace.json                       what `dsx report` and `dsx trace` make
+
+A cluster writes files of its own name alone. So nothing is locked where clusters share a file
+system, and where they do not, the folders of all sites can be copied into one. A path to the
+folder, to any file in it, or to a checkpoint below it means the run. Runs of dsx 0.1, which have
+no run.json, are read, too, and so is what a killed run leaves.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+Record = Mapping[str, Any]
+RUN_HELP = "A run's folder (metrics.dir), a file in it, or a checkpoint below it."
+_FILES = re.compile(
+    r"(?P<kind>run|metrics)(\.cluster_(?P<cluster>\d+))?\.jsonl?|trace\.cluster_\d+\.rank_\d+\.jsonl"
+)
+_MOST_LEVELS = 4  # from a file of a checkpoint: tag, cluster, checkpoints, run
+_MOST_NAMES = 8
+
+
+@dataclass(frozen=True)
+class ClusterRun:
+    """One cluster's part of a run: what its run.json says, and its records by step.
+
+    Where a step or a sync occurs twice, the later record counts. `about` is empty for a run of
+    dsx 0.1.
+    """
+
+    cluster: int
+    about: Record = field(default_factory=dict[str, Any])
+    start: Record | None = None
+    steps: list[Record] = field(default_factory=list[Record])
+    syncs: list[Record] = field(default_factory=list[Record])
+    finish: Record | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run: its clusters in order, and summary.json as it is; `left_out` are another run's."""
+
+    directory: Path
+    clusters: list[ClusterRun]
+    summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    left_out: list[str] = field(default_factory=list[str])
+
+
+def cluster_file(directory: Path, stem: str, suffix: str, cluster: int) -> Path:
+    """Return the path of one cluster's file of a kind: metrics.jsonl, metrics.cluster_1.jsonl."""
+    middle = f".cluster_{cluster}" if cluster else ""
+    return directory / f"{stem}{middle}{suffix}"
+
+
+def find_run(path: str | Path) -> Path:
+    """Return the folder of the run that a path means; FileNotFoundError says what is there."""
+    given = Path(path)
+    if not given.exists():
+        raise FileNotFoundError(f"no run directory at {given}{_runs_in(given.parent)}")
+    folder = given if given.is_dir() else given.parent
+    for above in range(_MOST_LEVELS + 1):
+        candidate = Path(os.path.normpath(folder / "/".join([".."] * above)))
+        if is_run(candidate):
+            return candidate
+    found = _runs_in(given) if given.is_dir() else ""
+    if not found and (list(folder.glob("cluster_*")) or (folder / "dsx.json").exists()):
+        found = "; this is a checkpoint outside of its run's folder: give that folder"
+    advice = found or (
+        "; train with dsx.metrics.dir set to it (Megatron: --dsx-metrics-dir), or give the "
+        "directory that a run's metrics.dir named"
+    )
+    raise FileNotFoundError(
+        f"{given} holds no metrics*.jsonl and no run.json, nor does what it lies in{advice}"
+    )
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a directory is a run's folder."""
+    return folder.is_dir() and any(_FILES.fullmatch(path.name) for path in folder.iterdir())
+
+
+def open_run(path: str | Path) -> Run:
+    """Read a run's records. FileNotFoundError or ValueError says what cannot be read."""
+    folder = find_run(path)
+    abouts = read_about(folder)
+    foreign = _of_other_runs(abouts)
+    files = {m: file for m, file in _files(folder, "metrics").items() if m not in foreign}
+    if not files:
+        raise FileNotFoundError(
+            f"{folder} holds no metrics*.jsonl: the run has not taken a step yet, or its files "
+            "have been moved"
+        )
+    clusters = [_read_cluster(m, abouts.get(m, {}), file) for m, file in sorted(files.items())]
+    left_out = [f"cluster {m}" for m in foreign]
+    return Run(folder, clusters, _read_summary(folder), left_out)
+
+
+def read_about(folder: Path) -> dict[int, dict[str, Any]]:
+    """Return what every run*.json of a run's folder says, by cluster."""
+    return {m: _read_object(file) for m, file in sorted(_files(folder, "run").items())}
+
+
+def read_records(path: Path) -> list[Record]:
+    """Parse a file of records; an incomplete last line is what a killed run leaves."""
+    records: list[Record] = []
+    lines = path.read_text().splitlines()
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}:{number} is not a JSON record: {error}") from error
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}:{number} must be a JSON object, not {line[:40]!r}")
+        records.append(cast(Record, record))
+    return records
+
+
+def _files(folder: Path, kind: str) -> dict[int, Path]:
+    """Return the files of a kind, by cluster."""
+    found = {path: _FILES.fullmatch(path.name) for path in folder.iterdir()}
+    return {
+        int(match["cluster"] or 0): path
+        for path, match in found.items()
+        if match is not None and match["kind"] == kind
+    }
+
+
+def _of_other_runs(abouts: Mapping[int, Record]) -> list[int]:
+    """Return the clusters whose last start is of another run than the newest one here.
+
+    A run's starts share a name in all clusters that took part, or one that they resumed from.
+    """
+    names = {m: _names(about) for m, about in abouts.items()}
+    begun = {m: about["starts"][-1]["time"] for m, about in abouts.items()}
+    if not begun:
+        return []
+    own = set(names[max(begun, key=lambda m: begun[m])])
+    for _ in names:  # a cluster that left early shares a name only with one that was there then
+        own.update(*(each for each in names.values() if own & each))
+    return [m for m, each in names.items() if not own & each]
+
+
+def _names(about: Record) -> set[str]:
+    starts = cast("list[Record]", about["starts"])
+    told = (start.get(key) for start in starts for key in ("session", "resumed_session"))
+    return {name for name in told if name}
+
+
+def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
+    steps: dict[int, Record] = {}
+    syncs: dict[tuple[Any, ...], Record] = {}
+    last: dict[str, Record] = {}
+    for record in read_records(file):
+        kind = record.get("kind")
+        if kind == "step" and record.get("step") is not None:
+            steps[int(record["step"])] = record
+        elif kind == "sync":
+            key = ("stage", "fragment", "round", "launched_step")
+            syncs[tuple(record.get(name) for name in key)] = record
+        elif kind in ("start", "finish"):
+            last[kind] = record
+    ordered = [steps[step] for step in sorted(steps)]
+    return ClusterRun(
+        cluster, about, last.get("start"), ordered, list(syncs.values()), last.get("finish")
+    )
+
+
+def _read_summary(folder: Path) -> dict[str, Any]:
+    path = folder / "summary.json"
+    return _read_object(path) if path.exists() else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}; remove it") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} must hold a JSON object; remove it")
+    return cast("dict[str, Any]", found)
+
+
+def _runs_in(folder: Path) -> str:
+    """Say which runs a directory holds, the newest first; empty if none."""
+    if not folder.is_dir():
+        return ""
+    runs = [path for path in folder.iterdir() if path.is_dir() and is_run(path)]
+    runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    names = ", ".join(path.name for path in runs[:_MOST_NAMES])
+    more = ", ..." if len(runs) > _MOST_NAMES else ""
+    return f"; {folder} holds the run(s) {names}{more}: give one of them" if runs else ""

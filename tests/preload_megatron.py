@@ -1,0 +1,26 @@
+"""What ranks with megatron-core on the CPU import, for their template."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from tests.templates import preload
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+
+from megatron_on_cpu import install
+
+install()
+preload(
+    "pytest",
+    "megatron.core.distributed",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.dist_checkpointing",
+    "dsx.engines.megatron.engine",
+    "dsx.engines.attach",
+    "dsx.training.handle",
+    "tests.engines.engines",
+)

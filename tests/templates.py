@@ -1,0 +1,82 @@
+"""Processes that the ranks of tests are forked from, with all that is heavy imported once.
+
+A spawned rank imports torch and an engine, which takes seconds of CPU time. A template is a
+forkserver of the standard library that has imported them and run nothing. There are two of each
+kind: as with a launcher, ranks differ in how they hash, hence in the order of their sets; those
+that follow each other in a cluster, or are the same of two clusters, come from different ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import importlib
+import multiprocessing.context
+import os
+import sys
+import threading
+from multiprocessing import forkserver, popen_forkserver
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+
+PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
+
+
+def preload(*names: str) -> None:
+    """Import modules as far as they are installed, in a process that ranks are forked from."""
+    for name in names:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(name)
+    if dist.is_initialized() or threading.active_count() > 1:
+        sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
+    gc.collect()
+    gc.freeze()  # what is shared with the ranks is not theirs to collect
+
+
+_started: dict[str, list[Any]] = {}  # the two templates by engine
+
+
+def start_templates(engine: str) -> None:
+    """Start this process's two templates for `engine`, once; return when they have imported all."""
+    if engine in _started:
+        return
+    servers = [forkserver.ForkServer() for _ in range(2)]
+    started_by = os.getpid()
+
+    def stop() -> None:
+        if os.getpid() == started_by:
+            for server in servers:
+                server._stop()  # type: ignore[attr-defined]
+
+    atexit.register(stop)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment.pop("PYTHONHASHSEED", None)
+    with mock.patch.dict(os.environ, environment, clear=True):
+        for server in servers:
+            server.set_forkserver_preload([PRELOADS[engine]])
+            server.ensure_running()
+    _started[engine] = servers
+    for rank in range(2):
+        process = ForkedRank(engine, rank)
+        process.start()
+        process.join()
+        if process.exitcode != 0:
+            raise RuntimeError(f"the template for {engine} ended; what it said stands above")
+
+
+class ForkedRank(multiprocessing.context.ForkServerProcess):  # type: ignore[name-defined]
+    """A process that is forked from the template for its engine and rank."""
+
+    def __init__(self, engine: str, rank: int, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self.engine, self.rank = engine, rank
+
+    @staticmethod
+    def _Popen(process: Any) -> Any:
+        is_odd = process.rank.bit_count() % 2  # not the same for two ranks that differ in one bit
+        connect = _started[process.engine][is_odd].connect_to_new_process
+        with mock.patch.object(forkserver, "connect_to_new_process", connect):
+            return popen_forkserver.Popen(process)

@@ -1,0 +1,76 @@
+"""The `dsx` command itself: what it imports, its help, its version, and old spellings."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import dsx
+from dsx.cli import app
+from dsx.core.one_line_errors import one_line_errors
+
+NAMES = [
+    "bench", "data", "export", "memory", "net-test", "plan", "rendezvous", "report", "simulate",
+    "trace",
+]  # fmt: skip
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "dsx", *arguments],
+        env={**os.environ, **environment}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def test_every_command_is_in_the_help_with_one_line() -> None:
+    shown = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+    rows = [line.strip("│| \n").split() for line in shown.stdout.splitlines()]
+    for name in NAMES:
+        (row,) = [words for words in rows if words and words[0] == name]
+        assert row[-1].endswith("."), f"{name}: more than one line"
+
+
+def test_the_help_loads_nothing_that_takes_long() -> None:
+    loaded = "import sys, dsx.cli; print([m for m in ('torch', 'numpy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_python_m_dsx_shows_the_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"dsx {dsx.__version__}\n")
+
+
+def test_completion_in_a_shell() -> None:
+    done = run(_DSX_COMPLETE="complete_bash", COMP_WORDS="dsx re", COMP_CWORD="1")
+    assert done.stdout.split() == ["rendezvous", "report"], done.stderr
+    assert "--install-completion" in run("--help").stdout
+
+
+def test_a_mistake_ends_with_one_line_and_status_2() -> None:
+    tried = typer.Typer()
+
+    @tried.command()
+    @one_line_errors("tried", KeyError, RuntimeError)
+    def command(kind: str) -> None:
+        if kind == "exit":
+            raise typer.Exit(7)
+        raise {"value": ValueError, "key": KeyError, "other": TypeError}[kind](kind)
+
+    for kind, said in (("value", "dsx tried: value\n"), ("key", "dsx tried: 'key'\n")):
+        done = CliRunner().invoke(tried, [kind])
+        assert (done.exit_code, done.stderr) == (2, said)
+    assert CliRunner().invoke(tried, ["exit"]).exit_code == 7
+    assert isinstance(CliRunner().invoke(tried, ["other"]).exception, TypeError)
+
+
+def test_an_old_spelling_works_and_names_the_new_one() -> None:
+    with pytest.warns(FutureWarning, match="dsx bench link is now dsx bench line"):
+        done = CliRunner().invoke(app, ["bench", "link", "--clusters", "9"])
+    assert done.exit_code == 2 and done.stderr.startswith("dsx bench line: clusters=9")
+    assert " link " not in CliRunner().invoke(app, ["bench", "--help"]).stdout

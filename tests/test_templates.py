@@ -1,0 +1,50 @@
+"""What ranks of tests are forked from: engines are there, ranks are as a launcher's otherwise."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.distributed import run_distributed
+
+
+def look_around(module: str, caller: int) -> dict[str, Any]:
+    return {
+        "is_imported": module in sys.modules,
+        "threads": threading.active_count(),
+        "is_initialized": dist.is_initialized(),
+        "hash": hash("dsx"),
+        "environment": [os.environ[name] for name in ("RANK", "WORLD_SIZE", "DSX_OF_THE_TEST")],
+        "is_child": os.getppid() == caller,
+    }
+
+
+@pytest.mark.parametrize("engine", ["deepspeed", "megatron"])
+def test_ranks_start_with_an_engine_and_nothing_else(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(engine) is None:
+        pytest.skip(f"{engine} is not installed")
+    module = {"deepspeed": "deepspeed", "megatron": "megatron.core.parallel_state"}[engine]
+    for told in ("first", "second"):
+        monkeypatch.setenv("DSX_OF_THE_TEST", told)
+        found = run_distributed(look_around, 4, module, os.getpid(), engine=engine)
+        for rank, seen in enumerate(found):
+            assert seen["is_imported"] and not seen["is_initialized"] and not seen["is_child"]
+            assert seen["environment"] == [str(rank), "4", told]
+            assert seen["threads"] <= 2  # its own, and that of the queue it answers with
+        hashes = [seen["hash"] for seen in found]
+        assert hashes[0] != hashes[1] and hashes[0] != hashes[2] and hashes[3] != hashes[1]
+
+
+def test_a_rank_may_be_an_interpreter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DSX_OF_THE_TEST", "own")
+    found = run_distributed(look_around, 2, "deepspeed", os.getpid(), engine=None)
+    assert [seen["is_imported"] for seen in found] == [False, False]
+    assert all(seen["is_child"] for seen in found)
