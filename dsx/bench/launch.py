@@ -56,15 +56,15 @@ def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int)
     transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), _DEADLINE_SECONDS)
     loop = OuterLoop(method, backend, transport)
     loop.start()
-    berth, local = loop.state.take_berth(0), loop.state.outgoing(0)
-    berth.is_free = True
+    buffers, local = loop.state.take_buffers(0), loop.state.outgoing(0)
+    buffers.is_free = True
     anchor = loop.state.anchor[0]
 
     def copies() -> None:
         backend.read(0, local)
         torch.sub(anchor, local, out=local)
         if torch.device(device).type == "cpu":
-            berth.wire.copy_(local)
+            buffers.wire.copy_(local)
 
     passes: list[tuple[float, float]] = []
     for _ in range(repeats + 1):  # the first one allocates

@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsx.checkpoint.files import SavedCluster, SavedRank, put_together, stretches, vector_sources
+from dsx.checkpoint.files import SavedCluster, SavedRank, put_together, shard_ranges, vector_sources
 from dsx.checkpoint.tags import cluster_directory, complete_tags, newest_first, same_content
 from dsx.core.types import Slot
 
@@ -111,7 +111,7 @@ class SavedModel:
         numel, ranks = math.prod(parameter.shape), parameter.ranks[cluster]
         sources = vector_sources(ranks, "layout", parameter.fragment, parameter.vector)
         out = torch.empty(numel)
-        missing = put_together(stretches([Slot(parameter.name, (numel,), 0)]), out, sources)
+        missing = put_together(shard_ranges([Slot(parameter.name, (numel,), 0)]), out, sources)
         if missing:
             raise ValueError(
                 f"{ranks[0].path.parent} lacks {missing} of {numel} elements of {parameter.name}"

@@ -130,7 +130,7 @@ class SavedCluster:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ShardRange:
     """The elements `first`.. of a flattened parameter that lie at `offset` in a vector."""
 
     name: str
@@ -143,41 +143,43 @@ class Stretch:
 class Source:
     """A saved vector: what lies in it, and how to read elements start..stop of it."""
 
-    stretches: Sequence[Stretch]
+    shard_ranges: Sequence[ShardRange]
     read: Callable[[int, int], Tensor]
 
 
-def stretches(slots: Sequence[Slot], start: int = 0, stop: int | None = None) -> list[Stretch]:
+def shard_ranges(
+    slots: Sequence[Slot], start: int = 0, stop: int | None = None
+) -> list[ShardRange]:
     """Return what lies in the elements start..stop of a vector, with offsets from `start`."""
-    found: list[Stretch] = []
+    found: list[ShardRange] = []
     for slot in slots:
         low = max(slot.offset, start)
         high = slot.offset + slot.numel
         high = high if stop is None else min(high, stop)
         if high > low:
             first = slot.start + low - slot.offset
-            found.append(Stretch(slot.name, first, high - low, low - start))
+            found.append(ShardRange(slot.name, first, high - low, low - start))
     return found
 
 
-def put_together(wanted: Sequence[Stretch], out: Tensor, sources: Sequence[Source]) -> int:
+def put_together(wanted: Sequence[ShardRange], out: Tensor, sources: Sequence[Source]) -> int:
     """Fill `out` from overlapping pieces, in place; return how many elements nobody has.
 
     Those keep their value. Sources do not overlap each other.
     """
-    by_name: dict[str, list[tuple[Stretch, Source]]] = {}
+    by_name: dict[str, list[tuple[ShardRange, Source]]] = {}
     for source in sources:
-        for stretch in source.stretches:
-            by_name.setdefault(stretch.name, []).append((stretch, source))
+        for shard_range in source.shard_ranges:
+            by_name.setdefault(shard_range.name, []).append((shard_range, source))
     missing = 0
     for target in wanted:
         missing += target.numel
-        for stretch, source in by_name.get(target.name, ()):
-            low = max(target.first, stretch.first)
-            high = min(target.first + target.numel, stretch.first + stretch.numel)
+        for shard_range, source in by_name.get(target.name, ()):
+            low = max(target.first, shard_range.first)
+            high = min(target.first + target.numel, shard_range.first + shard_range.numel)
             if high > low:
                 place = target.offset + low - target.first
-                begin = stretch.offset + low - stretch.first
+                begin = shard_range.offset + low - shard_range.first
                 out[place : place + high - low].copy_(source.read(begin, begin + high - low))
                 missing -= high - low
     return missing
@@ -187,7 +189,7 @@ def vector_sources(ranks: Sequence[SavedRank], kind: str, fragment: int, name: s
     """Return a vector of a fragment, as all ranks of the cluster have saved it."""
     return [
         Source(
-            stretches(rank.slots(kind, fragment)),
+            shard_ranges(rank.slots(kind, fragment)),
             lambda start, stop, rank=rank: rank.read(name, start, stop),
         )
         for rank in ranks
@@ -208,7 +210,7 @@ def error_sources(ranks: Sequence[SavedRank], fragment: int, is_of_mean: bool) -
                 values = residual.read()
                 found.append(
                     Source(
-                        stretches(slots, entry["start"], entry["stop"]),
+                        shard_ranges(slots, entry["start"], entry["stop"]),
                         lambda start, stop, values=values: values[start:stop],
                     )
                 )

@@ -29,13 +29,13 @@ from dsx.checkpoint.files import (
     layout,
     rank_file,
 )
-from dsx.checkpoint.pipeline_recut import require_nothing_in_flight
+from dsx.checkpoint.pipeline_repartition import require_nothing_in_flight
 from dsx.checkpoint.reshard import Resharding, restored_transfer
 from dsx.checkpoint.tags import sync_to_disk
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment, History
 from dsx.outer.loop import OuterLoop
-from dsx.outer.parity_check import Verdict
+from dsx.outer.parity_check import ParityResult
 from dsx.outer.transfer import NothingYet, Totals, Transfer
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _ADVICE = "resume with the method it was saved with, or start a new run from the
 def save_state(
     loop: OuterLoop,
     directory: Path,
-    place: Place,
+    rank_info: RankInfo,
     session: str,
     axes: Mapping[str, Any],
     tracked: Mapping[str, Any],
@@ -55,24 +55,24 @@ def save_state(
     `session` names the run. The masters are written, too, where their mean is to be exported.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for fragment in loop.backend.fragments:
+    for fragment in loop.adapter.fragments:
         named = dict(loop.state.named_state(fragment.id))
         if loop.method.delay.export == "mean":
-            named["local"] = torch.empty(fragment.numel, device=loop.backend.device)
-            loop.backend.read(fragment.id, named["local"])
+            named["local"] = torch.empty(fragment.numel, device=loop.adapter.device)
+            loop.adapter.read(fragment.id, named["local"])
         for name, tensor in named.items():
             if tensor.numel():
                 tensors[f"{name}/{fragment.id}"] = tensor
     in_flight = [_describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
     meta = {
         "format": FORMAT,
-        "place": asdict(place),
+        "place": asdict(rank_info),
         "session": session,
         "step": loop.history.step,
         "history": loop.history.state_dict(),
         "in_flight": in_flight,
         **_layouts(loop),
-        "codec_errors": [_errors(loop, fragment) for fragment in loop.backend.fragments],
+        "codec_errors": [_errors(loop, fragment) for fragment in loop.adapter.fragments],
         "state": _state_shape(loop),
         "kinds": _kinds(loop),
         "axes": axes,
@@ -80,7 +80,7 @@ def save_state(
         "totals": asdict(loop.totals),
     }
     directory.mkdir(parents=True, exist_ok=True)
-    path = rank_file(directory, place.rank)
+    path = rank_file(directory, rank_info.rank)
     unfinished = path.with_suffix(".tmp")
     copies = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
     save_file(copies, str(unfinished), metadata={"dsx": json.dumps(meta)})
@@ -91,25 +91,25 @@ def save_state(
 def load_state(
     loop: OuterLoop,
     directory: Path,
-    place: Place,
+    rank_info: RankInfo,
     axes: Mapping[str, Any],
-    is_recut: bool = False,
+    is_repartitioned: bool = False,
 ) -> Mapping[str, Any]:
     """Restore one rank's outer state from a cluster's tag and return the tracked states.
 
     Collective over the ranks of the cluster. FileNotFoundError if a rank's file is missing,
     ValueError if one is of another run, model or method. `place.num_clusters` may differ from the
     number of clusters that saved; a cluster that is new gives another one's directory.
-    `is_recut`: the same parameters lie on other pipeline stages, the same on every rank.
+    `is_repartitioned`: the same parameters lie on other pipeline stages, the same on every rank.
     """
-    saved, own = _find(loop, directory, place, axes, is_recut)
+    saved, own = _find(loop, directory, rank_info, axes, is_repartitioned)
     for transfer in loop.in_flight:
         if isinstance(transfer, Transfer):
             transfer.pending.wait()  # its thread still writes to the buffers that are restored
-    loop.state.free_berths()
+    loop.state.free_buffers()
     if own is None:
-        return Resharding(loop, saved, place, is_recut).restore()
-    for fragment in loop.backend.fragments:
+        return Resharding(loop, saved, rank_info, is_repartitioned).restore()
+    for fragment in loop.adapter.fragments:
         for name, tensor in loop.state.named_state(fragment.id).items():
             if tensor.numel():
                 tensor.copy_(own.read(f"{name}/{fragment.id}"))
@@ -122,7 +122,11 @@ def load_state(
 
 
 def _find(
-    loop: OuterLoop, directory: Path, place: Place, axes: Mapping[str, Any], is_recut: bool
+    loop: OuterLoop,
+    directory: Path,
+    rank_info: RankInfo,
+    axes: Mapping[str, Any],
+    is_repartitioned: bool,
 ) -> tuple[SavedCluster, SavedRank | None]:
     """Return the cluster's files, and this rank's own if every rank finds its own layout in its.
 
@@ -130,20 +134,20 @@ def _find(
     """
     saved, own, trouble, outcome = None, None, None, 1.0
     try:
-        saved = SavedCluster(directory, None if is_recut else loop.backend.stage)
-        reference = saved.reference(place.rank)
-        if is_recut:
+        saved = SavedCluster(directory, None if is_repartitioned else loop.adapter.stage)
+        reference = saved.reference(rank_info.rank)
+        if is_repartitioned:
             require_nothing_in_flight(saved)
         else:
             _require_same_model(reference, loop)
-        _require_same_method(reference, axes, loop, is_recut)
-        if not is_recut and _is_of_this_layout(loop, saved, reference, place):
+        _require_same_method(reference, axes, loop, is_repartitioned)
+        if not is_repartitioned and _is_of_this_layout(loop, saved, reference, rank_info):
             _require_same_buffers(reference, loop)
             own, outcome = reference, 0.0
         _warn_of_changes(reference, axes)
     except (ValueError, FileNotFoundError) as error:
         trouble, outcome = error, 2.0
-    agreed = float(loop.backend.max_over_ranks(torch.tensor([outcome])))
+    agreed = float(loop.adapter.max_over_ranks(torch.tensor([outcome])))
     if trouble is not None:
         raise trouble
     if agreed == 2 or saved is None:
@@ -152,9 +156,9 @@ def _find(
 
 
 def _is_of_this_layout(
-    loop: OuterLoop, saved: SavedCluster, reference: SavedRank, place: Place
+    loop: OuterLoop, saved: SavedCluster, reference: SavedRank, rank_info: RankInfo
 ) -> bool:
-    ours = (place.rank, place.world_size, place.num_clusters)
+    ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
     theirs = reference.meta["place"]
     if ours != (theirs["rank"], saved.num_ranks, saved.num_clusters):
         return False
@@ -164,8 +168,8 @@ def _is_of_this_layout(
 def _layouts(loop: OuterLoop) -> dict[str, Any]:
     """Return where elements lie on this rank: as masters, and as they travel."""
     return {
-        "layout": layout(loop.backend.fragments),
-        "wire": layout([route.wire for route in loop.routes]),
+        "layout": layout(loop.adapter.fragments),
+        "wire": layout([route.wire for route in loop.matrix_gathers]),
     }
 
 
@@ -178,7 +182,7 @@ def _errors(loop: OuterLoop, fragment: Fragment) -> dict[str, Any]:
             "storage": error.residual.storage,
             "is_of_mean": error.is_of_mean,
         }
-        for name, error in loop.state.lines[fragment.id].channel.errors.items()
+        for name, error in loop.state.channels[fragment.id].codec.errors.items()
     }
 
 
@@ -189,11 +193,11 @@ def _describe(
     if isinstance(transfer, NothingYet):
         return {"fragment": transfer.fragment, "is_empty": True}
     mean = transfer.pending.wait()
-    notes = transfer.berth.notes
+    sideband = transfer.buffers.sideband
     buffers = {
         "mean": mean,
-        "notes": notes.values,
-        "kept": transfer.berth.kept,
+        "notes": sideband.values,
+        "kept": transfer.buffers.kept,
         "norm": transfer.contribution_norm,
     }
     for name, tensor in buffers.items():
@@ -206,9 +210,9 @@ def _describe(
         "interval": transfer.interval,
         "was_sent_before_update": transfer.was_sent_before_update,
         "shared_by": transfer.shared_by,
-        "knobs": asdict(transfer.knobs),
-        "verdict": asdict(transfer.berth.verdict),
-        "notes": asdict(notes.shape),
+        "knobs": asdict(transfer.sync_params),
+        "verdict": asdict(transfer.buffers.parity),
+        "notes": asdict(sideband.shape),
         "bytes_sent": transfer.pending.bytes_sent,
         "seconds": transfer.pending.seconds,
     }
@@ -217,47 +221,47 @@ def _describe(
 def _restore(
     loop: OuterLoop, entry: Mapping[str, Any], index: int, file: SavedRank
 ) -> Transfer | NothingYet:
-    """Rebuild what `_describe` returned, in a berth of the loop's."""
+    """Rebuild what `_describe` returned, in a buffers of the loop's."""
     fragment = entry["fragment"]
     if entry["is_empty"]:
         return NothingYet(fragment)
-    berth = loop.state.take_berth(fragment)
-    berth.verdict = Verdict(**entry["verdict"])
-    buffers = {"mean": berth.wire, "notes": berth.notes.values, "kept": berth.kept}
+    buffers = loop.state.take_buffers(fragment)
+    buffers.parity = ParityResult(**entry["verdict"])
+    buffers = {"mean": buffers.wire, "notes": buffers.sideband.values, "kept": buffers.kept}
     for name, tensor in buffers.items():
         if tensor is not None and tensor.numel():
             tensor.copy_(file.read(f"in_flight.{name}/{index}"))
     norm = file.read(f"in_flight.norm/{index}").to(loop.state.device)
-    return restored_transfer(entry, berth, norm, entry["bytes_sent"], entry["seconds"])
+    return restored_transfer(entry, buffers, norm, entry["bytes_sent"], entry["seconds"])
 
 
 def _kinds(loop: OuterLoop) -> dict[str, Any]:
     """Return what a method keeps, whatever the layout, as JSON values."""
     slots = [list(s.named()) for s in loop.state.slots]
     parameters = [
-        [[p.name, list(p.shape)] for p in fragment] for fragment in loop.backend.fragment_parameters
+        [[p.name, list(p.shape)] for p in fragment] for fragment in loop.adapter.fragment_parameters
     ]
     return {
         "rounds_under_way": loop.method.delay.rounds_under_way,
         "buffers": slots,
         "keeps an anchor": loop.method.outer_optimizer.keeps_anchor,
         "exports": loop.method.delay.export,
-        "measures": loop.method.control.note_numel(loop.method.knobs),
+        "measures": loop.method.control.sideband_numel(loop.method.sync_params),
         "parameters": parameters,
-        "stage": [loop.backend.stage.index, loop.backend.stage.count],
+        "stage": [loop.adapter.stage.index, loop.adapter.stage.count],
     }
 
 
 def _state_shape(loop: OuterLoop) -> dict[str, Any]:
     """Return the sizes of what this rank keeps, as JSON values."""
-    fragments = range(len(loop.backend.fragments))
+    fragments = range(len(loop.adapter.fragments))
     buffers = {
         f"{name}/{p}": tensor.numel() for p in fragments for name, tensor in
         sorted(loop.state.named_state(p).items())
     }  # fmt: skip
     return {
         "rounds_under_way": loop.method.delay.rounds_under_way,
-        "numbers beside a transfer": [loop.state.note_numel(p) for p in fragments],
+        "numbers beside a transfer": [loop.state.sideband_numel(p) for p in fragments],
         "buffers": buffers,
     }
 
@@ -282,7 +286,7 @@ def _require_same_model(saved: SavedRank, loop: OuterLoop) -> None:
 
 
 def _require_same_method(
-    saved: SavedRank, axes: Mapping[str, Any], loop: OuterLoop, is_recut: bool
+    saved: SavedRank, axes: Mapping[str, Any], loop: OuterLoop, is_repartitioned: bool
 ) -> None:
     """Refuse another type on an axis, or other buffers: what is saved would mean something else."""
     for axis, ours in axes.items():
@@ -294,7 +298,9 @@ def _require_same_method(
                 f"{kinds[1]!r}: {_ADVICE}"
             )
     ours, theirs = _kinds(loop), dict(saved.meta["kinds"])
-    for kinds in (ours, theirs) if is_recut else ():  # what all fragments have, however many
+    for kinds in (
+        (ours, theirs) if is_repartitioned else ()
+    ):  # what all fragments have, however many
         kinds.update(stage=None, parameters=None, buffers=kinds["buffers"][:1])
     difference = first_difference(ours, theirs)
     if difference:

@@ -12,7 +12,7 @@ same bits as before. The rest follows these rules:
 - a cluster that is new is cluster 0's copy without its residuals; those of a cluster that is gone
   are lost, and a warning says so;
 - warm starts belong to whole matrices and go where these are put together;
-- a pipeline may be cut into other stages, too, with nothing in flight (recut.py);
+- a pipeline may be cut into other stages, too, with nothing in flight (pipeline_repartition.py);
 - the guard's memory of the last mean starts empty everywhere: its hash is of the old shards.
 """
 
@@ -31,15 +31,15 @@ from dsx.checkpoint.files import (
     Source,
     error_sources,
     put_together,
-    stretches,
+    shard_ranges,
     vector_sources,
 )
-from dsx.checkpoint.pipeline_recut import Origin, find_origins, merged_history
-from dsx.comm.topology import Place
-from dsx.core.types import Fragment, History, Knobs, Slot
+from dsx.checkpoint.pipeline_repartition import Origin, find_origins, merged_history
+from dsx.comm.topology import RankInfo
+from dsx.core.types import Fragment, History, Slot, SyncParams
 from dsx.outer.loop import OuterLoop
-from dsx.outer.parity_check import Verdict
-from dsx.outer.transfer import Arrived, Berth, NothingYet, Totals, Transfer
+from dsx.outer.parity_check import ParityResult
+from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -48,30 +48,34 @@ class Resharding:
     """Brings a cluster's saved state into the layout of a running loop, one rank's share of it."""
 
     def __init__(
-        self, loop: OuterLoop, saved: SavedCluster, place: Place, is_recut: bool = False
+        self,
+        loop: OuterLoop,
+        saved: SavedCluster,
+        rank_info: RankInfo,
+        is_repartitioned: bool = False,
     ) -> None:
         self._loop = loop
-        self._is_recut = is_recut
+        self._is_repartitioned = is_repartitioned
         self._ranks = saved.ranks()
-        self._reference = saved.reference(place.rank)
+        self._reference = saved.reference(rank_info.rank)
         self._saved = saved
-        self._place = place
-        self._is_new = place.cluster_id >= saved.num_clusters
-        self._is_first = loop.backend.shard[0] == 0
-        fragments = loop.backend.fragments
+        self._rank_info = rank_info
+        self._is_new = rank_info.cluster_id >= saved.num_clusters
+        self._is_first = loop.adapter.shard[0] == 0
+        fragments = loop.adapter.fragments
         self._origins = [[Origin(self._ranks, fragment.id)] for fragment in fragments]
-        if is_recut:
-            self._is_first = self._is_first and loop.backend.stage.index == 0
-            self._origins = find_origins(saved, loop.backend.fragment_parameters)
+        if is_repartitioned:
+            self._is_first = self._is_first and loop.adapter.stage.index == 0
+            self._origins = find_origins(saved, loop.adapter.fragment_parameters)
 
     def restore(self) -> Mapping[str, Any]:
         """Fill the loop's buffers and return the tracked states of this rank, or of the first."""
         self._tell()
-        for fragment in self._loop.backend.fragments:
+        for fragment in self._loop.adapter.fragments:
             self._restore_slots(fragment)
             self._restore_codec(fragment)
-        if self._is_recut:
-            fragments, delay = self._loop.backend.fragments, self._loop.method.delay
+        if self._is_repartitioned:
+            fragments, delay = self._loop.adapter.fragments, self._loop.method.delay
             nothing = [NothingYet(f.id) for f in fragments for _ in range(delay.rounds_under_way)]
             self._loop.restore(merged_history(self._loop, self._origins), [*nothing])
         else:
@@ -82,24 +86,24 @@ class Resharding:
         return self._reference.meta["tracked"]
 
     def _tell(self) -> None:
-        saved, place = self._saved, self._place
-        if place.rank:
+        saved, rank_info = self._saved, self._rank_info
+        if rank_info.rank:
             return
         logger.info(
             "%s: outer state of %d rank(s) in %d cluster(s) is put together for %d in %d",
-            saved.directory, saved.num_ranks, saved.num_clusters, place.world_size,
-            place.num_clusters,
+            saved.directory, saved.num_ranks, saved.num_clusters, rank_info.world_size,
+            rank_info.num_clusters,
         )  # fmt: skip
         if self._loop.method.compression.is_exact:
             return
-        if place.cluster_id == 0 and place.num_clusters < saved.num_clusters:
+        if rank_info.cluster_id == 0 and rank_info.num_clusters < saved.num_clusters:
             logger.warning(
                 "the residuals of cluster(s) %d to %d are dropped: what coding has lost of their "
                 "progress will not be sent",
-                place.num_clusters, saved.num_clusters - 1,
+                rank_info.num_clusters, saved.num_clusters - 1,
             )  # fmt: skip
         if self._is_new and any(meta for meta in self._reference.meta["codec_errors"]):
-            logger.warning("cluster %d is new: its residuals start from zero", place.cluster_id)
+            logger.warning("cluster %d is new: its residuals start from zero", rank_info.cluster_id)
 
     def _restore_slots(self, fragment: Fragment) -> None:
         """Put anchor, outer state and the policies' buffers together."""
@@ -112,7 +116,7 @@ class Resharding:
                 self._restore_sizes(fragment.id, name, tensor)
             else:
                 self._fill(fragment.layout, tensor, name, self._sources(fragment.id, name))
-        self._loop.state.lines[fragment.id].guard.memory.zero_()
+        self._loop.state.channels[fragment.id].parity_check.memory.zero_()
 
     def _restore_sizes(self, fragment: int, name: str, out: Tensor) -> None:
         """Put together what is kept per parameter."""
@@ -121,12 +125,12 @@ class Resharding:
             full_name = f"{name}/{origin.fragment}"
             values = next(rank.read(full_name) for rank in origin.ranks if full_name in rank)
             found.update(zip(origin.names, values, strict=True))
-        for index, parameter in enumerate(self._loop.backend.fragment_parameters[fragment]):
+        for index, parameter in enumerate(self._loop.adapter.fragment_parameters[fragment]):
             out[index] = found[parameter.name]
 
     def _restore_codec(self, fragment: Fragment) -> None:
         """Put residuals together; bring warm starts, and the rank they are of, where they go."""
-        channel = self._loop.state.lines[fragment.id].channel
+        channel = self._loop.state.channels[fragment.id].codec
         self._restore_errors(fragment)
         for name, tensor in channel.slots.items():
             if name in channel.errors or not tensor.numel():
@@ -154,9 +158,9 @@ class Resharding:
 
     def _restore_errors(self, fragment: Fragment) -> None:
         """Put this cluster's residuals together; see the module for those of means."""
-        line = self._loop.state.lines[fragment.id]
-        errors = line.channel.errors.values()
-        wire = self._loop.routes[fragment.id].wire.layout
+        channel = self._loop.state.channels[fragment.id]
+        errors = channel.codec.errors.values()
+        wire = self._loop.matrix_gathers[fragment.id].wire.layout
         for error in errors:
             error.residual.stored.zero_()
         if self._is_new:
@@ -173,7 +177,7 @@ class Resharding:
         for error in errors:
             if error.is_of_mean:
                 continue
-            wanted = stretches(wire, error.start, error.stop)
+            wanted = shard_ranges(wire, error.start, error.stop)
             values, means = (torch.zeros(error.residual.numel) for _ in range(2))
             missing += put_together(wanted, values, of_sent)
             put_together(wanted, means, of_means)
@@ -184,15 +188,15 @@ class Resharding:
                     mean.residual.write(means[part])
                     means[part] = 0
             moved += int(means.count_nonzero())
-            error.residual.write(values.add_(means, alpha=self._place.num_clusters))
+            error.residual.write(values.add_(means, alpha=self._rank_info.num_clusters))
         self._tell_of_errors(fragment, missing, moved)
 
     def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int) -> None:
-        errors = self._loop.state.lines[fragment.id].channel.errors.values()
-        name = self._loop.backend.stage.name_of(fragment.id)
+        errors = self._loop.state.channels[fragment.id].codec.errors.values()
+        name = self._loop.adapter.stage.name_of(fragment.id)
         origins = self._origins[fragment.id]
         has_saved = any(r.meta["codec_errors"][o.fragment] for o in origins for r in o.ranks)
-        if has_saved and not errors and self._place.rank == 0:
+        if has_saved and not errors and self._rank_info.rank == 0:
             logger.warning("%s: the saved residuals are not used", name)
         if missing:
             logger.warning(
@@ -205,7 +209,7 @@ class Resharding:
                 "from now on, go into what this cluster sends next",
                 name, moved,
             )  # fmt: skip
-        if any(error.residual.storage == "int8" for error in errors) and self._place.rank == 0:
+        if any(error.residual.storage == "int8" for error in errors) and self._rank_info.rank == 0:
             logger.warning(
                 "%s: residuals stored in int8 have been coded anew in other groups",
                 name,
@@ -213,14 +217,14 @@ class Resharding:
 
     def _transfer(self, index: int, entry: Mapping[str, Any]) -> Transfer | NothingYet:
         """Rebuild one transfer in flight from what all ranks have saved of it."""
-        fragment = self._loop.backend.fragments[entry["fragment"]]
+        fragment = self._loop.adapter.fragments[entry["fragment"]]
         if entry["is_empty"]:
             return NothingYet(fragment.id)
         entries = [rank.meta["in_flight"][index] for rank in self._ranks]
-        berth = self._loop.state.take_berth(fragment.id)
+        buffers = self._loop.state.take_buffers(fragment.id)
         verdicts = [e["verdict"] for e in entries]
-        present = range(self._place.num_clusters)  # the others' lists name nobody any more
-        berth.verdict = Verdict(
+        present = range(self._rank_info.num_clusters)  # the others' lists name nobody any more
+        buffers.parity = ParityResult(
             *(
                 sorted({m for v in verdicts for m in v[key] if m in present})
                 for key in ("refused_by", "differing")
@@ -228,34 +232,38 @@ class Resharding:
             round=max(v["round"] for v in verdicts),
             is_refused=any(v["is_refused"] for v in verdicts),
         )
-        wire = self._loop.routes[fragment.id].wire.layout
+        wire = self._loop.matrix_gathers[fragment.id].wire.layout
         for layout, out, kind, name in (
-            (wire, berth.wire, "wire", f"in_flight.mean/{index}"),
-            (fragment.layout, berth.kept, "layout", f"in_flight.kept/{index}"),
+            (wire, buffers.wire, "wire", f"in_flight.mean/{index}"),
+            (fragment.layout, buffers.kept, "layout", f"in_flight.kept/{index}"),
         ):
             if out is not None:
                 sources = vector_sources(self._ranks, kind, fragment.id, name)
                 self._fill(layout, out, name, sources)
-        self._restore_notes(index, fragment, berth, entries)
+        self._restore_notes(index, fragment, buffers, entries)
         norms = [rank.read(f"in_flight.norm/{index}") for rank in self._ranks]
         norm = torch.stack(norms).square().sum().sqrt() if self._is_first else torch.tensor(0.0)
         bytes_sent = sum(e["bytes_sent"] for e in entries) if self._counts else 0
         seconds = max(e["seconds"] for e in entries)
         norm = norm.to(self._loop.state.device)
-        return restored_transfer(entry, berth, norm, bytes_sent, seconds)
+        return restored_transfer(entry, buffers, norm, bytes_sent, seconds)
 
     def _restore_notes(
-        self, index: int, fragment: Fragment, berth: Berth, entries: Sequence[Mapping[str, Any]]
+        self,
+        index: int,
+        fragment: Fragment,
+        buffers: TransferBuffers,
+        entries: Sequence[Mapping[str, Any]],
     ) -> None:
         """Bring what travelled beside a transfer: sums go to one rank, the largest to all."""
-        name, notes = f"in_flight.notes/{index}", berth.notes
-        notes.values.zero_()
+        name, sideband = f"in_flight.notes/{index}", buffers.sideband
+        sideband.values.zero_()
         shapes = [e["notes"] for e in entries]
         if self._loop.method.staleness.is_elementwise:
             sources = vector_sources(self._ranks, "layout", fragment.id, name)
-            self._fill(fragment.layout, notes.averages, name, sources)
-        elif notes.averages.numel():
-            notes.averages.copy_(self._sender(fragment).read(name)[: notes.averages.numel()])
+            self._fill(fragment.layout, sideband.averages, name, sources)
+        elif sideband.averages.numel():
+            sideband.averages.copy_(self._sender(fragment).read(name)[: sideband.averages.numel()])
         for rank, shape in zip(self._ranks, shapes, strict=True):
             if name not in rank:
                 continue
@@ -264,10 +272,10 @@ class Resharding:
             last = first + shape["by_cluster"] * shape["num_clusters"]
             if shape["by_cluster"]:
                 largest = values[first:last].view(shape["by_cluster"], -1).amax(1, keepdim=True)
-                torch.maximum(notes.by_cluster, largest, out=notes.by_cluster)
-        if self._is_first and notes.of_owner.numel():
+                torch.maximum(sideband.by_cluster, largest, out=sideband.by_cluster)
+        if self._is_first and sideband.of_owner.numel():
             for rank in self._ranks:
-                notes.of_owner.add_(rank.read(name)[-notes.of_owner.numel() :])
+                sideband.of_owner.add_(rank.read(name)[-sideband.of_owner.numel() :])
 
     def _sender(self, fragment: Fragment) -> SavedRank:
         """Return a rank that has sent something of a fragment: its notes have been averaged."""
@@ -292,11 +300,11 @@ class Resharding:
         """Put a vector together; ValueError if part of it has not been saved."""
         if not out.numel():
             return
-        missing = put_together(stretches(layout), out, sources)
+        missing = put_together(shard_ranges(layout), out, sources)
         if missing:
             raise ValueError(
                 f"{self._saved.directory} lacks {missing} of {out.numel()} elements of {name} that "
-                f"rank {self._place.rank} needs: the files are not of one cluster"
+                f"rank {self._rank_info.rank} needs: the files are not of one cluster"
             )
 
     @property
@@ -318,17 +326,21 @@ class Resharding:
 
 
 def restored_transfer(
-    entry: Mapping[str, Any], berth: Berth, norm: Tensor, bytes_sent: int, seconds: float
+    entry: Mapping[str, Any],
+    buffers: TransferBuffers,
+    norm: Tensor,
+    bytes_sent: int,
+    seconds: float,
 ) -> Transfer:
-    """Return a transfer that has ended, with its mean in the berth, as it was saved."""
+    """Return a transfer that has ended, with its mean in the buffers, as it was saved."""
     return Transfer(
         fragment=entry["fragment"],
         launched=entry["launched"],
         interval=entry["interval"],
-        pending=Arrived(berth.wire, bytes_sent, seconds),
-        berth=berth,
+        pending=Arrived(buffers.wire, bytes_sent, seconds),
+        buffers=buffers,
         contribution_norm=norm,
         was_sent_before_update=entry["was_sent_before_update"],
         shared_by=entry["shared_by"],
-        knobs=Knobs(**entry["knobs"]),
+        sync_params=SyncParams(**entry["knobs"]),
     )

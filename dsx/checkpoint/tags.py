@@ -24,7 +24,7 @@ Marks = Mapping[str, Mapping[str, Any]]  # by tag
 
 
 @dataclass(frozen=True)
-class Mark:
+class Manifest:
     """What `dsx.json` holds; `session` is the name of the run that all its clusters share."""
 
     format: int
@@ -45,7 +45,7 @@ def begin_tag(directory: Path, tag: str) -> str:
     return f"{tag}{UNFINISHED}"
 
 
-def complete_tag(directory: Path, tag: str, mark: Mark) -> None:
+def complete_tag(directory: Path, tag: str, mark: Manifest) -> None:
     """Declare a tag complete; call on one rank after all have written to `begin_tag`'s."""
     unfinished, final = directory / f"{tag}{UNFINISHED}", directory / tag
     for path in unfinished.rglob("*"):

@@ -7,11 +7,11 @@ fragment's transfers stay one FIFO while different fragments overlap. A group is
 each peer; with `link.streams` a fragment has several, and each message is cut over them
 (stripes.py). A rank then holds fragments x streams x peers connections.
 
-A swap is point-to-point sends and receives with every peer, receives first. gloo tells the peer of
+An exchange round is point-to-point sends and receives with every peer, receives first. gloo tells the peer of
 a receive on the connection that its own data take, and sends only what the peer has asked for, so a
-swap takes two one-way latencies. Its all_gather, which posts sends first, lets a rank that comes
+exchange round takes two one-way latencies. Its all_gather, which posts sends first, lets a rank that comes
 second send half its data ahead of its requests while the other direction idles, and so takes 3/2 of
-the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s with one rank 50 ms late; this swap
+the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s with one rank 50 ms late; this exchange round
 93 to 95 %, TCP's ceiling 95.6).
 Every wait has the transport's deadline; a peer that closes its connection or misses it becomes
 `PeerLost`. Before each transfer the clusters tell each other what it is (announcements.py).
@@ -31,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.comm.coalescing import Incoming, outgoing
-from dsx.comm.handshake import Announcements
-from dsx.comm.point_to_point import Works
-from dsx.core.exchange import HEADER, Exchange, Peers, Swap
+from dsx.comm.handshake import LaunchHandshake
+from dsx.comm.point_to_point import PointToPoint
+from dsx.core.exchange import HEADER, Exchange, ExchangeRound, Peers
 from dsx.core.transport import Submission
 from dsx.core.types import Stage
 
@@ -93,36 +93,36 @@ class FragmentGroups:
         self._peers = peers
         self._deadline_seconds = deadline
 
-    def swap(self, swap: Swap, label: str) -> int:
-        """Send and receive what `swap` says; return the payload bytes sent."""
+    def run(self, round: ExchangeRound, label: str) -> int:
+        """Send and receive what `round` says; return the payload bytes sent."""
         until = time.monotonic() + self._deadline_seconds
-        works = Works(self._groups, label, until, self._deadline_seconds)
-        arriving = {peer: Incoming(swap.incoming[peer]) for peer in self._peers.others}
+        messages = PointToPoint(self._groups, label, until, self._deadline_seconds)
+        arriving = {peer: Incoming(round.incoming[peer]) for peer in self._peers.others}
         for peer, incoming in arriving.items():
             for message in incoming.messages:
-                works.receive(message, peer)
+                messages.receive(message, peer)
         made: dict[int, list[Tensor]] = {}  # one that goes to all is put together once
         for peer in self._peers.others:
-            tensors = swap.outgoing[peer]
+            tensors = round.outgoing[peer]
             if id(tensors) not in made:
                 made[id(tensors)] = outgoing(tensors)
             for message in made[id(tensors)]:
-                works.send(message, peer)
-        works.wait()
+                messages.send(message, peer)
+        messages.wait()
         for incoming in arriving.values():
             incoming.deliver()
-        return swap.bytes_sent(self._peers)
+        return round.bytes_sent(self._peers)
 
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with cluster 0's."""
         until = time.monotonic() + self._deadline_seconds
-        works = Works(self._groups, label, until, self._deadline_seconds)
+        messages = PointToPoint(self._groups, label, until, self._deadline_seconds)
         if self._peers.cluster_id == 0:
             for peer in self._peers.others:
-                works.send(x, peer)
+                messages.send(x, peer)
         else:
-            works.receive(x, 0)
-        works.wait()
+            messages.receive(x, 0)
+        messages.wait()
 
 
 class GlooTransport:
@@ -147,7 +147,7 @@ class GlooTransport:
         self._fifos: dict[int, Fifo] = {}
         is_alone = peers.num_clusters == 1
         announced_over = None if is_alone or not fragments else connect("announcements", 1)[0]
-        self._announcements = Announcements(announced_over, peers, deadline_seconds, stage)
+        self._announcements = LaunchHandshake(announced_over, peers, deadline_seconds, stage)
         for fragment in fragments:
             groups = [] if is_alone else connect(stage.name_of(fragment), streams)
             self._groups[fragment] = FragmentGroups(groups, peers, deadline_seconds)
@@ -159,7 +159,7 @@ class GlooTransport:
         pending = GlooPending()
         number = self._announcements.take_number()
 
-        def announce(header: Swap | None) -> int:
+        def announce(header: ExchangeRound | None) -> int:
             return self._announcements.agree(what, number, header)
 
         def run() -> Tensor:
@@ -224,31 +224,31 @@ def _drive(
     label: str,
     exchange: Exchange,
     pending: GlooPending,
-    announce: Callable[[Swap | None], int],
+    announce: Callable[[ExchangeRound | None], int],
 ) -> Tensor:
-    """Run one exchange to its end: its announcement, then a swap for each one it yields."""
+    """Run one exchange to its end: its announcement, then an exchange round for each one it yields."""
     started = time.perf_counter()
-    swap, mean = _next_swap(exchange)
-    header = swap if swap is not None and swap.what == HEADER else None
+    round, mean = _next_round(exchange)
+    header = round if round is not None and round.what == HEADER else None
     since = time.perf_counter()
     pending.bytes_sent += announce(header)
     meeting_seconds = time.perf_counter() - since
     if header is not None:
-        swap, mean = _next_swap(exchange)
+        round, mean = _next_round(exchange)
     message_seconds = 0.0
-    while swap is not None:
+    while round is not None:
         since = time.perf_counter()
-        pending.bytes_sent += group.swap(swap, label)
+        pending.bytes_sent += group.run(round, label)
         message_seconds += time.perf_counter() - since
-        swap, mean = _next_swap(exchange)
+        round, mean = _next_round(exchange)
     assert mean is not None
     pending.seconds = time.perf_counter() - started - meeting_seconds
     pending.coding_seconds = pending.seconds - message_seconds
     return mean
 
 
-def _next_swap(exchange: Exchange) -> tuple[Swap | None, Tensor | None]:
-    """Return an exchange's next swap, or at its end what it returns."""
+def _next_round(exchange: Exchange) -> tuple[ExchangeRound | None, Tensor | None]:
+    """Return an exchange's next exchange round, or at its end what it returns."""
     try:
         return next(exchange), None
     except StopIteration as stop:

@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from dsx.comm.point_to_point import Works
-from dsx.core.exchange import Peers, Swap
+from dsx.comm.point_to_point import PointToPoint
+from dsx.core.exchange import ExchangeRound, Peers
 from dsx.core.transport import PeerLost, Submission
 from dsx.core.types import Stage
 
 
-class Announcements:
+class LaunchHandshake:
     """What is about to be averaged, told to all peers before every transfer, in launch order.
 
     The number of a launch is the message's tag, so fragments' threads need not take turns.
@@ -36,23 +36,23 @@ class Announcements:
         self._launches += 1
         return self._launches
 
-    def agree(self, what: Submission, number: int, header: Swap | None) -> int:
+    def agree(self, what: Submission, number: int, header: ExchangeRound | None) -> int:
         """Send every peer what is about to be averaged; PeerLost if one has something else.
 
-        `header` is a swap of three int64 that goes along. Returns the bytes sent. Costs a swap: two
+        `header` is an exchange round of three int64 that goes along. Returns the bytes sent. Costs an exchange round: two
         one-way latencies, on the fragment's own thread.
         """
         until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)
-        works = Works([self._group], label, until, self._deadline_seconds, tag=number)
+        messages = PointToPoint([self._group], label, until, self._deadline_seconds, tag=number)
         own = torch.tensor([what.fragment, what.step, what.purpose, 0, 0, 0])
         theirs = {peer: torch.empty_like(own) for peer in self._peers}
         if header is not None and self._peers:
             (own[3:],) = header.outgoing[self._peers[0]]
         for peer in self._peers:
-            works.receive(theirs[peer], peer)
-            works.send(own, peer)
-        works.wait()
+            messages.receive(theirs[peer], peer)
+            messages.send(own, peer)
+        messages.wait()
         for peer, other in theirs.items():
             if not torch.equal(own[:3], other[:3]):
                 other_one = Submission(*other[:3].tolist()).on(self._stage)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, Peers, Swap
+from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, ExchangeRound, Peers
 from dsx.core.transport import PeerLost, Submission
 
 
@@ -135,23 +135,25 @@ def _run(group: list[InProcessPending]) -> None:
     for pending in group:
         pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
     for number in itertools.count():
-        swaps = [_next_swap(pending) for pending in group]
-        if None in swaps:
-            assert swaps.count(None) == num_clusters, "clusters disagree about an exchange's swaps"
+        rounds = [_next_round(pending) for pending in group]
+        if None in rounds:
+            assert rounds.count(None) == num_clusters, (
+                "clusters disagree about an exchange's exchange rounds"
+            )
             return
-        for receiver, theirs in enumerate(swaps):
-            for sender, swap in enumerate(swaps):
-                if sender != receiver and swap is not None and theirs is not None:
-                    pairs = zip(swap.outgoing[receiver], theirs.incoming[sender], strict=True)
+        for receiver, theirs in enumerate(rounds):
+            for sender, round in enumerate(rounds):
+                if sender != receiver and round is not None and theirs is not None:
+                    pairs = zip(round.outgoing[receiver], theirs.incoming[sender], strict=True)
                     for sent, received in pairs:
                         received.copy_(sent)
-        for pending, swap in zip(group, swaps, strict=True):
-            if swap is not None and not (number == 0 and swap.what == HEADER):
-                pending.bytes_sent += swap.bytes_sent(Peers(pending.cluster_id, num_clusters))
+        for pending, round in zip(group, rounds, strict=True):
+            if round is not None and not (number == 0 and round.what == HEADER):
+                pending.bytes_sent += round.bytes_sent(Peers(pending.cluster_id, num_clusters))
 
 
-def _next_swap(pending: InProcessPending) -> Swap | None:
-    """Take one cluster's exchange to its next swap; None at its end."""
+def _next_round(pending: InProcessPending) -> ExchangeRound | None:
+    """Take one cluster's exchange to its next exchange round; None at its end."""
     try:
         return next(pending.exchange)
     except StopIteration as stop:

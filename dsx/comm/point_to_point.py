@@ -13,7 +13,7 @@ from dsx.comm.multistream import pieces
 from dsx.core.transport import PeerLost
 
 
-class Works:
+class PointToPoint:
     """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`."""
 
     def __init__(

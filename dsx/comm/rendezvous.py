@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 
 PROTOCOL = 2  # of what clusters send each other; counted up where another dsx would not read it
@@ -72,10 +72,12 @@ def open_store(host: str, port: int, *, is_host: bool, deadline_seconds: float) 
 class Rendezvous:
     """Small values agreed between clusters after they have met; one per process."""
 
-    def __init__(self, store: dist.Store, place: Place, session: str, deadline_seconds: float):
+    def __init__(
+        self, store: dist.Store, rank_info: RankInfo, session: str, deadline_seconds: float
+    ):
         self._store = dist.PrefixStore(f"dsx/{session}", store)
         self.session = session
-        self._place = place
+        self._rank_info = rank_info
         self._deadline_seconds = deadline_seconds
         self._exchanges = 0
         self._is_store_lost = False
@@ -87,12 +89,12 @@ class Rendezvous:
     @property
     def cluster_id(self) -> int:
         """This cluster."""
-        return self._place.cluster_id
+        return self._rank_info.cluster_id
 
     @property
     def is_speaker(self) -> bool:
         """Whether this rank speaks for its cluster."""
-        return self._place.rank == 0
+        return self._rank_info.rank == 0
 
     def say_once(self, name: str, value: str) -> str:
         """Set a value that only the first one to say it sets; return what was set."""
@@ -130,10 +132,10 @@ class Rendezvous:
         """
         self._exchanges += 1
         prefix = f"gather/{self._exchanges}"
-        if self._place.rank == 0:
-            own = f"{prefix}/{self._place.cluster_id}"
+        if self._rank_info.rank == 0:
+            own = f"{prefix}/{self._rank_info.cluster_id}"
             self._call(name, lambda: self._store.set(own, json.dumps(value)))
-        readers = self._place.num_clusters * self._place.world_size
+        readers = self._rank_info.num_clusters * self._rank_info.world_size
         return [json.loads(v) for v in self._read(prefix, name, readers)]
 
     def compare(self, name: str, value: Any) -> list[Any]:
@@ -142,11 +144,11 @@ class Rendezvous:
         Every rank calls it, in the same order as its peers.
         """
         self._exchanges += 1
-        prefix = f"compare/{self._exchanges}/{self._place.rank}"
+        prefix = f"compare/{self._exchanges}/{self._rank_info.rank}"
         packed = zlib.compress(json.dumps(value).encode())
-        own = f"{prefix}/{self._place.cluster_id}"
+        own = f"{prefix}/{self._rank_info.cluster_id}"
         self._call(name, lambda: self._store.set(own, packed.hex()))
-        packets = self._read(prefix, name, self._place.num_clusters)
+        packets = self._read(prefix, name, self._rank_info.num_clusters)
         return [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
 
     def _read(self, prefix: str, name: str, readers: int) -> list[bytes]:
@@ -155,7 +157,7 @@ class Rendezvous:
         values: list[bytes] = []
         cluster = 0
         try:
-            for cluster in range(self._place.num_clusters):
+            for cluster in range(self._rank_info.num_clusters):
                 left = max(until - time.monotonic(), 0.001)
                 key = f"{prefix}/{cluster}"
                 self._store.wait([key], timedelta(seconds=left))
@@ -183,7 +185,7 @@ class Rendezvous:
         )
 
 
-def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
+def meet(store: dist.Store, rank_info: RankInfo, deadline_seconds: float) -> str:
     """Wait until every cluster is alive here, and return a session name all of them share.
 
     Called by rank 0 of each cluster. A cluster posts a fresh nonce and answers the nonces it sees
@@ -195,67 +197,75 @@ def meet(store: dist.Store, place: Place, deadline_seconds: float) -> str:
     card = {
         "nonce": nonce,
         "protocol": PROTOCOL,
-        "num_clusters": place.num_clusters,
-        "world_size": place.world_size,
+        "num_clusters": rank_info.num_clusters,
+        "world_size": rank_info.world_size,
     }
     store = dist.PrefixStore("dsx/join", store)
-    store.set(f"here/{place.cluster_id}", json.dumps(card))
-    peers = [m for m in range(place.num_clusters) if m != place.cluster_id]
+    store.set(f"here/{rank_info.cluster_id}", json.dumps(card))
+    peers = [m for m in range(rank_info.num_clusters) if m != rank_info.cluster_id]
     answered: dict[int, str] = {}
-    met = {place.cluster_id: card}
+    met = {rank_info.cluster_id: card}
     until = time.monotonic() + deadline_seconds
-    while len(met) < place.num_clusters:
+    while len(met) < rank_info.num_clusters:
         for peer in peers:
             answer = f"answer/{nonce}/{peer}"
             has_answered = peer not in met and store.check([answer])
-            _answer(store, place, card, peer, answered)  # whoever has answered can be answered
+            _answer(store, rank_info, card, peer, answered)  # whoever has answered can be answered
             if has_answered:
                 met[peer] = json.loads(store.get(answer))
-                _require_alike(place, peer, card, met[peer])
+                _require_alike(rank_info, peer, card, met[peer])
         missing = [m for m in peers if m not in met]
         if missing and time.monotonic() > until:
             raise PeerLost(
-                f"{_name(missing)} of {place.num_clusters} did not come within "
+                f"{_name(missing)} of {rank_info.num_clusters} did not come within "
                 f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher of "
                 "each missing cluster with the same rendezvous address"
             )
         time.sleep(_POLL_SECONDS)
-    return "-".join(str(met[m]["nonce"])[:8] for m in range(place.num_clusters))
+    return "-".join(str(met[m]["nonce"])[:8] for m in range(rank_info.num_clusters))
 
 
 def _answer(
-    store: dist.Store, place: Place, card: dict[str, Any], peer: int, answered: dict[int, str]
+    store: dist.Store,
+    rank_info: RankInfo,
+    card: dict[str, Any],
+    peer: int,
+    answered: dict[int, str],
 ) -> None:
     """Reply to the newest nonce of `peer`, once."""
     if not store.check([f"here/{peer}"]):
         return
     nonce = json.loads(store.get(f"here/{peer}"))["nonce"]
     if answered.get(peer) != nonce:
-        store.set(f"answer/{nonce}/{place.cluster_id}", json.dumps(card))
+        store.set(f"answer/{nonce}/{rank_info.cluster_id}", json.dumps(card))
         answered[peer] = nonce
 
 
-def _require_alike(place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]) -> None:
+def _require_alike(
+    rank_info: RankInfo, peer: int, own: dict[str, Any], theirs: dict[str, Any]
+) -> None:
     """Refuse what cannot train together; linger so that the peer reads why, too."""
-    difference = _difference(place, peer, own, theirs)
+    difference = _difference(rank_info, peer, own, theirs)
     if difference:
         time.sleep(_LINGER_SECONDS)
         raise ValueError(difference)
 
 
-def _difference(place: Place, peer: int, own: dict[str, Any], theirs: dict[str, Any]) -> str | None:
+def _difference(
+    rank_info: RankInfo, peer: int, own: dict[str, Any], theirs: dict[str, Any]
+) -> str | None:
     """Return what differs. A dsx of protocol 1, which has no number on its card, does not look."""
     protocol = theirs.get("protocol", 1)
     if own["protocol"] != protocol:
         return (
-            f"cluster {place.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} "
+            f"cluster {rank_info.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} "
             f"one of protocol {protocol}: they send each other different messages; install the "
             "same dsx everywhere"
         )
     for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
         if own[key] != theirs[key]:
             return (
-                f"cluster {place.cluster_id} has {what} {own[key]}, cluster {peer} has "
+                f"cluster {rank_info.cluster_id} has {what} {own[key]}, cluster {peer} has "
                 f"{theirs[key]}: shards line up only if all clusters have the same; start them "
                 "with the same configuration and the same number of ranks"
             )

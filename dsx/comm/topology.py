@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Place:
+class RankInfo:
     """One process: its cluster, and its rank among the `world_size` ranks of that cluster."""
 
     cluster_id: int
@@ -54,7 +54,7 @@ class LauncherEnvironment:
         )
 
 
-def split_world(rank: int, world_size: int, num_clusters: int) -> Place:
+def split_world(rank: int, world_size: int, num_clusters: int) -> RankInfo:
     """Cut one launcher's ranks into equal contiguous clusters."""
     if world_size % num_clusters:
         fitting = max(1, world_size // num_clusters) * num_clusters
@@ -64,4 +64,4 @@ def split_world(rank: int, world_size: int, num_clusters: int) -> Place:
             "with clusters.rendezvous tcp://host:port"
         )
     size = world_size // num_clusters
-    return Place(rank // size, num_clusters, rank % size, size)
+    return RankInfo(rank // size, num_clusters, rank % size, size)

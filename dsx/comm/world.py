@@ -20,14 +20,14 @@ import torch.distributed as dist
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
-from dsx.comm.topology import LauncherEnvironment, Place, split_world
+from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.exchange import Peers
 from dsx.core.transport import PeerLost
 from dsx.core.types import Stage
 
 
 @dataclass(frozen=True)
-class Meeting:
+class RendezvousConfig:
     """How clusters find each other: the "clusters" part of the configuration."""
 
     num_clusters: int
@@ -43,34 +43,38 @@ class World:
     """This process's place, its cluster's world, and the way to the other clusters."""
 
     def __init__(
-        self, place: Place, rendezvous: Rendezvous, cluster_store: dist.Store, meeting: Meeting
+        self,
+        rank_info: RankInfo,
+        rendezvous: Rendezvous,
+        cluster_store: dist.Store,
+        config: RendezvousConfig,
     ) -> None:
-        self.place = place
+        self.rank_info = rank_info
         self._cluster_store = cluster_store
         self.rendezvous = rendezvous
-        self._meeting = meeting
+        self._config = config
         self._transports = 0
         self._attachments = 0
 
     @property
     def cluster_id(self) -> int:
         """This cluster, 0..num_clusters-1."""
-        return self.place.cluster_id
+        return self.rank_info.cluster_id
 
     @property
     def num_clusters(self) -> int:
         """C."""
-        return self.place.num_clusters
+        return self.rank_info.num_clusters
 
     @property
     def rank(self) -> int:
         """Rank inside the cluster."""
-        return self.place.rank
+        return self.rank_info.rank
 
     @property
     def world_size(self) -> int:
         """Ranks of the cluster."""
-        return self.place.world_size
+        return self.rank_info.world_size
 
     @property
     def session(self) -> str:
@@ -80,7 +84,7 @@ class World:
     @property
     def deadline_seconds(self) -> float:
         """How long to wait for another process before giving up."""
-        return self._meeting.deadline_seconds
+        return self._config.deadline_seconds
 
     def attachment_store(self) -> dist.Store:
         """Return a fresh key space of this cluster; its ranks attach in the same order."""
@@ -98,15 +102,15 @@ class World:
         `fragments` are the ids of those of its `stage` that this rank has to do with; each has
         `streams` connections to every peer.
         """
-        meeting = self._meeting
+        config = self._config
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"
 
         peers = Peers(self.cluster_id, self.num_clusters)
-        device = cache(lambda: open_device(meeting.interface))  # one for all groups
+        device = cache(lambda: open_device(config.interface))  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
-            deadline = timedelta(seconds=meeting.join_deadline_seconds)
+            deadline = timedelta(seconds=config.join_deadline_seconds)
             store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
                 return connect_gloo(store, peers, deadline, device(), streams)
@@ -114,11 +118,11 @@ class World:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "
                     f"{self.num_clusters - 1} cluster(s) within "
-                    f"{meeting.join_deadline_seconds:g} s (clusters.join_deadline_seconds): "
+                    f"{config.join_deadline_seconds:g} s (clusters.join_deadline_seconds): "
                     f"{str(error).splitlines()[0]}"
                 ) from error
 
-        deadline_seconds = meeting.deadline_seconds
+        deadline_seconds = config.deadline_seconds
         return GlooTransport(fragments, connect, peers, deadline_seconds, stage, streams)
 
 
@@ -130,7 +134,7 @@ def current_world() -> World | None:
     return _world
 
 
-def join(meeting: Meeting) -> World:
+def join(config: RendezvousConfig) -> World:
     """Create this cluster's torch.distributed world and meet the other clusters.
 
     Raises RuntimeError if torch.distributed is already initialised or the launcher's environment
@@ -144,80 +148,85 @@ def join(meeting: Meeting) -> World:
             "deepspeed.initialize or torch.distributed.init_process_group"
         )
     launcher = LauncherEnvironment.read()
-    if meeting.rendezvous == "env://":
-        place, launcher_store, shared_store = _join_one_launcher(launcher, meeting)
+    if config.rendezvous == "env://":
+        rank_info, launcher_store, shared_store = _join_one_launcher(launcher, config)
     else:
-        place, launcher_store, shared_store = _join_own_launcher(launcher, meeting)
+        rank_info, launcher_store, shared_store = _join_own_launcher(launcher, config)
     end_with_launcher()
-    cluster_store = dist.PrefixStore(f"dsx/cluster_{place.cluster_id}", launcher_store)
-    _init_cluster_world(place, cluster_store)
-    session = _agree_session(place, cluster_store, shared_store, meeting)
-    rendezvous = Rendezvous(shared_store, place, session, meeting.deadline_seconds)
-    _world = World(place, rendezvous, cluster_store, meeting)
+    cluster_store = dist.PrefixStore(f"dsx/cluster_{rank_info.cluster_id}", launcher_store)
+    _init_cluster_world(rank_info, cluster_store)
+    session = _agree_session(rank_info, cluster_store, shared_store, config)
+    rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
+    _world = World(rank_info, rendezvous, cluster_store, config)
     return _world
 
 
 def _join_one_launcher(
-    launcher: LauncherEnvironment, meeting: Meeting
-) -> tuple[Place, dist.Store, dist.Store]:
-    if meeting.cluster_id is not None:
+    launcher: LauncherEnvironment, config: RendezvousConfig
+) -> tuple[RankInfo, dist.Store, dist.Store]:
+    if config.cluster_id is not None:
         raise ValueError(
-            f"clusters.cluster_id={meeting.cluster_id} says one launcher per cluster, but no "
+            f"clusters.cluster_id={config.cluster_id} says one launcher per cluster, but no "
             "rendezvous is given: set clusters.rendezvous (or --dsx-rendezvous) to tcp://host:port"
         )
-    place = split_world(launcher.rank, launcher.world_size, meeting.num_clusters)
-    store = _launcher_store(launcher, meeting)
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(place.rank), str(place.world_size)
-    return place, store, store
+    rank_info = split_world(launcher.rank, launcher.world_size, config.num_clusters)
+    store = _launcher_store(launcher, config)
+    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank_info.rank), str(rank_info.world_size)
+    return rank_info, store, store
 
 
 def _join_own_launcher(
-    launcher: LauncherEnvironment, meeting: Meeting
-) -> tuple[Place, dist.Store, dist.Store]:
-    host, port = parse_address(meeting.rendezvous)
-    if meeting.cluster_id is None:
+    launcher: LauncherEnvironment, config: RendezvousConfig
+) -> tuple[RankInfo, dist.Store, dist.Store]:
+    host, port = parse_address(config.rendezvous)
+    if config.cluster_id is None:
         raise ValueError(
-            f"clusters.rendezvous={meeting.rendezvous!r} says one launcher per cluster: say which "
+            f"clusters.rendezvous={config.rendezvous!r} says one launcher per cluster: say which "
             f"one this is with --dsx-cluster-id or clusters.cluster_id, 0.."
-            f"{meeting.num_clusters - 1}"
+            f"{config.num_clusters - 1}"
         )
-    place = Place(meeting.cluster_id, meeting.num_clusters, launcher.rank, launcher.world_size)
-    is_host = meeting.store == "cluster_0" and place.cluster_id == 0 and place.rank == 0
-    shared = open_store(host, port, is_host=is_host, deadline_seconds=meeting.join_deadline_seconds)
-    return place, _launcher_store(launcher, meeting), shared
+    rank_info = RankInfo(config.cluster_id, config.num_clusters, launcher.rank, launcher.world_size)
+    is_host = config.store == "cluster_0" and rank_info.cluster_id == 0 and rank_info.rank == 0
+    shared = open_store(host, port, is_host=is_host, deadline_seconds=config.join_deadline_seconds)
+    return rank_info, _launcher_store(launcher, config), shared
 
 
-def _launcher_store(launcher: LauncherEnvironment, meeting: Meeting) -> dist.Store:
+def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:
     return open_store(
         launcher.master_addr,
         launcher.master_port,
         is_host=launcher.rank == 0 and not launcher.store_is_hosted,
-        deadline_seconds=meeting.join_deadline_seconds,
+        deadline_seconds=config.join_deadline_seconds,
     )
 
 
-def _init_cluster_world(place: Place, store: dist.Store) -> None:
+def _init_cluster_world(rank_info: RankInfo, store: dist.Store) -> None:
     backend = "gloo"
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
         backend = "nccl"  # as DeepSpeed chooses; between clusters it is gloo in any case
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world_size)
+    dist.init_process_group(
+        backend, store=store, rank=rank_info.rank, world_size=rank_info.world_size
+    )
 
 
 def _agree_session(
-    place: Place, cluster_store: dist.Store, shared_store: dist.Store, meeting: Meeting
+    rank_info: RankInfo,
+    cluster_store: dist.Store,
+    shared_store: dist.Store,
+    config: RendezvousConfig,
 ) -> str:
     """Let rank 0 meet the other clusters and pass the session's name, or its error, on."""
     key = "dsx/session"
-    if place.rank != 0:
-        wait = timedelta(seconds=meeting.join_deadline_seconds + 30)
+    if rank_info.rank != 0:
+        wait = timedelta(seconds=config.join_deadline_seconds + 30)
         cluster_store.wait([key], wait)
         session = cluster_store.get(key).decode()
         if session.startswith("error:"):
             raise PeerLost(session.removeprefix("error:"))
         return session
     try:
-        session = meet(shared_store, place, meeting.join_deadline_seconds)
+        session = meet(shared_store, rank_info, config.join_deadline_seconds)
     except (PeerLost, ValueError) as error:
         cluster_store.set(key, f"error:{error}")
         raise

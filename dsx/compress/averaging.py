@@ -4,10 +4,10 @@ A vector of n elements is cut into C slices at multiples of what the wire format
 
 - exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
   of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
-  bytes per cluster, as a ring, in two swaps. Two clusters swap the whole vectors, which is as many
+  bytes per cluster, as a ring, in two exchange rounds. Two clusters exchange round the whole vectors, which is as many
   bytes and the same sums, in one: both compute them, in cluster order.
 - coded, C <= 3: everybody sends its codes of the whole vector to all; each decodes them all, its
-  own too, and sums in cluster order. One swap, one error of the order 1/C.
+  own too, and sums in cluster order. One exchange round, one error of the order 1/C.
 - coded, C >= 4: codes of each slice go to its owner, who decodes, sums in cluster order, divides,
   encodes the mean anew (8 bit by default, since this error is common to all and does not shrink
   with C) and sends it to all, who apply what they decode, the owner too.
@@ -27,7 +27,7 @@ from dsx.compress.base import CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.slices import GATHERED_UP_TO, exact_rounds, mean_bounds, slice_bounds
 from dsx.compress.wire.base import Codec, Kernels, Wire
-from dsx.core.exchange import Exchange, Peers, Swap, to_all
+from dsx.core.exchange import Exchange, ExchangeRound, Peers, to_all
 
 
 class ExactMean:
@@ -53,7 +53,7 @@ class ExactMean:
         slices = [x[a:b] for a, b in slice_bounds(x.numel(), num_clusters)]
         own = slices[peers.cluster_id]
         copies = list(self._buffer(num_clusters * own.numel()).view(num_clusters, -1))
-        yield Swap([[s] for s in slices], [[c] for c in copies], self._what)
+        yield ExchangeRound([[s] for s in slices], [[c] for c in copies], self._what)
         copies[peers.cluster_id].copy_(own)
         total = copies[0]
         for copy in copies[1:]:
@@ -128,7 +128,7 @@ class CodedMean:
             self._decode_mean(x)
             return x
         own = self._peers.cluster_id
-        yield Swap([[out] for out in self._outgoing], [[data] for data in self._incoming])
+        yield ExchangeRound([[out] for out in self._outgoing], [[data] for data in self._incoming])
         start, stop = self._bounds[own]
         self._decode_mean(x[start:stop])
         with _opened(of_mean) as lost:

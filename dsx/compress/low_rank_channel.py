@@ -12,7 +12,7 @@ from dsx.compress.base import CodingError, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
 from dsx.compress.owners import factor_owners, two_sides
 from dsx.compress.quantized_channel import CodedPart, SmallPart, coding_errors, part_seed
-from dsx.core.exchange import Exchange, Peers, Swap, to_all, together
+from dsx.core.exchange import Exchange, ExchangeRound, Peers, to_all, together
 from dsx.core.types import Fragment, Slot, runs_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class LowRankChannel:
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in place; all clusters decode the same bytes."""
         self.spectrum.zero_()
-        parts: list[Generator[Swap, None, object]] = [
+        parts: list[Generator[ExchangeRound, None, object]] = [
             part.exchange(x, launch) for part in self._rest
         ]
         if self._method.is_dense_round(launch.round):
@@ -70,7 +70,7 @@ class LowRankChannel:
         yield from together(*parts, self._small.exchange(x))
         return x
 
-    def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[Swap, None, None]:
+    def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[ExchangeRound, None, None]:
         rank = self._method.rank_of(launch)
         has_residual = any(part.residual is not None for part in self._dense)
         is_cold = int(self._rank) != rank
@@ -98,12 +98,12 @@ class LowRankChannel:
                 self.spectrum[-1] += total
         self._rank.fill_(rank)
 
-    def _to_owners_and_back(self) -> Generator[Swap, None, None]:
+    def _to_owners_and_back(self) -> Generator[ExchangeRound, None, None]:
         """Send every matrix's factor to its owner, and the owners' mean factors to all."""
         clusters = range(self._peers.num_clusters)
         own = [m for m in self._matrices if m.is_owned]
         if self._peers.num_clusters > 1:
-            yield Swap(
+            yield ExchangeRound(
                 [[m.sent for m in self._matrices if m.owner == c] for c in clusters],
                 [[m.received[c] for m in own] for c in clusters],
             )

@@ -1,6 +1,6 @@
 """Which clusters average the factors of which matrices, and how many bytes that takes.
 
-A swap lasts as long as the cluster with most to send or to receive needs, so each factor is shared
+An exchange round lasts as long as the cluster with most to send or to receive needs, so each factor is shared
 out evenly, by itself: P and Q go one after another. factors.py says what the bytes are.
 """
 

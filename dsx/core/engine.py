@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Backend(Protocol):
+class EngineAdapter(Protocol):
     """One rank's view of the inner engine."""
 
     @property
@@ -68,7 +68,7 @@ class Backend(Protocol):
         """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
         ...
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Bring written masters into the model's weights outside an optimizer step.
 
         Collective inside the cluster: every rank calls it, also one that wrote nothing.
@@ -105,7 +105,7 @@ class Backend(Protocol):
         """
         ...
 
-    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Send `outgoing[r]` to shard r of the cluster, fill `incoming[r]` from it; fp32 vectors.
 
         Collective like the sum; the own place is copied.

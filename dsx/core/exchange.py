@@ -1,6 +1,6 @@
 """The one thing that all averaging is made of: every cluster sends every other one some bytes.
 
-An exchange is a generator. It yields `Swap`s and goes on when their incoming tensors are filled;
+An exchange is a generator. It yields `ExchangeRound`s and goes on when their incoming tensors are filled;
 its return value is the mean. It never sees a process group, so the same code, and with it the
 same bits, runs over a network and with C clusters in one process.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:  # what only plans is started without torch
 
 Exchange = Generator["Swap", None, "Tensor"]
 HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
-HEADER = "header"  # `Swap.what` of three int64 to all, which travel in an announcement
+HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in an announcement
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Peers:
     """This cluster among `num_clusters` (C).
 
     `shard` is this rank's number among those of its cluster that share a fragment; the ranks that
-    swap with each other have the same.
+    exchange round with each other have the same.
     """
 
     cluster_id: int
@@ -38,7 +38,7 @@ class Peers:
 
 
 @dataclass(frozen=True)
-class Swap:
+class ExchangeRound:
     """Tensors to send to, and to fill from, each cluster; contiguous, of any type, may be empty.
 
     `outgoing[m]` of one cluster has the sizes of `incoming[n]` of cluster m, where n is the
@@ -58,23 +58,25 @@ class Swap:
 
 def to_all(
     own: Sequence[Tensor], incoming: Sequence[Sequence[Tensor]], what: str = "codes"
-) -> Swap:
+) -> ExchangeRound:
     """Send the same tensors to every cluster, and receive theirs."""
-    return Swap([own] * len(incoming), incoming, what)
+    return ExchangeRound([own] * len(incoming), incoming, what)
 
 
-def together(*exchanges: Generator[Swap, None, Any]) -> Generator[Swap, None, list[Any]]:
-    """Run exchanges side by side, their messages in one swap each time; return their results."""
+def together(
+    *exchanges: Generator[ExchangeRound, None, Any],
+) -> Generator[ExchangeRound, None, list[Any]]:
+    """Run exchanges side by side, their messages in one exchange round each time; return their results."""
     results: list[Any] = [None] * len(exchanges)
-    running: dict[int, Swap] = {}
+    running: dict[int, ExchangeRound] = {}
     for index, exchange in enumerate(exchanges):
         _advance(exchange, index, running, results)
     while running:
-        swaps = list(running.values())
-        clusters = range(len(swaps[0].outgoing))
-        yield Swap(
-            [[t for swap in swaps for t in swap.outgoing[m]] for m in clusters],
-            [[t for swap in swaps for t in swap.incoming[m]] for m in clusters],
+        rounds = list(running.values())
+        clusters = range(len(rounds[0].outgoing))
+        yield ExchangeRound(
+            [[t for round in rounds for t in round.outgoing[m]] for m in clusters],
+            [[t for round in rounds for t in round.incoming[m]] for m in clusters],
         )
         for index in list(running):
             _advance(exchanges[index], index, running, results)
@@ -82,9 +84,12 @@ def together(*exchanges: Generator[Swap, None, Any]) -> Generator[Swap, None, li
 
 
 def _advance(
-    exchange: Generator[Swap, None, Any], index: int, running: dict[int, Swap], results: list[Any]
+    exchange: Generator[ExchangeRound, None, Any],
+    index: int,
+    running: dict[int, ExchangeRound],
+    results: list[Any],
 ) -> None:
-    """Take one exchange to its next swap, or to its end."""
+    """Take one exchange to its next exchange round, or to its end."""
     try:
         running[index] = next(exchange)
     except StopIteration as stop:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from dsx.core.exchange import Exchange
 
 
-class Laps(Protocol):
+class SpanTimer(Protocol):
     """A span made of parts that follow one another."""
 
     def mark(self, name: str, category: str | None = None) -> None:
@@ -26,7 +26,7 @@ class Laps(Protocol):
 class Recorder(Protocol):
     """What the loop tells; `Untraced` where nobody asked."""
 
-    def laps(self, name: str, fragment: int, step: int) -> Laps:
+    def span_timer(self, name: str, fragment: int, step: int) -> SpanTimer:
         """Begin a span of the training thread that concerns a fragment."""
         ...
 
@@ -75,9 +75,9 @@ class ComputeRecorder(Protocol):
 class Untraced:
     """Records nothing, and costs nothing."""
 
-    def laps(self, name: str, fragment: int, step: int) -> Laps:
+    def span_timer(self, name: str, fragment: int, step: int) -> SpanTimer:
         """Return what ignores its marks."""
-        return _NO_LAPS
+        return _NO_TIMER
 
     def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
         """Return the exchange itself."""
@@ -96,7 +96,7 @@ class Untraced:
         """Do nothing."""
 
 
-class _NoLaps:
+class _NoTimer:
     def mark(self, name: str, category: str | None = None) -> None:
         pass
 
@@ -104,5 +104,5 @@ class _NoLaps:
         pass
 
 
-_NO_LAPS = _NoLaps()
+_NO_TIMER = _NoTimer()
 UNTRACED = Untraced()

@@ -106,7 +106,7 @@ def runs_of(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Knobs:
+class SyncParams:
     """What a controller may move while training, re-read at every boundary.
 
     `interval` is H in inner steps, `rank` the rank r of a low-rank codec, if a controller sets it.

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from dsx.comm.world import Meeting, World, current_world, join
+from dsx.comm.world import RendezvousConfig, World, current_world, join
 from dsx.config.schema import DsxConfig, load_config, read_json, with_launch_arguments
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.training.handle import Handle
 
 Config = str | Path | Mapping[str, Any]
@@ -56,7 +56,7 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     keys = ("cluster_id", "rendezvous", "store", "interface")
     given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
     clusters = with_launch_arguments(load_config(config), given).clusters
-    world = join(Meeting(**clusters.model_dump(exclude={"on_mismatch"})))
+    world = join(RendezvousConfig(**clusters.model_dump(exclude={"on_mismatch"})))
     if "deepspeed" in sys.modules:
         from dsx.engines.deepspeed.engine import adopt_world
 
@@ -138,11 +138,11 @@ def attach(
         return _attach_deepspeed(engine, world, settings)
     method = settings.method
     is_on_host = settings.state.device == "host"
-    backend = TorchBackend(
+    adapter = TorchAdapter(
         engine, optimizer, method.fragments, method.schedule.backwards, is_on_host
     )
-    handle = Handle(backend, world, settings)
-    backend.on_inner_step(handle.after_inner_step)
+    handle = Handle(adapter, world, settings)
+    adapter.on_inner_step(handle.after_inner_step)
     return handle
 
 
@@ -166,7 +166,7 @@ def attach_megatron(
     ValueError names what of Megatron is not served.
     """
     from dsx.engines.megatron.checkpoint import load_outer_state
-    from dsx.engines.megatron.engine import MegatronBackend
+    from dsx.engines.megatron.engine import MegatronAdapter
 
     world = current_world()
     if world is None:
@@ -176,10 +176,10 @@ def attach_megatron(
     settings = load_config(config)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     is_on_host = settings.state.device == "host"
-    backend = MegatronBackend(chunks, optimizer, settings.method.fragments, is_on_host)
-    all_facts = {**backend.facts(), **(facts or {})}
-    handle = Handle(backend, world, settings, all_facts, keeps_masters=resume is not None)
-    backend.on_inner_step(handle.after_inner_step)
+    adapter = MegatronAdapter(chunks, optimizer, settings.method.fragments, is_on_host)
+    all_facts = {**adapter.facts(), **(facts or {})}
+    handle = Handle(adapter, world, settings, all_facts, keeps_masters=resume is not None)
+    adapter.on_inner_step(handle.after_inner_step)
     if resume:
         directory, iteration = resume
         load_outer_state(handle, iteration, directory)
@@ -189,7 +189,7 @@ def attach_megatron(
 
 def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
     from dsx.engines.deepspeed.checkpoint import carry_outer_state
-    from dsx.engines.deepspeed.engine import DeepSpeedBackend
+    from dsx.engines.deepspeed.engine import DeepSpeedAdapter
 
     if not hasattr(engine, "basic_optimizer"):
         raise ValueError(
@@ -199,13 +199,13 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
     is_on_host = settings.state.device == "host"
-    backend = DeepSpeedBackend(engine, settings.method.fragments, is_on_host)
+    adapter = DeepSpeedAdapter(engine, settings.method.fragments, is_on_host)
     facts = {
-        "pipeline_stage": [backend.stage.index, backend.stage.count],
+        "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
     }
-    handle = Handle(backend, world, settings, facts)
-    backend.on_inner_step(handle.after_inner_step)
+    handle = Handle(adapter, world, settings, facts)
+    adapter.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, handle, world)
     engine.dsx = handle
     return handle

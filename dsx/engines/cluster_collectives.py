@@ -27,8 +27,8 @@ def collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
-class StageRanks:
-    """The collectives that a backend offers (see base.py), over one `group`.
+class ClusterCollectives:
+    """The collectives that a backend offers (see core/engine.py), over one `group`.
 
     What is on the host stays there, see `beside`. Creating it is collective in the cluster.
     """
@@ -81,7 +81,7 @@ class StageRanks:
         dist.all_gather_object(everyone, own, group=self._group)
         return everyone, rank
 
-    def swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Exchange shards over the ranks that share them, on the device of their backend."""
         sent = torch.cat([t.to(self._device) for t in outgoing])
         received = torch.empty(sum(t.numel() for t in incoming), device=self._device)

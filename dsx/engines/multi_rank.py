@@ -1,4 +1,4 @@
-"""What adapters of engines with several ranks per cluster have in common (see base.py).
+"""What adapters of engines with several ranks per cluster have in common (see core/engine.py).
 
 An adapter sets the attributes below when it is made. It adds what only it knows: where the masters
 are, when in a step they are fresh, and how they reach the model's weights.
@@ -11,18 +11,18 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from dsx.core.types import Fragment
-from dsx.engines.cluster_collectives import StageRanks
+from dsx.engines.cluster_collectives import ClusterCollectives
 from dsx.engines.masters import Masters
-from dsx.engines.replicated import Shares
+from dsx.engines.replicated import ReplicaShards
 
 
-class StageBackend:
+class MultiRankAdapter:
     """The masters of one rank, and the collectives of its stage."""
 
     fragments: Sequence[Fragment]
-    _ranks: StageRanks
+    _ranks: ClusterCollectives
     _masters: Masters
-    _shares: Shares | None  # where the ranks of a stage hold the same masters
+    _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
     _written: dict[int, None]  # fragments, since they were brought together last
 
     def read(self, fragment: int, out: Tensor) -> None:
@@ -37,7 +37,7 @@ class StageBackend:
     @property
     def buffer_bytes(self) -> int:
         """Return what bringing shares together takes."""
-        return 0 if self._shares is None else self._shares.buffer_bytes
+        return 0 if self._replica_shards is None else self._replica_shards.buffer_bytes
 
     @property
     def shard(self) -> tuple[int, int]:
@@ -64,9 +64,9 @@ class StageBackend:
         """Return every rank's fragments."""
         return self._ranks.layouts(self.fragments)
 
-    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Exchange shards over the ranks of the stage."""
-        self._ranks.swap(outgoing, incoming)
+        self._ranks.all_to_all(outgoing, incoming)
 
     def end_inner_step(self) -> None:
         """Nothing to do: the backward is the engine's own."""

@@ -24,7 +24,7 @@ from dsx.engines.masters import Piece
 _CHUNK = 1 << 24  # elements of all ranks brought together at a time
 
 
-class Shares:
+class ReplicaShards:
     """The part of one rank, of `group`, in what all its ranks hold alike.
 
     `device` is where the group's collectives take tensors.
@@ -60,7 +60,7 @@ class Shares:
         """Return what a gather takes, its own part included."""
         return 0 if self._count == 1 else 4 * self._chunk * (self._count + 1)
 
-    def bring_together(self, fragments: Iterable[int]) -> None:
+    def all_gather(self, fragments: Iterable[int]) -> None:
         """Write every rank's part of these fragments to this rank's masters, too. Collective."""
         if self._count == 1:
             return

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsx.comm.in_process import InProcessHub, step_together
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.method.method import Method, SettingWarning
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.whole_matrices import tell_what_is_factored
@@ -71,20 +71,20 @@ class SimulatedClusters:
             warnings.warn(_NO_SECONDS, SettingWarning, stacklevel=2)
         self.models, self.optimizers, self.method = list(models), list(optimizers), method
         backwards = method.schedule.backwards
-        self._backends = [
-            TorchBackend(model, optimizer, method.fragments, backwards)
+        self._adapters = [
+            TorchAdapter(model, optimizer, method.fragments, backwards)
             for model, optimizer in zip(models, optimizers, strict=True)
         ]
         transports = InProcessHub(len(models)).transports()
         self.loops = [
-            OuterLoop(method, backend, transport, _for_cluster(on_sync, cluster))
-            for cluster, (backend, transport) in enumerate(
-                zip(self._backends, transports, strict=True)
+            OuterLoop(method, adapter, transport, _for_cluster(on_sync, cluster))
+            for cluster, (adapter, transport) in enumerate(
+                zip(self._adapters, transports, strict=True)
             )
         ]
         for loop in self.loops:
             loop.start()
-        tell_what_is_factored(method, self._backends[0])
+        tell_what_is_factored(method, self._adapters[0])
 
     @property
     def num_clusters(self) -> int:
@@ -109,8 +109,8 @@ class SimulatedClusters:
     def step(self) -> None:
         """Pass one inner step boundary, after `optimizer.step()` of every cluster."""
         step_together(self.loops)
-        for backend in self._backends:
-            backend.end_inner_step()
+        for adapter in self._adapters:
+            adapter.end_inner_step()
 
     def train_step(self, compute_loss: Callable[[nn.Module, int, int], Tensor]) -> list[float]:
         """Take one inner step of every cluster and pass the boundary; return the losses.

@@ -24,7 +24,7 @@ _CHUNK = 1 << 24  # elements handed on at a time
 
 
 @dataclass
-class Tie:
+class TiedWeight:
     """One tied weight on this rank: the ranks of all its stages, and the piece that lies here."""
 
     name: str
@@ -51,17 +51,17 @@ class Tie:
             piece.view().copy_(values[start : start + piece.numel])
 
 
-class Ties:
+class TiedWeights:
     """The tied weights of this rank's stage; `device` is where collectives take tensors."""
 
-    def __init__(self, ties: Sequence[Tie], device: torch.device) -> None:
-        self._ties = ties
+    def __init__(self, tied_weights: Sequence[TiedWeight], device: torch.device) -> None:
+        self._tied_weights = tied_weights
         self._device = device
 
     @property
     def replicas(self) -> set[str]:
         """The weights here that belong to another stage."""
-        return {tie.name for tie in self._ties if not tie.is_owner}
+        return {tied_weight.name for tied_weight in self._tied_weights if not tied_weight.is_owner}
 
     def locate(self, assignment: Sequence[Sequence[str]], pieces: Mapping[str, Piece]) -> None:
         """Take note of where this rank's pieces of the tied weights are.
@@ -69,32 +69,32 @@ class Ties:
         An element must be in one piece only of all the owner's ranks.
         """
         fragments = {name: index for index, names in enumerate(assignment) for name in names}
-        for tie in self._ties:
-            tie.fragment = fragments.get(tie.name)
-            tie.piece = pieces.get(tie.name)
+        for tied_weight in self._tied_weights:
+            tied_weight.fragment = fragments.get(tied_weight.name)
+            tied_weight.piece = pieces.get(tied_weight.name)
 
-    def hand_on(self, written: Collection[int]) -> bool:
+    def broadcast(self, written: Collection[int]) -> bool:
         """Give the other stages the weights in these fragments; return whether any came here.
 
         Collective over the stages that share a weight, whatever was written; all ranks of a stage
         get the same answer.
         """
         has_come = False
-        for tie in self._ties:
-            is_written = tie.is_owner and tie.fragment in written
+        for tied_weight in self._tied_weights:
+            is_written = tied_weight.is_owner and tied_weight.fragment in written
             flag = torch.tensor([float(is_written)])
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=tie.host_group)
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=tied_weight.host_group)
             if flag.item():
-                self._hand_on(tie)
-                has_come |= not tie.is_owner
+                self._broadcast(tied_weight)
+                has_come |= not tied_weight.is_owner
         return has_come
 
-    def _hand_on(self, tie: Tie) -> None:
+    def _broadcast(self, tied_weight: TiedWeight) -> None:
         """Send a weight from its owner's ranks to all others."""
-        buffer = torch.empty(min(_CHUNK, tie.numel), device=self._device)
-        for first in range(0, tie.numel, _CHUNK):
-            values = buffer[: tie.numel - first]
-            tie.pack(first, values)
+        buffer = torch.empty(min(_CHUNK, tied_weight.numel), device=self._device)
+        for first in range(0, tied_weight.numel, _CHUNK):
+            values = buffer[: tied_weight.numel - first]
+            tied_weight.pack(first, values)
             # one summand is not zero; as integers, so that every bit stays
-            dist.all_reduce(values.view(torch.int32), group=tie.group)
-            tie.unpack(first, values)
+            dist.all_reduce(values.view(torch.int32), group=tied_weight.group)
+            tied_weight.unpack(first, values)

@@ -26,7 +26,7 @@ from dsx.engines.masters import Masters, Piece
 from dsx.method.fragments import Fragmenter
 
 
-class TorchBackend:
+class TorchAdapter:
     """A module and its optimizer in one process; this rank owns every parameter whole."""
 
     buffer_bytes = 0
@@ -81,7 +81,7 @@ class TorchBackend:
         """Overwrite the parameters of a fragment, in place."""
         self._masters.write(fragment, source)
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Nothing to do: the parameters are the masters."""
 
     def inner_lr(self) -> float:
@@ -108,7 +108,7 @@ class TorchBackend:
         """Return this rank's fragments alone."""
         return [self.fragments], 0
 
-    def swap_in_cluster(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Copy: the cluster is one rank."""
         incoming[0].copy_(outgoing[0])
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from dsx.compress.base import Compressor, Dense
-from dsx.core.types import History, Knobs
+from dsx.core.types import History, SyncParams
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy
 from dsx.method.fragments import Fragmenter
@@ -30,7 +30,7 @@ class SettingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Method:
-    """One choice per axis; `knobs` are the values a controller starts from.
+    """One choice per axis; `sync_params` are the values a controller starts from.
 
     `on_mismatch`: what to do when clusters have decoded different means (see guard.py).
     """
@@ -45,12 +45,12 @@ class Method:
     on_mismatch: Literal["resend", "stop"] = "resend"
 
     @property
-    def knobs(self) -> Knobs:
+    def sync_params(self) -> SyncParams:
         """The initial H."""
-        return Knobs(interval=self.schedule.interval)
+        return SyncParams(interval=self.schedule.interval)
 
     @property
-    def num_berths(self) -> int:
+    def max_in_flight(self) -> int:
         """Return how many transfers of one fragment may be under way at a time."""
         return self.delay.rounds_under_way + 1
 
@@ -80,11 +80,11 @@ class Method:
         if count is not None and count < 1:
             raise ValueError(f"fragments.num_fragments={count} must be at least 1")
         self.schedule.validate(count)
-        self.control.validate(self.knobs)
+        self.control.validate(self.sync_params)
         self.delay.validate(self.schedule.interval)
         self.staleness.validate()
         self.compression.validate()
-        lowest = self.control.lowest_interval(self.knobs)
+        lowest = self.control.lowest_interval(self.sync_params)
         self._validate_lowest(lowest, count)
         if self.delay.steps >= lowest:
             raise ValueError(
@@ -115,7 +115,7 @@ class Method:
         if not self.compression.captures_spectrum:
             return
         own = getattr(self.compression, "rank", None)
-        controlled = self.control.knobs(self.knobs, History(0)).rank
+        controlled = self.control.sync_params(self.sync_params, History(0)).rank
         if own is None and controlled is None:
             raise ValueError(
                 "compression.rank is missing: give it, e.g. 64, or let control.type="
@@ -147,7 +147,7 @@ class Method:
                 "delay.type='average' sends parameters, whose size says nothing of it; use "
                 "schedule.type='streaming', or delay.type='blend' with an outer rule"
             )
-        if self.control.note_numel(self.knobs) and not self.delay.needs_anchor:
+        if self.control.sideband_numel(self.sync_params) and not self.delay.needs_anchor:
             raise ValueError(
                 "control.type='adaptive_rank' reads the spectrum of pseudo-gradients, and "
                 "delay.type='average' sends parameters; use control.type='fixed'"

@@ -56,7 +56,7 @@ class Staleness(Protocol):
         """Return the buffers it keeps per fragment, `{name: elements}`, each zero at the start."""
         ...
 
-    def note_numel(self, fragment: Fragment, num_tensors: int) -> int:
+    def sideband_numel(self, fragment: Fragment, num_tensors: int) -> int:
         """Return the number of values that travel with a transfer and are averaged."""
         ...
 
@@ -66,12 +66,12 @@ class Staleness(Protocol):
         """Keep the size of a round's first inner step, in `slots`; uses up `displacement`."""
         ...
 
-    def note(self, slots: Mapping[str, Tensor]) -> Tensor:
+    def sideband(self, slots: Mapping[str, Tensor]) -> Tensor:
         """Return what travels: the size of the first step of the round that ends here."""
         ...
 
     def weigh(
-        self, mean: Tensor, note: Tensor, interval: int, slots: Mapping[str, Tensor],
+        self, mean: Tensor, sideband: Tensor, interval: int, slots: Mapping[str, Tensor],
         per_tensor: PerTensor, scratch: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return the mean to be applied, in place of `mean`; `note` is averaged, used up."""
@@ -97,7 +97,7 @@ class NoPenalty:
         """Nothing to keep."""
         return {}
 
-    def note_numel(self, fragment: Fragment, num_tensors: int) -> int:
+    def sideband_numel(self, fragment: Fragment, num_tensors: int) -> int:
         """Nothing travels."""
         return 0
 
@@ -106,12 +106,12 @@ class NoPenalty:
     ) -> None:
         """Nothing to measure."""
 
-    def note(self, slots: Mapping[str, Tensor]) -> Tensor:
+    def sideband(self, slots: Mapping[str, Tensor]) -> Tensor:
         """Nothing travels."""
         return torch.empty(0)
 
     def weigh(
-        self, mean: Tensor, note: Tensor, interval: int, slots: Mapping[str, Tensor],
+        self, mean: Tensor, sideband: Tensor, interval: int, slots: Mapping[str, Tensor],
         per_tensor: PerTensor, scratch: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return the mean itself."""
@@ -141,10 +141,10 @@ class GapPenalty:
 
     def slots(self, fragment: Fragment, num_tensors: int) -> dict[str, int]:
         """Return the last first step and the last outer update, as norms or elementwise."""
-        numel = self.note_numel(fragment, num_tensors)
+        numel = self.sideband_numel(fragment, num_tensors)
         return {"first_step": numel, "last_update": numel}
 
-    def note_numel(self, fragment: Fragment, num_tensors: int) -> int:
+    def sideband_numel(self, fragment: Fragment, num_tensors: int) -> int:
         """Return one value per tensor or per element."""
         return num_tensors if self.granularity == "tensor" else fragment.numel
 
@@ -154,18 +154,18 @@ class GapPenalty:
         """Keep |displacement| in `slots`, as norms or elementwise."""
         self._keep(displacement, slots["first_step"], per_tensor)
 
-    def note(self, slots: Mapping[str, Tensor]) -> Tensor:
+    def sideband(self, slots: Mapping[str, Tensor]) -> Tensor:
         """Return the sizes kept by `observe`."""
         return slots["first_step"]
 
     def weigh(
-        self, mean: Tensor, note: Tensor, interval: int, slots: Mapping[str, Tensor],
+        self, mean: Tensor, sideband: Tensor, interval: int, slots: Mapping[str, Tensor],
         per_tensor: PerTensor, scratch: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return D / L, in place of `mean`."""
         moved = slots["last_update"]
         # 1 / L = reach / (moved + reach) is 0 and 1 in the two limits, without a division by 0
-        reach = note.mul_(interval)
+        reach = sideband.mul_(interval)
         if self.granularity == "tensor":
             factors = torch.where(moved + reach == 0, 1.0, reach / (moved + reach))
             return mean.mul_(per_tensor.spread(factors, scratch))

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.core.types import History
 from dsx.method.method import Method
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 
 
-class RoundStarts:
+class FirstSteps:
     """What the penalty sees of inner steps; does nothing where the method has none."""
 
     def __init__(
         self,
         method: Method,
-        backend: Backend,
+        adapter: EngineAdapter,
         state: StateStore,
         per_tensor: Sequence[ShardedTensors],
     ) -> None:
         self._method = method
-        self._backend = backend
+        self._adapter = adapter
         self._state = state
         self._per_tensor = per_tensor
 
@@ -34,7 +34,7 @@ class RoundStarts:
             if launched == history.step - 1:
                 slots = self._state.slots[p].staleness
                 displacement = self._state.scratch(p, "local")
-                self._backend.read(p, displacement)
+                self._adapter.read(p, displacement)
                 displacement.sub_(slots.get("start", self._state.anchor[p]))
                 self._method.staleness.observe(displacement, slots, self._per_tensor[p])
 
@@ -44,4 +44,4 @@ class RoundStarts:
             return
         for p, launched in enumerate(history.launched):
             if launched == history.step:
-                self._backend.read(p, self._state.slots[p].staleness["start"])
+                self._adapter.read(p, self._state.slots[p].staleness["start"])

@@ -16,20 +16,23 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.method.method import Method
-from dsx.outer.transfer import Berth
-from dsx.outer.whole_matrices import Redistribution
+from dsx.outer.transfer import TransferBuffers
+from dsx.outer.whole_matrices import MatrixGather
 
 
-class Departure:
+class HostCopy:
     """One contribution under way to the host; `norm` (0-dim) is of this rank's part, once there."""
 
     def __init__(
-        self, berth: Berth, copied: torch.cuda.Event | None, agreed: Callable[[], Tensor] | None
+        self,
+        buffers: TransferBuffers,
+        copied: torch.cuda.Event | None,
+        agreed: Callable[[], Tensor] | None,
     ) -> None:
         self.norm = torch.zeros(())
-        self._berth = berth
+        self._berth = buffers
         self._copied = copied
         self._agreed = agreed
 
@@ -40,27 +43,29 @@ class Departure:
         self.norm.copy_(torch.linalg.vector_norm(self._berth.wire))
         if self._agreed is not None:
             return not bool(self._agreed())
-        return bool(self.norm.isfinite()) and bool(self._berth.notes.averages.isfinite().all())
+        return bool(self.norm.isfinite()) and bool(self._berth.sideband.averages.isfinite().all())
 
 
-class Departures:
+class HostCopies:
     """Starts them, for one rank."""
 
     def __init__(
         self,
         method: Method,
-        backend: Backend,
-        routes: Sequence[Redistribution],
+        adapter: EngineAdapter,
+        matrix_gathers: Sequence[MatrixGather],
         device: torch.device,
     ) -> None:
-        self._is_agreed = not method.compression.is_exact and backend.shard[1] > 1
-        self._backend = backend
-        self._routes = routes
+        self._is_agreed = not method.compression.is_exact and adapter.shard[1] > 1
+        self._adapter = adapter
+        self._matrix_gathers = matrix_gathers
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self, fragment: int, contribution: Tensor, note: Tensor, berth: Berth) -> Departure:
-        """Start bringing a contribution and its note to a berth on the host.
+    def start(
+        self, fragment: int, contribution: Tensor, sideband: Tensor, buffers: TransferBuffers
+    ) -> HostCopy:
+        """Start bringing a contribution and its note to a buffers on the host.
 
         Collective over the cluster's ranks where matrices are put together or a codec has state.
         On an accelerator `contribution` must be memory of its own, not to be written again.
@@ -68,29 +73,31 @@ class Departures:
         agreed: Callable[[], Tensor] | None = None
         if self._is_agreed:
             norm = torch.linalg.vector_norm(contribution)
-            is_lost = ~(norm.isfinite() & note.isfinite().all())
-            agreed = self._backend.begin_max_over_ranks(is_lost.float().view(1))
-        route, swap = self._routes[fragment], self._backend.swap_in_cluster
+            is_lost = ~(norm.isfinite() & sideband.isfinite().all())
+            agreed = self._adapter.begin_max_over_ranks(is_lost.float().view(1))
+        gather, all_to_all = self._matrix_gathers[fragment], self._adapter.all_to_all
         if self._stream is None:
-            route.to_wire(contribution, berth.wire, swap)
-            berth.notes.averages.copy_(note)
-            return Departure(berth, None, agreed)
-        if route.is_needed:
-            staged = torch.empty(berth.wire.numel(), device=self._device)
-            route.to_wire(contribution, staged, swap)
+            gather.to_wire(contribution, buffers.wire, all_to_all)
+            buffers.sideband.averages.copy_(sideband)
+            return HostCopy(buffers, None, agreed)
+        if gather.is_needed:
+            staged = torch.empty(buffers.wire.numel(), device=self._device)
+            gather.to_wire(contribution, staged, all_to_all)
             contribution = staged
         # the penalty writes the note's own memory again, one step later, on the compute stream
-        return Departure(berth, self._copy(contribution, note.clone(), berth), agreed)
+        return HostCopy(buffers, self._copy(contribution, sideband.clone(), buffers), agreed)
 
-    def _copy(self, contribution: Tensor, note: Tensor, berth: Berth) -> torch.cuda.Event:
+    def _copy(
+        self, contribution: Tensor, sideband: Tensor, buffers: TransferBuffers
+    ) -> torch.cuda.Event:
         """Start the copy to the host behind what the compute stream has been given so far."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            berth.wire.copy_(contribution, non_blocking=True)
-            berth.notes.averages.copy_(note, non_blocking=True)
+            buffers.wire.copy_(contribution, non_blocking=True)
+            buffers.sideband.averages.copy_(sideband, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        for source in (contribution, note):
+        for source in (contribution, sideband):
             source.record_stream(self._stream)  # not to be reused before
         return copied

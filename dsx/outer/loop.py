@@ -22,22 +22,22 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.core.exchange import Peers
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.core.transport import Pending, Submission, Transport
-from dsx.core.types import History, Knobs, SyncView
+from dsx.core.types import History, SyncParams, SyncView
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext
-from dsx.outer.first_steps import RoundStarts
-from dsx.outer.host_copy import Departure, Departures
-from dsx.outer.measurements import Agreement
-from dsx.outer.parity_check import Verdict
+from dsx.outer.first_steps import FirstSteps
+from dsx.outer.host_copy import HostCopies, HostCopy
+from dsx.outer.measurements import Measurements
+from dsx.outer.parity_check import ParityResult
 from dsx.outer.per_tensor import ShardedTensors
-from dsx.outer.recovery import Judge
+from dsx.outer.recovery import Recovery
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Arrived, Berth, NothingYet, Totals, Transfer, sync_event
-from dsx.outer.whole_matrices import Redistribution, plan_routes
+from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers, sync_event
+from dsx.outer.whole_matrices import MatrixGather, plan_matrix_gathers
 
 Event = Mapping[str, Any]
 
@@ -48,29 +48,31 @@ class OuterLoop:
     def __init__(
         self,
         method: Method,
-        backend: Backend,
+        adapter: EngineAdapter,
         transport: Transport,
         on_sync: Callable[[Event], None] | None = None,
-        routes: Sequence[Redistribution] | None = None,
+        matrix_gathers: Sequence[MatrixGather] | None = None,
         trace: Recorder = UNTRACED,
     ) -> None:
-        fragments = backend.fragments
+        fragments = adapter.fragments
         method.validate(num_fragments=len(fragments))
         self.method = method
-        self.backend = backend
+        self.adapter = adapter
         self.transport = transport
-        num_tensors = [len(parameters) for parameters in backend.fragment_parameters]
-        shard, _ = backend.shard
+        num_tensors = [len(parameters) for parameters in adapter.fragment_parameters]
+        shard, _ = adapter.shard
         peers = Peers(transport.cluster_id, transport.num_clusters, shard)
-        self.routes = plan_routes(method, backend) if routes is None else routes
-        wire = [route.wire for route in self.routes]
-        self.state = StateStore(method, backend, num_tensors, wire, peers)
-        self.history = History(len(fragments), list(backend.fragment_numel))
+        self.matrix_gathers = (
+            plan_matrix_gathers(method, adapter) if matrix_gathers is None else matrix_gathers
+        )
+        wire = [gather.wire for gather in self.matrix_gathers]
+        self.state = StateStore(method, adapter, num_tensors, wire, peers)
+        self.history = History(len(fragments), list(adapter.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
-        self.agreement = Agreement(method, backend, transport.cluster_id)
-        self._departures = Departures(method, backend, self.routes, self.state.device)
-        self.judge = Judge(method, backend, transport, self.state)
+        self.measurements = Measurements(method, adapter, transport.cluster_id)
+        self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
+        self.recovery = Recovery(method, adapter, transport, self.state)
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
@@ -78,35 +80,35 @@ class OuterLoop:
             ShardedTensors(
                 fragment,
                 parameters,
-                backend.sum_over_shards,
+                adapter.sum_over_shards,
                 lambda id=fragment.id: self.state.scratch(id, "fold"),
-                backend.device,
+                adapter.device,
             )
-            for fragment, parameters in zip(fragments, backend.fragment_parameters, strict=True)
+            for fragment, parameters in zip(fragments, adapter.fragment_parameters, strict=True)
         ]
-        self._round_starts = RoundStarts(method, backend, self.state, self._per_tensor)
+        self._first_steps = FirstSteps(method, adapter, self.state, self._per_tensor)
 
     @torch.no_grad()
     def start(self, keeps_masters: bool = False) -> None:
         """Take cluster 0's masters, or keep one's own, as the first anchor; before training."""
-        for fragment in self.backend.fragments:
+        for fragment in self.adapter.fragments:
             start = self.state.scratch(fragment.id, "local")
-            self.backend.read(fragment.id, start)
+            self.adapter.read(fragment.id, start)
             if fragment.numel and not keeps_masters:
                 wire = start.to("cpu", copy=True)
                 self.transport.broadcast(fragment.id, wire)
                 start.copy_(wire)
-                self.backend.write(fragment.id, start)
+                self.adapter.write(fragment.id, start)
             slots = self.state.slots[fragment.id]
             if self.method.outer_optimizer.keeps_anchor:
                 self.state.anchor[fragment.id].copy_(start)
             self.method.delay.begin(start, slots.delay)
             if "start" in slots.staleness:
                 slots.staleness["start"].copy_(start)
-        self.backend.publish()
-        self.method.schedule.advance(self.history, self._knobs())
+        self.adapter.sync_model_weights()
+        self.method.schedule.advance(self.history, self._sync_params())
         if self.method.schedule.when is not None:
-            self.backend.watch_backward(self.launch_in_backward, self.method.schedule.when)
+            self.adapter.watch_backward(self.launch_in_backward, self.method.schedule.when)
 
     def after_inner_step(self) -> bool:
         """Pass one boundary; return whether masters were written (the same on every rank)."""
@@ -134,12 +136,12 @@ class OuterLoop:
     def launch_due(self) -> None:
         """Advance the clock by one inner step and launch what the schedule says."""
         started = time.perf_counter()
-        self.agreement.begin_boundary(started)
+        self.measurements.begin_boundary(started)
         step = self.history.step + 1
         due = [p for p in self._due(step) if self.history.launched[p] < step]
         self.history.step = step
         self._complete.clear()
-        self._round_starts.observe_first_steps(self.history)
+        self._first_steps.observe_first_steps(self.history)
         for fragment in due:
             self._launch(fragment, step, shared_by=len(due))
         self.totals.blocked_seconds += time.perf_counter() - started
@@ -151,9 +153,9 @@ class OuterLoop:
         ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
         for transfer in ripe:
             self._apply(transfer)
-        self._round_starts.keep(self.history)
-        self.agreement.end_boundary(self.history)
-        self.method.schedule.advance(self.history, self._knobs())
+        self._first_steps.keep(self.history)
+        self.measurements.end_boundary(self.history)
+        self.method.schedule.advance(self.history, self._sync_params())
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
 
@@ -177,58 +179,62 @@ class OuterLoop:
         self.history = history
         self.in_flight = in_flight
 
-    def _knobs(self) -> Knobs:
-        return self.method.control.knobs(self.method.knobs, self.history)
+    def _sync_params(self) -> SyncParams:
+        return self.method.control.sync_params(self.method.sync_params, self.history)
 
     def _due(self, step: int) -> list[int]:
-        schedule, stage = self.method.schedule, self.backend.stage
-        return list(schedule.due(step, self.history, self._knobs(), stage))
+        schedule, stage = self.method.schedule, self.adapter.stage
+        return list(schedule.due(step, self.history, self._sync_params(), stage))
 
     def _nothing_yet(self) -> list[Transfer | NothingYet]:
         rounds = self.method.delay.rounds_under_way
-        return [NothingYet(f.id) for f in self.backend.fragments for _ in range(rounds)]
+        return [NothingYet(f.id) for f in self.adapter.fragments for _ in range(rounds)]
 
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
-        laps = self._trace.laps("launch", fragment, step)
+        timer = self._trace.span_timer("launch", fragment, step)
         delay, slots = self.method.delay, self.state.slots[fragment]
-        berth = self.state.take_berth(fragment)
+        buffers = self.state.take_buffers(fragment)
         local = self.state.outgoing(fragment)
-        self.backend.read(fragment, local)
-        laps.mark("read")
-        if berth.kept is not None and delay.keeps == "local":
-            berth.kept.copy_(local)
+        self.adapter.read(fragment, local)
+        timer.mark("read")
+        if buffers.kept is not None and delay.keeps == "local":
+            buffers.kept.copy_(local)
         contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
-        if berth.kept is not None and delay.keeps == "contribution":
-            berth.kept.copy_(contribution)
-        note = self.method.staleness.note(slots.staleness)
-        laps.mark("contribution")
-        departure = self._departures.start(fragment, contribution, note, berth)
-        laps.mark("copy")
-        pending = self._submit(Submission(fragment, step), berth, departure)
+        if buffers.kept is not None and delay.keeps == "contribution":
+            buffers.kept.copy_(contribution)
+        sideband = self.method.staleness.sideband(slots.staleness)
+        timer.mark("contribution")
+        host_copy = self._host_copies.start(fragment, contribution, sideband, buffers)
+        timer.mark("copy")
+        pending = self._submit(Submission(fragment, step), buffers, host_copy)
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         is_early = is_in_backward and self.method.schedule.when == "before"
-        knobs, norm = self._knobs(), departure.norm
+        sync_params, norm = self._sync_params(), host_copy.norm
         self.in_flight.append(
-            Transfer(fragment, step, interval, pending, berth, norm, knobs, is_early, shared_by)
+            Transfer(
+                fragment, step, interval, pending, buffers, norm, sync_params, is_early, shared_by
+            )
         )
-        laps.end(launched=step)
+        timer.end(launched=step)
 
-    def _submit(self, what: Submission, berth: Berth, departure: Departure) -> Pending:
-        berth.verdict = Verdict()
+    def _submit(self, what: Submission, buffers: TransferBuffers, host_copy: HostCopy) -> Pending:
+        buffers.parity = ParityResult()
         if not self.state.is_sent(what.fragment):
-            return Arrived(berth.wire)
-        knobs = self._knobs()
-        self.agreement.post(berth.notes, what.fragment, self.history)
-        line, clusters = self.state.lines[what.fragment], self.transport.num_clusters
-        measure = self.agreement.owner_measure(what.fragment, clusters, knobs, line.channel)
-        launch = Launch(self.history.launches[what.fragment] + 1, knobs.rank)
-        exchange = line.exchange(
-            berth.wire, departure.is_finite, launch, berth.verdict, berth.notes, measure
+            return Arrived(buffers.wire)
+        sync_params = self._sync_params()
+        self.measurements.post(buffers.sideband, what.fragment, self.history)
+        channel, clusters = self.state.channels[what.fragment], self.transport.num_clusters
+        measure = self.measurements.owner_measure(
+            what.fragment, clusters, sync_params, channel.codec
+        )
+        launch = Launch(self.history.launches[what.fragment] + 1, sync_params.rank)
+        exchange = channel.exchange(
+            buffers.wire, host_copy.is_finite, launch, buffers.parity, buffers.sideband, measure
         )
         followed = self._trace.follow(exchange, what.fragment, what.step)
         return self.transport.submit(what, followed)
@@ -243,7 +249,7 @@ class OuterLoop:
         """Take the outer step of a transfer, if it carries one, and merge."""
         self.in_flight.remove(transfer)
         fragment = transfer.fragment
-        laps = self._trace.laps("apply", fragment, self.history.step)
+        timer = self._trace.span_timer("apply", fragment, self.history.step)
         report: dict[str, Tensor] = {}
         mean: Tensor | None = None
         wait_seconds = 0.0
@@ -251,41 +257,43 @@ class OuterLoop:
             waited = time.perf_counter()
             mean_on_wire = transfer.pending.wait()
             wait_seconds = time.perf_counter() - waited
-            laps.mark("wait", "wait")
-            self.judge.judge(fragment, transfer.launched, transfer.berth.verdict, self.history)
+            timer.mark("wait", "wait")
+            self.recovery.act_on(fragment, transfer.launched, transfer.buffers.parity, self.history)
             mean = self.state.scratch(fragment, "mean")
-            self.routes[fragment].from_wire(mean_on_wire, mean, self.backend.swap_in_cluster)
+            self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.all_to_all)
             report["mean_norm"] = torch.linalg.vector_norm(mean)
             self._agree(transfer)
-            laps.mark("judge")
-            if transfer.berth.verdict.is_refused:
+            timer.mark("judge")
+            if transfer.buffers.parity.is_refused:
                 self.totals.refused += 1
                 mean = None
             else:
                 self.history.rounds[fragment] += 1
                 self.history.intervals[fragment] = transfer.interval
                 self._step_anchor(transfer, mean)
-                laps.mark("outer step")
-        if isinstance(transfer, Transfer) and self.judge.restarts(transfer.berth.verdict):
-            self.judge.restart([t for t in self.in_flight if isinstance(t, Transfer)])
+                timer.mark("outer step")
+        if isinstance(transfer, Transfer) and self.recovery.restarts(transfer.buffers.parity):
+            self.recovery.restart([t for t in self.in_flight if isinstance(t, Transfer)])
         else:
             merged = self._merge(transfer, mean, report)
-            laps.mark("merge")
-            self.backend.write(fragment, merged)
-            laps.mark("write")
+            timer.mark("merge")
+            self.adapter.write(fragment, merged)
+            timer.mark("write")
         self.history.under_way[fragment] -= 1
         if isinstance(transfer, Transfer):
-            transfer.berth.is_free = True
+            transfer.buffers.is_free = True
             self.history.applied[fragment] = self.history.step
             self._account(transfer, wait_seconds, report)
-            laps.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
+            timer.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
 
     def _agree(self, transfer: Transfer) -> None:
         """Bring what this transfer has agreed into the history."""
-        notes = transfer.berth.notes
+        sideband = transfer.buffers.sideband
         seconds = transfer.pending.seconds / transfer.shared_by
-        knobs, is_refused = transfer.knobs, transfer.berth.verdict.is_refused
-        self.agreement.take(notes, transfer.fragment, self.history, seconds, knobs, is_refused)
+        sync_params, is_refused = transfer.sync_params, transfer.buffers.parity.is_refused
+        self.measurements.take(
+            sideband, transfer.fragment, self.history, seconds, sync_params, is_refused
+        )
 
     def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
         fragment, outer = transfer.fragment, self.method.outer_optimizer
@@ -294,8 +302,10 @@ class OuterLoop:
         slots, staleness = self.state.slots[fragment], self.method.staleness
         per_tensor = self._per_tensor[fragment]
         scratch = self.state.scratch(fragment, "work")
-        note = transfer.berth.notes.averages.to(mean.device)
-        mean = staleness.weigh(mean, note, transfer.interval, slots.staleness, per_tensor, scratch)
+        sideband = transfer.buffers.sideband.averages.to(mean.device)
+        mean = staleness.weigh(
+            mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
+        )
         update = outer.update(mean, slots.outer, self._context(fragment))
         staleness.remember(update, slots.staleness, per_tensor)
         self.state.anchor[fragment].sub_(update)
@@ -303,7 +313,7 @@ class OuterLoop:
     def _context(self, fragment: int) -> OuterContext:
         return OuterContext(
             self.history.rounds[fragment],
-            self.backend.inner_lr(),
+            self.adapter.inner_lr(),
             self.state.scratch(fragment, "work"),
             self._per_tensor[fragment],
         )
@@ -315,7 +325,7 @@ class OuterLoop:
         local: Tensor | None = None
         if delay.needs_local:
             local = self.state.scratch(fragment, "local")
-            self.backend.read(fragment, local)
+            self.adapter.read(fragment, local)
         same = [t for t in self.in_flight if t.fragment == fragment and isinstance(t, Transfer)]
         is_launched = isinstance(transfer, Transfer)
         age = self.history.step - transfer.launched if is_launched else 0
@@ -323,8 +333,8 @@ class OuterLoop:
             mean=mean,
             anchor=self.state.anchor[fragment],
             local=local,
-            kept=transfer.berth.kept if is_launched else None,
-            own=[t.berth.kept for t in same if t.berth.kept is not None],
+            kept=transfer.buffers.kept if is_launched else None,
+            own=[t.buffers.kept for t in same if t.buffers.kept is not None],
             slots=slots[fragment].delay,
             scratch=self.state.scratch(fragment, "work"),
             outer_update=lambda w: self.method.outer_optimizer.update(
@@ -345,5 +355,5 @@ class OuterLoop:
         self.totals.syncs += 1
         if self._on_sync is None:
             return
-        numel = self.backend.fragments[transfer.fragment].numel
+        numel = self.adapter.fragments[transfer.fragment].numel
         self._on_sync(sync_event(transfer, self.history, numel, wait_seconds, report))

@@ -17,23 +17,25 @@ import torch
 from torch import Tensor
 
 from dsx.compress.base import Channel
-from dsx.core.engine import Backend
-from dsx.core.types import History, Knobs
+from dsx.core.engine import EngineAdapter
+from dsx.core.types import History, SyncParams
 from dsx.method.method import Method
-from dsx.outer.sideband import Notes
+from dsx.outer.sideband import Sideband
 
 _WEIGHT_OF_NEW = 0.2  # of the moving averages
 _STEPS_KEPT = 15
 
 
-class Agreement:
+class Measurements:
     """One rank's measurements, on their way to being agreed."""
 
-    def __init__(self, method: Method, backend: Backend, cluster_id: int) -> None:
+    def __init__(self, method: Method, adapter: EngineAdapter, cluster_id: int) -> None:
         self._method = method
-        self._backend = backend
+        self._adapter = adapter
         self._cluster_id = cluster_id
-        measures = method.control.note_numel(method.knobs) > 0 or method.schedule.uses_norms
+        measures = (
+            method.control.sideband_numel(method.sync_params) > 0 or method.schedule.uses_norms
+        )
         self._is_active = method.uses_seconds or measures
         self._step_seconds: deque[float] = deque(maxlen=_STEPS_KEPT)
         self._transfer_seconds: dict[int, float] = {}
@@ -49,18 +51,18 @@ class Agreement:
         self._settle_stages(history)
         self._boundary_ended = time.perf_counter()
 
-    def post(self, notes: Notes, fragment: int, history: History) -> None:
+    def post(self, sideband: Sideband, fragment: int, history: History) -> None:
         """Put this rank's averages into a transfer's notes; 0 where there is nothing yet."""
         if self._method.uses_seconds:
             own = (
                 median(self._step_seconds) if self._step_seconds else None,
                 self._transfer_seconds.get(fragment),
-                self._backend.backward_seconds(fragment),
+                self._adapter.backward_seconds(fragment),
             )
-            notes.post(self._cluster_id, [seconds or 0.0 for seconds in own])
+            sideband.post(self._cluster_id, [seconds or 0.0 for seconds in own])
 
     def owner_measure(
-        self, fragment: int, num_clusters: int, knobs: Knobs, channel: Channel
+        self, fragment: int, num_clusters: int, sync_params: SyncParams, channel: Channel
     ) -> Callable[[Tensor], Tensor] | None:
         """Return what this cluster adds to the notes: of a mean that it owns, or of its matrices.
 
@@ -68,7 +70,10 @@ class Agreement:
         it averages.
         """
         control, uses_norms = self._method.control, self._method.schedule.uses_norms
-        numel, layout = control.note_numel(self._method.knobs), self._backend.fragments[fragment]
+        numel, layout = (
+            control.sideband_numel(self._method.sync_params),
+            self._adapter.fragments[fragment],
+        )
         is_owner = fragment % num_clusters == self._cluster_id
         tells_spectrum = self._method.compression.captures_spectrum and numel > 0
         if not tells_spectrum and not (is_owner and (numel or uses_norms)):
@@ -80,7 +85,7 @@ class Agreement:
                 assert channel.spectrum is not None
                 parts.append(channel.spectrum)
             elif numel:
-                parts.append(control.measure(mean, layout, knobs))
+                parts.append(control.measure(mean, layout, sync_params))
             if uses_norms:
                 parts.append(torch.dot(mean, mean).view(1) * is_owner)
             # averaged like everything in the notes, the others' parts being 0
@@ -93,7 +98,11 @@ class Agreement:
 
         Collective over the cluster's ranks then: H is one for all stages, and so is that step.
         """
-        control, initial, stage = self._method.control, self._method.knobs, self._backend.stage
+        control, initial, stage = (
+            self._method.control,
+            self._method.sync_params,
+            self._adapter.stage,
+        )
         takes_turns = self._method.schedule.takes_turns
         own = control.proposal(initial, history) if stage.count > 1 else None
         if own is None:
@@ -106,17 +115,17 @@ class Agreement:
             return
         table = torch.zeros(stage.count, len(own), dtype=torch.float64)
         table[stage.index] = torch.tensor(own, dtype=torch.float64)
-        proposals = self._backend.max_over_stages(table).tolist()
+        proposals = self._adapter.max_over_stages(table).tolist()
         control.settle(proposals, takes_turns, initial, history)
-        history.next_settling += control.knobs(initial, history).interval
+        history.next_settling += control.sync_params(initial, history).interval
 
     def take(
         self,
-        notes: Notes,
+        sideband: Sideband,
         fragment: int,
         history: History,
         seconds: float,
-        launched_with: Knobs,
+        launched_with: SyncParams,
         is_refused: bool = False,
     ) -> None:
         """Bring the averaged notes of a transfer into `history`, in place.
@@ -130,16 +139,16 @@ class Agreement:
         if not self._is_active:
             return
         if self._method.uses_seconds:
-            step, transfer, backward = self._backend.max_over_ranks(notes.largest()).tolist()
+            step, transfer, backward = self._adapter.max_over_ranks(sideband.largest()).tolist()
             history.step_seconds = step or history.step_seconds
             if transfer:
                 history.transfer_seconds[fragment] = transfer
             if backward:
                 history.backward_seconds[fragment] = backward
-        control, initial = self._method.control, self._method.knobs
-        if not notes.of_owner.numel():
+        control, initial = self._method.control, self._method.sync_params
+        if not sideband.of_owner.numel():
             return
-        measured = self._backend.sum_over_shards(notes.of_owner.clone()).tolist()
+        measured = self._adapter.sum_over_shards(sideband.of_owner.clone()).tolist()
         if is_refused:
             return
         if self._method.schedule.uses_norms:

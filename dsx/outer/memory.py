@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
-from dsx.outer.sideband import notes_shape
+from dsx.outer.sideband import sideband_shape
 
 _MOST_SCRATCH = 4
 
@@ -66,13 +66,13 @@ def predict(
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
-    berths = method.num_berths
+    buffers = method.max_in_flight
     pairs = list(zip(fragments, num_tensors, strict=True))
-    kept = berths * numel if delay.keeps is not None else 0
+    kept = buffers * numel if delay.keeps is not None else 0
     of_staleness = sum(sum(staleness.slots(f, count).values()) for f, count in pairs)
     if method.keeps_round_start:
         of_staleness += numel
-    notes = sum(notes_shape(method, f, count, num_clusters).numel for f, count in pairs)
+    sideband = sum(sideband_shape(method, f, count, num_clusters).numel for f, count in pairs)
     wire = sum(f.numel for f in on_the_wire)
     rank = method.control.largest_rank
     codec = [method.compression.state_bytes(f, num_clusters, rank) for f in on_the_wire]
@@ -82,7 +82,7 @@ def predict(
         delay=4 * (numel * len(delay.slots(outer.slots)) + kept),
         staleness=4 * of_staleness,
         codec=max(map(sum, zip(*codec, strict=True)), default=0),
-        transfers=4 * berths * (wire + notes),
+        transfers=4 * buffers * (wire + sideband),
         in_the_cluster=in_the_cluster,
         work_space=4 * _MOST_SCRATCH * max((f.numel for f in fragments), default=0),
     )

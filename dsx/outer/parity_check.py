@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dsx.core.exchange import HEADER, Peers, Swap, to_all
+from dsx.core.exchange import HEADER, ExchangeRound, Peers, to_all
 
 _TILE = 1 << 16  # pairs of elements
 _MASK = (1 << 64) - 1
@@ -30,7 +30,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 
 
 @dataclass
-class Verdict:
+class ParityResult:
     """What the headers of one transfer said: clusters by number.
 
     A round may be refused because of a cluster that has left since.
@@ -42,7 +42,7 @@ class Verdict:
     is_refused: bool = False
 
 
-class Guard:
+class ParityCheck:
     """One fragment's headers; `memory` `[round, hash]` int64 belongs to the checkpoint."""
 
     def __init__(self, peers: Peers) -> None:
@@ -53,19 +53,21 @@ class Guard:
         self._weights = torch.empty(0, dtype=torch.int64)
         self._products = torch.empty(0, dtype=torch.int64)
 
-    def exchange(self, is_finite: bool, verdict: Verdict) -> Generator[Swap, None, None]:
-        """Tell the peers, and fill `verdict` from what they told."""
+    def exchange(
+        self, is_finite: bool, parity: ParityResult
+    ) -> Generator[ExchangeRound, None, None]:
+        """Tell the peers, and fill `parity` from what they told."""
         self._own[0] = is_finite
         self._own[1:] = self.memory
         self._theirs[self._peers.cluster_id].copy_(self._own)
         if self._peers.num_clusters > 1:
             yield to_all([self._own], [[header] for header in self._theirs], HEADER)
         headers = [header.tolist() for header in self._theirs]
-        verdict.refused_by = [m for m, header in enumerate(headers) if not header[0]]
-        verdict.is_refused = bool(verdict.refused_by)
+        parity.refused_by = [m for m, header in enumerate(headers) if not header[0]]
+        parity.is_refused = bool(parity.refused_by)
         first = headers[0][1:]
-        verdict.differing = [m for m, header in enumerate(headers) if header[1:] != first]
-        verdict.round = first[0]
+        parity.differing = [m for m, header in enumerate(headers) if header[1:] != first]
+        parity.round = first[0]
 
     def remember(self, round: int, mean: Tensor) -> None:
         """Keep round and hash of the mean just decoded, for the next header."""

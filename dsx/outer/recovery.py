@@ -12,11 +12,11 @@ from collections.abc import Sequence
 
 import torch
 
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.core.transport import Transport
 from dsx.core.types import History, Refusals
 from dsx.method.method import Method
-from dsx.outer.parity_check import Verdict
+from dsx.outer.parity_check import ParityResult
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import Transfer
 
@@ -32,44 +32,44 @@ class NonFiniteError(RuntimeError):
     """A cluster keeps sending values that are not finite: its training has diverged."""
 
 
-class Judge:
+class Recovery:
     """Acts on the verdicts of one rank's transfers, as every rank of every cluster does."""
 
     def __init__(
-        self, method: Method, backend: Backend, transport: Transport, state: StateStore
+        self, method: Method, adapter: EngineAdapter, transport: Transport, state: StateStore
     ) -> None:
         self._method = method
-        self._backend = backend
+        self._adapter = adapter
         self._transport = transport
         self._state = state
 
-    def judge(self, fragment: int, launched: int, verdict: Verdict, history: History) -> None:
+    def act_on(self, fragment: int, launched: int, parity: ParityResult, history: History) -> None:
         """Agree in the cluster on a transfer's verdict, in place; repair or stop if means differ.
 
         Collective over the cluster's ranks: one may own nothing of the fragment, or see in its
         shard what the others do not. NonFiniteError after too many refusals in a row.
         """
         flags = torch.zeros(3, self._transport.num_clusters)
-        flags[0, verdict.refused_by] = 1
-        flags[1, verdict.differing] = 1
-        flags[2] = verdict.round
-        flags = self._backend.max_over_ranks(flags)
-        verdict.refused_by, verdict.differing = (
+        flags[0, parity.refused_by] = 1
+        flags[1, parity.differing] = 1
+        flags[2] = parity.round
+        flags = self._adapter.max_over_ranks(flags)
+        parity.refused_by, parity.differing = (
             [m for m, flag in enumerate(row) if flag] for row in flags[:2].tolist()
         )
-        verdict.round = int(flags[2, 0])
-        verdict.is_refused = verdict.is_refused or bool(verdict.refused_by)
-        what = f"{self._backend.stage.name_of(fragment)} launched at step {launched}"
+        parity.round = int(flags[2, 0])
+        parity.is_refused = parity.is_refused or bool(parity.refused_by)
+        what = f"{self._adapter.stage.name_of(fragment)} launched at step {launched}"
         refusals = history.refusals[fragment]
-        refusals.count(verdict.refused_by, launched)
-        if verdict.refused_by:
-            self._refuse(what, verdict.refused_by, refusals)
-        if verdict.differing:
-            self._mend(fragment, verdict, what)
+        refusals.count(parity.refused_by, launched)
+        if parity.refused_by:
+            self._refuse(what, parity.refused_by, refusals)
+        if parity.differing:
+            self._mend(fragment, parity, what)
 
-    def restarts(self, verdict: Verdict) -> bool:
+    def restarts(self, parity: ParityResult) -> bool:
         """Whether this cluster has lost its progress and goes on from the anchor."""
-        return self._has_anchor and self._transport.cluster_id in verdict.refused_by
+        return self._has_anchor and self._transport.cluster_id in parity.refused_by
 
     def restart(self, under_way: Sequence[Transfer]) -> None:
         """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
@@ -79,15 +79,15 @@ class Judge:
         """
         state = self._state
         for anchor, slots, fragment in zip(
-            state.anchor, state.slots, self._backend.fragments, strict=True
+            state.anchor, state.slots, self._adapter.fragments, strict=True
         ):
             self._method.delay.begin(anchor, slots.delay)
             for sizes in slots.staleness.values():
                 sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
-            self._backend.write(fragment.id, anchor)
+            self._adapter.write(fragment.id, anchor)
         for transfer in under_way if self._method.delay.keeps == "local" else ():
-            if transfer.berth.kept is not None:
-                transfer.berth.kept.copy_(state.anchor[transfer.fragment])
+            if transfer.buffers.kept is not None:
+                transfer.buffers.kept.copy_(state.anchor[transfer.fragment])
 
     @property
     def _has_anchor(self) -> bool:
@@ -109,10 +109,10 @@ class Judge:
             )
         logger.error("%s; all clusters leave this round out", what)
 
-    def _mend(self, fragment: int, verdict: Verdict, what: str) -> None:
+    def _mend(self, fragment: int, parity: ParityResult, what: str) -> None:
         message = (
-            f"{what}: {_names(verdict.differing)} decoded another mean than cluster 0 in round "
-            f"{verdict.round}"
+            f"{what}: {_names(parity.differing)} decoded another mean than cluster 0 in round "
+            f"{parity.round}"
         )
         if self._method.on_mismatch == "stop":
             raise ParityError(f"{message} (on_mismatch is 'stop'); resume from a checkpoint")

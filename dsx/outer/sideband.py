@@ -24,7 +24,7 @@ from dsx.method.method import Method
 
 
 @dataclass(frozen=True)
-class NotesShape:
+class SidebandShape:
     """How many values of each kind a fragment's transfers carry."""
 
     averages: int
@@ -38,22 +38,22 @@ class NotesShape:
         return self.averages + self.by_cluster * self.num_clusters + self.of_owner
 
 
-def notes_shape(
+def sideband_shape(
     method: Method, fragment: Fragment, num_tensors: int, num_clusters: int
-) -> NotesShape:
+) -> SidebandShape:
     """Return what travels beside a fragment's transfers under this method."""
-    return NotesShape(
-        averages=method.staleness.note_numel(fragment, num_tensors),
+    return SidebandShape(
+        averages=method.staleness.sideband_numel(fragment, num_tensors),
         by_cluster=3 if method.uses_seconds else 0,
-        of_owner=method.control.note_numel(method.knobs) + method.schedule.uses_norms,
+        of_owner=method.control.sideband_numel(method.sync_params) + method.schedule.uses_norms,
         num_clusters=num_clusters,
     )
 
 
-class Notes:
+class Sideband:
     """The notes of one transfer, over a CPU buffer `[shape.numel]` that is reused."""
 
-    def __init__(self, shape: NotesShape, buffer: Tensor) -> None:
+    def __init__(self, shape: SidebandShape, buffer: Tensor) -> None:
         self.shape = shape
         self.values = buffer
         stop = shape.averages + shape.by_cluster * shape.num_clusters
@@ -73,17 +73,17 @@ class Notes:
         return self.by_cluster.amax(dim=1)
 
 
-def with_notes(
+def with_sideband(
     exchange: Exchange,
-    notes: Notes,
+    sideband: Sideband,
     measure: Callable[[Tensor], Tensor] | None,
     average: ExactMean,
 ) -> Exchange:
     """Run `exchange`, then average the notes; `measure(mean)` is what the owner adds to them."""
     mean = yield from exchange
-    if notes.values.numel():
-        notes.of_owner.zero_()
+    if sideband.values.numel():
+        sideband.of_owner.zero_()
         if measure is not None:
-            notes.of_owner.copy_(measure(mean))
-        yield from average.exchange(notes.values)
+            sideband.of_owner.copy_(measure(mean))
+        yield from average.exchange(sideband.values)
     return mean

@@ -2,7 +2,7 @@
 
 Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
 policy and the staleness penalty, its line to the other clusters with the codec's state, and one
-berth for every transfer that may be under way at a time. A berth holds the CPU buffer that travels
+buffers for every transfer that may be under way at a time. A buffers holds the CPU buffer that travels
 (pinned when the state is on an accelerator), its notes and verdict, and what the delay policy
 keeps of the transfer. Shared by all fragments: scratch vectors as long as the largest one,
 allocated when first used. Nothing is allocated after the first round.
@@ -16,13 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.core.exchange import Peers
 from dsx.core.types import Fragment
 from dsx.method.method import Method
-from dsx.outer.channel import Line
-from dsx.outer.sideband import Notes, NotesShape, notes_shape
-from dsx.outer.transfer import Berth
+from dsx.outer.channel import FragmentChannel
+from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
+from dsx.outer.transfer import TransferBuffers
 
 
 @dataclass
@@ -42,20 +42,20 @@ class Slots:
 class StateStore:
     """The buffers of one rank; tensors are fp32 `[numel]` of their fragment unless said.
 
-    `on_the_wire` are the fragments as they travel, where that differs (redistribution.py).
+    `on_the_wire` are the fragments as they travel, where that differs (whole_matrices.py).
     """
 
     def __init__(
         self,
         method: Method,
-        backend: Backend,
+        adapter: EngineAdapter,
         num_tensors: Sequence[int],
         on_the_wire: Sequence[Fragment],
         peers: Peers,
     ) -> None:
-        fragments = backend.fragments
-        self.device = backend.device
-        self._new = _Zeros(backend.device, backend.pins_host_memory)
+        fragments = adapter.fragments
+        self.device = adapter.device
+        self._new = _Zeros(adapter.device, adapter.pins_host_memory)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
         self.anchor = [self._new(n if has_anchor else 0) for n in self._numel]
@@ -64,24 +64,27 @@ class StateStore:
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         shapes = [
-            notes_shape(method, f, count, peers.num_clusters)
+            sideband_shape(method, f, count, peers.num_clusters)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
-        self._berths = [
-            [_make_berth(method, f, wire.numel, shape, self._new) for _ in range(method.num_berths)]
+        self._buffers = [
+            [
+                _make_buffers(method, f, wire.numel, shape, self._new)
+                for _ in range(method.max_in_flight)
+            ]
             for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
         ]
-        self.lines = [
-            Line(method.compression.open(f, peers, method.control.largest_rank), peers)
+        self.channels = [
+            FragmentChannel(method.compression.open(f, peers, method.control.largest_rank), peers)
             for f in on_the_wire
         ]
         self._wire_numel = [wire.numel for wire in on_the_wire]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
 
-    def take_berth(self, fragment: int) -> Berth:
-        """Return a free berth of a fragment, and mark it taken."""
-        free = [berth for berth in self._berths[fragment] if berth.is_free]
+    def take_buffers(self, fragment: int) -> TransferBuffers:
+        """Return a free buffers of a fragment, and mark it taken."""
+        free = [buffers for buffers in self._buffers[fragment] if buffers.is_free]
         assert free, f"fragment {fragment} has more transfers under way than its policy said"
         free[0].is_free = False
         return free[0]
@@ -90,11 +93,11 @@ class StateStore:
         """Whether this rank has anything of a fragment, as it lies or as it travels."""
         return self._numel[fragment] + self._wire_numel[fragment] > 0
 
-    def free_berths(self) -> None:
-        """Take every berth back: nothing is under way any more."""
-        for berths in self._berths:
-            for berth in berths:
-                berth.is_free = True
+    def free_buffers(self) -> None:
+        """Take every buffers back: nothing is under way any more."""
+        for buffers in self._buffers:
+            for buffers in buffers:
+                buffers.is_free = True
 
     def scratch(self, fragment: int, purpose: str) -> Tensor:
         """Return the shared work vector for a purpose, cut to the fragment's length."""
@@ -114,14 +117,14 @@ class StateStore:
 
     def named_state(self, fragment: int) -> Mapping[str, Tensor]:
         """Return what a checkpoint holds of a fragment beside its transfers, by name."""
-        named = {**self.slots[fragment].named(), **self.lines[fragment].slots}
+        named = {**self.slots[fragment].named(), **self.channels[fragment].slots}
         if self.anchor[fragment].numel():
             named["anchor"] = self.anchor[fragment]
         return named
 
-    def note_numel(self, fragment: int) -> int:
+    def sideband_numel(self, fragment: int) -> int:
         """Return how many numbers travel beside each transfer of a fragment."""
-        return self._berths[fragment][0].notes.values.numel()
+        return self._buffers[fragment][0].sideband.values.numel()
 
     @property
     def scratch_numel(self) -> int:
@@ -131,12 +134,12 @@ class StateStore:
     @property
     def num_bytes(self) -> int:
         """Bytes held in total, scratch included; without the buffers of codecs."""
-        berths = [b for fragment in self._berths for b in fragment]
+        buffers = [b for fragment in self._buffers for b in fragment]
         tensors = [*self.anchor, *self._scratch.values()]
         tensors += [t for slots in self.slots for t in slots.named().values()]
-        tensors += [b.wire for b in berths] + [b.notes.values for b in berths]
-        tensors += [b.kept for b in berths if b.kept is not None]
-        tensors += [t for line in self.lines for t in line.channel.slots.values()]
+        tensors += [b.wire for b in buffers] + [b.sideband.values for b in buffers]
+        tensors += [b.kept for b in buffers if b.kept is not None]
+        tensors += [t for channel in self.channels for t in channel.codec.slots.values()]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -172,8 +175,8 @@ def _make_slots(method: Method, fragment: Fragment, num_tensors: int, new: _Zero
     )
 
 
-def _make_berth(
-    method: Method, fragment: Fragment, wire_numel: int, shape: NotesShape, new: _Zeros
-) -> Berth:
+def _make_buffers(
+    method: Method, fragment: Fragment, wire_numel: int, shape: SidebandShape, new: _Zeros
+) -> TransferBuffers:
     kept = None if method.delay.keeps is None else new(fragment.numel)
-    return Berth(new.on_host(wire_numel), Notes(shape, new.on_host(shape.numel)), kept)
+    return TransferBuffers(new.on_host(wire_numel), Sideband(shape, new.on_host(shape.numel)), kept)

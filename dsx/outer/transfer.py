@@ -9,19 +9,19 @@ from typing import Any
 from torch import Tensor
 
 from dsx.core.transport import Pending
-from dsx.core.types import History, Knobs
-from dsx.outer.parity_check import Verdict
-from dsx.outer.sideband import Notes
+from dsx.core.types import History, SyncParams
+from dsx.outer.parity_check import ParityResult
+from dsx.outer.sideband import Sideband
 
 
 @dataclass
-class Berth:
+class TransferBuffers:
     """The buffers of one transfer under way; they belong to it until it has been applied."""
 
     wire: Tensor
-    notes: Notes
+    sideband: Sideband
     kept: Tensor | None
-    verdict: Verdict = field(default_factory=Verdict)
+    parity: ParityResult = field(default_factory=ParityResult)
     is_free: bool = True
 
 
@@ -30,7 +30,7 @@ class Transfer:
     """A launched fragment; `interval` is the inner steps from the launch before to this one.
 
     `was_sent_before_update`: the parameters it carries are from before that step's inner update.
-    `shared_by`: the fragments launched at the same boundary, which share the link. `knobs`: what
+    `shared_by`: the fragments launched at the same boundary, which share the link. `sync_params`: what
     was in force at the launch.
     """
 
@@ -38,9 +38,9 @@ class Transfer:
     launched: int
     interval: int
     pending: Pending
-    berth: Berth
+    buffers: TransferBuffers
     contribution_norm: Tensor
-    knobs: Knobs
+    sync_params: SyncParams
     was_sent_before_update: bool = False
     shared_by: int = 1
 
@@ -104,13 +104,13 @@ def sync_event(
         "pseudo_gradient_norm": transfer.contribution_norm,
         **report,
     }
-    if transfer.knobs.rank is not None:
-        event["rank"] = transfer.knobs.rank
-        event["schedule_interval"] = transfer.knobs.interval
+    if transfer.sync_params.rank is not None:
+        event["rank"] = transfer.sync_params.rank
+        event["schedule_interval"] = transfer.sync_params.interval
         event["captured_energy"] = history.decisions.get("captured")
-    verdict = transfer.berth.verdict
-    if verdict.refused_by:
-        event["refused_by"] = verdict.refused_by
-    if verdict.differing:
-        event["differed_in"] = verdict.differing
+    parity = transfer.buffers.parity
+    if parity.refused_by:
+        event["refused_by"] = parity.refused_by
+    if parity.differing:
+        event["differed_in"] = parity.differing
     return event

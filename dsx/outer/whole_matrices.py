@@ -21,13 +21,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.core.types import Fragment, Slot
 from dsx.method.fragments import in_a_row
 from dsx.method.method import Method, SettingWarning
 
 logger = logging.getLogger(__name__)
-SwapInCluster = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+AllToAll = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Move:
     numel: int
 
 
-class Redistribution:
+class MatrixGather:
     """One fragment of one rank: its layout on the wire, and the way there and back."""
 
     def __init__(
@@ -71,42 +71,42 @@ class Redistribution:
         """Return what pieces on their way take."""
         return sum(4 * t.numel() for t in (*self._sent, *self._received))
 
-    def to_wire(self, x: Tensor, out: Tensor, swap: SwapInCluster) -> None:
+    def to_wire(self, x: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""
         if not self.is_needed:
             out.copy_(x)
             return
         for moves, buffer in zip(self._away, self._sent, strict=True):
             _pack(x, [(m.home_offset, m.numel) for m in moves], buffer)
-        swap(self._sent, self._received)
+        all_to_all(self._sent, self._received)
         for offset, wire_offset, numel in self._kept:
             out[wire_offset : wire_offset + numel].copy_(x[offset : offset + numel])
         for moves, buffer in zip(self._here, self._received, strict=True):
             _unpack(buffer, [(m.wire_offset, m.numel) for m in moves], out)
 
-    def from_wire(self, mean: Tensor, out: Tensor, swap: SwapInCluster) -> None:
+    def from_wire(self, mean: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write what came over the wire to `out` `[numel]`, as the masters lie."""
         if not self.is_needed:
             out.copy_(mean, non_blocking=True)  # the next one who writes there waits for this
             return
         for moves, buffer in zip(self._here, self._received, strict=True):
             _pack(mean, [(m.wire_offset, m.numel) for m in moves], buffer)
-        swap(self._received, self._sent)
+        all_to_all(self._received, self._sent)
         for offset, wire_offset, numel in self._kept:
             out[offset : offset + numel].copy_(mean[wire_offset : wire_offset + numel])
         for moves, buffer in zip(self._away, self._sent, strict=True):
             _unpack(buffer, [(m.home_offset, m.numel) for m in moves], out)
 
 
-def plan_routes(method: Method, backend: Backend) -> list[Redistribution]:
+def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGather]:
     """Return one route per fragment. Collective over the cluster's ranks."""
-    layouts, rank = [backend.fragments], 0
+    layouts, rank = [adapter.fragments], 0
     if method.compression.needs_whole_matrices:
-        layouts, rank = backend.cluster_layouts()
-    return plan_redistribution(layouts, rank, method.compression.takes, backend.device)
+        layouts, rank = adapter.cluster_layouts()
+    return plan_gathers(layouts, rank, method.compression.takes, adapter.device)
 
 
-def factored(method: Method, backend: Backend) -> list[tuple[list[str], list[str]]]:
+def factored(method: Method, adapter: EngineAdapter) -> list[tuple[list[str], list[str]]]:
     """Return, per fragment, the matrices that travel in factors and those that do not, by name.
 
     Of the whole model, so the same on every rank; vectors and small matrices are left out. Empty
@@ -115,7 +115,7 @@ def factored(method: Method, backend: Backend) -> list[tuple[list[str], list[str
     if not method.compression.needs_whole_matrices:
         return []
     found: list[tuple[list[str], list[str]]] = []
-    for parameters in backend.fragment_parameters:
+    for parameters in adapter.fragment_parameters:
         slots = [Slot(p.name, p.shape, 0) for p in parameters]
         taken = [s.name for s in slots if method.compression.takes(s)]
         rest = [s.name for s in slots if not s.is_small and s.name not in taken]
@@ -123,11 +123,11 @@ def factored(method: Method, backend: Backend) -> list[tuple[list[str], list[str
     return found
 
 
-def tell_what_is_factored(method: Method, backend: Backend) -> None:
+def tell_what_is_factored(method: Method, adapter: EngineAdapter) -> None:
     """Log how a low-rank codec treats this model; warn if it finds nothing to factor."""
-    fragments = factored(method, backend)
+    fragments = factored(method, adapter)
     for index, (taken, rest) in enumerate(fragments):
-        name = backend.stage.name_of(index)
+        name = adapter.stage.name_of(index)
         others = f"; as codes: {', '.join(rest)}" if rest else ""
         logger.info("%s: %d matrices travel in factors%s", name, len(taken), others)
     if fragments and not any(taken for taken, _ in fragments):
@@ -140,16 +140,16 @@ def tell_what_is_factored(method: Method, backend: Backend) -> None:
         )
 
 
-def plan_redistribution(
+def plan_gathers(
     layouts: Sequence[Sequence[Fragment]],
     rank: int,
     takes: Callable[[Slot], bool],
     device: torch.device,
-) -> list[Redistribution]:
+) -> list[MatrixGather]:
     """Return a rank's part in every fragment; `layouts` are all ranks' fragments."""
     owners, _ = share_out(layouts, takes)
     return [
-        Redistribution([fragments[index] for fragments in layouts], rank, of_fragment, device)
+        MatrixGather([fragments[index] for fragments in layouts], rank, of_fragment, device)
         for index, of_fragment in enumerate(owners)
     ]
 

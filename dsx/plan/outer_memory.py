@@ -65,9 +65,9 @@ def outer_bytes(
     return OuterBytes(
         anchor=4 * recipe.anchor * numel,
         momentum=4 * recipe.outer * numel,
-        delay=4 * (recipe.delay + recipe.kept * recipe.berths) * numel,
+        delay=4 * (recipe.delay + recipe.kept * recipe.buffers) * numel,
         residual=sum(_codec_bytes(p, coding, num_clusters) for p in own),
-        in_flight=4 * recipe.berths * numel,
+        in_flight=4 * recipe.buffers * numel,
         work_space=4 * _MOST_SCRATCH * longest,
         contributions=4 * (longest if is_staggered else numel),
     )

@@ -133,7 +133,7 @@ def _shares(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) ->
 
 def has_fixed_traffic(method: Method) -> bool:
     """Whether what is sent does not depend on times or values measured in the run."""
-    is_held = not method.control.moves(method.knobs)
+    is_held = not method.control.moves(method.sync_params)
     return is_held and settings_of(method).schedule in ("periodic", "streaming")
 
 

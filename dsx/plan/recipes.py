@@ -44,7 +44,7 @@ class Recipe:
         return self.schedule in ("streaming", "adaptive")
 
     @property
-    def berths(self) -> int:
+    def buffers(self) -> int:
         """Transfers of a fragment under way at a time."""
         return self.rounds_late + 1
 

@@ -106,7 +106,7 @@ def settings_of(method: Method) -> Settings:
             per_tensor=int(staleness.is_active and not is_elementwise),
             per_element=int(staleness.is_active and is_elementwise),
             by_cluster=3 if method.uses_seconds else 0,
-            of_owner=method.control.note_numel(method.knobs) + schedule.uses_norms,
+            of_owner=method.control.sideband_numel(method.sync_params) + schedule.uses_norms,
         ),
         **{key: value for key, value in times.items() if value is not None},
     )
@@ -120,7 +120,7 @@ def _coding(name: str, method: Method) -> Coding:
         f.name: getattr(compression, f.name, f.default) for f in fields(Coding)
     }
     own = getattr(compression, "rank", None)
-    rank = control.knobs(method.knobs, History(0)).rank or own
+    rank = control.sync_params(method.sync_params, History(0)).rank or own
     given |= {"type": name, "rank": rank, "max_rank": control.largest_rank or rank or 0}
     given["least_rank"] = own or 4
     return Coding(**given)

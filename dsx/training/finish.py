@@ -17,35 +17,35 @@ from dsx.compress.averaging import ExactMean
 from dsx.core.exchange import Peers
 from dsx.core.transport import COMPARISON, EXPORT, Pending, Submission
 from dsx.outer.loop import OuterLoop
-from dsx.outer.parity_check import Verdict
+from dsx.outer.parity_check import ParityResult
 from dsx.outer.transfer import Arrived
 
 
-def begin_comparison(loop: OuterLoop) -> list[tuple[Verdict, Pending]]:
+def begin_comparison(loop: OuterLoop) -> list[tuple[ParityResult, Pending]]:
     """Start exchanging headers once more, for every fragment."""
-    started: list[tuple[Verdict, Pending]] = []
-    for fragment, line in zip(loop.backend.fragments, loop.state.lines, strict=True):
-        verdict, pending = Verdict(), Arrived(torch.empty(0))
+    started: list[tuple[ParityResult, Pending]] = []
+    for fragment, channel in zip(loop.adapter.fragments, loop.state.channels, strict=True):
+        parity, pending = ParityResult(), Arrived(torch.empty(0))
         if loop.state.is_sent(fragment.id):
             what = Submission(fragment.id, loop.history.step, COMPARISON)
-            pending = loop.transport.submit(what, line.confirm(verdict))
-        started.append((verdict, pending))
+            pending = loop.transport.submit(what, channel.confirm(parity))
+        started.append((parity, pending))
     return started
 
 
 @torch.no_grad()
-def end_comparison(loop: OuterLoop, started: list[tuple[Verdict, Pending]]) -> None:
+def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]]) -> None:
     """Judge what the headers told; where this cluster was wrong, its masters take the new anchor.
 
     Collective over the cluster's ranks. The masters then want publishing.
     """
-    for fragment, (verdict, pending) in enumerate(started):
+    for fragment, (parity, pending) in enumerate(started):
         pending.wait()
         loop.totals.bytes_sent += pending.bytes_sent
-        loop.judge.judge(fragment, loop.history.launched[fragment], verdict, loop.history)
+        loop.recovery.act_on(fragment, loop.history.launched[fragment], parity, loop.history)
         has_anchor = loop.method.outer_optimizer.keeps_anchor
-        if has_anchor and loop.transport.cluster_id in verdict.differing:
-            loop.backend.write(fragment, loop.state.anchor[fragment])
+        if has_anchor and loop.transport.cluster_id in parity.differing:
+            loop.adapter.write(fragment, loop.state.anchor[fragment])
 
 
 @contextmanager
@@ -67,7 +67,7 @@ def begin_export(loop: OuterLoop) -> list[Pending]:
     if loop.method.delay.export == "anchor":
         return []
     pending: list[Pending] = []
-    for fragment in loop.backend.fragments:
+    for fragment in loop.adapter.fragments:
         if fragment.numel:
             wire = _read_copy(loop, fragment.id).to("cpu")
             what = Submission(fragment.id, loop.history.step, EXPORT)
@@ -81,26 +81,26 @@ def begin_export(loop: OuterLoop) -> list[Pending]:
 @torch.no_grad()
 def finish_export(loop: OuterLoop, pending: list[Pending]) -> list[Tensor]:
     """Write the exported model and publish it; return what it replaces."""
-    fragments = loop.backend.fragments
+    fragments = loop.adapter.fragments
     kept = [_read_copy(loop, f.id) for f in fragments]
     sources = [p.wait() for p in pending] if pending else loop.state.anchor
     for fragment, source in zip(fragments, sources, strict=True):
-        loop.backend.write(fragment.id, source.to(loop.backend.device))
+        loop.adapter.write(fragment.id, source.to(loop.adapter.device))
     loop.totals.bytes_sent += sum(p.bytes_sent for p in pending)
-    loop.backend.publish()
+    loop.adapter.sync_model_weights()
     return kept
 
 
 @torch.no_grad()
 def end_export(loop: OuterLoop, kept: list[Tensor]) -> None:
     """Put the cluster's own parameters back."""
-    for fragment, local in zip(loop.backend.fragments, kept, strict=True):
-        loop.backend.write(fragment.id, local)
-    loop.backend.publish()
+    for fragment, local in zip(loop.adapter.fragments, kept, strict=True):
+        loop.adapter.write(fragment.id, local)
+    loop.adapter.sync_model_weights()
 
 
 def _read_copy(loop: OuterLoop, fragment: int) -> Tensor:
-    numel = loop.backend.fragments[fragment].numel
-    local = torch.empty(numel, device=loop.backend.device)
-    loop.backend.read(fragment, local)
+    numel = loop.adapter.fragments[fragment].numel
+    local = torch.empty(numel, device=loop.adapter.device)
+    loop.adapter.read(fragment, local)
     return local

@@ -18,14 +18,14 @@ from dsx.checkpoint.files import first_difference, layout
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
-from dsx.core.engine import Backend
+from dsx.core.engine import EngineAdapter
 from dsx.core.transport import PeerLost
 from dsx.method.method import Method
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.outer.transfer import Totals
-from dsx.outer.whole_matrices import plan_routes, tell_what_is_factored
+from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.early_stop import StopAgreement
@@ -54,7 +54,7 @@ class Handle:
 
     def __init__(
         self,
-        backend: Backend,
+        adapter: EngineAdapter,
         world: World,
         config: DsxConfig,
         facts: Mapping[str, Any] | None = None,
@@ -75,7 +75,7 @@ class Handle:
         self._metrics = Metrics(
             Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
         )
-        self._trace = start_trace(config.metrics, world, backend)
+        self._trace = start_trace(config.metrics, world, adapter)
         store = world.attachment_store()
         self._stop = StopAgreement(
             world.rendezvous,
@@ -85,9 +85,9 @@ class Handle:
         )
         self._syncs = SyncRecords(
             store,
-            backend.stage,
-            backend.shard,
-            backend.fragment_numel,
+            adapter.stage,
+            adapter.shard,
+            adapter.fragment_numel,
             lambda record: self._metrics.event("sync", record),
             world.deadline_seconds,
             is_enabled=config.metrics.dir is not None,
@@ -95,16 +95,18 @@ class Handle:
         if world.rank == 0 and world.cluster_id == 0:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
-        self._compare_layouts(backend, facts or {})
-        routes = plan_routes(config.method, backend)
-        pairs = zip(backend.fragments, routes, strict=True)
+        self._compare_layouts(adapter, facts or {})
+        matrix_gathers = plan_matrix_gathers(config.method, adapter)
+        pairs = zip(adapter.fragments, matrix_gathers, strict=True)
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
-        transport = world.connect(used, backend.stage, config.link.streams)
-        self.loop = OuterLoop(method, backend, transport, self._on_sync, routes, self._trace)
+        transport = world.connect(used, adapter.stage, config.link.streams)
+        self.loop = OuterLoop(
+            method, adapter, transport, self._on_sync, matrix_gathers, self._trace
+        )
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
-            tell_what_is_factored(config.method, backend)
-            logger.info("outer state of this rank, on %s: %s", backend.device, self.memory)
+            tell_what_is_factored(config.method, adapter)
+            logger.info("outer state of this rank, on %s: %s", adapter.device, self.memory)
         self._begin_clock()
 
     @property
@@ -136,14 +138,14 @@ class Handle:
     def memory(self) -> OuterMemory:
         """What outer training takes on this rank, by purpose; see memory.py."""
         loop = self.loop
-        backend, routes = loop.backend, loop.routes
+        adapter, matrix_gathers = loop.adapter, loop.matrix_gathers
         return predict(
             loop.method,
-            backend.fragments,
-            [len(parameters) for parameters in backend.fragment_parameters],
-            [route.wire for route in routes],
+            adapter.fragments,
+            [len(parameters) for parameters in adapter.fragment_parameters],
+            [route.wire for route in matrix_gathers],
             self.num_clusters,
-            backend.buffer_bytes + sum(route.buffer_bytes for route in routes),
+            adapter.buffer_bytes + sum(route.buffer_bytes for route in matrix_gathers),
         )
 
     def after_inner_step(self) -> bool:
@@ -152,7 +154,7 @@ class Handle:
             was_written = self.loop.after_inner_step()
         self._syncs.pass_boundary()
         if not self._has_begun:
-            self._metrics.event("start", start_record(self.loop.backend, self._world, self._config))
+            self._metrics.event("start", start_record(self.loop.adapter, self._world, self._config))
             self._has_begun = True
         self._metrics.step(self._boundary_record())
         self._trace.end_step(self.step)
@@ -161,7 +163,7 @@ class Handle:
     def skip_inner_step(self) -> None:
         """Count a step that a `GradScaler` skipped; plain PyTorch only, DeepSpeed's are seen."""
         self.after_inner_step()
-        self.loop.backend.end_inner_step()
+        self.loop.adapter.end_inner_step()
 
     def log_step(self, **fields: Any) -> None:
         """Complete the record of the step just taken, e.g. `log_step(loss=2.1, tokens=8192)`."""
@@ -202,7 +204,7 @@ class Handle:
             steps = self._world.rendezvous.gather("end of training", self.step)
             if len(set(steps)) == 1:
                 end_comparison(self.loop, begin_comparison(self.loop))
-            self.loop.backend.publish()  # whatever this stage had under way: all stages take part
+            self.loop.adapter.sync_model_weights()  # whatever this stage had under way: all stages take part
         self.log("finish", bytes_sent=self._syncs.bytes_sent)
         if len(set(steps)) > 1:
             taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
@@ -239,25 +241,25 @@ class Handle:
             )  # fmt: skip
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
         states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
-        place, session, axes = self._world.place, self._world.session, self._config.axes
+        rank_info, session, axes = self._world.rank_info, self._world.session, self._config.axes
         with self._naming_last_checkpoint():
-            save_state(self.loop, directory, place, session, axes, states)
+            save_state(self.loop, directory, rank_info, session, axes, states)
 
     def load(
         self,
         directory: Path,
         is_new: bool = False,
         is_other_number: bool = False,
-        is_recut: bool = False,
+        is_repartitioned: bool = False,
     ) -> None:
         """Restore this rank's outer state; ValueError if a tracked object has no position there.
 
         `is_new`: the directory is cluster 0's, as this cluster did not take part. With another
         number of clusters an object that refuses its position starts anew, and a warning says so.
-        `is_recut`: the parameters lie on other pipeline stages than they did.
+        `is_repartitioned`: the parameters lie on other pipeline stages than they did.
         """
-        place, axes = self._world.place, self._config.axes
-        states = dict(load_state(self.loop, directory, place, axes, is_recut))
+        rank_info, axes = self._world.rank_info, self._config.axes
+        states = dict(load_state(self.loop, directory, rank_info, axes, is_repartitioned))
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         if DATA_POSITION not in states and DATA_POSITION in self._tracked:
@@ -315,12 +317,12 @@ class Handle:
                 logger.warning(
                     "the mean pseudo-gradient of %s equals this cluster's own: do all "
                     "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
-                    self.loop.backend.stage.name_of(event["fragment"]),
+                    self.loop.adapter.stage.name_of(event["fragment"]),
                 )
 
-    def _compare_layouts(self, backend: Backend, facts: Mapping[str, Any]) -> None:
+    def _compare_layouts(self, adapter: EngineAdapter, facts: Mapping[str, Any]) -> None:
         """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
-        fragments = layout(backend.fragments)
+        fragments = layout(adapter.fragments)
         settings = {**self._config.axes, "link": self._config.link.model_dump()}
         ours = {"dsx": settings, **facts, "fragments": fragments}
         everyone = self._world.rendezvous.compare("layout", ours)

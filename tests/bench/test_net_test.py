@@ -139,7 +139,9 @@ def test_the_least_interval_is_that_of_the_planner() -> None:
         assert blocking.interval and delayed.interval and coded.interval
         sent = 8 * 4e9 * 2 * (clusters - 1) / clusters
         coding = 4 * 4e9 / 6.9e9  # passes over memory
-        seconds = sent / rate + 4 * 2 * latency + coding  # four swaps of two one-way latencies
+        seconds = (
+            sent / rate + 4 * 2 * latency + coding
+        )  # four exchange rounds of two one-way latencies
         assert delayed.interval == pytest.approx(0.95 * seconds, abs=1)
         assert blocking.interval == pytest.approx(19 * seconds, abs=20)
         for plan in (blocking, delayed, coded):

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from dsx.checkpoint.averaged_model import find_model
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.outer_state import save_state
-from dsx.checkpoint.tags import Mark, begin_tag, complete_tag
+from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag
 from dsx.cli import app
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from tests.checkpoint.test_reshard import new_tiny, save_all, through_shards
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
@@ -38,7 +38,7 @@ def checkpoint(run: Simulated, base: Path, is_sharded: bool = False) -> Path:
         directory = base / "checkpoints" / f"cluster_{m}"
         directory.mkdir(parents=True)
         (base / ("sharded" if is_sharded else "flat") / f"{m}").rename(directory / "a.unfinished")
-        complete_tag(directory, "a", Mark(FORMAT, run.num_steps, "run", run.num_clusters, 1))
+        complete_tag(directory, "a", Manifest(FORMAT, run.num_steps, "run", run.num_clusters, 1))
     return base / "checkpoints"
 
 
@@ -74,10 +74,10 @@ def test_a_run_that_went_on_with_fewer_clusters(tmp_path: Path, caplog: Any) -> 
         for _ in range(step):
             run.train_step(mean_loss)
         for m, loop in enumerate(run.loops[: 1 if step == 12 else None]):
-            here, directory = Place(m, num_clusters, 0, 1), tmp_path / f"cluster_{m}"
+            here, directory = RankInfo(m, num_clusters, 0, 1), tmp_path / f"cluster_{m}"
             unfinished = begin_tag(directory, f"step{step}")
             save_state(loop, directory / unfinished, here, f"run {step}", {}, {})
-            mark = Mark(FORMAT, step, f"run {step}", num_clusters, 1)
+            mark = Manifest(FORMAT, step, f"run {step}", num_clusters, 1)
             complete_tag(directory, f"step{step}", mark)
     model = find_model(tmp_path, None)
     assert (model.step, model.num_saved_clusters) == (9, 2)
@@ -127,7 +127,7 @@ def test_the_anchor_stands_in_for_a_mean_of_clusters_that_are_elsewhere(tmp_path
     assert code == 0 and "this is the anchor, which they share" in said
     found = load_file(tmp_path / "model.safetensors")
     for loop in run.loops:
-        for fragment, anchor in zip(loop.backend.fragments, loop.state.anchor, strict=True):
+        for fragment, anchor in zip(loop.adapter.fragments, loop.state.anchor, strict=True):
             for slot in fragment.layout:
                 part = anchor[slot.offset : slot.offset + slot.numel]
                 assert torch.equal(found[slot.name].flatten(), part)

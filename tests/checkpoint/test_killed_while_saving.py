@@ -12,17 +12,17 @@ import pytest
 
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.outer_state import load_state, save_state
-from dsx.checkpoint.tags import Mark, begin_tag, complete_tag, complete_tags
-from dsx.comm.topology import Place
+from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag, complete_tags
+from dsx.comm.topology import RankInfo
 from dsx.outer.loop import OuterLoop
 from tests.checkpoint.test_reshard import new_tiny
 
-PLACE = Place(0, 2, 0, 1)
+PLACE = RankInfo(0, 2, 0, 1)
 
 
 def set_to(loop: OuterLoop, step: int) -> None:
     loop.history.step = step
-    for fragment in loop.backend.fragments:
+    for fragment in loop.adapter.fragments:
         for tensor in loop.state.named_state(fragment.id).values():
             tensor.fill_(step)
 
@@ -34,7 +34,7 @@ def save_for_ever(loop: OuterLoop, directory: Path, step: int, is_one_tag: bool)
         tag = "last" if is_one_tag else f"step{step % 3}"
         unfinished = begin_tag(directory, tag)
         save_state(loop, directory / unfinished, PLACE, "run", {}, {})
-        complete_tag(directory, tag, Mark(FORMAT, step, "run", 2, 1))
+        complete_tag(directory, tag, Manifest(FORMAT, step, "run", 2, 1))
 
 
 @pytest.mark.parametrize("is_one_tag", [False, True], ids=["tags", "one tag"])
@@ -60,7 +60,7 @@ def test_the_last_complete_checkpoint_survives(is_one_tag: bool, tmp_path: Path)
         for tag, mark in marks.items():
             load_state(loading, tmp_path / tag, PLACE, {})
             assert loading.history.step == mark["step"]
-            for fragment in loading.backend.fragments:
+            for fragment in loading.adapter.fragments:
                 for tensor in loading.state.named_state(fragment.id).values():
                     assert (tensor == mark["step"]).all()
     assert newest > 10

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from dsx.checkpoint.files import first_difference, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
@@ -31,13 +31,13 @@ def new_run(name: str, num_clusters: int = NUM_CLUSTERS) -> Simulated:
     return Simulated(TinyNet(), adamw, ALL_CASES[name].method(num_clusters), num_clusters)
 
 
-def place(cluster: int, num_clusters: int = NUM_CLUSTERS) -> Place:
-    return Place(cluster, num_clusters, 0, 1)
+def rank_info(cluster: int, num_clusters: int = NUM_CLUSTERS) -> RankInfo:
+    return RankInfo(cluster, num_clusters, 0, 1)
 
 
 def save_all(run: Simulated, base: Path, axes: Mapping[str, Any], tracked: Any = None) -> None:
     for m, loop in enumerate(run.loops):
-        here = place(m, run.num_clusters)
+        here = rank_info(m, run.num_clusters)
         save_state(loop, base / f"cluster_{m}", here, "run-a", axes, tracked or {})
 
 
@@ -57,7 +57,7 @@ def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
     for m, loop in enumerate(second.loops):
         second.models[m].load_state_dict(first.models[m].state_dict())
         second.optimizers[m].load_state_dict(copy.deepcopy(first.optimizers[m].state_dict()))
-        tracked = load_state(loop, tmp_path / f"cluster_{m}", place(m), axes)
+        tracked = load_state(loop, tmp_path / f"cluster_{m}", rank_info(m), axes)
         assert tracked == {"data": {"position": stop}}
         assert len(loop.in_flight) == in_flight
     for _ in range(NUM_STEPS - stop):
@@ -84,12 +84,12 @@ def test_streaming_is_saved_with_a_transfer_in_flight() -> None:
 
 def test_a_file_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
     run = new_run("streaming_diloco")
-    save_state(run.loops[0], tmp_path, place(0), "run-a", {}, {})
+    save_state(run.loops[0], tmp_path, rank_info(0), "run-a", {}, {})
     other = Simulated(
         TinyNet(), adamw, preset("streaming_diloco", fragments={"num_fragments": 2}), 2
     )
     with pytest.raises(ValueError, match=r"belongs to another model or fragmentation: par"):
-        load_state(other.loops[0], tmp_path, place(0), {})
+        load_state(other.loops[0], tmp_path, rank_info(0), {})
 
 
 @pytest.mark.parametrize(
@@ -110,33 +110,33 @@ def test_another_kind_of_method_does_not_resume(
     run, other = new_run(saved), new_run(resumed)
     for _ in range(6):
         run.train_step(mean_loss)
-    save_state(run.loops[0], tmp_path, place(0), "run-a", ALL_CASES[saved].axes(), {})
+    save_state(run.loops[0], tmp_path, rank_info(0), "run-a", ALL_CASES[saved].axes(), {})
     if said is None:
-        load_state(other.loops[0], tmp_path, place(0), ALL_CASES[resumed].axes())
+        load_state(other.loops[0], tmp_path, rank_info(0), ALL_CASES[resumed].axes())
         assert other.loops[0].history.step == 6
         return
     with pytest.raises(ValueError, match=said):
-        load_state(other.loops[0], tmp_path, place(0), ALL_CASES[resumed].axes())
+        load_state(other.loops[0], tmp_path, rank_info(0), ALL_CASES[resumed].axes())
     assert other.loops[0].history.step == 0  # nothing was changed
 
 
 def test_missing_and_foreign_files_are_hard_errors(tmp_path: Path) -> None:
     run = new_run("diloco")
     with pytest.raises(FileNotFoundError, match="no outer state at"):
-        load_state(run.loops[0], tmp_path, place(0), {})
+        load_state(run.loops[0], tmp_path, rank_info(0), {})
     save_file({"x": torch.zeros(1)}, str(rank_file(tmp_path, 0)))
     with pytest.raises(ValueError, match="is not an outer state of format 6"):
-        load_state(run.loops[0], tmp_path, place(0), {})
+        load_state(run.loops[0], tmp_path, rank_info(0), {})
     rank_file(tmp_path, 0).write_bytes(b"no safetensors")
     with pytest.raises(ValueError, match="dsx_rank_00000.safetensors cannot be read"):
-        load_state(run.loops[0], tmp_path, place(0), {})
-    two_ranks = Place(0, NUM_CLUSTERS, 0, 2)
+        load_state(run.loops[0], tmp_path, rank_info(0), {})
+    two_ranks = RankInfo(0, NUM_CLUSTERS, 0, 2)
     save_state(run.loops[0], tmp_path, two_ranks, "run-a", {}, {})
     with pytest.raises(FileNotFoundError, match="dsx_rank_00001.* the file of this one is gone"):
-        load_state(run.loops[0], tmp_path, place(0), {})
-    save_state(run.loops[0], tmp_path, Place(0, NUM_CLUSTERS, 1, 2), "run-b", {}, {})
+        load_state(run.loops[0], tmp_path, rank_info(0), {})
+    save_state(run.loops[0], tmp_path, RankInfo(0, NUM_CLUSTERS, 1, 2), "run-b", {}, {})
     with pytest.raises(ValueError, match="dsx_rank_00001.* of another save: session is 'run-b'"):
-        load_state(run.loops[0], tmp_path, place(0), {})
+        load_state(run.loops[0], tmp_path, rank_info(0), {})
 
 
 def test_first_difference_names_the_path() -> None:
@@ -166,7 +166,7 @@ def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path
     for _ in range(6):
         run.train_step(mean_loss)
     loop = run.loops[0]
-    save_state(loop, tmp_path, place(0), "run-a", {}, {})
+    save_state(loop, tmp_path, rank_info(0), "run-a", {}, {})
     for _ in range(5):
         run.train_step(mean_loss)
     under_way = [UnderWay(loop, transfer.fragment) for transfer in loop.in_flight]
@@ -174,7 +174,7 @@ def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path
         assert isinstance(transfer, Transfer)
         transfer.pending = pending
     before = [anchor.clone() for anchor in loop.state.anchor]
-    load_state(loop, tmp_path, place(0), {})
+    load_state(loop, tmp_path, rank_info(0), {})
     assert under_way
     for pending in under_way:
         assert pending.anchor_when_waited is not None

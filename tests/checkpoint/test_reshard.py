@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsx.checkpoint.files import Source, put_together, rank_file, stretches
+from dsx.checkpoint.files import Source, put_together, rank_file, shard_ranges
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.in_process import InProcessHub
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment, Slot
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import lay_out
 from dsx.method.method import Method
 from dsx.outer.loop import OuterLoop
@@ -29,7 +29,7 @@ from tests.tiny import ALL_CASES, TinyNet, mean_loss
 CUTS = (0, 0.2, 0.2, 0.7, 1)  # of every parameter: the second of four ranks has nothing
 
 
-class ShardBackend(TorchBackend):
+class ShardBackend(TorchAdapter):
     """Stands in for one of several ranks: a part of every parameter, to be loaded and saved."""
 
     def __init__(self, whole: Any, rank: int, cuts: Sequence[float] = CUTS) -> None:
@@ -60,7 +60,7 @@ class ShardBackend(TorchBackend):
 
 def shard_loop(whole: OuterLoop, method: Method, rank: int) -> OuterLoop:
     hub = InProcessHub(whole.transport.num_clusters).transports()
-    return OuterLoop(method, ShardBackend(whole.backend, rank), hub[whole.transport.cluster_id])
+    return OuterLoop(method, ShardBackend(whole.adapter, rank), hub[whole.transport.cluster_id])
 
 
 def new_tiny(name: str, num_clusters: int = 2) -> Simulated:
@@ -72,7 +72,7 @@ def new_tiny(name: str, num_clusters: int = 2) -> Simulated:
 
 def save_all(run: Simulated, base: Path) -> None:
     for m, loop in enumerate(run.loops):
-        save_state(loop, base / f"{m}", Place(m, run.num_clusters, 0, 1), "run", {}, {})
+        save_state(loop, base / f"{m}", RankInfo(m, run.num_clusters, 0, 1), "run", {}, {})
 
 
 def resume(run: Simulated, first: Simulated, base: Path) -> None:
@@ -82,16 +82,19 @@ def resume(run: Simulated, first: Simulated, base: Path) -> None:
         run.models[m].load_state_dict(first.models[source].state_dict())
         inner = copy.deepcopy(first.optimizers[source].state_dict())
         run.optimizers[m].load_state_dict(inner)
-        load_state(loop, base / f"{source}", Place(m, run.num_clusters, 0, 1), {})
+        load_state(loop, base / f"{source}", RankInfo(m, run.num_clusters, 0, 1), {})
 
 
 def through_shards(run: Simulated, whole: Path, sharded: Path) -> None:
     """Load every cluster's state on four ranks, and save it from there."""
     for m, loop in enumerate(run.loops):
         for rank in range(len(CUTS) - 1):
-            shard, place = shard_loop(loop, run.method, rank), Place(m, run.num_clusters, rank, 4)
-            load_state(shard, whole / f"{m}", place, {})
-            save_state(shard, sharded / f"{m}", place, "run", {}, {})
+            shard, rank_info = (
+                shard_loop(loop, run.method, rank),
+                RankInfo(m, run.num_clusters, rank, 4),
+            )
+            load_state(shard, whole / f"{m}", rank_info, {})
+            save_state(shard, sharded / f"{m}", rank_info, "run", {}, {})
 
 
 CASES = [
@@ -122,7 +125,7 @@ def test_state_survives_other_shards_bit_for_bit(
     through_shards(first, tmp_path / "whole", tmp_path / "sharded")
     resume(second, first, tmp_path / "sharded")
     for ours, theirs in zip(second.loops, first.loops, strict=True):
-        for fragment in ours.backend.fragments:
+        for fragment in ours.adapter.fragments:
             state, expected = (x.state.named_state(fragment.id) for x in (ours, theirs))
             assert state.keys() == expected.keys()
             for key in expected.keys() - {"guard.memory"}:
@@ -146,7 +149,7 @@ def test_parts_that_nobody_has_saved_are_an_error(tmp_path: Path) -> None:
     directory = tmp_path / "sharded" / "0"
     rank_file(directory, 0).write_bytes(rank_file(directory, 1).read_bytes())
     with pytest.raises(ValueError, match=r"lacks .* elements of outer.momentum that rank 0"):
-        load_state(run.loops[0], directory, Place(0, 2, 0, 1), {})
+        load_state(run.loops[0], directory, RankInfo(0, 2, 0, 1), {})
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (4, 5), (5, 4), (2, 4)])
@@ -202,9 +205,9 @@ def test_a_refused_round_under_way_stays_refused(before: int, after: int, tmp_pa
 
 def owed(loops: Sequence[OuterLoop], num_clusters: int) -> Tensor:
     """What coding has lost in all, in units of what clusters send."""
-    total = torch.zeros(loops[0].backend.fragments[0].numel)
+    total = torch.zeros(loops[0].adapter.fragments[0].numel)
     for loop in loops:
-        for error in loop.state.lines[0].channel.errors.values():
+        for error in loop.state.channels[0].codec.errors.values():
             scale = num_clusters if error.is_of_mean else 1
             total[error.start : error.stop] += scale * error.residual.read()
     return total
@@ -229,10 +232,10 @@ def test_what_is_stored_in_fewer_bits_is_coded_anew_with_a_warning(
 def test_overlapping_pieces_are_put_together() -> None:
     def source(first: int, last: int) -> Source:
         slot = Slot("a", (last - first,), 0, first)
-        return Source(stretches([slot]), lambda i, j: torch.arange(first, last).float()[i:j])
+        return Source(shard_ranges([slot]), lambda i, j: torch.arange(first, last).float()[i:j])
 
     out = torch.full((6,), -1.0)
-    wanted = stretches([Slot("a", (4,), 0, 3), Slot("b", (2,), 4, 0)])
+    wanted = shard_ranges([Slot("a", (4,), 0, 3), Slot("b", (2,), 4, 0)])
     assert put_together(wanted, out, [source(0, 4), source(4, 9)]) == 2
     assert out.tolist() == [3, 4, 5, 6, -1, -1]
-    assert stretches([Slot("a", (4,), 0, 3)], 1, 3)[0].first == 4
+    assert shard_ranges([Slot("a", (4,), 0, 3)], 1, 3)[0].first == 4

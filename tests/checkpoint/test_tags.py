@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dsx.checkpoint.tags import (
-    Mark,
+    Manifest,
     begin_tag,
     cluster_directory,
     common_tag,
@@ -22,7 +22,7 @@ def write(base: Path, cluster: int, step: int, session: str = "a", num_clusters:
     unfinished = begin_tag(directory, f"step{step}")
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
-    complete_tag(directory, f"step{step}", Mark(5, step, session, num_clusters, 1))
+    complete_tag(directory, f"step{step}", Manifest(5, step, session, num_clusters, 1))
 
 
 def chosen(base: Path, wanted: str | None, num_clusters: int = 2) -> list[tuple[int, str]]:

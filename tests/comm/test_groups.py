@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from dsx.engines import cluster_collectives
-from dsx.engines import replicated as shares
+from dsx.engines import replicated as replicated
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
 
@@ -16,32 +16,32 @@ ASSIGNMENT = [["c", "a"], ["b"], ["d"]]
 OFFSET = 2  # of a parameter in the tensor that holds it
 
 
-def bring_together(chunk: int) -> tuple[dict[str, list[float]], list[int], int]:
+def all_gather(chunk: int) -> tuple[dict[str, list[float]], list[int], int]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    shares._CHUNK = chunk
+    replicated._CHUNK = chunk
     flat = {name: torch.full((numel + OFFSET,), -1.0) for name, numel in SIZES.items()}
     wholes = {n: Piece(flat[n], (numel,), offset=OFFSET) for n, numel in SIZES.items()}
-    made = shares.Shares(ASSIGNMENT, wholes, None, torch.device("cpu"))
+    made = replicated.ReplicaShards(ASSIGNMENT, wholes, None, torch.device("cpu"))
     for piece in made.pieces.values():  # each rank writes its own, with its rank in it
         values = torch.arange(piece.start, piece.start + piece.numel, dtype=torch.float32)
         piece.view().copy_(values + 100 * rank)
-    made.bring_together([0, 2])
+    made.all_gather([0, 2])
     own = [sum(p.numel for n, p in made.pieces.items() if n in names) for names in ASSIGNMENT]
     return {name: tensor.tolist() for name, tensor in flat.items()}, own, made.buffer_bytes
 
 
 @pytest.mark.parametrize("chunk", [1, 6, 13, 1 << 24])
 def test_shares_are_brought_together_in_pieces_of_any_size(chunk: int) -> None:
-    ranks = run_distributed(bring_together, 3, chunk)
+    ranks = run_distributed(all_gather, 3, chunk)
     owned = [own for _, own, _ in ranks]
     assert [sum(own[f] for own in owned) for f in range(3)] == [27, 1, 3]
     assert owned == [[9, 1, 1], [9, 0, 1], [9, 0, 1]]
     expected: dict[str, list[float]] = {n: [-1.0] * (k + OFFSET) for n, k in SIZES.items()}
     for names, run in ((ASSIGNMENT[0], 9), (ASSIGNMENT[2], 1)):
         row = [(name, i) for name in names for i in range(SIZES[name])]
-        for place, (name, i) in enumerate(row):
-            expected[name][OFFSET + i] = i + 100 * (place // run)
+        for rank_info, (name, i) in enumerate(row):
+            expected[name][OFFSET + i] = i + 100 * (rank_info // run)
     for flat, _, buffer_bytes in ranks:
         assert buffer_bytes == 4 * max(1, min(9, chunk // 3)) * (3 + 1)
         assert {n: v for n, v in flat.items() if n != "b"} == {

@@ -1,4 +1,4 @@
-"""What a line's latency costs a swap of gloo's: measured behind a relay that delays every byte."""
+"""What a line's latency costs an exchange round of gloo's: measured behind a relay that delays every byte."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def seconds_of_swaps() -> float:
     try:
         groups = connect_gloo(detour, peers, timedelta(seconds=20), open_device("lo"))
         line = FragmentGroups(groups, peers, 20)
-        swap = to_all([torch.ones(1)], [[torch.empty(1)] for _ in range(2)])
-        line.swap(swap, "first")  # both have come
+        round = to_all([torch.ones(1)], [[torch.empty(1)] for _ in range(2)])
+        line.run(round, "first")  # both have come
         started = time.monotonic()
         for _ in range(SWAPS):
-            line.swap(swap, "swap")
+            line.run(round, "swap")
         elapsed = time.monotonic() - started
-        line.swap(swap, "last")  # nobody leaves what the other one still reads
+        line.run(round, "last")  # nobody leaves what the other one still reads
         return elapsed
     finally:
         if detour.relay is not None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.compress.averaging import ExactMean
-from dsx.core.exchange import HEADER, Peers, Swap, to_all
+from dsx.core.exchange import HEADER, ExchangeRound, Peers, to_all
 from dsx.core.transport import PeerLost, Submission
 from tests.distributed import run_distributed
 
@@ -35,7 +35,7 @@ def transport(deadline_seconds: float) -> GlooTransport:
     return GlooTransport([0], connect, peers, deadline_seconds)
 
 
-def with_header(peers: Peers, x: Tensor, theirs: Tensor) -> Generator[Swap, None, Tensor]:
+def with_header(peers: Peers, x: Tensor, theirs: Tensor) -> Generator[ExchangeRound, None, Tensor]:
     header = torch.full((3,), 10 + peers.cluster_id)
     yield to_all([header], [[theirs], [theirs]], HEADER)
     return (yield from ExactMean(peers).exchange(x))
@@ -69,7 +69,7 @@ def fail_first() -> str:
     line = transport(1.0)
     if line.cluster_id == 1:
 
-        def failing() -> Generator[Swap, None, Tensor]:
+        def failing() -> Generator[ExchangeRound, None, Tensor]:
             raise OSError("no such value")
             yield
 

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 
 import dsx
-from dsx.comm.point_to_point import Works
+from dsx.comm.point_to_point import PointToPoint
 from tests.comm.test_gloo_equals_in_process import adamw
 from tests.distributed import run_distributed
 
@@ -33,7 +33,9 @@ def messages_of_two_rounds(num_clusters: int) -> dict[str, list[int]]:
         handle = dsx.attach(model, optimizer, config={"dsx": {**config, **overrides}})
         counts[name] = []
         for _ in range(2):
-            with patch.object(Works, "send", autospec=True, side_effect=Works.send) as send:
+            with patch.object(
+                PointToPoint, "send", autospec=True, side_effect=PointToPoint.send
+            ) as send:
                 for _ in range(2):
                     optimizer.zero_grad()
                     model(torch.ones(3, 32)).square().mean().backward()

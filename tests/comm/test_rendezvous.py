@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.rendezvous import PROTOCOL, Rendezvous, meet, open_store, parse_address
-from dsx.comm.topology import LauncherEnvironment, Place, split_world
+from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
 from tests.distributed import free_port
 
@@ -47,8 +47,8 @@ def client(port: int) -> dist.Store:
 
 
 def join(port: int, cluster: int, num_clusters: int = 2, size: int = 1) -> Callable[[], str]:
-    place = Place(cluster, num_clusters, 0, size)
-    return lambda: meet(client(port), place, 3)
+    rank_info = RankInfo(cluster, num_clusters, 0, size)
+    return lambda: meet(client(port), rank_info, 3)
 
 
 def test_all_clusters_get_one_session_and_every_run_a_new_one(port: int) -> None:
@@ -96,7 +96,7 @@ def test_another_protocol_is_refused_by_name(port: int) -> None:
 
 def test_gather_and_compare(port: int) -> None:
     def work(cluster: int) -> Callable[[], Any]:
-        rendezvous = Rendezvous(client(port), Place(cluster, 2, 0, 1), "s", 5)
+        rendezvous = Rendezvous(client(port), RankInfo(cluster, 2, 0, 1), "s", 5)
         return lambda: (
             rendezvous.gather("losses", {"loss": cluster + 0.5}),
             rendezvous.compare("layout", ["a" * 5000, cluster]),
@@ -108,7 +108,7 @@ def test_gather_and_compare(port: int) -> None:
 
 
 def test_a_missing_answer_names_the_cluster(port: int) -> None:
-    rendezvous = Rendezvous(client(port), Place(0, 2, 0, 1), "alone", 1)
+    rendezvous = Rendezvous(client(port), RankInfo(0, 2, 0, 1), "alone", 1)
     with pytest.raises(PeerLost, match=r"losses: cluster 1 did not answer within 1 s"):
         rendezvous.gather("losses", 1)
 

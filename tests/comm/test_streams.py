@@ -65,13 +65,13 @@ def in_process(codec: Compressor, num_clusters: int) -> list[tuple[torch.Tensor,
 
 def over_gloo(codec: Compressor, num_clusters: int, streams: int) -> list[tuple[torch.Tensor, int]]:
     """The same with a thread per cluster, each with connections of its own."""
-    meeting = dist.HashStore()
+    config = dist.HashStore()
 
     def cluster(m: int) -> list[tuple[torch.Tensor, int]]:
         peers, device = Peers(m, num_clusters), open_device("lo")
 
         def connect(what: str, number: int) -> list[Any]:
-            store = dist.PrefixStore(what, meeting)
+            store = dist.PrefixStore(what, config)
             return connect_gloo(store, peers, timedelta(seconds=20), device, number)
 
         transport = GlooTransport([0], connect, peers, 20.0, streams=streams)

@@ -69,11 +69,13 @@ def expected_mean(values: list[Tensor], wire: str, mean_wire: str | None) -> Ten
 
 
 def test_an_exact_mean_takes_the_swaps_a_plan_counts() -> None:
-    for num_clusters, swaps in ((1, 0), (2, 1), (3, 2), (7, 2)):
-        assert swaps == len(exact_rounds(9, num_clusters))
+    for num_clusters, rounds in ((1, 0), (2, 1), (3, 2), (7, 2)):
+        assert rounds == len(exact_rounds(9, num_clusters))
         mean = ExactMean(Peers(0, num_clusters))
-        found = [swap.bytes_sent(Peers(0, num_clusters)) for swap in mean.exchange(torch.zeros(9))]
-        assert len(found) == swaps
+        found = [
+            round.bytes_sent(Peers(0, num_clusters)) for round in mean.exchange(torch.zeros(9))
+        ]
+        assert len(found) == rounds
         assert sum(found) == mean.bytes_sent(9)
 
 

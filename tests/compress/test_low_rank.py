@@ -17,9 +17,9 @@ from dsx.compress.base import Launch
 from dsx.compress.factors import product
 from dsx.compress.low_rank import LowRank
 from dsx.config.schema import preset
-from dsx.core.exchange import Exchange, Swap
+from dsx.core.exchange import Exchange, ExchangeRound
 from dsx.core.types import Fragment, Slot
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import ByLayer
 from dsx.method.method import SettingWarning
 from dsx.outer.whole_matrices import factored, tell_what_is_factored
@@ -129,15 +129,15 @@ def restored_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def with_threads(exchange: Exchange, count: int) -> Generator[Swap, None, Tensor]:
+def with_threads(exchange: Exchange, count: int) -> Generator[ExchangeRound, None, Tensor]:
     """Run an exchange as a machine with `count` cores would."""
     while True:
         torch.set_num_threads(count)
         try:
-            swap = next(exchange)
+            round = next(exchange)
         except StopIteration as stop:
             return stop.value
-        yield swap
+        yield round
 
 
 @pytest.mark.usefixtures("restored_threads")
@@ -336,16 +336,16 @@ def test_a_user_is_told_what_travels_in_factors(caplog: pytest.LogCaptureFixture
         {"wte": torch.nn.Embedding(64, 48), "up": torch.nn.Linear(96, 80), "norm": LayerNorm(80)}
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backend = TorchBackend(model, optimizer, ByLayer(), 1)
+    adapter = TorchAdapter(model, optimizer, ByLayer(), 1)
     method = preset("diloco", compression={"type": "low_rank", "rank": 4})
-    taken = {name for names, _ in factored(method, backend) for name in names}
-    rest = {name for _, names in factored(method, backend) for name in names}
+    taken = {name for names, _ in factored(method, adapter) for name in names}
+    rest = {name for _, names in factored(method, adapter) for name in names}
     assert (taken, rest) == ({"up.weight"}, {"wte.weight"})
     with caplog.at_level(logging.INFO):
-        tell_what_is_factored(method, backend)
+        tell_what_is_factored(method, adapter)
     assert "1 matrices travel in factors" in caplog.text
     assert "0 matrices travel in factors; as codes: wte.weight" in caplog.text
     too_much = preset("diloco", compression={"type": "low_rank", "rank": 64})
     with pytest.warns(SettingWarning, match="finds no matrix to factor .* lower compression.rank"):
-        tell_what_is_factored(too_much, backend)
-    assert not factored(preset("diloco"), backend)
+        tell_what_is_factored(too_much, adapter)
+    assert not factored(preset("diloco"), adapter)

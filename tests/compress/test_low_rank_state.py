@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsx.compress.quantized import Quantized
-from dsx.core.types import Fragment, History, Knobs
+from dsx.core.types import Fragment, History, SyncParams
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from tests.compress.channels import (
     Clusters,
@@ -122,13 +122,13 @@ def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> No
     )
     method = plain_low_rank(rank=start, wire="fp32", min_saving=1.0)
     clusters = Clusters(method, fragment, 2, max_rank=96)
-    history, initial = History(1, [fragment.numel]), Knobs(4)
+    history, initial = History(1, [fragment.numel]), SyncParams(4)
     for _ in range(10):
-        knobs = control.knobs(initial, history)
-        mean = clusters.average(values, knobs.rank)
+        sync_params = control.sync_params(initial, history)
+        mean = clusters.average(values, sync_params.rank)
         spectrum = sum(c.spectrum for c in clusters.channels)
-        control.decide(spectrum.tolist(), knobs, initial, history)
-    rank = control.knobs(initial, history).rank
+        control.decide(spectrum.tolist(), sync_params, initial, history)
+    rank = control.sync_params(initial, history).rank
     assert rank is not None and abs(rank - wanted) <= 8
     assert nmse(mean, values[0]) <= 0.055
 
@@ -140,14 +140,14 @@ def test_with_feedback_the_rank_settles_above_what_one_round_needs(decay: int, m
     control = AdaptiveRank(8, max_rank=96, min_interval=2, step_seconds=1.0, round_seconds=3.0)
     method = plain_low_rank(rank=8, wire="fp32", min_saving=1.0, error_feedback="fp32")
     clusters = Clusters(method, fragment, 2, max_rank=96)
-    history, initial = History(1, [fragment.numel]), Knobs(4)
+    history, initial = History(1, [fragment.numel]), SyncParams(4)
     ranks: list[int] = []
     for _ in range(80):
-        knobs = control.knobs(initial, history)
-        clusters.average(values, knobs.rank)
+        sync_params = control.sync_params(initial, history)
+        clusters.average(values, sync_params.rank)
         spectrum = sum(c.spectrum for c in clusters.channels)
-        control.decide(spectrum.tolist(), knobs, initial, history)
-        ranks.append(knobs.rank or 0)
+        control.decide(spectrum.tolist(), sync_params, initial, history)
+        ranks.append(sync_params.rank or 0)
     assert needed <= ranks[-1] <= most * needed
     assert max(ranks) <= 2.2 * needed
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import dsx
 from dsx.checkpoint.outer_state import load_state, save_state
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset, resolve_method
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
@@ -178,12 +178,12 @@ def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Pat
     for _ in range(stop):
         first.train_step(loss)
     for rank, loop in enumerate(first.loops):
-        save_state(loop, tmp_path / str(rank), Place(rank, 2, 0, 1), "run-a", axes, {})
+        save_state(loop, tmp_path / str(rank), RankInfo(rank, 2, 0, 1), "run-a", axes, {})
     for rank, loop in enumerate(second.loops):
         second.models[rank].load_state_dict(first.models[rank].state_dict())
         inner = copy.deepcopy(first.optimizers[rank].state_dict())
         second.optimizers[rank].load_state_dict(inner)
-        load_state(loop, tmp_path / str(rank), Place(rank, 2, 0, 1), axes)
+        load_state(loop, tmp_path / str(rank), RankInfo(rank, 2, 0, 1), axes)
         assert len(loop.in_flight) == len(first.loops[rank].in_flight)
         assert len(loop.in_flight) > 0 or method != "diloco_delayed" or stop < 3
     for _ in range(NUM_STEPS - stop):

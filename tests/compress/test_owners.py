@@ -13,9 +13,9 @@ from torch import Tensor
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import factor_owners
-from dsx.core.exchange import Exchange, Peers, Swap
+from dsx.core.exchange import Exchange, ExchangeRound, Peers
 from dsx.plan.payload import HEADERS_BYTES, line_bytes, parts_of
-from dsx.plan.settings import Coding, Notes
+from dsx.plan.settings import Coding, Sideband
 from tests.compress.channels import correlated, drive, fragment_of
 
 RANK = 8
@@ -51,7 +51,7 @@ def test_a_transformers_layer_by_hand() -> None:
 def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
     shards: list[list[tuple[int, int]]], num_clusters: int
 ) -> None:
-    """A swap ends with the cluster that sends or receives most, over all ranks of a cluster."""
+    """An exchange round ends with the cluster that sends or receives most, over all ranks of a cluster."""
     coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0)
     parts = [
         (parts_of(fragment_of(*shapes, id=1 + shard), coding, 1), 1)
@@ -60,24 +60,24 @@ def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
     by_shard = [
         swaps_of_second_round(shapes, shard, num_clusters) for shard, shapes in enumerate(shards)
     ]
-    swaps = [  # per swap and cluster: sent and received by all ranks
+    rounds = [  # per exchange round and cluster: sent and received by all ranks
         [tuple(map(sum, zip(*ranks, strict=True))) for ranks in zip(*of_swap, strict=True)]
         for of_swap in zip(*by_shard, strict=True)
     ]
-    assert len(swaps) == 4
+    assert len(rounds) == 4
     announced = len(shards) * HEADERS_BYTES * (num_clusters - 1)
-    measured = announced + sum(max(max(both) for both in swap) for swap in swaps)
-    assert line_bytes(parts, coding, Notes(), num_clusters) == measured
+    measured = announced + sum(max(max(both) for both in round) for round in rounds)
+    assert line_bytes(parts, coding, Sideband(), num_clusters) == measured
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3])
 def test_what_travels_beside_factors_is_counted_once(num_clusters: int) -> None:
-    """An embedding in codes and a bias: the same from every cluster, with the first swap of all."""
+    """An embedding in codes and a bias: the same from every cluster, with the first exchange round of all."""
     fragment = fragment_of((96, 80), (300, 8), (96,), names=["a", "embed", "bias"])
     coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0, exclude=("embed",))
     alone = fragment_of((96, 80), names=["a"])
     found, less = (
-        line_bytes([(parts_of(f, coding, 1), 1)], coding, Notes(), num_clusters)
+        line_bytes([(parts_of(f, coding, 1), 1)], coding, Sideband(), num_clusters)
         for f in (fragment, alone)
     )
     int4 = 300 * 8 // 2 + 2 * -(-300 * 8 // 64)
@@ -104,14 +104,14 @@ def swaps_of_second_round(
 
 def recorded(
     exchange: Exchange, peers: Peers, passed: list[tuple[int, int]]
-) -> Generator[Swap, None, Tensor]:
+) -> Generator[ExchangeRound, None, Tensor]:
     try:
         while True:
-            swap = next(exchange)
+            round = next(exchange)
             received = [
-                t.numel() * t.element_size() for m in peers.others for t in swap.incoming[m]
+                t.numel() * t.element_size() for m in peers.others for t in round.incoming[m]
             ]
-            passed.append((swap.bytes_sent(peers), sum(received)))
-            yield swap
+            passed.append((round.bytes_sent(peers), sum(received)))
+            yield round
     except StopIteration as stop:
         return stop.value

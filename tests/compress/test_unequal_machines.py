@@ -43,8 +43,8 @@ for compression in (
     for round in range(1, 4):
         generator = torch.Generator().manual_seed(100 * round + rank)
         x = torch.randn(fragment.numel, generator=generator)
-        for swap in channel.exchange(x, Launch(round)):
-            group.swap(swap, "test")
+        for exchange round in channel.exchange(x, Launch(round)):
+            group.exchange round(exchange round, "test")
         digests.append(hashlib.sha256(x.numpy().tobytes()).hexdigest()[:12])
 print(torch.backends.cpu.get_cpu_capability(), *digests)
 """

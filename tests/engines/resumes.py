@@ -139,7 +139,7 @@ ROWS = {
 }  # fmt: skip
 
 
-class Place(NamedTuple):
+class RankInfo(NamedTuple):
     """Engines of a ZeRO stage; pipelines of so many stages; so many clusters over all ranks."""
 
     stage: int
@@ -150,17 +150,17 @@ class Place(NamedTuple):
 
 
 PLACES = {
-    "zero0": Place(0),
-    "zero1": Place(1),
-    "zero2": Place(2),
-    "zero3": Place(3),
-    "pipeline, zero0": Place(0, 2),
-    "pipeline, zero1": Place(1, 2),
-    "zero1, bf16": Place(1, precision="bf16"),
-    "zero3, bf16": Place(3, precision="bf16"),
-    "pipeline, zero1, bf16": Place(1, 2, "bf16"),
-    "zero1, four clusters": Place(1, num_clusters=4),
-    "pipeline, zero1, two ranks a stage": Place(1, 2, num_ranks=8),
+    "zero0": RankInfo(0),
+    "zero1": RankInfo(1),
+    "zero2": RankInfo(2),
+    "zero3": RankInfo(3),
+    "pipeline, zero0": RankInfo(0, 2),
+    "pipeline, zero1": RankInfo(1, 2),
+    "zero1, bf16": RankInfo(1, precision="bf16"),
+    "zero3, bf16": RankInfo(3, precision="bf16"),
+    "pipeline, zero1, bf16": RankInfo(1, 2, "bf16"),
+    "zero1, four clusters": RankInfo(1, num_clusters=4),
+    "pipeline, zero1, two ranks a stage": RankInfo(1, 2, num_ranks=8),
 }
 
 
@@ -199,7 +199,7 @@ def make_pipeline(seed: int, num_stages: int) -> Any:
     )
 
 
-def build(row: Row, place: Place) -> Any:
+def build(row: Row, place: RankInfo) -> Any:
     """Return an engine with dsx attached; two parameter groups, AdamW."""
     import deepspeed  # noqa: F401 - which then joins the world
 
@@ -262,15 +262,18 @@ def snapshot(engine: Any) -> dict[str, Any]:
         entry: dict[str, Any] = {"fragment": transfer.fragment}
         if isinstance(transfer, Transfer):
             held[f"in flight.mean/{index}"] = transfer.pending.wait()
-            held[f"in flight.notes/{index}"] = transfer.berth.notes.values
+            held[f"in flight.notes/{index}"] = transfer.buffers.sideband.values
             held[f"in flight.norm/{index}"] = transfer.contribution_norm
-            if transfer.berth.kept is not None:
-                held[f"in flight.kept/{index}"] = transfer.berth.kept
+            if transfer.buffers.kept is not None:
+                held[f"in flight.kept/{index}"] = transfer.buffers.kept
             entry |= {"launched": transfer.launched, "interval": transfer.interval}
-            entry |= {"knobs": asdict(transfer.knobs), "verdict": asdict(transfer.berth.verdict)}
+            entry |= {
+                "knobs": asdict(transfer.sync_params),
+                "verdict": asdict(transfer.buffers.parity),
+            }
             entry |= {"shared_by": transfer.shared_by, "bytes": transfer.pending.bytes_sent}
         held["in flight"].append(entry)
-    for fragment in loop.backend.fragments:
+    for fragment in loop.adapter.fragments:
         for key, tensor in loop.state.named_state(fragment.id).items():
             held[f"outer.{key}/{fragment.id}"] = tensor
     held["history"] = loop.history.state_dict()
@@ -299,7 +302,7 @@ def end(engine: Any) -> None:
     engine.destroy()
 
 
-def train(row: Row, place: Place, base: str = "", stops: Sequence[float] = ()) -> dict[str, Any]:
+def train(row: Row, place: RankInfo, base: str = "", stops: Sequence[float] = ()) -> dict[str, Any]:
     """Train to the end, saving at stops; return what was held then, and at the end."""
     engine = build(row, place)
     kept: dict[str, Any] = {}
@@ -320,7 +323,7 @@ def train(row: Row, place: Place, base: str = "", stops: Sequence[float] = ()) -
 
 def go_on(
     row: Row,
-    place: Place,
+    place: RankInfo,
     base: str,
     stop: float,
     kept: dict[str, Any],

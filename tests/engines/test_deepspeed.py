@@ -91,7 +91,7 @@ def outcome(engine: Any, apart: list[float]) -> dict[str, Any]:
         "wrapper": type(engine.optimizer).__name__,
         "weights": {name: w.numpy() for name, w in weights(engine).items()},
         "anchors": [a.clone().numpy() for a in loop.state.anchor],
-        "layout": [(s.name, s.start, s.numel) for f in loop.backend.fragments for s in f.layout],
+        "layout": [(s.name, s.start, s.numel) for f in loop.adapter.fragments for s in f.layout],
         "bit16_difference": max(apart),
         "step": engine.dsx.step,
         "rounds": loop.history.rounds,

@@ -68,7 +68,7 @@ def export(kind: Kind) -> dict[str, Any]:
         "bit16_difference": max(apart, max_bit16_difference(engine)),
         "bytes_sent": bytes_sent,
         "rounds": rounds,
-        "numel": [f.numel for f in engine.dsx.loop.backend.fragments],
+        "numel": [f.numel for f in engine.dsx.loop.adapter.fragments],
         "memory": memory(engine.dsx),
     }
     engine.dsx.close()
@@ -79,8 +79,8 @@ def export(kind: Kind) -> dict[str, Any]:
 def memory(handle: Any) -> tuple[int, int, int, int]:
     """Bytes predicted and held: of state that is sharded, and of collectives' buffers."""
     state, predicted = handle.loop.state, handle.memory
-    shares = handle.loop.backend._shares
-    buffers = 0 if shares is None else sum(4 * b.numel() for b in shares._buffers)
+    replicated = handle.loop.adapter._replica_shards
+    buffers = 0 if replicated is None else sum(4 * b.numel() for b in replicated._buffers)
     sharded = predicted.total - predicted.work_space - predicted.in_the_cluster
     return sharded, state.num_bytes - 4 * state.scratch_numel, predicted.in_the_cluster, buffers
 
@@ -92,12 +92,12 @@ def pause(kind: Kind, is_offloaded: bool) -> dict[str, Any]:
     for step in range(1, NUM_STEPS + 1):
         train_step(engine, step)
         if step == PAUSE and is_offloaded:
-            masters = engine.dsx.loop.backend._place.stepped()
+            masters = engine.dsx.loop.adapter._place.optimizer_tensors()
             kept = [StorageWeakRef(master.untyped_storage()) for master in masters]
             engine.offload_states()
             are_freed = [storage.expired() for storage in kept]
             try:
-                engine.dsx.loop.backend.publish()
+                engine.dsx.loop.adapter.sync_model_weights()
             except RuntimeError as error:
                 refusal = str(error)
             engine.reload_states()
@@ -143,8 +143,8 @@ def test_replicas_share_out_what_crosses_between_clusters(outcomes: Any) -> None
     results = [rank["export"][0] for rank in outcomes]
     numel = sum(p.numel() for p in OddNet().parameters())
     for fragment in range(len(results[0]["numel"])):
-        shares = [result["numel"][fragment] for result in results[:RANKS_PER_CLUSTER]]
-        assert max(shares) - min(shares) <= 1
+        replicated = [result["numel"][fragment] for result in results[:RANKS_PER_CLUSTER]]
+        assert max(replicated) - min(replicated) <= 1
     assert sum(sum(r["numel"]) for r in results[:RANKS_PER_CLUSTER]) == numel
     for result in results:
         pairs = zip(result["rounds"], result["numel"], strict=True)

@@ -85,14 +85,14 @@ def lose_one_value(loop: Any) -> None:
     """Let rank 0 of cluster 1 read a NaN at the second launch, in what rank 1 sends for it."""
     if torch.distributed.get_rank() != 0 or loop.transport.cluster_id != 1:
         return
-    read = loop.backend.read
+    read = loop.adapter.read
 
     def read_nan(fragment: int, out: torch.Tensor) -> None:
         read(fragment, out)
         if loop.history.step == 8 and loop.history.launched[0] == 4:
             out[64 * WIDTH] = float("nan")  # of layers.1.weight, of which rank 1 has more
 
-    loop.backend.read = read_nan
+    loop.adapter.read = read_nan
 
 
 def train_all() -> dict[str, Any]:
@@ -129,14 +129,14 @@ def train_all() -> dict[str, Any]:
         results[name] = {
             "anchors": [a.clone().numpy() for a in loop.state.anchor],
             "weights": [w.numpy() for w in weights(engine).values()],
-            "split": sum(not s.is_whole for f in loop.backend.fragments for s in f.layout),
-            "moved": loop.routes[0].is_needed,
+            "split": sum(not s.is_whole for f in loop.adapter.fragments for s in f.layout),
+            "moved": loop.matrix_gathers[0].is_needed,
             "bytes": loop.totals.bytes_sent,
             "refused": loop.totals.refused,
             "memory": (engine.dsx.memory, loop.state.num_bytes - 4 * loop.state.scratch_numel),
             "state": [t.clone().numpy() for t in loop.state.named_state(0).values()],
-            "sent": [f.numel for f in (route.wire for route in loop.routes)],
-            "held": [f.numel for f in loop.backend.fragments],
+            "sent": [f.numel for f in (route.wire for route in loop.matrix_gathers)],
+            "held": [f.numel for f in loop.adapter.fragments],
         }
         engine.dsx.close()
     return results

@@ -268,12 +268,12 @@ def outcome(engine: Any, apart: list[float], tied: list[Any]) -> dict[str, Any]:
     loop = engine.dsx.loop
     return {
         "cluster": engine.dsx.cluster_id,
-        "stage": loop.backend.stage.index,
+        "stage": loop.adapter.stage.index,
         "wrapper": type(engine.optimizer).__name__,
         "weights": {name: w.numpy() for name, w in own_weights(engine).items()},
         "anchors": [a.clone().numpy() for a in loop.state.anchor],
-        "names": [[s.name for s in f.layout] for f in loop.backend.fragments],
-        "stages": {f.stage for f in loop.backend.fragments},
+        "names": [[s.name for s in f.layout] for f in loop.adapter.fragments],
+        "stages": {f.stage for f in loop.adapter.fragments},
         "bit16_difference": max(apart),
         "tied": tied,
         "rounds": loop.history.rounds,
@@ -440,14 +440,14 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(outcomes: Any) -> N
 
 def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> None:
     """And one number per tied weight; at a sync the verdict, and the tied weight."""
-    verdict = Counter({("allgather_", 2 * 3 * NUM_CLUSTERS): 1})  # over the one rank of a stage
+    parity = Counter({("allgather_", 2 * 3 * NUM_CLUSTERS): 1})  # over the one rank of a stage
     flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
     for rank in outcomes:
         plain, tied = rank["traffic"]
         for step in range(2, 9):
             is_sync = step % H == 0
-            assert plain[step - 1] == (verdict if is_sync else Counter())
-            assert tied[step - 1] == flag + (verdict + weight if is_sync else Counter())
+            assert plain[step - 1] == (parity if is_sync else Counter())
+            assert tied[step - 1] == flag + (parity + weight if is_sync else Counter())
 
 
 def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str, Any]]) -> None:

@@ -71,18 +71,18 @@ def outer_state(engine: Any) -> Elements:
                     key = slot.start + index
                     places[key] = places.get(key, 0.0) + float(values[place])
 
-    for fragment in loop.backend.fragments:
+    for fragment in loop.adapter.fragments:
         slots = loop.state.slots[fragment.id]
         put("anchor", fragment.layout, loop.state.anchor[fragment.id])
         for name, values in slots.outer.items():
             put(name, fragment.layout, values)
         for name, values in slots.staleness.items():
-            names = [p.name for p in loop.backend.fragment_parameters[fragment.id]]
+            names = [p.name for p in loop.adapter.fragment_parameters[fragment.id]]
             if len(names) == len(values):
                 for one, value in zip(names, values.tolist(), strict=True):
                     found.setdefault(name, {})[one] = {0: value}
-        wire = loop.routes[fragment.id].wire.layout
-        for error in loop.state.lines[fragment.id].channel.errors.values():
+        wire = loop.matrix_gathers[fragment.id].wire.layout
+        for error in loop.state.channels[fragment.id].codec.errors.values():
             scale = engine.dsx.num_clusters if error.is_of_mean else 1
             put("residual", wire, error.residual.read() * scale, error.start)
     everyone: list[Any] = [None] * dist.get_world_size()

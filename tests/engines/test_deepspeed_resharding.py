@@ -58,7 +58,7 @@ def anchors(engine: Any) -> dict[str, dict[int, float]]:
     """Every element of this rank's anchors by parameter and place."""
     found: dict[str, dict[int, float]] = {}
     loop = engine.dsx.loop
-    for fragment, anchor in zip(loop.backend.fragments, loop.state.anchor, strict=True):
+    for fragment, anchor in zip(loop.adapter.fragments, loop.state.anchor, strict=True):
         for slot in fragment.layout:
             values = anchor[slot.offset : slot.offset + slot.numel].tolist()
             places = found.setdefault(slot.name, {})

@@ -100,8 +100,8 @@ def num_under_way(run: Run, kept: dict[str, Any]) -> int:
 
 
 def zero_residuals(engine: Any) -> None:
-    for line in engine.dsx.loop.state.lines:
-        for error in line.channel.errors.values():
+    for channel in engine.dsx.loop.state.channels:
+        for error in channel.codec.errors.values():
             error.residual.stored.zero_()
 
 

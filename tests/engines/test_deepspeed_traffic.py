@@ -1,7 +1,7 @@
 """Outer training adds nothing inside the cluster to what DeepSpeed sends in a step.
 
 In the steps that apply a fragment the ranks agree on its verdict, three numbers per cluster
-(judge.py), and without ZeRO there is one all-gather of the fragment (backends/shares.py).
+(judge.py), and without ZeRO there is one all-gather of the fragment (backends/replicated.py).
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ def measured() -> list[list[tuple[list[Traffic], list[Traffic]]]]:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join([*map(str, k[:-1]), *k.zero]))
 def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
     numel = sum(p.numel() for p in OddNet().parameters())
-    verdict = all_gather_of(3 * NUM_CLUSTERS)
+    parity = all_gather_of(3 * NUM_CLUSTERS)
     together = all_gather_of(-(-numel // RANKS_PER_CLUSTER))
-    at_sync = verdict + together if kind.stage == 0 else verdict
+    at_sync = parity + together if kind.stage == 0 else parity
     for rank in measured:
         with_dsx, alone = rank[KINDS.index(kind)]
         for step in range(2, NUM_STEPS + 1):  # in the first, ZeRO-3 traces the model

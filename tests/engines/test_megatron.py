@@ -105,7 +105,7 @@ def train_everything(kinds: list[Kind], coded: Kind) -> Any:
 def difference_of_weights(engine: Engine) -> float:
     """How far the weights of this rank are from its rounded masters."""
     worst = 0.0
-    for place in engine.handle.loop.backend.places:  # type: ignore[attr-defined]
+    for place in engine.handle.loop.adapter.places:  # type: ignore[attr-defined]
         for weight, piece in place.pieces():
             held = weight.detach().view(-1)[piece.start : piece.start + piece.numel]
             rounded = piece.view().to(weight.dtype)

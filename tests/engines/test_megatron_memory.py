@@ -34,7 +34,7 @@ def held(kind: Kind) -> dict[str, Any]:
     """What a rank of this kind has: names and shapes, bytes by purpose, the plan in the handle."""
     engine = build_engine(kind, **CHANGES)
     train_step(engine, 1)
-    backend = engine.handle.loop.backend
+    adapter = engine.handle.loop.adapter
     weights = [p for chunk in engine.chunks for p in chunk.parameters()]
     moments, masters = 0, 0
     for optimizer in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
@@ -46,14 +46,14 @@ def held(kind: Kind) -> dict[str, Any]:
             masters += sum(4 * p.numel() for group in groups for p in group["params"])
     buffers = [b for chunk in engine.chunks for b in chunk.buffers]
     return {
-        "stage": (backend.stage.index, backend.stage.count),
-        "shapes": {p.name: p.shape for ps in backend.fragment_parameters for p in ps},
+        "stage": (adapter.stage.index, adapter.stage.count),
+        "shapes": {p.name: p.shape for ps in adapter.fragment_parameters for p in ps},
         "weights": sum(p.numel() * p.element_size() for p in weights),
         "gradients": sum(b.grad_data.numel() * b.grad_data.element_size() for b in buffers),
         "masters": masters,
         "moments": moments,
         "outer": asdict(engine.handle.memory),
-        "numel": sum(f.numel for f in backend.fragments),
+        "numel": sum(f.numel for f in adapter.fragments),
     }
 
 

@@ -14,7 +14,7 @@ from dsx.comm.gloo import GlooTransport
 from dsx.comm.in_process import InProcessHub, step_together
 from dsx.config.schema import preset
 from dsx.core.exchange import Peers
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.outer.loop import OuterLoop
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, batch, mean_loss
@@ -32,9 +32,9 @@ def large_loop() -> tuple[OuterLoop, torch.nn.Parameter]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = preset("streaming_diloco", 1, schedule={"interval": 4}, delay={"steps": 2},
                     fragments={"by": "model"})  # fmt: skip
-    backend = TorchBackend(model, optimizer, method.fragments, 1)
+    adapter = TorchAdapter(model, optimizer, method.fragments, 1)
     transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0)
-    loop = OuterLoop(method, backend, transport)
+    loop = OuterLoop(method, adapter, transport)
     loop.start()
     return loop, model["w"]
 
@@ -103,14 +103,14 @@ def test_what_the_side_stream_reads_is_not_written_meanwhile() -> None:
     model = torch.nn.ParameterDict({"w": torch.zeros(1000, 1000, device="cuda")})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = preset("co2", 1, schedule={"interval": 2}, staleness={"granularity": "element"})
-    backend = TorchBackend(model, optimizer, method.fragments, 1)
-    loop = OuterLoop(method, backend, GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0))
+    adapter = TorchAdapter(model, optimizer, method.fragments, 1)
+    loop = OuterLoop(method, adapter, GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0))
     loop.start()
     loop.after_inner_step()
     sizes = loop.state.slots[0].staleness["first_step"]
     sizes.fill_(3.0)
     model["w"].data.fill_(-2.0)
-    stream = loop._departures._stream
+    stream = loop._host_copies._stream
     assert stream is not None
     with torch.cuda.stream(stream):
         torch.cuda._sleep(500_000_000)
@@ -121,7 +121,7 @@ def test_what_the_side_stream_reads_is_not_written_meanwhile() -> None:
         torch.full((1000, 1000), 11.0, device="cuda")
     transfer = loop.in_flight[-1]
     assert (transfer.pending.wait() == 2.0).all()  # type: ignore[union-attr]
-    assert (transfer.berth.notes.averages == 3.0).all()  # type: ignore[union-attr]
+    assert (transfer.buffers.sideband.averages == 3.0).all()  # type: ignore[union-attr]
     loop.transport.close()
 
 
@@ -150,8 +150,8 @@ def test_state_on_the_host_takes_nothing_on_the_device_and_gives_the_same() -> N
         hub, models, loops = InProcessHub(2), [TinyNet().cuda() for _ in range(2)], []
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
         for model, optimizer, transport in zip(models, optimizers, hub.transports(), strict=True):
-            backend = TorchBackend(model, optimizer, method.fragments, 1, is_on_host)
-            loops.append(OuterLoop(method, backend, transport))
+            adapter = TorchAdapter(model, optimizer, method.fragments, 1, is_on_host)
+            loops.append(OuterLoop(method, adapter, transport))
             assert loops[-1].state.anchor[0].is_cuda != is_on_host
             assert not is_on_host or loops[-1].state.anchor[0].is_pinned()
         for loop in loops:

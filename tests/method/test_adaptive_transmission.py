@@ -12,7 +12,7 @@ import torch
 
 from dsx.config.schema import ConfigError, preset
 from dsx.core.transport import PeerLost
-from dsx.core.types import History, Knobs, Stage
+from dsx.core.types import History, Stage, SyncParams
 from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -27,11 +27,11 @@ def run(
 ) -> list[tuple[int, int]]:
     """Every launch applied at once, with the given norm of its mean per fragment."""
     history = History(num_fragments)
-    knobs = Knobs(schedule.interval)
-    schedule.advance(history, knobs)
+    sync_params = SyncParams(schedule.interval)
+    schedule.advance(history, sync_params)
     launches = []
     for step in range(1, num_steps + 1):
-        due = schedule.due(step, history, knobs, stage)
+        due = schedule.due(step, history, sync_params, stage)
         history.step = step
         for p in due:
             history.intervals[p] = step - history.launched[p]
@@ -39,7 +39,7 @@ def run(
             history.rounds[p] += 1
             history.mean_norm[p] = norms(p)
             launches.append((step, p))
-        schedule.advance(history, knobs)
+        schedule.advance(history, sync_params)
     return launches
 
 
@@ -89,7 +89,7 @@ def test_norms_count_per_element_if_asked() -> None:
     for norm, expected in (("l2", 0), ("rms", 1)):
         schedule = AdaptiveTransmission(4, 1.0, norm, 1.0, 1.0)  # type: ignore[arg-type]
         history.plan = {"transmissions": 4, "epoch": 4, "is_warned": True}
-        assert schedule.due(6, history, Knobs(4), Stage()) == [expected]
+        assert schedule.due(6, history, SyncParams(4), Stage()) == [expected]
 
 
 def test_what_the_link_cannot_carry_is_refused_with_the_interval_that_would_do() -> None:
@@ -104,11 +104,11 @@ def test_a_link_found_too_slow_while_training_is_warned_of_once(
 ) -> None:
     schedule = AdaptiveTransmission(10)
     history = History(2)
-    schedule.advance(history, Knobs(10))
+    schedule.advance(history, SyncParams(10))
     history.rounds, history.step_seconds, history.transfer_seconds = [1, 1], 1.0, [8.0, 8.0]
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            schedule.advance(history, Knobs(10))
+            schedule.advance(history, SyncParams(10))
     assert [r.message for r in caplog.records] == [
         "the link cannot carry every fragment once in schedule.interval=10 steps: 2 transfers of "
         "8 s, steps of 1 s; training will wait for it, or use interval >= 16"
@@ -121,17 +121,21 @@ def test_no_cluster_goes_on_for_a_period_without_a_transfer(
     num_fragments: int, transfer_seconds: float
 ) -> None:
     """Whatever was measured: a stop that is agreed on relies on it."""
-    schedule, history, knobs = AdaptiveTransmission(20), History(num_fragments), Knobs(20)
+    schedule, history, sync_params = (
+        AdaptiveTransmission(20),
+        History(num_fragments),
+        SyncParams(20),
+    )
     history.step_seconds, history.transfer_seconds = 0.1, [transfer_seconds] * num_fragments
     history.rounds = [1] * num_fragments
-    schedule.advance(history, knobs)
+    schedule.advance(history, sync_params)
     launches = [0]
     for step in range(1, 600):
-        for p in schedule.due(step, history, knobs, Stage()):
+        for p in schedule.due(step, history, sync_params, Stage()):
             history.launched[p] = step
             launches.append(step)
         history.step = step
-        schedule.advance(history, knobs)
+        schedule.advance(history, sync_params)
     assert max(b - a for a, b in zip(launches, [*launches[1:], 600], strict=True)) <= 20
 
 
@@ -142,9 +146,9 @@ def test_measured_seconds_are_the_largest_of_all_clusters() -> None:
     method = preset("cocodc", **{**case.overrides, "schedule": schedule})
     run = Simulated(TinyNet(), sgd, method, 2)
     for loop, (compute, transfer) in zip(run.loops, [(1.0, 0.5), (3.0, 1.0)], strict=True):
-        loop.agreement.begin_boundary = lambda now: None  # type: ignore[method-assign]
-        loop.agreement._step_seconds.append(compute)
-        loop.agreement._transfer_seconds = dict.fromkeys(range(3), transfer)
+        loop.measurements.begin_boundary = lambda now: None  # type: ignore[method-assign]
+        loop.measurements._step_seconds.append(compute)
+        loop.measurements._transfer_seconds = dict.fromkeys(range(3), transfer)
     for _ in range(12):
         run.train_step(mean_loss)
     for loop in run.loops:

@@ -88,18 +88,18 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     for _ in range(NUM_STEPS):
         run.train_step(mean_loss)
     numel = sum(p.numel() for p in run.models[0].parameters())
-    num_fragments = len(loop.backend.fragments)
-    longest = max(f.numel for f in loop.backend.fragments)
-    num_tensors = [len(parameters) for parameters in loop.backend.fragment_parameters]
+    num_fragments = len(loop.adapter.fragments)
+    longest = max(f.numel for f in loop.adapter.fragments)
+    num_tensors = [len(parameters) for parameters in loop.adapter.fragment_parameters]
     per_element = case.recipe.penalty == "element"
     per_tensor = case.recipe.penalty == "tensor"
-    berths = case.method().num_berths
+    buffers = case.method().max_in_flight
     expected = case.vectors * numel
-    expected += (2 + berths) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
+    expected += (2 + buffers) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
     if case.preset == "dilocox":
-        expected += num_fragments * berths * (6 + 1)  # notes: a spectrum and a norm
+        expected += num_fragments * buffers * (6 + 1)  # notes: a spectrum and a norm
     if run.method.schedule.uses_norms:
-        expected += num_fragments * berths  # a norm in the notes
+        expected += num_fragments * buffers  # a norm in the notes
     scratch = loop.state.scratch_numel
     assert loop.state.num_bytes == 4 * (expected + scratch)
     assert scratch <= 4 * longest

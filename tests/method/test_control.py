@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from dsx.config.schema import ConfigError, preset
-from dsx.core.types import Fragment, History, Knobs, Slot, Stage
+from dsx.core.types import Fragment, History, Slot, Stage, SyncParams
 from dsx.method.control.adaptive_rank import AdaptiveRank, leading_squares
-from dsx.outer.measurements import Agreement
+from dsx.outer.measurements import Measurements
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
 
@@ -38,12 +38,12 @@ def test_leading_squares_are_those_of_the_singular_values(rank: int) -> None:
 
 def decide_rounds(control: AdaptiveRank, matrix: torch.Tensor, rounds: int) -> list[int]:
     fragment = Fragment(0, 0, (Slot("w", tuple(matrix.shape), 0),))
-    history, initial, ranks = History(1), Knobs(20), list[int]()
+    history, initial, ranks = History(1), SyncParams(20), list[int]()
     for _ in range(rounds):
-        knobs = control.knobs(initial, history)
-        measured = control.measure(matrix.reshape(-1), fragment, knobs).tolist()
-        control.decide(measured, knobs, initial, history)
-        ranks.append(control.knobs(initial, history).rank or 0)
+        sync_params = control.sync_params(initial, history)
+        measured = control.measure(matrix.reshape(-1), fragment, sync_params).tolist()
+        control.decide(measured, sync_params, initial, history)
+        ranks.append(control.sync_params(initial, history).rank or 0)
     return ranks
 
 
@@ -61,17 +61,17 @@ def test_fragments_with_different_spectra_share_one_rank_that_settles(
 ) -> None:
     """Exact spectra that stay: the rank ends where all fragments together keep the target."""
     control = AdaptiveRank(rank=20, max_rank=128, step_seconds=1.0, round_seconds=1.0)
-    history, initial = History(2), Knobs(100)
+    history, initial = History(2), SyncParams(100)
     energies = [torch.exp(-2 * torch.arange(1.0, 129) / decay) for decay in decays]
     ranks: list[int] = []
     for _ in range(120):
-        knobs = control.knobs(initial, history)
-        assert knobs.rank is not None
+        sync_params = control.sync_params(initial, history)
+        assert sync_params.rank is not None
         for values in energies:
-            kept = torch.where(torch.arange(128) < knobs.rank, values, 0.0)
+            kept = torch.where(torch.arange(128) < sync_params.rank, values, 0.0)
             measured = [*kept.tolist(), float(values.sum())]
-            control.decide(measured, knobs, initial, history)
-        ranks.append(knobs.rank)
+            control.decide(measured, sync_params, initial, history)
+        ranks.append(sync_params.rank)
     assert len(set(ranks[-60:])) == 1
     total = sum(energies)
     share = total.cumsum(0) / total.sum()
@@ -131,7 +131,7 @@ def test_every_cluster_takes_the_same_decision_in_a_run() -> None:
 def test_a_shard_of_a_matrix_is_not_measured() -> None:
     fragment = Fragment(0, 0, (Slot("w", (15,), 0, start=3), Slot("v", (3, 3), 15)))
     x = torch.arange(24.0)
-    measured = AdaptiveRank(rank=4, max_rank=5).measure(x, fragment, Knobs(1, 4))
+    measured = AdaptiveRank(rank=4, max_rank=5).measure(x, fragment, SyncParams(1, 4))
     assert measured[-1] == x[15:].square().sum()
 
 
@@ -182,23 +182,23 @@ def test_the_stages_of_a_pipeline_take_one_interval(schedule: str, expected: int
 
     def train(index: int) -> None:
         stage = Stage(index, 2)
-        backend: Any = StageOfTwo(stage, shared, meeting)
-        agreement, history = Agreement(method, backend, 0), History(1, [10])
+        adapter: Any = StageOfTwo(stage, shared, meeting)
+        measurements, history = Measurements(method, adapter, 0), History(1, [10])
         schedule = method.schedule
-        schedule.advance(history, method.control.knobs(method.knobs, history))
+        schedule.advance(history, method.control.sync_params(method.sync_params, history))
         for step in range(1, 61):
-            knobs = method.control.knobs(method.knobs, history)
-            due = list(schedule.due(step, history, knobs, stage))
+            sync_params = method.control.sync_params(method.sync_params, history)
+            due = list(schedule.due(step, history, sync_params, stage))
             history.step, history.step_seconds = step, 1.0
             history.transfer_seconds = [4.0 * (index + 1)]
             for fragment in due:
                 history.launched[fragment] = step
             if step == 15 + 6 * index:  # stage 1 is late for the first meeting, at step 20
                 history.decisions["is_ripe"] = True
-            agreement.end_boundary(history)
-            knobs = method.control.knobs(method.knobs, history)
-            schedule.advance(history, knobs)
-            found[index].append((knobs.interval, due))
+            measurements.end_boundary(history)
+            sync_params = method.control.sync_params(method.sync_params, history)
+            schedule.advance(history, sync_params)
+            found[index].append((sync_params.interval, due))
 
     threads = [threading.Thread(target=train, args=(i,), daemon=True) for i in range(2)]
     for thread in threads:
@@ -218,9 +218,9 @@ def test_a_stage_waits_for_the_others_before_their_first_meeting_too() -> None:
     control = {"rank": 4, "min_rank": 1, "max_rank": 8, "min_interval": 2, "window": 1}
     axes = {"schedule": {"type": "streaming", "interval": 20}, "control": control}
     method = preset("dilocox", fragments={"by": "layer", "num_fragments": 1}, **axes)
-    backend: Any = StageOfTwo(Stage(0, 2), [], threading.Barrier(2))
+    adapter: Any = StageOfTwo(Stage(0, 2), [], threading.Barrier(2))
     history = History(1, [10], step=41, transfer_seconds=[4.0], step_seconds=1.0)
-    Agreement(method, backend, 0).end_boundary(history)
-    method.control.decide([1.0] * 9, method.knobs, method.knobs, history)
-    assert method.control.knobs(method.knobs, history).interval == 20
+    Measurements(method, adapter, 0).end_boundary(history)
+    method.control.decide([1.0] * 9, method.sync_params, method.sync_params, history)
+    assert method.control.sync_params(method.sync_params, history).interval == 20
     assert history.decisions["is_ripe"] and history.next_settling == 60

@@ -192,7 +192,7 @@ def test_nothing_is_lost_when_a_delayed_run_is_drained() -> None:
             for loop in run.loops:
                 for t in loop.in_flight:
                     if getattr(t, "launched", 0) == step:
-                        sent.setdefault(t.fragment, []).append(t.berth.wire.clone())
+                        sent.setdefault(t.fragment, []).append(t.buffers.wire.clone())
         start = Simulated(TinyNet(), adamw, method, 2).loops[0].state.anchor
         run.finish()
         for p, anchor in enumerate(run.loops[0].state.anchor):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from dsx.config.schema import ConfigError, preset
-from dsx.core.types import History, Knobs, Stage
-from dsx.engines.torch import TorchBackend
+from dsx.core.types import History, Stage, SyncParams
+from dsx.engines.torch import TorchAdapter
 from dsx.method.schedule.layerwise import Layerwise
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, BACKWARD, TRANSFER, TinyNet, mean_loss
@@ -117,56 +117,56 @@ def test_after_refuses_an_optimizer_with_a_closure() -> None:
 
 
 def test_a_layer_that_is_never_measured_takes_the_mean_of_the_others() -> None:
-    schedule, history, knobs = Layerwise(3), History(3), Knobs(3)
+    schedule, history, sync_params = Layerwise(3), History(3), SyncParams(3)
     history.backward_seconds, history.transfer_seconds = [1.0, None, 3.0], [0.5, 0.5, 0.5]
-    schedule.advance(history, knobs)
+    schedule.advance(history, sync_params)
     assert history.plan["backward"] == [1.0, 2.0, 3.0]
 
 
 def test_an_output_layer_of_one_parameter_and_a_frozen_one_are_measured() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(6, 6, bias=False) for _ in range(3)))
     model[1].weight.requires_grad_(False)
-    backend = TorchBackend(
+    adapter = TorchAdapter(
         model, torch.optim.SGD(model.parameters(), 0.1), preset("dreamddp").fragments
     )
     seen: list[int] = []
-    backend.watch_backward(seen.append, "before")
+    adapter.watch_backward(seen.append, "before")
     model(torch.ones(2, 6)).sum().backward()
     assert seen[0] == 1 and sorted(seen) == [0, 1, 2]  # the frozen one waits for nothing
-    assert all(backend.backward_seconds(p) is not None for p in range(3))
+    assert all(adapter.backward_seconds(p) is not None for p in range(3))
 
 
 def test_the_table_follows_measured_times_and_only_when_they_have_moved() -> None:
-    schedule, history, knobs = Layerwise(2), History(2), Knobs(2)
-    schedule.advance(history, knobs)
+    schedule, history, sync_params = Layerwise(2), History(2), SyncParams(2)
+    schedule.advance(history, sync_params)
     first = history.plan["table"]
     history.backward_seconds, history.transfer_seconds = [1.0, 1.0], [0.5, 9.0]
     history.step = 1
-    schedule.advance(history, knobs)
+    schedule.advance(history, sync_params)
     assert history.plan["table"] is first  # in the middle of a period
     history.step = 2
-    schedule.advance(history, knobs)
+    schedule.advance(history, sync_params)
     assert history.plan["transfer"] == [0.5, 9.0] and history.plan["start"] == 2
     table = history.plan["table"]
     history.step, history.transfer_seconds = 4, [0.55, 9.9]  # within 20 %
-    schedule.advance(history, knobs)
+    schedule.advance(history, sync_params)
     assert history.plan["table"] is table and history.plan["start"] == 4
     history.step, history.transfer_seconds = 6, [0.7, 9.0]
-    schedule.advance(history, knobs)
+    schedule.advance(history, sync_params)
     assert history.plan["transfer"] == [0.7, 9.0]
-    sent = {p for t in (7, 8) for p in schedule.due(t, history, knobs, Stage())}
+    sent = {p for t in (7, 8) for p in schedule.due(t, history, sync_params, Stage())}
     assert sent == {0, 1}
 
 
 def test_nothing_is_sent_twice_before_times_are_known() -> None:
-    schedule, history, knobs = Layerwise(50), History(4), Knobs(50)
-    schedule.advance(history, knobs)
-    sent = [p for t in range(1, 51) for p in schedule.due(t, history, knobs, Stage())]
+    schedule, history, sync_params = Layerwise(50), History(4), SyncParams(50)
+    schedule.advance(history, sync_params)
+    sent = [p for t in range(1, 51) for p in schedule.due(t, history, sync_params, Stage())]
     assert sorted(sent) == [0, 1, 2, 3]
     history.step = 50
     history.backward_seconds = history.transfer_seconds = [1.0] * 4  # like what was assumed
-    schedule.advance(history, knobs)
-    filled = [p for t in range(51, 101) for p in schedule.due(t, history, knobs, Stage())]
+    schedule.advance(history, sync_params)
+    filled = [p for t in range(51, 101) for p in schedule.due(t, history, sync_params, Stage())]
     assert len(filled) > 4 and set(filled) == {0, 1, 2, 3}
 
 
@@ -193,10 +193,10 @@ def test_backward_seconds_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatc
             return x
 
     model = Slow()
-    backend = TorchBackend(model, sgd(model), preset("dreamddp").fragments)
-    backend.watch_backward(lambda fragment: None, "before")
+    adapter = TorchAdapter(model, sgd(model), preset("dreamddp").fragments)
+    adapter.watch_backward(lambda fragment: None, "before")
     model(torch.ones(2, 6)).sum().backward()
-    assert [backend.backward_seconds(p) for p in range(4)] == [1.0, 5.0, 2.0, 3.0]
+    assert [adapter.backward_seconds(p) for p in range(4)] == [1.0, 5.0, 2.0, 3.0]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.core.types import History, Knobs, Stage
+from dsx.core.types import History, Stage, SyncParams
 from dsx.method.schedule.periodic import Periodic, Schedule, Streaming
 
 
@@ -20,16 +20,16 @@ def launches(
 ) -> list[list[int]]:
     """What is due at each step, every launch counted as applied at once."""
     history = History(num_fragments)
-    schedule.advance(history, Knobs(schedule.interval))
+    schedule.advance(history, SyncParams(schedule.interval))
     steps = []
     for step in range(1, num_steps + 1):
         interval = interval_at(step) if interval_at else schedule.interval
-        due = list(schedule.due(step, history, Knobs(interval), stage))
+        due = list(schedule.due(step, history, SyncParams(interval), stage))
         history.step = step
         for p in due:
             history.intervals[p] = step - history.launched[p]
             history.launched[p] = history.applied[p] = step
-        schedule.advance(history, Knobs(interval))
+        schedule.advance(history, SyncParams(interval))
         steps.append(due)
     return steps
 

@@ -88,13 +88,13 @@ def test_one_cluster_with_sgd_one_leaves_training_alone() -> None:
 
 def test_start_takes_cluster_zeros_weights_everywhere() -> None:
     from dsx.comm.in_process import InProcessHub
-    from dsx.engines.torch import TorchBackend
+    from dsx.engines.torch import TorchAdapter
     from dsx.outer.loop import OuterLoop
 
     method = preset("diloco")
     nets = [TinyNet(seed) for seed in (3, 4)]
     for net, transport in zip(nets, InProcessHub(2).transports(), strict=True):
-        OuterLoop(method, TorchBackend(net, sgd(net), method.fragments), transport).start()
+        OuterLoop(method, TorchAdapter(net, sgd(net), method.fragments), transport).start()
     for first, second in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(first, second)
     assert torch.equal(next(nets[0].parameters()), next(TinyNet(3).parameters()))
@@ -116,7 +116,7 @@ def test_drain_and_export(name: str) -> None:
                 for n, expected in mean.items():
                     torch.testing.assert_close(exported[n], expected, rtol=0, atol=1e-6)
             else:
-                order = [s.name for f in run.loops[0].backend.fragments for s in f.layout]
+                order = [s.name for f in run.loops[0].adapter.fragments for s in f.layout]
                 flat = torch.cat([exported[n].reshape(-1) for n in order])
                 assert torch.equal(flat, torch.cat(run.loops[0].state.anchor))
     for before, after in zip(trained, run.parameters(), strict=True):

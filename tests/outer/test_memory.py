@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dsx.config.schema import ConfigError, load_config, preset
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.outer.memory import predict
 from tests.simulated import Simulated
@@ -45,9 +45,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def require_predicted(run: Simulated) -> None:
     for loop in run.loops:
-        counts = [len(parameters) for parameters in loop.backend.fragment_parameters]
-        wire = [route.wire for route in loop.routes]
-        fragments = loop.backend.fragments
+        counts = [len(parameters) for parameters in loop.adapter.fragment_parameters]
+        wire = [gather.wire for gather in loop.matrix_gathers]
+        fragments = loop.adapter.fragments
         memory = predict(run.method, fragments, counts, wire, run.num_clusters)
         # prediction is of the cluster that holds most: owners of slices differ by one group
         held = loop.state.num_bytes - 4 * loop.state.scratch_numel
@@ -70,8 +70,8 @@ def test_where_state_lives_is_a_choice() -> None:
     with pytest.raises(ConfigError, match="dsx.state.device='gpu': input should be 'masters' or"):
         load_config({"dsx": {**block, "state": {"device": "gpu"}}})
     model = nn.Linear(3, 3, device="meta")
-    backends = [TorchBackend(model, sgd(model), WholeModel(), 1, host) for host in (False, True)]
-    assert [backend.device.type for backend in backends] == ["meta", "cpu"]
+    adapters = [TorchAdapter(model, sgd(model), WholeModel(), 1, host) for host in (False, True)]
+    assert [adapter.device.type for adapter in adapters] == ["meta", "cpu"]
 
 
 @pytest.mark.parametrize("name", ALL_CASES)

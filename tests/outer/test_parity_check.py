@@ -14,13 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsx.checkpoint.outer_state import load_state, save_state
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.compress.quantized import Quantized
 from dsx.config.schema import preset
 from dsx.core.exchange import Peers
 from dsx.core.types import Refusals
 from dsx.method.method import Method
-from dsx.outer.parity_check import Guard
+from dsx.outer.parity_check import ParityCheck
 from dsx.outer.recovery import NonFiniteError, ParityError
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -34,29 +34,29 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 def test_the_hash_sees_every_bit_and_every_exchange(
     numel: int, seed: int, data: st.DataObject
 ) -> None:
-    guard = Guard(Peers(0, 1))
+    parity_check = ParityCheck(Peers(0, 1))
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
-    before = guard.hash_of(x)
-    assert guard.hash_of(x.clone()) == before
-    place, bit = data.draw(st.integers(0, numel - 1)), data.draw(st.integers(0, 31))
+    before = parity_check.hash_of(x)
+    assert parity_check.hash_of(x.clone()) == before
+    rank_info, bit = data.draw(st.integers(0, numel - 1)), data.draw(st.integers(0, 31))
     bits = x.view(torch.int32)
-    kept = bits[place].clone()
-    bits[place] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
-    assert guard.hash_of(x) != before
-    bits[place] = kept
+    kept = bits[rank_info].clone()
+    bits[rank_info] ^= torch.tensor(1 << bit if bit < 31 else -(1 << 31), dtype=torch.int32)
+    assert parity_check.hash_of(x) != before
+    bits[rank_info] = kept
     other = data.draw(st.integers(0, numel - 1))
-    if x[place] != x[other]:
-        x[[place, other]] = x[[other, place]]
-        assert guard.hash_of(x) != before
+    if x[rank_info] != x[other]:
+        x[[rank_info, other]] = x[[other, rank_info]]
+        assert parity_check.hash_of(x) != before
 
 
 def test_the_hash_does_not_depend_on_the_threads() -> None:
-    guard, x = Guard(Peers(0, 1)), torch.randn(1_000_003)
+    parity_check, x = ParityCheck(Peers(0, 1)), torch.randn(1_000_003)
     threads = torch.get_num_threads()
     hashes = set()
     for count in (1, 2):
         torch.set_num_threads(count)
-        hashes.add(guard.hash_of(x))
+        hashes.add(parity_check.hash_of(x))
     torch.set_num_threads(threads)
     assert len(hashes) == 1
 
@@ -118,7 +118,7 @@ def test_a_round_with_a_nan_is_refused_by_all_and_its_cluster_starts_again(
         run.finish()
     refused = [event for event in events if "refused_by" in event]
     most = 1 + run.method.delay.rounds_under_way
-    for p in range(len(run.loops[0].backend.fragments)):
+    for p in range(len(run.loops[0].adapter.fragments)):
         assert sum(event["fragment"] == p for event in refused) <= most
     assert refused and all(event["refused_by"] == [1] for event in refused)
     assert run.loops[2].totals.refused == len(refused)
@@ -155,10 +155,10 @@ def test_a_resume_amid_refusals_goes_on_alike(name: str, more_steps: int, tmp_pa
     for _ in range(more_steps):
         first.train_step(mean_loss)
     for m, loop in enumerate(first.loops):
-        save_state(loop, tmp_path / f"cluster_{m}", Place(m, 3, 0, 1), "a run", {}, {})
+        save_state(loop, tmp_path / f"cluster_{m}", RankInfo(m, 3, 0, 1), "a run", {}, {})
     second = Simulated(TinyNet(), sgd, ALL_CASES[name].method(3), 3)
     for m, loop in enumerate(second.loops):
-        load_state(loop, tmp_path / f"cluster_{m}", Place(m, 3, 0, 1), {})
+        load_state(loop, tmp_path / f"cluster_{m}", RankInfo(m, 3, 0, 1), {})
     for own, model in zip(second.models, first.models, strict=True):
         own.load_state_dict(model.state_dict())
     for _ in range(12):
@@ -182,14 +182,14 @@ def test_what_is_under_way_does_not_bring_lost_progress_back() -> None:
     run = Simulated(TinyNet(), sgd, method, 2)
     for _ in range(3):
         run.train_step(mean_loss)
-    read = run.loops[1].backend.read
+    read = run.loops[1].adapter.read
 
     def read_nan(fragment: int, out: torch.Tensor) -> None:
         read(fragment, out)
         if fragment == 0 and run.loops[1].history.launched[0] == 0:
             out[0] = float("nan")
 
-    run.loops[1].backend.read = read_nan  # type: ignore[method-assign]
+    run.loops[1].adapter.read = read_nan  # type: ignore[method-assign]
     for _ in range(2):
         run.train_step(mean_loss)
     for cluster, model in enumerate(run.models):  # the boundary that applies both fragments
@@ -272,7 +272,7 @@ def test_a_residual_is_not_spent_in_a_round_that_is_refused() -> None:
     run = Simulated(WideNet(), sgd, method, 3)
     for _ in range(7):
         run.train_step(wide_loss)
-    before = [{n: t.clone() for n, t in loop.state.lines[0].slots.items()} for loop in run.loops]
+    before = [{n: t.clone() for n, t in loop.state.channels[0].slots.items()} for loop in run.loops]
     assert all(slots["codec.residual.0"].any() for slots in before)
     for cluster, model in enumerate(run.models):
         run.optimizers[cluster].zero_grad()
@@ -282,14 +282,14 @@ def test_a_residual_is_not_spent_in_a_round_that_is_refused() -> None:
     run.step()
     assert run.loops[0].totals.refused == 1
     for loop, slots in zip(run.loops, before, strict=True):
-        for name, tensor in loop.state.lines[0].slots.items():
+        for name, tensor in loop.state.channels[0].slots.items():
             assert torch.equal(tensor, slots[name]), name
 
 
 def corrupt_once(run: Simulated, cluster: int, places: slice) -> None:
     """Let one cluster decode one bit of the next mean of fragment 0 differently, in `places`."""
-    line = run.loops[cluster].state.lines[0]
-    exchange = line.channel.exchange
+    channel = run.loops[cluster].state.channels[0]
+    exchange = channel.codec.exchange
     is_done = False
 
     def corrupted(x: torch.Tensor, launch: object):  # type: ignore[no-untyped-def]
@@ -300,7 +300,7 @@ def corrupt_once(run: Simulated, cluster: int, places: slice) -> None:
             is_done = True
         return mean
 
-    line.channel.exchange = corrupted  # type: ignore[method-assign]
+    channel.codec.exchange = corrupted  # type: ignore[method-assign]
 
 
 def corrupted_run(method: Method, places: slice = slice(3, 4)) -> Simulated:
@@ -324,7 +324,7 @@ def test_a_mean_decoded_differently_is_found_named_and_mended(
             came_apart |= not torch.equal(first, last)
     assert came_apart  # otherwise there was nothing to mend
     for m in (1, 2):
-        for p in range(len(run.loops[0].backend.fragments)):
+        for p in range(len(run.loops[0].adapter.fragments)):
             assert torch.equal(run.loops[0].state.anchor[p], run.loops[m].state.anchor[p])
     assert "cluster 2 decoded another mean than cluster 0 in round" in caplog.text
     assert "fragment 0 launched at step" in caplog.text

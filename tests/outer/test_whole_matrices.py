@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dsx.core.types import Fragment, Slot
 from dsx.method.fragments import lay_out
-from dsx.outer.whole_matrices import Redistribution, plan_redistribution, share_out
+from dsx.outer.whole_matrices import MatrixGather, plan_gathers, share_out
 
 WHOLES = {"a": (40, 30), "b": (1200,), "c": (50, 64), "embed": (40, 40), "d": (5, 7)}
 
@@ -44,23 +44,29 @@ def takes(slot: Slot) -> bool:
 def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int]) -> None:
     layouts = shards(cuts)
     values = {n: torch.randn(shape) for n, shape in WHOLES.items()}
-    routes = [plan([[own] for own in layouts], r)[0] for r in range(len(layouts))]
+    matrix_gathers = [plan([[own] for own in layouts], r)[0] for r in range(len(layouts))]
     own = [flat(layout, values) for layout in layouts]
-    wires = [torch.full((route.wire.numel,), torch.nan) for route in routes]
+    wires = [torch.full((gather.wire.numel,), torch.nan) for gather in matrix_gathers]
     swapped = run_together(
-        [lambda swap, r=r: routes[r].to_wire(own[r], wires[r], swap) for r in range(len(routes))]
+        [
+            lambda round, r=r: matrix_gathers[r].to_wire(own[r], wires[r], round)
+            for r in range(len(matrix_gathers))
+        ]
     )
-    for route, wire in zip(routes, wires, strict=True):
-        assert torch.equal(wire, flat(route.wire, values))
-    held = [slot for route in routes for slot in route.wire.layout]
+    for gather, wire in zip(matrix_gathers, wires, strict=True):
+        assert torch.equal(wire, flat(gather.wire, values))
+    held = [slot for gather in matrix_gathers for slot in gather.wire.layout]
     assert all(slot.is_whole for slot in held if takes(slot))
     assert sum(slot.numel for slot in held) == sum(v.numel() for v in values.values())
     is_split = any(not s.is_whole and takes(s) for layout in layouts for s in layout.layout)
-    assert all(route.is_needed == is_split for route in routes) and swapped == is_split
+    assert all(gather.is_needed == is_split for gather in matrix_gathers) and swapped == is_split
 
     back = [torch.full_like(x, torch.nan) for x in own]
     run_together(
-        [lambda swap, r=r: routes[r].from_wire(wires[r], back[r], swap) for r in range(len(routes))]
+        [
+            lambda round, r=r: matrix_gathers[r].from_wire(wires[r], back[r], round)
+            for r in range(len(matrix_gathers))
+        ]
     )
     assert all(torch.equal(a, b) for a, b in zip(own, back, strict=True))
 
@@ -95,8 +101,8 @@ def evenly(
     return pieces
 
 
-def plan(layouts: Sequence[Sequence[Fragment]], rank: int) -> list[Redistribution]:
-    return plan_redistribution(layouts, rank, takes, torch.device("cpu"))
+def plan(layouts: Sequence[Sequence[Fragment]], rank: int) -> list[MatrixGather]:
+    return plan_gathers(layouts, rank, takes, torch.device("cpu"))
 
 
 def flat(layout: Fragment, values: dict[str, Tensor]) -> Tensor:
@@ -105,7 +111,7 @@ def flat(layout: Fragment, values: dict[str, Tensor]) -> Tensor:
 
 
 def run_together(calls: list) -> bool:
-    """Run one call per rank up to its swap, exchange, and run them again to their ends."""
+    """Run one call per rank up to its exchange round, exchange, and run them again to their ends."""
     sent: list[list[Tensor]] = []
 
     class AtTheSwap(Exception):

@@ -27,9 +27,9 @@ from torch import Tensor
 from dsx.bench.net_test.figures import AllReduce, Figures, PairBandwidth, RoundTrip
 from dsx.bench.net_test.settings import Settings
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
-from dsx.comm.point_to_point import Works
+from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
-from dsx.comm.topology import Place
+from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
 from dsx.core.exchange import Peers
 from dsx.core.transport import PeerLost
@@ -53,9 +53,9 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Figures:
     host, port = parse_address(settings.rendezvous)
     is_host = settings.cluster_id == 0
     store = open_store(host, port, is_host=is_host, deadline_seconds=deadline)
-    place = Place(settings.cluster_id, settings.clusters, 0, 1)
-    session = meet(store, place, deadline)
-    rendezvous = Rendezvous(store, place, session, deadline)
+    rank_info = RankInfo(settings.cluster_id, settings.clusters, 0, 1)
+    session = meet(store, rank_info, deadline)
+    rendezvous = Rendezvous(store, rank_info, session, deadline)
     seconds, streams = rendezvous.gather(
         "settings of cluster 0", [settings.seconds, settings.streams]
     )[0]
@@ -117,8 +117,8 @@ class _Line:
         exchange = ExactMean(self.peers).exchange(_noise(size // 4))
         self._get_ready(self.peers.others, label)
         started = time.perf_counter()
-        for swap in exchange:
-            group.swap(swap, label)
+        for round in exchange:
+            group.run(round, label)
         elapsed = time.perf_counter() - started
         one_ways = mean_swaps(self.peers.num_clusters) * SWAP_ONE_WAYS
         return self._less_latency(max(self._agree(label, elapsed)), one_ways)
@@ -126,14 +126,14 @@ class _Line:
     def _transfer(
         self, senders: list[int], other: int, size: int, streams: int, label: str
     ) -> float:
-        receives = self._works(label, streams=streams)
+        receives = self._point_to_point(label, streams=streams)
         if other in senders:  # asked for before the clock starts
             receives.receive(torch.empty(size // 4), other)
         is_sending = self.peers.cluster_id in senders
         data = _noise(size // 4 if is_sending else 0)
         self._get_ready([other], label)
         started = time.perf_counter()
-        sends = self._works(label, streams=streams)
+        sends = self._point_to_point(label, streams=streams)
         sends.send(data, other)
         receives.wait()
         elapsed = time.perf_counter() - started
@@ -147,25 +147,25 @@ class _Line:
             return [0.0]
         other, sent, awaited = (b, _PING, _PONG) if own == a else (a, _PONG, _PING)
         taken: list[float] = []
-        receives = [self._works(label, awaited) for _ in range(count)]
-        for works in receives:
-            works.receive(_byte(), other)
+        receives = [self._point_to_point(label, awaited) for _ in range(count)]
+        for messages in receives:
+            messages.receive(_byte(), other)
         self._get_ready([other], label)
-        for works in receives:
+        for messages in receives:
             started = time.perf_counter()
             if own == b:
-                works.wait()
-            reply = self._works(label, sent)
+                messages.wait()
+            reply = self._point_to_point(label, sent)
             reply.send(_byte(), other)
             reply.wait()
             if own == a:
-                works.wait()
+                messages.wait()
             taken.append(time.perf_counter() - started)
         return taken
 
-    def _works(self, label: str, tag: int = 0, streams: int = 1) -> Works:
+    def _point_to_point(self, label: str, tag: int = 0, streams: int = 1) -> PointToPoint:
         until = time.monotonic() + self.deadline_seconds
-        return Works(self.groups[:streams], label, until, self.deadline_seconds, tag)
+        return PointToPoint(self.groups[:streams], label, until, self.deadline_seconds, tag)
 
     def _agree(self, label: str, value: float) -> list[float]:
         """Return every cluster's value, in cluster order, on all of them."""
@@ -179,12 +179,12 @@ class _Line:
 
     def _swap_with(self, others: list[int], values: Tensor, label: str, tag: int) -> None:
         """Send the others the own one of the values, and fill in theirs."""
-        works, own = self._works(label, tag), self.peers.cluster_id
+        messages, own = self._point_to_point(label, tag), self.peers.cluster_id
         for other in others:
-            works.receive(values[other : other + 1], other)
+            messages.receive(values[other : other + 1], other)
         for other in others:
-            works.send(values[own : own + 1], other)
-        works.wait()
+            messages.send(values[own : own + 1], other)
+        messages.wait()
 
     def _less_latency(self, elapsed: float, one_ways: int) -> float:
         return max(elapsed - one_ways / 2 * self.round_trip_seconds, elapsed / 2)

@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS
 from dsx.checkpoint.files import FORMAT, SavedCluster
-from dsx.checkpoint.pipeline_recut import is_cut_anew, own_cut, saved_cut
+from dsx.checkpoint.pipeline_repartition import is_cut_anew, own_cut, saved_cut
 from dsx.checkpoint.tags import (
     UNFINISHED,
-    Mark,
+    Manifest,
     begin_tag,
     cluster_directory,
     common_tag,
@@ -88,7 +88,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         source, tag = _choose(handle, world, load_dir, tag)
         directory = cluster_directory(load_dir, source)
         saved = SavedCluster(directory / tag)
-        is_recut = _is_cut_anew(engine, handle, saved)
+        is_repartitioned = _is_cut_anew(engine, handle, saved)
         own_tag = _engine_tag(engine, directory, tag)
         with _hinting_at_universal(saved, directory / tag, world):
             result = load_checkpoint(
@@ -99,11 +99,11 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
             directory / tag,
             is_new=source != world.cluster_id,
             is_other_number=saved.num_clusters != world.num_clusters,
-            is_recut=is_recut,
+            is_repartitioned=is_repartitioned,
         )
         result[1].pop("universal_checkpoint_info", None)
         if own_tag != tag:
-            handle.loop.backend.publish()  # weights that ZeRO-3 keeps gathered are of before
+            handle.loop.adapter.sync_model_weights()  # weights that ZeRO-3 keeps gathered are of before
         handle.saved(directory / tag)
         return result
 
@@ -123,7 +123,7 @@ def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: s
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
     if world.rank == 0:
         write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
-        mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+        mark = Manifest(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
         complete_tag(directory, tag, mark)
 
 
@@ -149,8 +149,8 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
         return False
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, own_cut(handle.loop))
-    ours = {name: place for stage in everyone for name, place in stage.items()}
-    is_recut = is_cut_anew(saved, saved_cut(saved), ours)
+    ours = {name: rank_info for stage in everyone for name, rank_info in stage.items()}
+    is_repartitioned = is_cut_anew(saved, saved_cut(saved), ours)
     zero_stage = json.loads((saved.directory / MODULE_FACTS).read_text())["zero_stage"]
     if zero_stage != engine.zero_optimization_stage():
         raise ValueError(
@@ -166,7 +166,7 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
             f"first stage: this pipeline goes on with the layout that saved {saved.directory}, "
             "without checkpoint.load_universal"
         )
-    if is_recut and not engine.load_universal_checkpoint():
+    if is_repartitioned and not engine.load_universal_checkpoint():
         advice = "resume with the same stages, or export the model (dsx export) and start from it"
         if any(saved.directory.glob("*zero_*_optim_states.pt")):
             advice = (
@@ -177,7 +177,7 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
             f"{saved.directory} was saved with other pipeline stages, by which DeepSpeed keeps "
             f"the optimizer's states; {advice}"
         )
-    return is_recut
+    return is_repartitioned
 
 
 def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[int, str]:

@@ -14,7 +14,7 @@ carry our change and nothing is sent twice. Traps that the code answers:
   step runs over the ranks of one stage, only tied weights go further (deepspeed_pipeline.py).
 
 Where the masters are is known in deepspeed_masters.py. Without ZeRO all ranks of a stage hold
-all of its masters, and share the outer step out (shares.py).
+all of its masters, and share the outer step out (replicated.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape
-from dsx.engines.cluster_collectives import StageRanks, collective_device
+from dsx.engines.cluster_collectives import ClusterCollectives, collective_device
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.deepspeed.features import refuse_unsupported
 from dsx.engines.deepspeed.masters import locate, require_fp32
@@ -35,15 +35,15 @@ from dsx.engines.deepspeed.parameters import (
     trained_parameters,
     whole_shape,
 )
-from dsx.engines.deepspeed.pipeline import find_ties, name_in_model, stage_of
+from dsx.engines.deepspeed.pipeline import find_tied_weights, name_in_model, stage_of
 from dsx.engines.masters import Masters
-from dsx.engines.multi_rank import StageBackend
-from dsx.engines.replicated import Shares
-from dsx.engines.tied_weights import Ties
+from dsx.engines.multi_rank import MultiRankAdapter
+from dsx.engines.replicated import ReplicaShards
+from dsx.engines.tied_weights import TiedWeights
 from dsx.method.fragments import Fragmenter, assign_stage
 
 
-class DeepSpeedBackend(StageBackend):
+class DeepSpeedAdapter(MultiRankAdapter):
     """One rank's masters inside a `DeepSpeedEngine`."""
 
     def __init__(
@@ -52,29 +52,29 @@ class DeepSpeedBackend(StageBackend):
         refuse_unsupported(engine)
         self._engine = engine
         group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
-        self._ranks = StageRanks(group)
+        self._ranks = ClusterCollectives(group)
         self._place = locate(engine)
         self.stage = stage_of(engine)
         parameters = name_in_model(engine, trained_parameters(engine))
-        self._ties = Ties(find_ties(engine, parameters), collective_device())
+        self._tied_weights = TiedWeights(find_tied_weights(engine, parameters), collective_device())
         shapes = [
             ParameterShape(n, whole_shape(p))
             for n, p in parameters.items()
-            if n not in self._ties.replicas
+            if n not in self._tied_weights.replicas
         ]
         assignment = assign_stage(fragmenter, shapes, self.stage)
-        masters = self._place.stepped()[0].device
+        masters = self._place.optimizer_tensors()[0].device
         self.pins_host_memory = masters.type == "cuda"
         self.device = torch.device("cpu") if keeps_state_on_host else masters
         located = self._place.pieces(parameters)
         require_fp32(located)
-        copies = {n: piece for n, piece in located.items() if n in self._ties.replicas}
+        copies = {n: piece for n, piece in located.items() if n in self._tied_weights.replicas}
         pieces = {n: piece for n, piece in located.items() if n not in copies}
-        self._shares: Shares | None = None
+        self._replica_shards: ReplicaShards | None = None
         if not self._place.is_sharded:
-            self._shares = Shares(assignment, pieces, group, collective_device())
-            pieces = self._shares.pieces
-        self._ties.locate(assignment, {**copies, **pieces})
+            self._replica_shards = ReplicaShards(assignment, pieces, group, collective_device())
+            pieces = self._replica_shards.pieces
+        self._tied_weights.locate(assignment, {**copies, **pieces})
         self._masters = Masters(shapes, assignment, pieces, self.stage.index)
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
@@ -84,11 +84,11 @@ class DeepSpeedBackend(StageBackend):
         self._stepped: set[int] = set()
         self._is_passed = False
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy masters to bit16 weights and gather them; collective in the cluster."""
         self._bring_together(range(len(self.fragments)))
-        self._ties.hand_on(range(len(self.fragments)))
-        self._place.publish()
+        self._tied_weights.broadcast(range(len(self.fragments)))
+        self._place.sync_model_weights()
 
     def inner_lr(self) -> float:
         """Return the first parameter group's rate."""
@@ -128,16 +128,16 @@ class DeepSpeedBackend(StageBackend):
             if self._stepped >= self._expected:
                 self._is_passed = True
                 if self._pass_on(callback()):
-                    self._place.recopy()
+                    self._place.refresh()
 
         def take(*args: Any, **kwargs: Any) -> None:
-            self._expected = {id(master) for master in self._place.stepped()}
+            self._expected = {id(master) for master in self._place.optimizer_tensors()}
             self._stepped = set()
             self._is_passed = False
             take_model_step(*args, **kwargs)
             self._expected = None
             if not self._is_passed and self._pass_on(callback()):
-                self._place.publish()  # overflow: the optimizer did not step
+                self._place.sync_model_weights()  # overflow: the optimizer did not step
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)
         engine._take_model_step = take
@@ -147,12 +147,12 @@ class DeepSpeedBackend(StageBackend):
         written = list(self._written)
         if was_written:
             self._bring_together(written)
-        return self._ties.hand_on(written) or was_written
+        return self._tied_weights.broadcast(written) or was_written
 
     def _bring_together(self, fragments: Sequence[int]) -> None:
         """Give every rank what the others have written. Collective: all wrote the same ones."""
-        if self._shares is not None:
-            self._shares.bring_together(fragments)
+        if self._replica_shards is not None:
+            self._replica_shards.all_gather(fragments)
         self._written.clear()
 
 

@@ -7,7 +7,7 @@ except in `publish`. What the code answers:
 - ZeRO-3 pads every parameter to a multiple of the ranks with *uninitialised* memory, so a piece is
   cut to the parameter's own elements; its shape is `ds_shape`, `shape` is that of a placeholder;
 - ZeRO-1/2 copy masters to bit16 after each parameter group's step, ZeRO-3 after each sub-group's:
-  the groups that were stepped before we write need the copy again (`recopy`), a local one.
+  the groups that were stepped before we write need the copy again (`refresh`), a local one.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ class MasterPlace(Protocol):
         """Return what this rank holds of the trained parameters, padding excluded."""
         ...
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the tensors that the basic optimizer steps, in one firing of its hook or several.
 
         In order: the last one is stepped last.
         """
         ...
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Copy masters to bit16 again where DeepSpeed did so before the last firing. Local."""
         ...
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy all masters to bit16 and gather them as DeepSpeed does after a step. Collective."""
         ...
 
@@ -94,14 +94,14 @@ class Weights:
         """Return the parameters."""
         return {name: Piece(p, tuple(p.shape)) for name, p in parameters.items()}
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the parameters."""
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Nothing to copy."""
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Nothing to copy."""
 
 
@@ -118,14 +118,14 @@ class Copies:
         masters = {id(weight): master for master, weight in self._pairs()}
         return {n: Piece(masters[id(p)], tuple(p.shape)) for n, p in parameters.items()}
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the fp32 copies."""
         return [master for master, _ in self._pairs()]
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Nothing was copied before."""
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy each master to its weight."""
         for master, weight in self._pairs():
             weight.data.copy_(master.data)
@@ -148,14 +148,14 @@ class FlatCopies:
         places = {id(weight): piece for piece, weight in self._pairs()}
         return {name: places[id(p)] for name, p in parameters.items()}
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the flat copies."""
         return self._wrapper.fp32_groups_flat
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Nothing was copied before."""
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy each range to its weight."""
         for piece, weight in self._pairs():
             weight.data.copy_(piece.view().view_as(weight))
@@ -182,16 +182,16 @@ class Bf16Partitions:
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return what of the parameters lies in this rank's part."""
         flats = self._wrapper.bf16_groups_flat
-        return _cut_to_partitions(parameters, flats, self.stepped(), self._ranks())
+        return _cut_to_partitions(parameters, flats, self.optimizer_tensors(), self._ranks())
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return this rank's part of each group."""
         return self._wrapper.fp32_groups_flat_partition
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Nothing was copied before."""
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy and all-gather as after a step."""
         self._wrapper.update_lp_params()
 
@@ -210,20 +210,20 @@ class GroupPartitions:
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return what of the parameters lies in this rank's part."""
         flats = self._wrapper.bit16_groups_flat
-        return _cut_to_partitions(parameters, flats, self.stepped(), self._ranks())
+        return _cut_to_partitions(parameters, flats, self.optimizer_tensors(), self._ranks())
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return this rank's part of each group, which is stepped on its own."""
         return self._wrapper.single_partition_of_fp32_groups
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Copy this rank's part of the groups before the last to bit16 again."""
         partitions = self._wrapper.parallel_partitioned_bit16_groups
-        groups = zip(self.stepped(), partitions, self._ranks(), strict=True)
+        groups = zip(self.optimizer_tensors(), partitions, self._ranks(), strict=True)
         for master, ranks, rank in list(groups)[:-1]:
             ranks[rank].data.copy_(master.data)
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy and all-gather as after a step."""
         _require_reloaded(self._wrapper)
         self._wrapper.update_lp_params()
@@ -249,24 +249,24 @@ class ParameterShards:
             valid = min(numel, p.ds_numel - start)
             if valid > 0:
                 shape = whole_shape(p) if valid == p.ds_numel else (valid,)
-                pieces[name] = Piece(self.stepped()[group], shape, start, offset)
+                pieces[name] = Piece(self.optimizer_tensors()[group], shape, start, offset)
         return pieces
 
-    def stepped(self) -> Sequence[Tensor]:
+    def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return this rank's flat sub-groups; each is the optimizer's only while it is stepped."""
         return self._wrapper.fp32_partitioned_groups_flat
 
-    def recopy(self) -> None:
+    def refresh(self) -> None:
         """Copy the sub-groups before the last to their bit16 shards again."""
-        for index in range(len(self.stepped()) - 1):
+        for index in range(len(self.optimizer_tensors()) - 1):
             self._wrapper._reassign_or_swap_out_partitioned_parameters(index)
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Copy all sub-groups to their shards, and gather anew what stays gathered."""
         wrapper = self._wrapper
         _require_reloaded(wrapper)
         wrapper._partition_all_parameters()  # what is gathered now is of before
-        for index in range(len(self.stepped())):
+        for index in range(len(self.optimizer_tensors())):
             wrapper._reassign_or_swap_out_partitioned_parameters(index)
         persistent = wrapper.persistent_parameters
         if persistent:

@@ -4,7 +4,7 @@ Each stage is synchronised on its own, with its peers of the same stage in the o
 fragments hold its own layers, and what its ranks decide and agree stays among them.
 
 A tied weight lies on several stages, which DeepSpeed keeps together by summing its gradients; it
-belongs to the first of them, which hands it on (ties.py).
+belongs to the first of them, which hands it on (tied_weights.py).
 
 Parameters are named by the layer's index in the whole pipeline, as DeepSpeed does. What a tied
 layer holds beside its tied weights is each stage's own, and named so.
@@ -18,7 +18,7 @@ from typing import Any
 
 from dsx.core.types import Stage
 from dsx.engines.cluster_collectives import new_groups
-from dsx.engines.tied_weights import Tie
+from dsx.engines.tied_weights import TiedWeight
 
 OF_STAGE = "stage_"  # begins the names of what a tied layer holds beside its tied weights
 
@@ -89,14 +89,14 @@ def mark_replicas(engine: Any) -> dict[str, Any]:
     return {constants.UNIVERSAL_CHECKPOINT_INFO: info}
 
 
-def find_ties(engine: Any, parameters: Mapping[str, Any]) -> list[Tie]:
+def find_tied_weights(engine: Any, parameters: Mapping[str, Any]) -> list[TiedWeight]:
     """Return the tied weights of this rank's stage, none without a pipeline.
 
     Collective in the cluster: it makes the process groups.
     """
     if not engine.pipeline_parallelism:
         return []
-    found: list[Tie] = []
+    found: list[TiedWeight] = []
     module, stage = engine.module, engine.stage_id
     names = {id(p): name for name, p in parameters.items()}
     for key, stages in _tied_stages(module).items():
@@ -105,7 +105,7 @@ def find_ties(engine: Any, parameters: Mapping[str, Any]) -> list[Tie]:
             groups = new_groups(ranks)
             weights = _tied_weights(module, key) if stage in stages else []
             found += [
-                Tie(names[id(w)], w.numel(), *groups, stage == stages[0])
+                TiedWeight(names[id(w)], w.numel(), *groups, stage == stages[0])
                 for w in weights
                 if id(w) in names
             ]

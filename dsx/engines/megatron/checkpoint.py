@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from dsx.checkpoint.files import FORMAT, SavedCluster
 from dsx.checkpoint.tags import (
-    Mark,
+    Manifest,
     begin_tag,
     cluster_directory,
     common_tag,
@@ -50,7 +50,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     dist.barrier()
     if world.rank == 0:
         write_durably(base / unfinished[0] / MASTERS, json.dumps(sums))
-        mark = Mark(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
+        mark = Manifest(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
         complete_tag(base, tag, mark)
     dist.barrier()
     handle.saved(base / tag)
@@ -129,14 +129,14 @@ def _open(handle: Handle, path: Path) -> SavedCluster:
 
 def _sum_masters(handle: Handle) -> Sums:
     """Return the sum of the masters' bits, by stage and fragment. Collective in the cluster."""
-    backend = handle.loop.backend
+    adapter = handle.loop.adapter
     own: list[int] = []
-    for fragment in backend.fragments:
-        values = torch.empty(fragment.numel, device=backend.device)
-        backend.read(fragment.id, values)
+    for fragment in adapter.fragments:
+        values = torch.empty(fragment.numel, device=adapter.device)
+        adapter.read(fragment.id, values)
         own.append(bit_sum(values))
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (str(backend.stage.index), own))
+    dist.all_gather_object(everyone, (str(adapter.stage.index), own))
     sums: Sums = {}
     for stage, rank_sums in sorted(everyone):
         before = sums.get(stage, [0] * len(rank_sums))

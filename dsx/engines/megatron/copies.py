@@ -6,7 +6,7 @@ So each belongs to one rank, and is handed on bit for bit:
 
 - what tensor-parallel ranks hold alike (norms, biases), by the first of them, whenever its fragment
   is written: they are of one stage, which decides as one;
-- the copy of the embedding that is the head of the last stage, by the first stage (ties.py).
+- the copy of the embedding that is the head of the last stage, by the first stage (tied_weights.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from dsx.engines.cluster_collectives import new_groups
 from dsx.engines.masters import Piece
 from dsx.engines.megatron.parameters import EMBEDDING, Coordinates, Parameter
-from dsx.engines.tied_weights import Tie
+from dsx.engines.tied_weights import TiedWeight
 
 
 class TensorParallelCopies:
@@ -49,7 +49,7 @@ class TensorParallelCopies:
             found += [pieces[name] for name in names if name in alike and name in pieces]
         self._require_alike({name: pieces[name] for name in sorted(alike) if name in pieces})
 
-    def hand_on(self, fragments: Iterable[int]) -> None:
+    def broadcast(self, fragments: Iterable[int]) -> None:
         """Take the first rank's masters of these fragments. Collective: all name the same ones."""
         for fragment in fragments:
             pieces = self._pieces[fragment]
@@ -74,7 +74,7 @@ class TensorParallelCopies:
                 )
 
 
-def find_ties(parameters: Sequence[Parameter], place: Coordinates) -> list[Tie]:
+def find_tied_weights(parameters: Sequence[Parameter], place: Coordinates) -> list[TiedWeight]:
     """Return the tied embedding, where this rank holds it. Collective in the cluster.
 
     It makes a process group for each tensor-parallel rank: the first and the last stage.
@@ -84,7 +84,7 @@ def find_ties(parameters: Sequence[Parameter], place: Coordinates) -> list[Tie]:
     dist.all_gather_object(cards, (place, holds))
     if not any(holds for _, holds in cards):
         return []
-    found: list[Tie] = []
+    found: list[TiedWeight] = []
     last = place.pipeline[1] - 1
     for slice_number in range(place.tensor[1]):
         ranks = [
@@ -98,7 +98,7 @@ def find_ties(parameters: Sequence[Parameter], place: Coordinates) -> list[Tie]:
             tied = next(
                 p for p in parameters if (p.plain == EMBEDDING if is_owner else p.is_tied_copy)
             )
-            found.append(Tie(tied.name, tied.tensor.numel(), *groups, is_owner))
+            found.append(TiedWeight(tied.name, tied.tensor.numel(), *groups, is_owner))
     return found
 
 

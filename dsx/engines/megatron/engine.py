@@ -13,7 +13,7 @@ the code answers:
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
 megatron_masters.py, names and slices in megatron_parameters.py, weights that several ranks hold
 alike in megatron_copies.py. Without the distributed optimizer data-parallel ranks hold the same
-masters, and share the outer step out (shares.py).
+masters, and share the outer step out (replicated.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from megatron.core import parallel_state
 
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, Stage
-from dsx.engines.cluster_collectives import StageRanks, collective_device
+from dsx.engines.cluster_collectives import ClusterCollectives, collective_device
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
-from dsx.engines.megatron.copies import TensorParallelCopies, find_ties
+from dsx.engines.megatron.copies import TensorParallelCopies, find_tied_weights
 from dsx.engines.megatron.features import refuse_unsupported
 from dsx.engines.megatron.masters import gather, locate
 from dsx.engines.megatron.parameters import (
@@ -40,13 +40,13 @@ from dsx.engines.megatron.parameters import (
     name_parameters,
     stage_shapes,
 )
-from dsx.engines.multi_rank import StageBackend
-from dsx.engines.replicated import Shares
-from dsx.engines.tied_weights import Ties
+from dsx.engines.multi_rank import MultiRankAdapter
+from dsx.engines.replicated import ReplicaShards
+from dsx.engines.tied_weights import TiedWeights
 from dsx.method.fragments import Fragmenter, assign_stage
 
 
-class MegatronBackend(StageBackend):
+class MegatronAdapter(MultiRankAdapter):
     """One rank's masters inside Megatron's optimizer; creating it is collective in the cluster."""
 
     def __init__(
@@ -62,7 +62,7 @@ class MegatronBackend(StageBackend):
         self.places = locate(optimizer)
         self.coordinates = Coordinates.read()
         self.stage = Stage(*self.coordinates.pipeline)
-        self._ranks = StageRanks(_stage_group(self.coordinates))
+        self._ranks = ClusterCollectives(_stage_group(self.coordinates))
         trained = [p for place in self.places for p in place.parameters()]
         parameters = name_parameters(chunks, trained, self.coordinates)
         shapes = stage_shapes(parameters, self.coordinates)
@@ -89,22 +89,24 @@ class MegatronBackend(StageBackend):
         tied = {p.name for p in parameters if p.is_tied_copy}
         alike = {p.name for p in parameters if not p.is_slice} if place.tensor[0] else set[str]()
         own = {n: piece for n, piece in located.items() if n not in tied | alike}
-        self._shares: Shares | None = None
+        self._replica_shards: ReplicaShards | None = None
         if not self.is_sharded:
             group = parallel_state.get_data_parallel_group()
             held = [[name for name in names if name in own] for names in self.assignment]
-            self._shares = Shares(held, own, group, device)
-            own = self._shares.pieces
+            self._replica_shards = ReplicaShards(held, own, group, device)
+            own = self._replica_shards.pieces
         self._copies = TensorParallelCopies(parameters, self.assignment, located, place, device)
-        self._ties = Ties(find_ties(parameters, place), device)
-        self._ties.locate(self.assignment, {**{n: located[n] for n in tied & set(located)}, **own})
+        self._tied_weights = TiedWeights(find_tied_weights(parameters, place), device)
+        self._tied_weights.locate(
+            self.assignment, {**{n: located[n] for n in tied & set(located)}, **own}
+        )
         self._masters = Masters(shapes, self.assignment, own, self.stage.index)
 
-    def publish(self) -> None:
+    def sync_model_weights(self) -> None:
         """Bring all masters into the weights of every rank; collective in the cluster."""
         everything = range(len(self.fragments))
         self._bring_together(everything)
-        self._ties.hand_on(everything)
+        self._tied_weights.broadcast(everything)
         self._copy()
         if self.is_sharded:
             gather(self._chunks)
@@ -159,13 +161,13 @@ class MegatronBackend(StageBackend):
         written = list(self._written)
         if was_written:
             self._bring_together(written)
-        return self._ties.hand_on(written) or was_written
+        return self._tied_weights.broadcast(written) or was_written
 
     def _bring_together(self, fragments: Sequence[int]) -> None:
         """Give every rank of the stage what the others have written. Collective."""
-        if self._shares is not None:
-            self._shares.bring_together(fragments)
-        self._copies.hand_on(fragments)
+        if self._replica_shards is not None:
+            self._replica_shards.all_gather(fragments)
+        self._copies.broadcast(fragments)
         self._written.clear()
 
     def _copy(self) -> None:

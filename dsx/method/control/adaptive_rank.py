@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsx.core.types import Fragment, History, Knobs
+from dsx.core.types import Fragment, History, SyncParams
 
 _GROWTH, _SHRINK_BELOW, _MARGIN = 1.5, 0.9, 1.15
 _TOLERATED_CHANGE = 0.25
@@ -70,7 +70,7 @@ class AdaptiveRank:
         """Return `max_rank`."""
         return self.max_rank
 
-    def validate(self, initial: Knobs) -> None:
+    def validate(self, initial: SyncParams) -> None:
         """Require ordered bounds, a target share, and H_min <= H."""
         if not 1 <= self.min_rank <= self.rank <= self.max_rank:
             raise ValueError(
@@ -94,19 +94,19 @@ class AdaptiveRank:
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"control.{name}={value} must be a finite number above 0")
 
-    def lowest_interval(self, initial: Knobs) -> int:
+    def lowest_interval(self, initial: SyncParams) -> int:
         """Return `min_interval`."""
         return self.min_interval
 
-    def moves(self, initial: Knobs) -> bool:
+    def moves(self, initial: SyncParams) -> bool:
         """Unless the limits leave one rank and one H."""
         return self.min_rank != self.max_rank or self.min_interval != initial.interval
 
-    def note_numel(self, initial: Knobs) -> int:
+    def sideband_numel(self, initial: SyncParams) -> int:
         """Return `max_rank` eigenvalues and the squared norm."""
         return self.max_rank + 1
 
-    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+    def measure(self, mean: Tensor, fragment: Fragment, sync_params: SyncParams) -> Tensor:
         """Return the squared singular values within reach of the rank, summed, and |M|_F^2."""
         values = torch.zeros(self.max_rank + 1)
         if not torch.isfinite(mean).all():
@@ -114,13 +114,17 @@ class AdaptiveRank:
         for slot in fragment.layout:
             if len(slot.shape) >= 2:
                 matrix = mean[slot.offset : slot.offset + slot.numel].view(slot.shape[0], -1)
-                squares = leading_squares(matrix, knobs.rank or self.rank)
+                squares = leading_squares(matrix, sync_params.rank or self.rank)
                 values[: len(squares)] += squares
                 values[-1] += matrix.square().sum()
         return values
 
     def decide(
-        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+        self,
+        measured: Sequence[float],
+        launched_with: SyncParams,
+        initial: SyncParams,
+        history: History,
     ) -> None:
         """Add a transfer's measurements to the window; at its end, move r and H.
 
@@ -145,7 +149,7 @@ class AdaptiveRank:
             else:
                 state["interval"] = self.next_interval(state["interval"], initial.interval, history)
 
-    def _begin(self, state: dict[str, Any], initial: Knobs) -> None:
+    def _begin(self, state: dict[str, Any], initial: SyncParams) -> None:
         if not state:
             state.update(rank=self.rank, interval=initial.interval, too_low=0, windows_since=0)
             state.update(_NOTHING_SEEN)
@@ -171,7 +175,7 @@ class AdaptiveRank:
                 state["too_low"] = 0
         state.update(_NOTHING_SEEN)
 
-    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+    def proposal(self, initial: SyncParams, history: History) -> Sequence[float] | None:
         """Return H, whether a window has ended, and the seconds of a round and of a step."""
         return [
             float(history.decisions.get("interval", initial.interval)),
@@ -184,7 +188,7 @@ class AdaptiveRank:
         self,
         stages: Sequence[Sequence[float]],
         takes_turns: bool,
-        initial: Knobs,
+        initial: SyncParams,
         history: History,
     ) -> None:
         """Take one H for all stages: a new one, once each has ended a window."""
@@ -197,10 +201,10 @@ class AdaptiveRank:
             interval = self._interval(interval, initial.interval, seconds, max(steps))
         state.update(interval=interval, is_ripe=not all(ripe) and state.get("is_ripe", False))
 
-    def knobs(self, initial: Knobs, history: History) -> Knobs:
+    def sync_params(self, initial: SyncParams, history: History) -> SyncParams:
         """Return the H and r decided last."""
         state = history.decisions
-        return Knobs(state.get("interval", initial.interval), state.get("rank", self.rank))
+        return SyncParams(state.get("interval", initial.interval), state.get("rank", self.rank))
 
     def next_rank(self, rank: int, kept: float, needed: float, too_low: int = 0) -> int:
         """Return the rank after a window that kept and needed so much at the most."""

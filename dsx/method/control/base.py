@@ -1,7 +1,7 @@
 """The contract of a controller, and the one that changes nothing.
 
 Every cluster must take the same decision, so a controller reads nothing but the `History`, the
-method's initial knobs, and measurements that one owner made and the transfer handed to all.
+method's initial sync parameters, and measurements that one owner made and the transfer handed to all.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dsx.core.types import Fragment, History, Knobs
+from dsx.core.types import Fragment, History, SyncParams
 
 
 class Control(Protocol):
-    """Returns the knobs in force, and may change its mind after every transfer."""
+    """Returns the sync parameters in force, and may change its mind after every transfer."""
 
     @property
     def uses_seconds(self) -> bool:
         """Whether it decides from measured times, which then travel with the transfers."""
         ...
 
-    def validate(self, initial: Knobs) -> None:
-        """Raise ValueError for values that cannot work with the initial knobs."""
+    def validate(self, initial: SyncParams) -> None:
+        """Raise ValueError for values that cannot work with the initial sync parameters."""
         ...
 
-    def lowest_interval(self, initial: Knobs) -> int:
+    def lowest_interval(self, initial: SyncParams) -> int:
         """Return the smallest H it may ever set."""
         ...
 
-    def moves(self, initial: Knobs) -> bool:
+    def moves(self, initial: SyncParams) -> bool:
         """Whether it may ever change H or the rank."""
         ...
 
@@ -41,11 +41,11 @@ class Control(Protocol):
         """Return the largest rank it may ever set; 0 if it sets none."""
         ...
 
-    def note_numel(self, initial: Knobs) -> int:
+    def sideband_numel(self, initial: SyncParams) -> int:
         """Return how many values `measure` gives."""
         ...
 
-    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+    def measure(self, mean: Tensor, fragment: Fragment, sync_params: SyncParams) -> Tensor:
         """Return this shard's measurements of a mean, fp32 on the CPU; shards' values add up.
 
         Called on the owner's transfer thread.
@@ -53,11 +53,15 @@ class Control(Protocol):
         ...
 
     def decide(
-        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+        self,
+        measured: Sequence[float],
+        launched_with: SyncParams,
+        initial: SyncParams,
+        history: History,
     ) -> None:
         """Take a transfer's measurements into account, in `history.decisions`, in place.
 
-        `launched_with` are the knobs that were in force at its launch.
+        `launched_with` are the sync parameters that were in force at its launch.
         """
         ...
 
@@ -65,7 +69,7 @@ class Control(Protocol):
         self,
         stages: Sequence[Sequence[float]],
         takes_turns: bool,
-        initial: Knobs,
+        initial: SyncParams,
         history: History,
     ) -> None:
         """Take one H for all stages of a pipeline, from what each has for `proposal`, in place.
@@ -75,11 +79,11 @@ class Control(Protocol):
         """
         ...
 
-    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+    def proposal(self, initial: SyncParams, history: History) -> Sequence[float] | None:
         """Return what the other stages must know; None if H never moves."""
         ...
 
-    def knobs(self, initial: Knobs, history: History) -> Knobs:
+    def sync_params(self, initial: SyncParams, history: History) -> SyncParams:
         """Return what is in force."""
         ...
 
@@ -91,27 +95,31 @@ class Fixed:
     uses_seconds = False
     largest_rank = 0
 
-    def validate(self, initial: Knobs) -> None:
+    def validate(self, initial: SyncParams) -> None:
         """Accept everything."""
 
-    def lowest_interval(self, initial: Knobs) -> int:
+    def lowest_interval(self, initial: SyncParams) -> int:
         """Return the initial H."""
         return initial.interval
 
-    def moves(self, initial: Knobs) -> bool:
+    def moves(self, initial: SyncParams) -> bool:
         """Never."""
         return False
 
-    def note_numel(self, initial: Knobs) -> int:
+    def sideband_numel(self, initial: SyncParams) -> int:
         """Nothing is measured."""
         return 0
 
-    def measure(self, mean: Tensor, fragment: Fragment, knobs: Knobs) -> Tensor:
+    def measure(self, mean: Tensor, fragment: Fragment, sync_params: SyncParams) -> Tensor:
         """Nothing is measured."""
         return torch.empty(0)
 
     def decide(
-        self, measured: Sequence[float], launched_with: Knobs, initial: Knobs, history: History
+        self,
+        measured: Sequence[float],
+        launched_with: SyncParams,
+        initial: SyncParams,
+        history: History,
     ) -> None:
         """Nothing to decide."""
 
@@ -119,15 +127,15 @@ class Fixed:
         self,
         stages: Sequence[Sequence[float]],
         takes_turns: bool,
-        initial: Knobs,
+        initial: SyncParams,
         history: History,
     ) -> None:
         """Nothing to settle."""
 
-    def proposal(self, initial: Knobs, history: History) -> Sequence[float] | None:
+    def proposal(self, initial: SyncParams, history: History) -> Sequence[float] | None:
         """H never moves."""
         return None
 
-    def knobs(self, initial: Knobs, history: History) -> Knobs:
-        """Return the initial knobs."""
+    def sync_params(self, initial: SyncParams, history: History) -> SyncParams:
+        """Return the initial sync parameters."""
         return initial

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsx.core.checks import require_choice
-from dsx.core.types import History, Knobs, Stage
+from dsx.core.types import History, Stage, SyncParams
 from dsx.method.schedule.periodic import require_interval, require_step_per_fragment
 
 logger = logging.getLogger(__name__)
@@ -81,31 +81,35 @@ class AdaptiveTransmission:
                     f"{self.step_seconds:g} s; use interval >= {needed}"
                 )
 
-    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+    def due(
+        self, step: int, history: History, sync_params: SyncParams, stage: Stage
+    ) -> Sequence[int]:
         """Return the fragment chosen at this boundary, if it is one of decision."""
         plan, num_fragments = history.plan, history.num_fragments
         count = max(num_fragments, plan["transmissions"] // stage.count)
         # an epoch begins when a transfer is applied, which is a shifted one
-        start = max(0, plan["epoch"] - _shift(stage, num_fragments, knobs.interval))
-        since = step - start - _shift(stage, count, knobs.interval)
-        decision = since * count // knobs.interval
-        if decision < 1 or -(-decision * knobs.interval // count) != since:
+        start = max(0, plan["epoch"] - _shift(stage, num_fragments, sync_params.interval))
+        since = step - start - _shift(stage, count, sync_params.interval)
+        decision = since * count // sync_params.interval
+        if decision < 1 or -(-decision * sync_params.interval // count) != since:
             return ()
-        free = [p for p in range(history.num_fragments) if self._is_free(p, step, history, knobs)]
-        stale = [p for p in free if step - history.launched[p] >= knobs.interval]
+        free = [
+            p for p in range(history.num_fragments) if self._is_free(p, step, history, sync_params)
+        ]
+        stale = [p for p in free if step - history.launched[p] >= sync_params.interval]
         if stale:
             return [min(stale, key=lambda p: history.launched[p])]
         return [max(free, key=lambda p: self._change_rate(p, history))] if free else ()
 
-    def advance(self, history: History, knobs: Knobs) -> None:
+    def advance(self, history: History, sync_params: SyncParams) -> None:
         """Count the transmissions again from what has been agreed; a change starts a new epoch."""
         plan = history.plan
-        count = self._transmissions(history, knobs.interval)
+        count = self._transmissions(history, sync_params.interval)
         if not plan:
             plan.update(transmissions=count, epoch=0, is_warned=False)
         elif self._has_moved(count, plan["transmissions"]):
             plan.update(transmissions=count, epoch=history.step)
-        self._warn_if_too_slow(history, knobs)
+        self._warn_if_too_slow(history, sync_params)
 
     def _has_moved(self, count: int, before: int) -> bool:
         tolerated = _TOLERATED_CHANGE * before if self.uses_seconds else 0
@@ -127,7 +131,7 @@ class AdaptiveTransmission:
         mean = sum(measured) / len(measured) if measured else None
         return self.step_seconds or history.step_seconds, self.transfer_seconds or mean
 
-    def _is_free(self, fragment: int, step: int, history: History, knobs: Knobs) -> bool:
+    def _is_free(self, fragment: int, step: int, history: History, sync_params: SyncParams) -> bool:
         """Whether its last transfer has ended or, on a link too slow for H, has had H steps."""
         if history.under_way[fragment]:
             return False
@@ -135,7 +139,7 @@ class AdaptiveTransmission:
         if not compute or not transfer or not history.launched[fragment]:
             return True
         needed = math.ceil(transfer / compute)
-        return step - history.launched[fragment] >= min(needed, knobs.interval)
+        return step - history.launched[fragment] >= min(needed, sync_params.interval)
 
     def _change_rate(self, fragment: int, history: History) -> float:
         """Eq. (11): R_p."""
@@ -146,18 +150,18 @@ class AdaptiveTransmission:
             norm /= math.sqrt(max(history.fragment_numel[fragment], 1))
         return norm / history.intervals[fragment]
 
-    def _warn_if_too_slow(self, history: History, knobs: Knobs) -> None:
+    def _warn_if_too_slow(self, history: History, sync_params: SyncParams) -> None:
         compute, transfer = self._seconds(history)
         if not compute or not transfer or history.plan["is_warned"]:
             return
         needed = _interval_needed(history.num_fragments, compute, transfer)
-        if needed > knobs.interval:
+        if needed > sync_params.interval:
             history.plan["is_warned"] = True
             logger.warning(
                 "the link cannot carry every fragment once in schedule.interval=%d steps: %d "
                 "transfers of %.3g s, steps of %.3g s; training will wait for it, or use "
                 "interval >= %d",
-                knobs.interval, history.num_fragments, transfer, compute, needed,
+                sync_params.interval, history.num_fragments, transfer, compute, needed,
             )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsx.core.checks import require_choice
-from dsx.core.types import BackwardTrigger, History, Knobs, Stage
+from dsx.core.types import BackwardTrigger, History, Stage, SyncParams
 from dsx.method.schedule.layer_assignment import assign_layers, layer_table
 from dsx.method.schedule.periodic import require_interval
 
@@ -72,12 +72,14 @@ class Layerwise:
         if self.backward_seconds is not None and self.transfer_seconds is not None:
             layer_table(self.backward_seconds, self.transfer_seconds, self.interval)
 
-    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+    def due(
+        self, step: int, history: History, sync_params: SyncParams, stage: Stage
+    ) -> Sequence[int]:
         """Return this iteration's layers, the last one of the model first."""
         plan = history.plan
         return plan["table"][step - plan["start"] - 1]
 
-    def advance(self, history: History, knobs: Knobs) -> None:
+    def advance(self, history: History, sync_params: SyncParams) -> None:
         """At a period's end, look at the times again; keep the table while they hold."""
         plan = history.plan
         if plan and history.step < plan["start"] + len(plan["table"]):
@@ -88,13 +90,13 @@ class Layerwise:
         is_same = (
             bool(plan)
             and plan.get("is_measured", True) == (measured is not None)
-            and len(plan["table"]) == knobs.interval
+            and len(plan["table"]) == sync_params.interval
             and _is_close(backward, plan["backward"])
             and _is_close(transfer, plan["transfer"])
         )
         if not is_same:
             make_table = layer_table if measured else assign_layers
-            table = make_table(backward, transfer, knobs.interval)
+            table = make_table(backward, transfer, sync_params.interval)
             plan.update(table=[list(row) for row in table], backward=backward, transfer=transfer)
             plan["is_measured"] = measured is not None
         plan["start"] = history.step

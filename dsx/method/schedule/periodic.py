@@ -1,7 +1,7 @@
 """Fixed schedules: every fragment every H steps, at once or at offsets spread over the period.
 
 Source: DiLoCo (arXiv:2311.08105, Alg. 1) for `Periodic`; Streaming DiLoCo (arXiv:2501.18512,
-Sec. 2.1) for `Streaming`. H is `knobs.interval`, in inner steps, and t is `step`.
+Sec. 2.1) for `Streaming`. H is `sync_params.interval`, in inner steps, and t is `step`.
 
 `Streaming` launches fragment p at `t = k*H + offset_p` with `offset_p = floor((p+1)*H/P)`, so
 fragment P-1 coincides with the plain period and the first pseudo-gradient of fragment p covers
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from dsx.core.types import BackwardTrigger, History, Knobs, Stage
+from dsx.core.types import BackwardTrigger, History, Stage, SyncParams
 
 # When a fragment is launched inside the backward: with the parameters before this step's update,
 # or after it. None: at the step boundary.
@@ -27,7 +27,7 @@ class Schedule(Protocol):
 
     @property
     def interval(self) -> int:
-        """H in inner steps, the value the first knobs carry."""
+        """H in inner steps, the value the first sync parameters carry."""
         ...
 
     @property
@@ -59,11 +59,13 @@ class Schedule(Protocol):
         """Raise ValueError if this schedule cannot serve that many fragments (None: not known)."""
         ...
 
-    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+    def due(
+        self, step: int, history: History, sync_params: SyncParams, stage: Stage
+    ) -> Sequence[int]:
         """Return the fragments to launch at boundary `step`, in launch order."""
         ...
 
-    def advance(self, history: History, knobs: Knobs) -> None:
+    def advance(self, history: History, sync_params: SyncParams) -> None:
         """Take note of what changed by the boundary just passed, in `history.plan`, in place.
 
         Called once before training and after the applies of every boundary.
@@ -87,12 +89,14 @@ class Periodic:
         """Require H >= 1; any number of fragments can be sent at once."""
         require_interval(self.interval)
 
-    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+    def due(
+        self, step: int, history: History, sync_params: SyncParams, stage: Stage
+    ) -> Sequence[int]:
         """Return every fragment H steps after their last launch, else none."""
-        is_due = step - max(history.launched) >= knobs.interval
+        is_due = step - max(history.launched) >= sync_params.interval
         return range(history.num_fragments) if is_due else ()
 
-    def advance(self, history: History, knobs: Knobs) -> None:
+    def advance(self, history: History, sync_params: SyncParams) -> None:
         """Nothing to note."""
 
 
@@ -113,7 +117,9 @@ class Streaming:
         require_interval(self.interval)
         require_step_per_fragment(num_fragments, self.interval, "streaming")
 
-    def due(self, step: int, history: History, knobs: Knobs, stage: Stage) -> Sequence[int]:
+    def due(
+        self, step: int, history: History, sync_params: SyncParams, stage: Stage
+    ) -> Sequence[int]:
         """Return the fragments whose offset falls on this step."""
         plan, num_fragments = history.plan, history.num_fragments
         fragments: list[int] = []
@@ -126,14 +132,14 @@ class Streaming:
                 ]
         return fragments
 
-    def advance(self, history: History, knobs: Knobs) -> None:
+    def advance(self, history: History, sync_params: SyncParams) -> None:
         """Open the next period at the end of one, with the H that is then in force."""
         plan = history.plan
         if not plan:
-            plan.update(start=0, interval=knobs.interval, before=[0, 0])
+            plan.update(start=0, interval=sync_params.interval, before=[0, 0])
         elif history.step == plan["start"] + plan["interval"]:
             before = [plan["start"], plan["interval"]]
-            plan.update(start=history.step, interval=knobs.interval, before=before)
+            plan.update(start=history.step, interval=sync_params.interval, before=before)
 
 
 def require_interval(interval: int) -> None:

@@ -16,7 +16,7 @@ from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
 from dsx.outer.memory import OuterMemory, predict
-from dsx.outer.whole_matrices import Redistribution, plan_redistribution, share_out
+from dsx.outer.whole_matrices import MatrixGather, plan_gathers, share_out
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
 from dsx.plan.model_files import Batch, Cluster, inner_of, stage_shapes
@@ -66,8 +66,8 @@ def plan_stage(
         for pieces in _pieces_by_rank(cluster, assignment, wholes, own_by_tensor_rank)
     ]
     rank = _largest(config, layouts)
-    routes = _routes(config, layouts, rank)
-    in_cluster = sum(route.buffer_bytes for route in routes)
+    matrix_gathers = _matrix_gathers(config, layouts, rank)
+    in_cluster = sum(route.buffer_bytes for route in matrix_gathers)
     if not _is_sharded(cluster) and cluster.data > 1:
         run = max(sum(_numel(wholes[n]) for n in names) for names in assignment)
         chunk = max(1, min(-(-run // cluster.data), _SHARE_CHUNK // cluster.data))
@@ -76,7 +76,7 @@ def plan_stage(
         method,
         layouts[rank],
         [len(names) for names in assignment],
-        [route.wire for route in routes],
+        [route.wire for route in matrix_gathers],
         config.clusters.num_clusters,
         in_cluster,
     )
@@ -148,13 +148,13 @@ def _cut(
         place += numel
 
 
-def _routes(
+def _matrix_gathers(
     config: DsxConfig, layouts: Sequence[Sequence[Fragment]], rank: int
-) -> list[Redistribution]:
+) -> list[MatrixGather]:
     compression = config.method.compression
     if not compression.needs_whole_matrices:
         layouts, rank = [layouts[rank]], 0
-    return plan_redistribution(layouts, rank, compression.takes, torch.device("meta"))
+    return plan_gathers(layouts, rank, compression.takes, torch.device("meta"))
 
 
 def _largest(config: DsxConfig, layouts: Sequence[Sequence[Fragment]]) -> int:

@@ -87,8 +87,8 @@ def _print(
     row("outer training, host", [rank.outer_on_host for rank in ranks])
     console.print(table)
     console.print(f"outer state of stage 0: {ranks[0].outer}")
-    verdict = "fits" if all(fits) else "does not fit"
-    console.print(f"{verdict} in {limit:g} GiB per accelerator")
+    parity = "fits" if all(fits) else "does not fit"
+    console.print(f"{parity} in {limit:g} GiB per accelerator")
     if not all(fits) and config.state.device == "masters":
         console.print('"state": {"device": "host"} moves the outer state to pinned host memory')
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from dsx.telemetry.trace.files import Lane, Span, Timeline
+from dsx.telemetry.trace.files import Span, Timeline, Track
 from dsx.telemetry.trace.recorder import TRAINING, TRANSFERS
 
 Event = dict[str, Any]
@@ -24,7 +24,7 @@ def write_chrome(timeline: Timeline, path: Path) -> int:
     events = [*_names(places)]
     arrows: dict[tuple[int, int, int], int] = {}
     for span in timeline.spans:
-        event = _complete(span, places[span.lane], timeline.start)
+        event = _complete(span, places[span.track], timeline.start)
         events.append(event)
         if span.name in _ARROW and "launched" in span.facts:
             key = event["pid"], span.facts["fragment"], span.facts["launched"]
@@ -39,24 +39,24 @@ def thread_name(thread: str) -> str:
     return thread.removeprefix(TRANSFERS).replace("-", " ")
 
 
-def thread_order(lane: Lane) -> tuple[bool, int, str]:
+def thread_order(track: Track) -> tuple[bool, int, str]:
     """Sort threads: training first, fragments by number."""
-    return lane[2] != TRAINING, len(lane[2]), lane[2]
+    return track[2] != TRAINING, len(track[2]), track[2]
 
 
-def _places(timeline: Timeline) -> dict[Lane, tuple[int, int]]:
+def _places(timeline: Timeline) -> dict[Track, tuple[int, int]]:
     """Number processes from 1, and threads through all of them: Perfetto names by thread alone."""
-    places: dict[Lane, tuple[int, int]] = {}
-    lanes = {span.lane for span in timeline.spans}
+    places: dict[Track, tuple[int, int]] = {}
+    tracks = {span.track for span in timeline.spans}
     for pid, rank in enumerate(timeline.ranks, start=1):
-        own = sorted((lane for lane in lanes if lane[:2] == rank), key=thread_order)
-        places |= {lane: (pid, 1000 * pid + index) for index, lane in enumerate(own)}
+        own = sorted((track for track in tracks if track[:2] == rank), key=thread_order)
+        places |= {track: (pid, 1000 * pid + index) for index, track in enumerate(own)}
     return places
 
 
-def _names(places: dict[Lane, tuple[int, int]]) -> Iterator[Event]:
-    for lane, (pid, tid) in places.items():
-        cluster, rank, thread = lane
+def _names(places: dict[Track, tuple[int, int]]) -> Iterator[Event]:
+    for track, (pid, tid) in places.items():
+        cluster, rank, thread = track
         if tid == 1000 * pid:
             process = f"cluster {cluster} rank {rank}"
             yield _metadata("process_name", pid, tid, name=process)

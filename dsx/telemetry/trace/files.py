@@ -18,14 +18,14 @@ from typing import Any, cast
 from dsx.telemetry.trace.recorder import TRAINING
 
 _NAME = re.compile(r"trace\.cluster_(\d+)\.rank_(\d+)\.jsonl")
-Lane = tuple[int, int, str]  # cluster, rank, thread
+Track = tuple[int, int, str]  # cluster, rank, thread
 
 
 @dataclass(frozen=True)
 class Span:
     """What one thread did from `start` to `end`, in microseconds; `facts` is all else."""
 
-    lane: Lane
+    track: Track
     name: str
     category: str
     start: int
@@ -36,7 +36,7 @@ class Span:
     @property
     def rank(self) -> tuple[int, int]:
         """The cluster, and the rank in it."""
-        return self.lane[:2]
+        return self.track[:2]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Timeline:
     @property
     def steps(self) -> tuple[int, int]:
         """The first and the last step that a training thread took."""
-        taken = [span.step for span in self.spans if span.lane[2] == TRAINING]
+        taken = [span.step for span in self.spans if span.track[2] == TRAINING]
         return min(taken), max(taken)
 
 
@@ -74,7 +74,7 @@ def read_timeline(folder: Path) -> Timeline:
     newest = max(written)[1]
     kept = [file for file in files if file[0] == newest]
     spans = sorted(
-        (span for _, own, _ in kept for span in own), key=lambda s: (s.start, -s.end, s.lane)
+        (span for _, own, _ in kept for span in own), key=lambda s: (s.start, -s.end, s.track)
     )
     timeline = _timeline(spans)
     malformed = sum(count for *_, count in kept)
@@ -84,7 +84,7 @@ def read_timeline(folder: Path) -> Timeline:
 def cut(timeline: Timeline, first: int, last: int) -> Timeline:
     """Return the time of some steps: what overlaps it, whole. ValueError if there is none."""
     held = timeline.steps
-    taken = [s for s in timeline.spans if s.lane[2] == TRAINING and first <= s.step <= last]
+    taken = [s for s in timeline.spans if s.track[2] == TRAINING and first <= s.step <= last]
     if not taken:
         raise ValueError(
             f"--steps {first}-{last}: the trace holds steps {held[0]} to {held[1]}; choose among "
@@ -95,19 +95,19 @@ def cut(timeline: Timeline, first: int, last: int) -> Timeline:
     return replace(timeline, spans=spans, start=start, end=end)
 
 
-def self_times(spans: Iterable[Span], start: int, end: int) -> dict[tuple[Lane, str], int]:
+def self_times(spans: Iterable[Span], start: int, end: int) -> dict[tuple[Track, str], int]:
     """Return each thread's microseconds between two times, by category: the innermost span's."""
-    totals: dict[tuple[Lane, str], int] = {}
-    open_spans: dict[Lane, list[Span]] = {}
+    totals: dict[tuple[Track, str], int] = {}
+    open_spans: dict[Track, list[Span]] = {}
     for span in spans:
         inside = max(0, min(span.end, end) - max(span.start, start))
-        stack = open_spans.setdefault(span.lane, [])
+        stack = open_spans.setdefault(span.track, [])
         while stack and stack[-1].end < span.end:
             stack.pop()
-        key = span.lane, span.category
+        key = span.track, span.category
         totals[key] = totals.get(key, 0) + inside
         if stack:
-            outer = span.lane, stack[-1].category
+            outer = span.track, stack[-1].category
             totals[outer] -= inside
         stack.append(span)
     return totals
@@ -121,8 +121,8 @@ def clock_offsets(timeline: Timeline) -> dict[int, float]:
     ends: dict[tuple[int, int, int], dict[int, int]] = {}
     for span in timeline.spans:
         if span.name == "announce":
-            key = span.lane[1], span.facts["fragment"], span.facts["launched"]
-            ends.setdefault(key, {})[span.lane[0]] = span.end
+            key = span.track[1], span.facts["fragment"], span.facts["launched"]
+            ends.setdefault(key, {})[span.track[0]] = span.end
     apart: dict[int, list[int]] = {}
     for each in ends.values():
         for cluster in each if 0 in each else ():

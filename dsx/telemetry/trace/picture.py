@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.trace.chrome import thread_name, thread_order
-from dsx.telemetry.trace.files import Lane, Span, Timeline
+from dsx.telemetry.trace.files import Span, Timeline, Track
 from dsx.telemetry.trace.recorder import TRAINING
 
 MOST_RANKS = 8
@@ -32,23 +32,23 @@ def draw(timeline: Timeline, path: Path) -> None:
     from matplotlib.figure import Figure
 
     ranks = timeline.ranks[:MOST_RANKS]
-    lanes = _lanes(timeline, ranks)
-    figure = Figure(figsize=(11, 1.3 + 0.24 * len(lanes)), dpi=110, layout="constrained")
+    tracks = _lanes(timeline, ranks)
+    figure = Figure(figsize=(11, 1.3 + 0.24 * len(tracks)), dpi=110, layout="constrained")
     axes: Any = figure.subplots()
     used: set[str] = set()
-    for (lane, category, depth), bars in _bars(timeline, lanes).items():
+    for (track, category, depth), bars in _bars(timeline, tracks).items():
         used.add(category)
-        is_training = lane[2] == TRAINING
+        is_training = track[2] == TRAINING
         height = 0.8 if is_training else 0.62
         axes.broken_barh(
             bars,
-            (lanes[lane] - height / 2, height),
+            (tracks[track] - height / 2, height),
             facecolors=COLORS[category],
             edgecolor="white",
             linewidth=0 if is_training else 0.5,
             zorder=2 + depth,
         )
-    _label(axes, lanes, ranks)
+    _label(axes, tracks, ranks)
     axes.set_xlim(0, (timeline.end - timeline.start) / 1e6)
     axes.set_xlabel("seconds")
     _mark_steps(axes, timeline)
@@ -62,45 +62,45 @@ def draw(timeline: Timeline, path: Path) -> None:
     figure.savefig(path)
 
 
-def _lanes(timeline: Timeline, ranks: list[tuple[int, int]]) -> dict[Lane, float]:
+def _lanes(timeline: Timeline, ranks: list[tuple[int, int]]) -> dict[Track, float]:
     """Return where each thread is drawn, from the top, with room between ranks."""
-    found = {span.lane for span in timeline.spans}
-    lanes: dict[Lane, float] = {}
+    found = {span.track for span in timeline.spans}
+    tracks: dict[Track, float] = {}
     place = 0.0
     for rank in ranks:
-        for lane in sorted((lane for lane in found if lane[:2] == rank), key=thread_order):
-            lanes[lane] = place
+        for track in sorted((track for track in found if track[:2] == rank), key=thread_order):
+            tracks[track] = place
             place += 1
         place += 0.6
-    return lanes
+    return tracks
 
 
 def _bars(
-    timeline: Timeline, lanes: dict[Lane, float]
-) -> dict[tuple[Lane, str, int], list[tuple[float, float]]]:
+    timeline: Timeline, tracks: dict[Track, float]
+) -> dict[tuple[Track, str, int], list[tuple[float, float]]]:
     """Return starts and lengths in seconds, by thread, category and how deep they are nested."""
-    bars: dict[tuple[Lane, str, int], list[tuple[float, float]]] = {}
-    open_spans: dict[Lane, list[Span]] = {}
+    bars: dict[tuple[Track, str, int], list[tuple[float, float]]] = {}
+    open_spans: dict[Track, list[Span]] = {}
     for span in timeline.spans:
-        stack = open_spans.setdefault(span.lane, [])
+        stack = open_spans.setdefault(span.track, [])
         while stack and stack[-1].end < span.end:
             stack.pop()
-        if span.lane in lanes and span.category in COLORS:
+        if span.track in tracks and span.category in COLORS:
             bar = (span.start - timeline.start) / 1e6, (span.end - span.start) / 1e6
-            bars.setdefault((span.lane, span.category, len(stack)), []).append(bar)
+            bars.setdefault((span.track, span.category, len(stack)), []).append(bar)
         stack.append(span)
     return bars
 
 
-def _label(axes: Any, lanes: dict[Lane, float], ranks: list[tuple[int, int]]) -> None:
-    axes.set_yticks(list(lanes.values()), [thread_name(lane[2]) for lane in lanes], fontsize=8)
+def _label(axes: Any, tracks: dict[Track, float], ranks: list[tuple[int, int]]) -> None:
+    axes.set_yticks(list(tracks.values()), [thread_name(track[2]) for track in tracks], fontsize=8)
     for cluster, rank in ranks:
-        own = [place for lane, place in lanes.items() if lane[:2] == (cluster, rank)]
+        own = [place for track, place in tracks.items() if track[:2] == (cluster, rank)]
         axes.text(
             -0.085, (min(own) + max(own)) / 2, f"cluster {cluster}\nrank {rank}",
             transform=axes.get_yaxis_transform(), rotation=90, ha="right", va="center", fontsize=8,
         )  # fmt: skip
-    axes.set_ylim(max(lanes.values()) + 0.7, -0.7)
+    axes.set_ylim(max(tracks.values()) + 0.7, -0.7)
     axes.tick_params(axis="y", length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)

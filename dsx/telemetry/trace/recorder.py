@@ -5,9 +5,9 @@ The clock is monotonic, anchored to the wall clock when the recorder is made: co
 the ranks of a host, and between hosts as far as their clocks agree. Times are the host's: what an
 accelerator still computes when a call returns is not seen.
 
-Of a transfer nothing but its swaps is known: `follow` stands between an exchange and whoever
-drives it, and so sees the time on the network, from a swap handed out to the next request, and
-the time in codecs, between two swaps; what lies around tells which.
+Of a transfer nothing but its exchange rounds is known: `follow` stands between an exchange and whoever
+drives it, and so sees the time on the network, from an exchange round handed out to the next request, and
+the time in codecs, between two exchange rounds; what lies around tells which.
 
 A step's spans are written when its boundary has been passed, so a killed run keeps them. A
 resumed run drops those of steps it takes again. Only the steps asked for are kept.
@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, Peers
-from dsx.core.recorder import Laps
+from dsx.core.recorder import SpanTimer
 from dsx.telemetry.jsonl import reopen
 
 logger = logging.getLogger(__name__)
@@ -89,39 +89,39 @@ class Trace:
         yield
         self.add(name, category, began)
 
-    def laps(self, name: str, fragment: int, step: int) -> Laps:
+    def span_timer(self, name: str, fragment: int, step: int) -> SpanTimer:
         """Begin a span of the training thread that concerns a fragment."""
-        return _Laps(self, name, fragment, step)
+        return _SpanTimer(self, name, fragment, step)
 
     def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
-        """Return an exchange that records its swaps, and what is computed between them.
+        """Return an exchange that records its exchange rounds, and what is computed between them.
 
-        It has to begin with the guard's header, whose swap is the announcement, if clusters meet.
+        It has to begin with the guard's header, whose exchange round is the announcement, if clusters meet.
         """
         return self._followed(exchange, now(), fragment, step)
 
     def _followed(self, exchange: Exchange, submitted: int, fragment: int, step: int) -> Exchange:
         began = max(submitted, self._free_since.get(fragment, 0))  # else still the one before
         peers, before, at = self._peers.others, "", began
-        total, swaps = 0, 0
+        total, rounds = 0, 0
         facts: dict[str, Any] = {"fragment": fragment, "launched": step}
         while True:
             try:
-                swap = next(exchange)
+                round = next(exchange)
             except StopIteration as stop:
                 at = self.add(*_between(before, ""), at, step, facts)
                 self.add("transfer", "transfer", began, step, {**facts, "bytes": total})
                 self._free_since[fragment] = now()
                 return stop.value
-            at = self.add(*_between(before, swap.what), at, step, facts)
-            is_header, before = not before and swap.what == HEADER, swap.what
-            sent = HEADER_BYTES * len(peers) if is_header else swap.bytes_sent(self._peers)
+            at = self.add(*_between(before, round.what), at, step, facts)
+            is_header, before = not before and round.what == HEADER, round.what
+            sent = HEADER_BYTES * len(peers) if is_header else round.bytes_sent(self._peers)
             total += sent
-            yield swap
-            counts = {**facts, "bytes": sent, "peers": peers, "round": swaps}
-            names = ("announce", "meet") if is_header else (swap.what, "network")
+            yield round
+            counts = {**facts, "bytes": sent, "peers": peers, "round": rounds}
+            names = ("announce", "meet") if is_header else (round.what, "network")
             at = self.add(*names, at, step, counts)
-            swaps += 1
+            rounds += 1
 
     def end_step(self, step: int) -> None:
         """Write what there is; a boundary has been passed."""
@@ -164,7 +164,7 @@ class Trace:
             logger.info("%s: %s (metrics.trace_steps is [%d, %d])", self._path, what, *steps)
 
 
-class _Laps:
+class _SpanTimer:
     def __init__(self, trace: Trace, name: str, fragment: int, step: int) -> None:
         self._trace = trace
         self._name = name
@@ -187,7 +187,7 @@ def trace_path(directory: Path, cluster_id: int, rank: int) -> Path:
 
 
 def _between(before: str, after: str) -> tuple[str, str]:
-    """Return name and category of what an exchange computes between two swaps, or at its ends."""
+    """Return name and category of what an exchange computes between two exchange rounds, or at its ends."""
     if not before and after == HEADER:
         return "copy", "copy"  # until the values are on the host and have been looked over
     if after == "codes":

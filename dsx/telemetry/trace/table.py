@@ -57,8 +57,8 @@ def _seconds_of(timeline: Timeline, rank: tuple[int, int]) -> dict[str, float]:
     own = [span for span in timeline.spans if span.rank == rank]
     totals: dict[str, float] = {}
     trained = 0.0
-    for (lane, category), spent in self_times(own, timeline.start, timeline.end).items():
+    for (track, category), spent in self_times(own, timeline.start, timeline.end).items():
         totals[category] = totals.get(category, 0.0) + spent / 1e6
-        trained += spent / 1e6 if lane[2] == TRAINING else 0.0
+        trained += spent / 1e6 if track[2] == TRAINING else 0.0
     totals[_OTHER] = (timeline.end - timeline.start) / 1e6 - trained
     return totals

@@ -50,13 +50,13 @@ def group_ranks(name: str, group: Tensor, scale: Tensor) -> Tensor:
         step = group.abs().max().clamp(min=2.0**-100) / 2**15
         whole = (group.abs() * (1 / step)).floor()
         return (group.sign() * (whole > whole.sum() * (0.7 / len(group)))).int()
-    place = group * (1 / scale.clamp(min=2.0**-100))
+    rank_info = group * (1 / scale.clamp(min=2.0**-100))
     if name in MANTISSA_BITS:  # evenly spaced between powers of two, and from 0 to 1
-        size, exponent = place.abs(), torch.frexp(place).exponent - 1
+        size, exponent = rank_info.abs(), torch.frexp(rank_info).exponent - 1
         between = exponent + size / 2.0**exponent
-        place = (2 ** MANTISSA_BITS[name] * between.where(size >= 1, size)).copysign(place)
+        rank_info = (2 ** MANTISSA_BITS[name] * between.where(size >= 1, size)).copysign(rank_info)
     top = len(GRIDS[name]) - 1
-    return (place + 0.5).floor().clamp(-top, top).int()
+    return (rank_info + 0.5).floor().clamp(-top, top).int()
 
 
 def encode(name: str, x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

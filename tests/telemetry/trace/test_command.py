@@ -86,10 +86,10 @@ def test_the_merged_file_is_what_viewers_take(run_dir: Path) -> None:
         (1, "cluster 0 rank 0"), (2, "cluster 0 rank 1"),
         (3, "cluster 1 rank 0"), (4, "cluster 1 rank 1"),
     }  # fmt: skip
-    lanes = ("training", "fragment 0")
+    tracks = ("training", "fragment 0")
     threads = {(e["tid"], e["args"]["name"]) for e in found if e["name"] == "thread_name"}
     assert threads == {
-        (1000 * pid + i, name) for pid in (1, 2, 3, 4) for i, name in enumerate(lanes)
+        (1000 * pid + i, name) for pid in (1, 2, 3, 4) for i, name in enumerate(tracks)
     }
     (codes,) = [e for e in complete if e["name"] == "codes" and e["pid"] == 4]
     assert codes["ts"] == 13 * MS and codes["dur"] == 5 * MS and codes["tid"] == 4001
@@ -121,9 +121,9 @@ def test_an_arrow_leads_from_launch_over_transfer_to_apply(run_dir: Path) -> Non
 
 def test_times_are_of_the_innermost_span(run_dir: Path) -> None:
     timeline = read_timeline(run_dir)
-    lane, transfers = (0, 0, "training"), (0, 0, "dsx-fragment-0")
+    track, transfers = (0, 0, "training"), (0, 0, "dsx-fragment-0")
     totals = self_times(timeline.spans, timeline.start, timeline.end)
-    own = {category: spent for (at, category), spent in totals.items() if at == lane}
+    own = {category: spent for (at, category), spent in totals.items() if at == track}
     assert own == {
         "forward": 7 * MS, "backward": 4 * MS, "launch": 1500, "wait": 3 * MS, "apply": MS,
         "optimizer": 500 + 2 * MS,

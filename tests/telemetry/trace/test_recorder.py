@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from dsx.core.exchange import HEADER, Peers, Swap, to_all
+from dsx.core.exchange import HEADER, ExchangeRound, Peers, to_all
 from dsx.core.recorder import UNTRACED
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.telemetry.trace.recorder import Trace, now
 from tests.telemetry.trace.runs import lines
@@ -30,10 +30,10 @@ def take_steps(trace: Trace, first: int, last: int) -> None:
     for step in range(first, last + 1):
         with trace.span("forward", "forward"):
             pass
-        laps = trace.laps("launch", 3, step)
-        laps.mark("read")
-        laps.mark("copy")
-        laps.end(launched=step)
+        timer = trace.span_timer("launch", 3, step)
+        timer.mark("read")
+        timer.mark("copy")
+        timer.end(launched=step)
         trace.end_step(step)
     trace.close()
 
@@ -134,7 +134,7 @@ def test_threads_add_while_the_training_thread_writes(tmp_path: Path) -> None:
     assert [names.count(f"dsx-fragment-{i}") for i in range(3)] == [2000] * 3
 
 
-def exchange(values: list[torch.Tensor]) -> Generator[Swap, None, torch.Tensor]:
+def exchange(values: list[torch.Tensor]) -> Generator[ExchangeRound, None, torch.Tensor]:
     header = torch.zeros(3, dtype=torch.int64)
     yield to_all([header], [[header], [header]], HEADER)
     for value in values:
@@ -147,9 +147,9 @@ def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
     trace = new_trace(tmp_path / "t.jsonl")
     mean = torch.ones(5)
     followed = trace.follow(exchange([mean, torch.ones(7)]), 2, 4)
-    swaps = [swap.what for swap in _until_end(followed, mean)]
+    rounds = [round.what for round in _until_end(followed, mean)]
     trace.close()
-    assert swaps == ["header", "codes", "codes", "notes"]
+    assert rounds == ["header", "codes", "codes", "notes"]
     spans = lines(tmp_path / "t.jsonl")[1:]
     assert [(s["name"], s["category"], s.get("bytes")) for s in spans] == [
         ("copy", "copy", None),
@@ -168,27 +168,27 @@ def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
     assert all(s["peers"] == [1] for s in spans if "round" in s)
 
 
-def _until_end(followed: Any, mean: torch.Tensor) -> list[Swap]:
-    swaps: list[Swap] = []
+def _until_end(followed: Any, mean: torch.Tensor) -> list[ExchangeRound]:
+    rounds: list[ExchangeRound] = []
     while True:
         try:
-            swaps.append(next(followed))
+            rounds.append(next(followed))
         except StopIteration as stop:
             assert stop.value is mean
-            return swaps
+            return rounds
 
 
 def test_without_a_trace_nothing_is_made() -> None:
     generator = exchange([torch.ones(2)])
     assert UNTRACED.follow(generator, 0, 1) is generator
-    assert UNTRACED.laps("launch", 0, 1) is UNTRACED.laps("apply", 1, 2)
+    assert UNTRACED.timer("launch", 0, 1) is UNTRACED.timer("apply", 1, 2)
 
 
 def traced_torch(path: Path) -> tuple[Trace, nn.Module, torch.optim.Optimizer]:
     model = TinyNet()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trace = new_trace(path)
-    TorchBackend(model, optimizer, WholeModel()).trace_compute(trace)
+    TorchAdapter(model, optimizer, WholeModel()).trace_compute(trace)
     return trace, model, optimizer
 
 

@@ -49,10 +49,10 @@ def saved_cut(saved: SavedCluster) -> dict[str, Any]:
 
 def own_cut(loop: OuterLoop) -> dict[str, Any]:
     """Return the same for this rank's stage now."""
-    stage = [loop.backend.stage.index, loop.backend.stage.count]
+    stage = [loop.adapter.stage.index, loop.adapter.stage.count]
     return {
         p.name: {"stage": stage, "shape": list(p.shape)}
-        for parameters in loop.backend.fragment_parameters
+        for parameters in loop.adapter.fragment_parameters
         for p in parameters
     }
 
@@ -111,7 +111,7 @@ def find_origins(
 
 def merged_history(loop: OuterLoop, origins: Sequence[Sequence[Origin]]) -> History:
     """Return the clock for new fragments; the same in every cluster, as the saved ones were."""
-    merged = History(len(origins), list(loop.backend.fragment_numel))
+    merged = History(len(origins), list(loop.adapter.fragment_numel))
     histories: list[History] = []
     for fragment, held in enumerate(origins):
         old = [(History.from_state_dict(o.ranks[0].meta["history"]), o.fragment) for o in held]
