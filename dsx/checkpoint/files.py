@@ -16,10 +16,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsx.compress.error_feedback import Residual
+from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
 from dsx.method.fragments import in_a_row
 
-FORMAT = 6
+FORMAT = 7
+_FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
+_TENSORS_6 = {"in_flight.notes/": "in_flight.sideband/", "guard.memory/": "parity_check.memory/"}
 
 
 def rank_file(directory: Path, rank: int) -> Path:
@@ -52,12 +55,14 @@ class SavedRank:
         try:
             self._file: Any = safe_open(str(path), framework="pt")
             self.meta: dict[str, Any] = json.loads((self._file.metadata() or {}).get("dsx", "{}"))
-            self._names = set(self._file.keys())
+            self._names = {name: name for name in self._file.keys()}  # noqa: SIM118 - no mapping
         except (SafetensorError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} cannot be read: {error}") from error
+        if self.meta.get("format") == 6:
+            self._translate()
         if self.meta.get("format") != FORMAT:
             raise ValueError(
-                f"{path} is not an outer state of format {FORMAT}: found "
+                f"{path} is not an outer state of format {FORMAT} (or 6): found "
                 f"{self.meta.get('format')!r}"
             )
 
@@ -67,8 +72,22 @@ class SavedRank:
     def read(self, name: str, start: int | None = None, stop: int | None = None) -> Tensor:
         """Return a tensor, or the elements start..stop of a vector, from disk."""
         if start is None:
-            return self._file.get_tensor(name)
-        return self._file.get_slice(name)[start:stop]
+            return self._file.get_tensor(self._names[name])
+        return self._file.get_slice(self._names[name])[start:stop]
+
+    def _translate(self) -> None:
+        """Give what dsx 0.1 has written the names of today, in place."""
+        warn_renamed("outer state of format 6 (dsx 0.1)", "of format 7, which the next save writes")
+
+        def today(entry: Mapping[str, Any]) -> dict[str, Any]:
+            return {_FORMAT_6.get(key, key): value for key, value in entry.items()}
+
+        self.meta = {**today(self.meta), "format": FORMAT}
+        self.meta["in_flight"] = [today(entry) for entry in self.meta["in_flight"]]
+        for stored in list(self._names):
+            for old, new in _TENSORS_6.items():
+                if stored.startswith(old):
+                    self._names[new + stored.removeprefix(old)] = self._names.pop(stored)
 
     def slots(self, kind: str, fragment: int) -> tuple[Slot, ...]:
         """Return the layout of a fragment: `kind` is "layout" (as masters lie) or "wire"."""
@@ -86,8 +105,8 @@ class SavedCluster:
         self.directory = directory
         self._stage = None if stage is None else [stage.index, stage.count]
         self._first = SavedRank(rank_file(directory, 0))
-        self.num_ranks: int = self._first.meta["place"]["world_size"]
-        self.num_clusters: int = self._first.meta["place"]["num_clusters"]
+        self.num_ranks: int = self._first.meta["rank_info"]["world_size"]
+        self.num_clusters: int = self._first.meta["rank_info"]["num_clusters"]
         for rank in range(self.num_ranks):
             if not rank_file(directory, rank).exists():
                 raise FileNotFoundError(

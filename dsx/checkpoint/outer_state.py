@@ -66,7 +66,7 @@ def save_state(
     in_flight = [_describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
     meta = {
         "format": FORMAT,
-        "place": asdict(rank_info),
+        "rank_info": asdict(rank_info),
         "session": session,
         "step": loop.history.step,
         "history": loop.history.state_dict(),
@@ -159,7 +159,7 @@ def _is_of_this_layout(
     loop: OuterLoop, saved: SavedCluster, reference: SavedRank, rank_info: RankInfo
 ) -> bool:
     ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
-    theirs = reference.meta["place"]
+    theirs = reference.meta["rank_info"]
     if ours != (theirs["rank"], saved.num_ranks, saved.num_clusters):
         return False
     return all(reference.meta[key] == value for key, value in _layouts(loop).items())
@@ -196,7 +196,7 @@ def _describe(
     sideband = transfer.buffers.sideband
     buffers = {
         "mean": mean,
-        "notes": sideband.values,
+        "sideband": sideband.values,
         "kept": transfer.buffers.kept,
         "norm": transfer.contribution_norm,
     }
@@ -210,9 +210,9 @@ def _describe(
         "interval": transfer.interval,
         "was_sent_before_update": transfer.was_sent_before_update,
         "shared_by": transfer.shared_by,
-        "knobs": asdict(transfer.sync_params),
-        "verdict": asdict(transfer.buffers.parity),
-        "notes": asdict(sideband.shape),
+        "sync_params": asdict(transfer.sync_params),
+        "parity": asdict(transfer.buffers.parity),
+        "sideband": asdict(sideband.shape),
         "bytes_sent": transfer.pending.bytes_sent,
         "seconds": transfer.pending.seconds,
     }
@@ -221,14 +221,14 @@ def _describe(
 def _restore(
     loop: OuterLoop, entry: Mapping[str, Any], index: int, file: SavedRank
 ) -> Transfer | NothingYet:
-    """Rebuild what `_describe` returned, in a buffers of the loop's."""
+    """Rebuild what `_describe` returned, in buffers of the loop's."""
     fragment = entry["fragment"]
     if entry["is_empty"]:
         return NothingYet(fragment)
     buffers = loop.state.take_buffers(fragment)
-    buffers.parity = ParityResult(**entry["verdict"])
-    buffers = {"mean": buffers.wire, "notes": buffers.sideband.values, "kept": buffers.kept}
-    for name, tensor in buffers.items():
+    buffers.parity = ParityResult(**entry["parity"])
+    saved = {"mean": buffers.wire, "sideband": buffers.sideband.values, "kept": buffers.kept}
+    for name, tensor in saved.items():
         if tensor is not None and tensor.numel():
             tensor.copy_(file.read(f"in_flight.{name}/{index}"))
     norm = file.read(f"in_flight.norm/{index}").to(loop.state.device)

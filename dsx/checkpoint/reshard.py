@@ -13,7 +13,7 @@ same bits as before. The rest follows these rules:
   are lost, and a warning says so;
 - warm starts belong to whole matrices and go where these are put together;
 - a pipeline may be cut into other stages, too, with nothing in flight (pipeline_repartition.py);
-- the guard's memory of the last mean starts empty everywhere: its hash is of the old shards.
+- the parity check's memory of the last mean starts empty everywhere: its hash is of the old shards.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Resharding:
         """Put anchor, outer state and the policies' buffers together."""
         is_elementwise = self._loop.method.staleness.is_elementwise
         for name, tensor in self._loop.state.named_state(fragment.id).items():
-            if name.startswith(("codec.", "guard.")) or not tensor.numel():
+            if name.startswith(("codec.", "parity_check.")) or not tensor.numel():
                 continue
             sizes = name in ("staleness.first_step", "staleness.last_update")
             if sizes and not is_elementwise:  # of whole tensors: equal on all ranks
@@ -222,15 +222,15 @@ class Resharding:
             return NothingYet(fragment.id)
         entries = [rank.meta["in_flight"][index] for rank in self._ranks]
         buffers = self._loop.state.take_buffers(fragment.id)
-        verdicts = [e["verdict"] for e in entries]
+        results = [e["parity"] for e in entries]
         present = range(self._rank_info.num_clusters)  # the others' lists name nobody any more
         buffers.parity = ParityResult(
             *(
-                sorted({m for v in verdicts for m in v[key] if m in present})
+                sorted({m for v in results for m in v[key] if m in present})
                 for key in ("refused_by", "differing")
             ),
-            round=max(v["round"] for v in verdicts),
-            is_refused=any(v["is_refused"] for v in verdicts),
+            round=max(v["round"] for v in results),
+            is_refused=any(v["is_refused"] for v in results),
         )
         wire = self._loop.matrix_gathers[fragment.id].wire.layout
         for layout, out, kind, name in (
@@ -240,7 +240,7 @@ class Resharding:
             if out is not None:
                 sources = vector_sources(self._ranks, kind, fragment.id, name)
                 self._fill(layout, out, name, sources)
-        self._restore_notes(index, fragment, buffers, entries)
+        self._restore_sideband(index, fragment, buffers, entries)
         norms = [rank.read(f"in_flight.norm/{index}") for rank in self._ranks]
         norm = torch.stack(norms).square().sum().sqrt() if self._is_first else torch.tensor(0.0)
         bytes_sent = sum(e["bytes_sent"] for e in entries) if self._counts else 0
@@ -248,7 +248,7 @@ class Resharding:
         norm = norm.to(self._loop.state.device)
         return restored_transfer(entry, buffers, norm, bytes_sent, seconds)
 
-    def _restore_notes(
+    def _restore_sideband(
         self,
         index: int,
         fragment: Fragment,
@@ -256,9 +256,9 @@ class Resharding:
         entries: Sequence[Mapping[str, Any]],
     ) -> None:
         """Bring what travelled beside a transfer: sums go to one rank, the largest to all."""
-        name, sideband = f"in_flight.notes/{index}", buffers.sideband
+        name, sideband = f"in_flight.sideband/{index}", buffers.sideband
         sideband.values.zero_()
-        shapes = [e["notes"] for e in entries]
+        shapes = [e["sideband"] for e in entries]
         if self._loop.method.staleness.is_elementwise:
             sources = vector_sources(self._ranks, "layout", fragment.id, name)
             self._fill(fragment.layout, sideband.averages, name, sources)
@@ -278,7 +278,7 @@ class Resharding:
                 sideband.of_owner.add_(rank.read(name)[-sideband.of_owner.numel() :])
 
     def _sender(self, fragment: Fragment) -> SavedRank:
-        """Return a rank that has sent something of a fragment: its notes have been averaged."""
+        """Return a rank that has sent something of a fragment: its sideband has been averaged."""
         for rank in self._ranks:
             if rank.slots("layout", fragment.id) or rank.slots("wire", fragment.id):
                 return rank
@@ -342,5 +342,5 @@ def restored_transfer(
         contribution_norm=norm,
         was_sent_before_update=entry["was_sent_before_update"],
         shared_by=entry["shared_by"],
-        sync_params=SyncParams(**entry["knobs"]),
+        sync_params=SyncParams(**entry["sync_params"]),
     )

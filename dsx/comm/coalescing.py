@@ -1,8 +1,8 @@
 """Short tensors to one peer travel as one message.
 
-A codec sends many: headers, notes, factors and scales of every matrix. Each message of its own
+A codec sends many: headers, sidebands, factors and scales of every matrix. Each message of its own
 costs gloo's 56 bytes, TCP/IP headers, an acknowledgement, and two wake-ups of threads. Both ends
-form parcels by sizes alone and so agree without a word; the bytes that arrive are those that were
+coalesce by sizes alone and so agree without a word; the bytes that arrive are those that were
 sent. What is copied for it is short by definition.
 """
 
@@ -17,7 +17,7 @@ SHORT_BYTES = 64 * 1024  # a copy of so many takes less time than a message
 
 
 def outgoing(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return the messages: a parcel of all short tensors, if there are two or more, then the rest.
+    """Return the messages: all short tensors in one, if there are two or more, then the rest.
 
     Empty tensors are no message.
     """
@@ -32,21 +32,21 @@ class Incoming:
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._short, long = _split(tensors)
-        self._parcel: Tensor | None = None
+        self._coalesced: Tensor | None = None
         self.messages = [*self._short, *long]
         if len(self._short) > 1:
             sizes = [t.numel() * t.element_size() for t in self._short]
-            self._parcel = torch.empty(sum(sizes), dtype=torch.uint8)
-            self.messages = [self._parcel, *long]
+            self._coalesced = torch.empty(sum(sizes), dtype=torch.uint8)
+            self.messages = [self._coalesced, *long]
 
     def deliver(self) -> None:
         """Fill the short tensors, once all messages have arrived."""
-        if self._parcel is None:
+        if self._coalesced is None:
             return
         start = 0
         for tensor in self._short:
             stop = start + tensor.numel() * tensor.element_size()
-            _bytes(tensor).copy_(self._parcel[start:stop])
+            _bytes(tensor).copy_(self._coalesced[start:stop])
             start = stop
 
 

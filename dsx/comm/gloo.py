@@ -5,16 +5,16 @@ torch, so no collective of the inner engine can cross a cluster. Each fragment h
 and its own thread: gloo matches operations on one group silently by their order, and so a
 fragment's transfers stay one FIFO while different fragments overlap. A group is one connection to
 each peer; with `link.streams` a fragment has several, and each message is cut over them
-(stripes.py). A rank then holds fragments x streams x peers connections.
+(multistream.py). A rank then holds fragments x streams x peers connections.
 
-An exchange round is point-to-point sends and receives with every peer, receives first. gloo tells the peer of
-a receive on the connection that its own data take, and sends only what the peer has asked for, so a
-exchange round takes two one-way latencies. Its all_gather, which posts sends first, lets a rank that comes
-second send half its data ahead of its requests while the other direction idles, and so takes 3/2 of
-the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s with one rank 50 ms late; this exchange round
-93 to 95 %, TCP's ceiling 95.6).
+A round of an exchange is point-to-point sends and receives with every peer, receives first. gloo
+tells the peer of a receive on the connection that its own data take, and sends only what the peer
+has asked for, so a round takes two one-way latencies. Its all_gather, which posts sends first, lets
+a rank that comes second send half its data ahead of its requests while the other direction idles,
+and so takes 3/2 of the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s with one rank
+50 ms late; these rounds 93 to 95 %, TCP's ceiling 95.6).
 Every wait has the transport's deadline; a peer that closes its connection or misses it becomes
-`PeerLost`. Before each transfer the clusters tell each other what it is (announcements.py).
+`PeerLost`. Before each transfer the clusters tell each other what it is (handshake.py).
 """
 
 from __future__ import annotations
@@ -146,8 +146,8 @@ class GlooTransport:
         self._groups: dict[int, FragmentGroups] = {}
         self._fifos: dict[int, Fifo] = {}
         is_alone = peers.num_clusters == 1
-        announced_over = None if is_alone or not fragments else connect("announcements", 1)[0]
-        self._announcements = LaunchHandshake(announced_over, peers, deadline_seconds, stage)
+        group = None if is_alone or not fragments else connect("launch handshake", 1)[0]
+        self._handshake = LaunchHandshake(group, peers, deadline_seconds, stage)
         for fragment in fragments:
             groups = [] if is_alone else connect(stage.name_of(fragment), streams)
             self._groups[fragment] = FragmentGroups(groups, peers, deadline_seconds)
@@ -157,13 +157,13 @@ class GlooTransport:
         """Run the exchange on the fragment's thread and return at once."""
         group = self._groups[what.fragment]
         pending = GlooPending()
-        number = self._announcements.take_number()
+        number = self._handshake.take_number()
 
-        def announce(header: ExchangeRound | None) -> int:
-            return self._announcements.agree(what, number, header)
+        def shake_hands(header: ExchangeRound | None) -> int:
+            return self._handshake.agree(what, number, header)
 
         def run() -> Tensor:
-            return _drive(group, what.on(self._stage), exchange, pending, announce)
+            return _drive(group, what.on(self._stage), exchange, pending, shake_hands)
 
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
@@ -224,14 +224,14 @@ def _drive(
     label: str,
     exchange: Exchange,
     pending: GlooPending,
-    announce: Callable[[ExchangeRound | None], int],
+    shake_hands: Callable[[ExchangeRound | None], int],
 ) -> Tensor:
-    """Run one exchange to its end: its announcement, then an exchange round for each one it yields."""
+    """Run one exchange to its end: the launch handshake, then each round that it yields."""
     started = time.perf_counter()
     round, mean = _next_round(exchange)
     header = round if round is not None and round.what == HEADER else None
     since = time.perf_counter()
-    pending.bytes_sent += announce(header)
+    pending.bytes_sent += shake_hands(header)
     meeting_seconds = time.perf_counter() - since
     if header is not None:
         round, mean = _next_round(exchange)
@@ -248,7 +248,7 @@ def _drive(
 
 
 def _next_round(exchange: Exchange) -> tuple[ExchangeRound | None, Tensor | None]:
-    """Return an exchange's next exchange round, or at its end what it returns."""
+    """Return an exchange's next round, or at its end what it returns."""
     try:
         return next(exchange), None
     except StopIteration as stop:

@@ -1,8 +1,8 @@
 """Before each transfer the clusters tell each other what it is, over a group all fragments share.
 
 The n-th launch of one cluster must be the n-th of all. Clusters that chose different fragments are
-so told at once, rather than waiting for each other on different groups. The guard's header, which
-most exchanges begin with, travels in that message.
+so told at once, rather than waiting for each other on different groups. The parity check's header,
+which most exchanges begin with, travels in that message.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LaunchHandshake:
     def agree(self, what: Submission, number: int, header: ExchangeRound | None) -> int:
         """Send every peer what is about to be averaged; PeerLost if one has something else.
 
-        `header` is an exchange round of three int64 that goes along. Returns the bytes sent. Costs an exchange round: two
-        one-way latencies, on the fragment's own thread.
+        `header` is a round of three int64 that goes along. Returns the bytes sent. Costs a round:
+        two one-way latencies, on the fragment's own thread.
         """
         until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)

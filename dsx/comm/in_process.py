@@ -138,7 +138,7 @@ def _run(group: list[InProcessPending]) -> None:
         rounds = [_next_round(pending) for pending in group]
         if None in rounds:
             assert rounds.count(None) == num_clusters, (
-                "clusters disagree about an exchange's exchange rounds"
+                "clusters disagree about an exchange's rounds"
             )
             return
         for receiver, theirs in enumerate(rounds):
@@ -153,7 +153,7 @@ def _run(group: list[InProcessPending]) -> None:
 
 
 def _next_round(pending: InProcessPending) -> ExchangeRound | None:
-    """Take one cluster's exchange to its next exchange round; None at its end."""
+    """Take one cluster's exchange to its next round; None at its end."""
     try:
         return next(pending.exchange)
     except StopIteration as stop:

@@ -258,9 +258,9 @@ def _difference(
     protocol = theirs.get("protocol", 1)
     if own["protocol"] != protocol:
         return (
-            f"cluster {rank_info.cluster_id} runs a dsx of protocol {own['protocol']}, cluster {peer} "
-            f"one of protocol {protocol}: they send each other different messages; install the "
-            "same dsx everywhere"
+            f"cluster {rank_info.cluster_id} runs a dsx of protocol {own['protocol']}, cluster "
+            f"{peer} one of protocol {protocol}: they send each other different messages; "
+            "install the same dsx everywhere"
         )
     for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
         if own[key] != theirs[key]:

@@ -4,10 +4,10 @@ A vector of n elements is cut into C slices at multiples of what the wire format
 
 - exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
   of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
-  bytes per cluster, as a ring, in two exchange rounds. Two clusters exchange round the whole vectors, which is as many
-  bytes and the same sums, in one: both compute them, in cluster order.
+  bytes per cluster, as a ring, in two rounds of an exchange. Two clusters swap whole vectors in
+  one, which is as many bytes and the same sums: both compute them, in cluster order.
 - coded, C <= 3: everybody sends its codes of the whole vector to all; each decodes them all, its
-  own too, and sums in cluster order. One exchange round, one error of the order 1/C.
+  own too, and sums in cluster order. One round, one error of the order 1/C.
 - coded, C >= 4: codes of each slice go to its owner, who decodes, sums in cluster order, divides,
   encodes the mean anew (8 bit by default, since this error is common to all and does not shrink
   with C) and sends it to all, who apply what they decode, the owner too.

@@ -1,7 +1,8 @@
 """Which clusters average the factors of which matrices, and how many bytes that takes.
 
-An exchange round lasts as long as the cluster with most to send or to receive needs, so each factor is shared
-out evenly, by itself: P and Q go one after another. factors.py says what the bytes are.
+A round of an exchange lasts as long as the cluster with most to send or to receive needs, so each
+factor is shared out evenly, by itself: P and Q go one after another. factors.py says what the bytes
+are.
 """
 
 from __future__ import annotations

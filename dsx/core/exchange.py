@@ -1,8 +1,8 @@
 """The one thing that all averaging is made of: every cluster sends every other one some bytes.
 
-An exchange is a generator. It yields `ExchangeRound`s and goes on when their incoming tensors are filled;
-its return value is the mean. It never sees a process group, so the same code, and with it the
-same bits, runs over a network and with C clusters in one process.
+An exchange is a generator. It yields `ExchangeRound`s and goes on when their incoming tensors are
+filled; its return value is the mean. It never sees a process group, so the same code, and with it
+the same bits, runs over a network and with C clusters in one process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # what only plans is started without torch
     from torch import Tensor
 
-Exchange = Generator["Swap", None, "Tensor"]
-HEADER_BYTES = 48  # announcement and guard's header, int64s, once per exchange and peer
-HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in an announcement
+Exchange = Generator["ExchangeRound", None, "Tensor"]
+HEADER_BYTES = 48  # launch handshake and parity header, int64s, once per exchange and peer
+HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in the handshake
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Peers:
     """This cluster among `num_clusters` (C).
 
     `shard` is this rank's number among those of its cluster that share a fragment; the ranks that
-    exchange round with each other have the same.
+    exchange with each other have the same.
     """
 
     cluster_id: int
@@ -66,7 +66,7 @@ def to_all(
 def together(
     *exchanges: Generator[ExchangeRound, None, Any],
 ) -> Generator[ExchangeRound, None, list[Any]]:
-    """Run exchanges side by side, their messages in one exchange round each time; return their results."""
+    """Run exchanges side by side, their messages in one round each time; return their results."""
     results: list[Any] = [None] * len(exchanges)
     running: dict[int, ExchangeRound] = {}
     for index, exchange in enumerate(exchanges):
@@ -89,7 +89,7 @@ def _advance(
     running: dict[int, ExchangeRound],
     results: list[Any],
 ) -> None:
-    """Take one exchange to its next exchange round, or to its end."""
+    """Take one exchange to its next round, or to its end."""
     try:
         running[index] = next(exchange)
     except StopIteration as stop:

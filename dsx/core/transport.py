@@ -49,9 +49,9 @@ class Pending(Protocol):
 
     @property
     def seconds(self) -> float:
-        """From the exchange's start to its end without the announcement; 0 before it has ended.
+        """From the exchange's start to its end without the launch handshake; 0 before it has ended.
 
-        The wait until all have come is so left out, and with it the announcement's two latencies.
+        The wait until all have come is so left out, and with it the handshake's two latencies.
         """
         ...
 

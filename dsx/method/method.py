@@ -32,7 +32,7 @@ class SettingWarning(UserWarning):
 class Method:
     """One choice per axis; `sync_params` are the values a controller starts from.
 
-    `on_mismatch`: what to do when clusters have decoded different means (see guard.py).
+    `on_mismatch`: what to do when clusters have decoded different means (outer/parity_check.py).
     """
 
     fragments: Fragmenter

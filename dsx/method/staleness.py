@@ -40,7 +40,7 @@ class Staleness(Protocol):
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether its buffers and notes are per element, and not per tensor."""
+        """Whether its buffers and sideband are per element, and not per tensor."""
         ...
 
     @property
@@ -74,7 +74,7 @@ class Staleness(Protocol):
         self, mean: Tensor, sideband: Tensor, interval: int, slots: Mapping[str, Tensor],
         per_tensor: PerTensor, scratch: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the mean to be applied, in place of `mean`; `note` is averaged, used up."""
+        """Return the mean to be applied, in place of `mean`; `sideband` is averaged, used up."""
         ...
 
     def remember(self, update: Tensor, slots: Mapping[str, Tensor], per_tensor: PerTensor) -> None:

@@ -1,4 +1,4 @@
-"""A fragment's line to the other clusters: header, codes, notes, one transfer after another."""
+"""A fragment's channel to the other clusters: header, codes, sideband, transfer after transfer."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dsx.outer.sideband import Sideband, with_sideband
 
 
 class FragmentChannel:
-    """The guard and the channel of one fragment on this rank, and what a checkpoint keeps."""
+    """The parity check and the codec of one fragment on this rank, and what a checkpoint keeps."""
 
     def __init__(self, codec: Channel, peers: Peers) -> None:
         self.codec = codec
         self.parity_check = ParityCheck(peers)
-        self._sideband_mean = ExactMean(peers, "notes")
+        self._sideband_mean = ExactMean(peers, "sideband")
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
-        """State by name: the channel's, and the guard's memory."""
+        """State by name: the codec's, and what the parity check remembers."""
         named = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}
-        return {**named, "guard.memory": self.parity_check.memory}
+        return {**named, "parity_check.memory": self.parity_check.memory}
 
     def exchange(
         self,
@@ -37,11 +37,11 @@ class FragmentChannel:
         sideband: Sideband,
         measure: Callable[[Tensor], Tensor] | None,
     ) -> Exchange:
-        """Average `x` in place, with the notes; zeros, and nothing averaged, if refused.
+        """Average `x` in place, with the sideband; zeros, and nothing averaged, if refused.
 
         `is_finite` is asked first, and returns once `x` is there.
         """
-        average = self._guarded(x, is_finite, launch, parity)
+        average = self._checked(x, is_finite, launch, parity)
         return with_sideband(average, sideband, measure, self._sideband_mean)
 
     def confirm(self, parity: ParityResult) -> Exchange:
@@ -49,7 +49,7 @@ class FragmentChannel:
         yield from self.parity_check.exchange(True, parity)
         return torch.empty(0)
 
-    def _guarded(
+    def _checked(
         self, x: Tensor, is_finite: Callable[[], bool], launch: Launch, parity: ParityResult
     ) -> Exchange:
         yield from self.parity_check.exchange(is_finite(), parity)

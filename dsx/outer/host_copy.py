@@ -1,4 +1,4 @@
-"""The way of a contribution from the training thread to the transfer's: copied, and looked over.
+"""The copy of a contribution to the host: from the training thread to the transfer's, looked over.
 
 The training thread only starts things. On an accelerator the copy to the host runs on a stream of
 its own, into pinned memory, so the compute stream goes on at once; whether the values are finite
@@ -32,7 +32,7 @@ class HostCopy:
         agreed: Callable[[], Tensor] | None,
     ) -> None:
         self.norm = torch.zeros(())
-        self._berth = buffers
+        self._buffers = buffers
         self._copied = copied
         self._agreed = agreed
 
@@ -40,10 +40,10 @@ class HostCopy:
         """Wait for the values; whether they are finite. Called once, on the transfer's thread."""
         if self._copied is not None:
             self._copied.synchronize()
-        self.norm.copy_(torch.linalg.vector_norm(self._berth.wire))
+        self.norm.copy_(torch.linalg.vector_norm(self._buffers.wire))
         if self._agreed is not None:
             return not bool(self._agreed())
-        return bool(self.norm.isfinite()) and bool(self._berth.sideband.averages.isfinite().all())
+        return bool(self.norm.isfinite()) and bool(self._buffers.sideband.averages.isfinite().all())
 
 
 class HostCopies:
@@ -65,7 +65,7 @@ class HostCopies:
     def start(
         self, fragment: int, contribution: Tensor, sideband: Tensor, buffers: TransferBuffers
     ) -> HostCopy:
-        """Start bringing a contribution and its note to a buffers on the host.
+        """Start bringing a contribution and its sideband to the transfer's buffers on the host.
 
         Collective over the cluster's ranks where matrices are put together or a codec has state.
         On an accelerator `contribution` must be memory of its own, not to be written again.
@@ -84,7 +84,7 @@ class HostCopies:
             staged = torch.empty(buffers.wire.numel(), device=self._device)
             gather.to_wire(contribution, staged, all_to_all)
             contribution = staged
-        # the penalty writes the note's own memory again, one step later, on the compute stream
+        # the penalty writes the sideband's own memory again, one step later, on the compute stream
         return HostCopy(buffers, self._copy(contribution, sideband.clone(), buffers), agreed)
 
     def _copy(

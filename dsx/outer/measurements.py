@@ -1,7 +1,7 @@
 """What clusters agree on beside the means: measured seconds, and what a controller measures.
 
 A rank posts its own averages with every transfer: moving averages of transfers, the median of its
-last inner steps (a pause for validation or a checkpoint is not a step). The notes bring the
+last inner steps (a pause for validation or a checkpoint is not a step). The sideband brings the
 largest of all clusters, a maximum over the cluster's ranks the largest of all ranks. Only these
 enter the `History`, so schedules and controllers decide alike everywhere.
 """
@@ -52,7 +52,7 @@ class Measurements:
         self._boundary_ended = time.perf_counter()
 
     def post(self, sideband: Sideband, fragment: int, history: History) -> None:
-        """Put this rank's averages into a transfer's notes; 0 where there is nothing yet."""
+        """Put this rank's averages into a transfer's sideband; 0 where there is nothing yet."""
         if self._method.uses_seconds:
             own = (
                 median(self._step_seconds) if self._step_seconds else None,
@@ -64,7 +64,7 @@ class Measurements:
     def owner_measure(
         self, fragment: int, num_clusters: int, sync_params: SyncParams, channel: Channel
     ) -> Callable[[Tensor], Tensor] | None:
-        """Return what this cluster adds to the notes: of a mean that it owns, or of its matrices.
+        """Return what this cluster adds to the sideband: of a mean it owns, or of its matrices.
 
         A codec that sees the spectrum anyway tells of it: each cluster of the matrices whose P
         it averages.
@@ -88,7 +88,7 @@ class Measurements:
                 parts.append(control.measure(mean, layout, sync_params))
             if uses_norms:
                 parts.append(torch.dot(mean, mean).view(1) * is_owner)
-            # averaged like everything in the notes, the others' parts being 0
+            # averaged like everything in the sideband, the others' parts being 0
             return torch.cat(parts) * num_clusters
 
         return measure
@@ -128,7 +128,7 @@ class Measurements:
         launched_with: SyncParams,
         is_refused: bool = False,
     ) -> None:
-        """Bring the averaged notes of a transfer into `history`, in place.
+        """Bring the averaged sideband of a transfer into `history`, in place.
 
         Collective over the cluster's ranks if the method measures anything. `seconds` is this
         rank's own measurement of the transfer. A refused round measures no mean.

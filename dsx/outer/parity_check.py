@@ -1,6 +1,6 @@
 """Before a transfer: does everybody send finite numbers, and did all apply the same mean last time?
 
-A header goes to every peer ahead of a fragment's codes, with the announcement: whether this
+A header goes to every peer ahead of a fragment's codes, in the launch handshake: whether this
 cluster's values are finite, and the round and a 64-bit hash of the mean it decoded last. Everyone
 so knows the same:
 

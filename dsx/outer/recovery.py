@@ -33,7 +33,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Recovery:
-    """Acts on the verdicts of one rank's transfers, as every rank of every cluster does."""
+    """Acts on the parity results of one rank's transfers, as every rank of every cluster does."""
 
     def __init__(
         self, method: Method, adapter: EngineAdapter, transport: Transport, state: StateStore
@@ -44,7 +44,7 @@ class Recovery:
         self._state = state
 
     def act_on(self, fragment: int, launched: int, parity: ParityResult, history: History) -> None:
-        """Agree in the cluster on a transfer's verdict, in place; repair or stop if means differ.
+        """Agree in the cluster on a transfer's result, in place; repair or stop if means differ.
 
         Collective over the cluster's ranks: one may own nothing of the fragment, or see in its
         shard what the others do not. NonFiniteError after too many refusals in a row.

@@ -1,4 +1,4 @@
-"""Notes: a few numbers that travel with a transfer, so that all clusters decide from the same.
+"""A few numbers that travel beside a transfer, so that all clusters decide from the same.
 
 Three kinds share one fp32 vector, which is averaged after the transfer itself:
 
@@ -51,7 +51,7 @@ def sideband_shape(
 
 
 class Sideband:
-    """The notes of one transfer, over a CPU buffer `[shape.numel]` that is reused."""
+    """The sideband of one transfer, over a CPU buffer `[shape.numel]` that is reused."""
 
     def __init__(self, shape: SidebandShape, buffer: Tensor) -> None:
         self.shape = shape
@@ -79,7 +79,7 @@ def with_sideband(
     measure: Callable[[Tensor], Tensor] | None,
     average: ExactMean,
 ) -> Exchange:
-    """Run `exchange`, then average the notes; `measure(mean)` is what the owner adds to them."""
+    """Run `exchange`, then average the sideband; `measure(mean)` is what the owner adds to it."""
     mean = yield from exchange
     if sideband.values.numel():
         sideband.of_owner.zero_()

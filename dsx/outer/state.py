@@ -1,10 +1,10 @@
 """Where outer state lives: flat fp32 buffers per fragment, allocated once.
 
 Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
-policy and the staleness penalty, its line to the other clusters with the codec's state, and one
-buffers for every transfer that may be under way at a time. A buffers holds the CPU buffer that travels
-(pinned when the state is on an accelerator), its notes and verdict, and what the delay policy
-keeps of the transfer. Shared by all fragments: scratch vectors as long as the largest one,
+policy and the staleness penalty, its channel to the other clusters with the codec's state, and
+`TransferBuffers` for every transfer that may be under way at a time: the CPU buffer that travels
+(pinned when the state is on an accelerator), its sideband and parity result, and what the delay
+policy keeps of the transfer. Shared by all fragments: scratch vectors as long as the largest one,
 allocated when first used. Nothing is allocated after the first round.
 """
 
@@ -94,9 +94,9 @@ class StateStore:
         return self._numel[fragment] + self._wire_numel[fragment] > 0
 
     def free_buffers(self) -> None:
-        """Take every buffers back: nothing is under way any more."""
-        for buffers in self._buffers:
-            for buffers in buffers:
+        """Take all buffers back: nothing is under way any more."""
+        for of_fragment in self._buffers:
+            for buffers in of_fragment:
                 buffers.is_free = True
 
     def scratch(self, fragment: int, purpose: str) -> Tensor:

@@ -30,8 +30,8 @@ class Transfer:
     """A launched fragment; `interval` is the inner steps from the launch before to this one.
 
     `was_sent_before_update`: the parameters it carries are from before that step's inner update.
-    `shared_by`: the fragments launched at the same boundary, which share the link. `sync_params`: what
-    was in force at the launch.
+    `shared_by`: the fragments launched at the same boundary, which share the link. `sync_params`:
+    what was in force at the launch.
     """
 
     fragment: int

@@ -35,7 +35,7 @@ def begin_comparison(loop: OuterLoop) -> list[tuple[ParityResult, Pending]]:
 
 @torch.no_grad()
 def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]]) -> None:
-    """Judge what the headers told; where this cluster was wrong, its masters take the new anchor.
+    """Act on what the headers told; where this cluster was wrong, its masters take the new anchor.
 
     Collective over the cluster's ranks. The masters then want publishing.
     """

@@ -204,7 +204,8 @@ class Handle:
             steps = self._world.rendezvous.gather("end of training", self.step)
             if len(set(steps)) == 1:
                 end_comparison(self.loop, begin_comparison(self.loop))
-            self.loop.adapter.sync_model_weights()  # whatever this stage had under way: all stages take part
+            # whatever this stage had under way: all stages take part
+            self.loop.adapter.sync_model_weights()
         self.log("finish", bytes_sent=self._syncs.bytes_sent)
         if len(set(steps)) > 1:
             taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))

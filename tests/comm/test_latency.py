@@ -1,4 +1,4 @@
-"""What a line's latency costs an exchange round of gloo's: measured behind a relay that delays every byte."""
+"""What a line's latency costs a round over gloo, behind a relay that delays every byte."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def test_a_transformers_layer_by_hand() -> None:
 def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
     shards: list[list[tuple[int, int]]], num_clusters: int
 ) -> None:
-    """An exchange round ends with the cluster that sends or receives most, over all ranks of a cluster."""
+    """A round ends with the cluster that sends or receives most, over all ranks of a cluster."""
     coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0)
     parts = [
         (parts_of(fragment_of(*shapes, id=1 + shard), coding, 1), 1)
@@ -72,7 +72,7 @@ def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
 
 @pytest.mark.parametrize("num_clusters", [2, 3])
 def test_what_travels_beside_factors_is_counted_once(num_clusters: int) -> None:
-    """An embedding in codes and a bias: the same from every cluster, with the first exchange round of all."""
+    """An embedding in codes and a bias: the same from every cluster, with the first round."""
     fragment = fragment_of((96, 80), (300, 8), (96,), names=["a", "embed", "bias"])
     coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0, exclude=("embed",))
     alone = fragment_of((96, 80), names=["a"])

@@ -268,8 +268,8 @@ def snapshot(engine: Any) -> dict[str, Any]:
                 held[f"in flight.kept/{index}"] = transfer.buffers.kept
             entry |= {"launched": transfer.launched, "interval": transfer.interval}
             entry |= {
-                "knobs": asdict(transfer.sync_params),
-                "verdict": asdict(transfer.buffers.parity),
+                "sync_params": asdict(transfer.sync_params),
+                "parity": asdict(transfer.buffers.parity),
             }
             entry |= {"shared_by": transfer.shared_by, "bytes": transfer.pending.bytes_sent}
         held["in flight"].append(entry)

@@ -111,7 +111,7 @@ def flat(layout: Fragment, values: dict[str, Tensor]) -> Tensor:
 
 
 def run_together(calls: list) -> bool:
-    """Run one call per rank up to its exchange round, exchange, and run them again to their ends."""
+    """Run one call per rank up to its all-to-all, exchange, and run them again to their ends."""
     sent: list[list[Tensor]] = []
 
     class AtTheSwap(Exception):

@@ -103,7 +103,8 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         )
         result[1].pop("universal_checkpoint_info", None)
         if own_tag != tag:
-            handle.loop.adapter.sync_model_weights()  # weights that ZeRO-3 keeps gathered are of before
+            # weights that ZeRO-3 keeps gathered are of before
+            handle.loop.adapter.sync_model_weights()
         handle.saved(directory / tag)
         return result
 

@@ -6,7 +6,7 @@ So each belongs to one rank, and is handed on bit for bit:
 
 - what tensor-parallel ranks hold alike (norms, biases), by the first of them, whenever its fragment
   is written: they are of one stage, which decides as one;
-- the copy of the embedding that is the head of the last stage, by the first stage (tied_weights.py).
+- the copy of the embedding that is the head of the last stage, by the first (tied_weights.py).
 """
 
 from __future__ import annotations

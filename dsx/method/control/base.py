@@ -1,7 +1,8 @@
 """The contract of a controller, and the one that changes nothing.
 
 Every cluster must take the same decision, so a controller reads nothing but the `History`, the
-method's initial sync parameters, and measurements that one owner made and the transfer handed to all.
+method's initial sync parameters, and measurements that one owner made and the transfer handed to
+all.
 """
 
 from __future__ import annotations

@@ -116,11 +116,11 @@ def self_times(spans: Iterable[Span], start: int, end: int) -> dict[tuple[Track,
 def clock_offsets(timeline: Timeline) -> dict[int, float]:
     """Return by how many seconds each cluster's clock seems ahead of cluster 0's.
 
-    Both sides of an announcement end it together, to within the latency: the median difference.
+    Both sides of a launch handshake end it together, to within the latency: the median difference.
     """
     ends: dict[tuple[int, int, int], dict[int, int]] = {}
     for span in timeline.spans:
-        if span.name == "announce":
+        if span.name in ("handshake", "announce"):  # as it was called up to 0.1
             key = span.track[1], span.facts["fragment"], span.facts["launched"]
             ends.setdefault(key, {})[span.track[0]] = span.end
     apart: dict[int, list[int]] = {}

@@ -5,9 +5,9 @@ The clock is monotonic, anchored to the wall clock when the recorder is made: co
 the ranks of a host, and between hosts as far as their clocks agree. Times are the host's: what an
 accelerator still computes when a call returns is not seen.
 
-Of a transfer nothing but its exchange rounds is known: `follow` stands between an exchange and whoever
-drives it, and so sees the time on the network, from an exchange round handed out to the next request, and
-the time in codecs, between two exchange rounds; what lies around tells which.
+Of a transfer nothing but its rounds is known: `follow` stands between an exchange and whoever
+drives it, and so sees the time on the network, from a round handed out to the next request, and
+the time in codecs, between two rounds; what lies around tells which.
 
 A step's spans are written when its boundary has been passed, so a killed run keeps them. A
 resumed run drops those of steps it takes again. Only the steps asked for are kept.
@@ -94,9 +94,9 @@ class Trace:
         return _SpanTimer(self, name, fragment, step)
 
     def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
-        """Return an exchange that records its exchange rounds, and what is computed between them.
+        """Return an exchange that records its rounds, and what is computed between them.
 
-        It has to begin with the guard's header, whose exchange round is the announcement, if clusters meet.
+        It has to begin with the parity check's header, which is the launch handshake's round.
         """
         return self._followed(exchange, now(), fragment, step)
 
@@ -119,7 +119,7 @@ class Trace:
             total += sent
             yield round
             counts = {**facts, "bytes": sent, "peers": peers, "round": rounds}
-            names = ("announce", "meet") if is_header else (round.what, "network")
+            names = ("handshake", "meet") if is_header else (round.what, "network")
             at = self.add(*names, at, step, counts)
             rounds += 1
 
@@ -187,9 +187,9 @@ def trace_path(directory: Path, cluster_id: int, rank: int) -> Path:
 
 
 def _between(before: str, after: str) -> tuple[str, str]:
-    """Return name and category of what an exchange computes between two exchange rounds, or at its ends."""
+    """Return name and category of what an exchange computes between two rounds, or at its ends."""
     if not before and after == HEADER:
         return "copy", "copy"  # until the values are on the host and have been looked over
     if after == "codes":
         return ("reduce", "reduce") if before == "codes" else ("encode", "encode")
-    return ("notes", "decode") if before == "notes" else ("decode", "decode")
+    return ("sideband", "decode") if before == "sideband" else ("decode", "decode")

@@ -139,7 +139,7 @@ def exchange(values: list[torch.Tensor]) -> Generator[ExchangeRound, None, torch
     yield to_all([header], [[header], [header]], HEADER)
     for value in values:
         yield to_all([value], [[value], [value]])
-    yield to_all([torch.zeros(2)], [[torch.zeros(2)]] * 2, "notes")
+    yield to_all([torch.zeros(2)], [[torch.zeros(2)]] * 2, "sideband")
     return values[0]
 
 
@@ -149,18 +149,18 @@ def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
     followed = trace.follow(exchange([mean, torch.ones(7)]), 2, 4)
     rounds = [round.what for round in _until_end(followed, mean)]
     trace.close()
-    assert rounds == ["header", "codes", "codes", "notes"]
+    assert rounds == ["header", "codes", "codes", "sideband"]
     spans = lines(tmp_path / "t.jsonl")[1:]
     assert [(s["name"], s["category"], s.get("bytes")) for s in spans] == [
         ("copy", "copy", None),
-        ("announce", "meet", 48),
+        ("handshake", "meet", 48),
         ("encode", "encode", None),
         ("codes", "network", 20),
         ("reduce", "reduce", None),
         ("codes", "network", 28),
         ("decode", "decode", None),
-        ("notes", "network", 8),
-        ("notes", "decode", None),
+        ("sideband", "network", 8),
+        ("sideband", "decode", None),
         ("transfer", "transfer", 48 + 20 + 28 + 8),
     ]
     assert all(s["fragment"] == 2 and s["launched"] == s["step"] == 4 for s in spans)

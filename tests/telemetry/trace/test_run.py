@@ -54,7 +54,7 @@ def test_every_transfer_is_there_with_its_bytes(run: Run, case: str, cluster: in
         found = {s["name"]: s for s in own}
         rounds = [s for s in own if "round" in s]
         assert [s["round"] for s in rounds] == list(range(len(rounds)))
-        assert [s["name"] for s in rounds[:2]] == ["announce", "codes"]
+        assert [s["name"] for s in rounds[:2]] == ["handshake", "codes"]
         assert sum(s["bytes"] for s in rounds) == sync["bytes_sent"]
         assert found["transfer"]["bytes"] == found["apply"]["bytes"] == sync["bytes_sent"]
         assert found["launch"]["step"] == sync["launched_step"]
