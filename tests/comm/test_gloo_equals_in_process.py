@@ -258,7 +258,7 @@ def end_with_a_wrong_bit() -> tuple[Any, Any, int]:
     interval = handle.method.schedule.interval
     train(model, optimizer, world.cluster_id, 2 * interval - 1)
     if world.cluster_id == 1:
-        channel = handle.loop.state.lines[0].channel
+        channel = handle.loop.state.channels[0].codec
         exchange = channel.exchange
 
         def corrupted(x: torch.Tensor, launch: Any) -> Any:
