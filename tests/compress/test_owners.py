@@ -15,7 +15,7 @@ from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import factor_owners
 from dsx.core.exchange import Exchange, ExchangeRound, Peers
 from dsx.plan.payload import HEADERS_BYTES, line_bytes, parts_of
-from dsx.plan.settings import Coding, Sideband
+from dsx.plan.settings import Coding, Notes
 from tests.compress.channels import correlated, drive, fragment_of
 
 RANK = 8
@@ -67,7 +67,7 @@ def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
     assert len(rounds) == 4
     announced = len(shards) * HEADERS_BYTES * (num_clusters - 1)
     measured = announced + sum(max(max(both) for both in round) for round in rounds)
-    assert line_bytes(parts, coding, Sideband(), num_clusters) == measured
+    assert line_bytes(parts, coding, Notes(), num_clusters) == measured
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3])
@@ -77,7 +77,7 @@ def test_what_travels_beside_factors_is_counted_once(num_clusters: int) -> None:
     coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0, exclude=("embed",))
     alone = fragment_of((96, 80), names=["a"])
     found, less = (
-        line_bytes([(parts_of(f, coding, 1), 1)], coding, Sideband(), num_clusters)
+        line_bytes([(parts_of(f, coding, 1), 1)], coding, Notes(), num_clusters)
         for f in (fragment, alone)
     )
     int4 = 300 * 8 // 2 + 2 * -(-300 * 8 // 64)

@@ -181,7 +181,7 @@ def _until_end(followed: Any, mean: torch.Tensor) -> list[ExchangeRound]:
 def test_without_a_trace_nothing_is_made() -> None:
     generator = exchange([torch.ones(2)])
     assert UNTRACED.follow(generator, 0, 1) is generator
-    assert UNTRACED.timer("launch", 0, 1) is UNTRACED.timer("apply", 1, 2)
+    assert UNTRACED.span_timer("launch", 0, 1) is UNTRACED.span_timer("apply", 1, 2)
 
 
 def traced_torch(path: Path) -> tuple[Trace, nn.Module, torch.optim.Optimizer]:
