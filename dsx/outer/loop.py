@@ -26,12 +26,12 @@ from dsx.core.engine import EngineAdapter
 from dsx.core.exchange import Peers
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.core.transport import Pending, Submission, Transport
-from dsx.core.types import History, SyncParams, SyncView
+from dsx.core.types import History, SyncParams
 from dsx.method.method import Method
-from dsx.method.outer_optimizer import OuterContext
 from dsx.outer.first_steps import FirstSteps
 from dsx.outer.host_copy import HostCopies, HostCopy
 from dsx.outer.measurements import Measurements
+from dsx.outer.outer_step import Arrival, OuterStep
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.recovery import Recovery
@@ -76,7 +76,7 @@ class OuterLoop:
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
-        self._per_tensor = [
+        per_tensor = [
             ShardedTensors(
                 fragment,
                 parameters,
@@ -86,7 +86,10 @@ class OuterLoop:
             )
             for fragment, parameters in zip(fragments, adapter.fragment_parameters, strict=True)
         ]
-        self._first_steps = FirstSteps(method, adapter, self.state, self._per_tensor)
+        self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
+        self._outer_step = OuterStep(
+            method, adapter, self.state, per_tensor, transport.num_clusters
+        )
 
     @torch.no_grad()
     def start(self, keeps_masters: bool = False) -> None:
@@ -246,108 +249,52 @@ class OuterLoop:
         return self.method.delay.is_ripe(age, newer)
 
     def _apply(self, transfer: Transfer | NothingYet) -> None:
-        """Take the outer step of a transfer, if it carries one, and merge."""
+        """Take in what has come, take the outer step with it, and account for it."""
         self.in_flight.remove(transfer)
-        fragment = transfer.fragment
-        timer = self._trace.span_timer("apply", fragment, self.history.step)
-        report: dict[str, Tensor] = {}
-        mean: Tensor | None = None
+        under_way = [t for t in self.in_flight if isinstance(t, Transfer)]
+        timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
+        arrival = Arrival(transfer, None, under_way, {}, timer)
         wait_seconds = 0.0
         if isinstance(transfer, Transfer):
-            waited = time.perf_counter()
-            mean_on_wire = transfer.pending.wait()
-            wait_seconds = time.perf_counter() - waited
-            timer.mark("wait", "wait")
-            self.recovery.act_on(fragment, transfer.launched, transfer.buffers.parity, self.history)
-            mean = self.state.scratch(fragment, "mean")
-            self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.all_to_all)
-            report["mean_norm"] = torch.linalg.vector_norm(mean)
-            self._agree(transfer)
-            timer.mark("judge")
-            if transfer.buffers.parity.is_refused:
-                self.totals.refused += 1
-                mean = None
-            else:
-                self.history.rounds[fragment] += 1
-                self.history.intervals[fragment] = transfer.interval
-                self._step_anchor(transfer, mean)
-                timer.mark("outer step")
+            wait_seconds = self._receive(transfer, arrival)
         if isinstance(transfer, Transfer) and self.recovery.restarts(transfer.buffers.parity):
-            self.recovery.restart([t for t in self.in_flight if isinstance(t, Transfer)])
+            self.recovery.restart(under_way)
         else:
-            merged = self._merge(transfer, mean, report)
-            timer.mark("merge")
-            self.adapter.write(fragment, merged)
-            timer.mark("write")
-        self.history.under_way[fragment] -= 1
+            self._outer_step.take(arrival, self.history)
+        self.history.under_way[transfer.fragment] -= 1
         if isinstance(transfer, Transfer):
             transfer.buffers.is_free = True
-            self.history.applied[fragment] = self.history.step
-            self._account(transfer, wait_seconds, report)
+            self.history.applied[transfer.fragment] = self.history.step
+            self._account(transfer, wait_seconds, arrival.report)
             timer.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
 
-    def _agree(self, transfer: Transfer) -> None:
-        """Bring what this transfer has agreed into the history."""
-        sideband = transfer.buffers.sideband
-        seconds = transfer.pending.seconds / transfer.shared_by
-        sync_params, is_refused = transfer.sync_params, transfer.buffers.parity.is_refused
+    def _receive(self, transfer: Transfer, arrival: Arrival) -> float:
+        """Wait for a mean and check it, into `arrival`; return the seconds waited."""
+        fragment, parity = transfer.fragment, transfer.buffers.parity
+        waited = time.perf_counter()
+        mean_on_wire = transfer.pending.wait()
+        wait_seconds = time.perf_counter() - waited
+        arrival.timer.mark("wait", "wait")
+        self.recovery.act_on(fragment, transfer.launched, parity, self.history)
+        mean = self.state.scratch(fragment, "mean")
+        self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.all_to_all)
+        arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
         self.measurements.take(
-            sideband, transfer.fragment, self.history, seconds, sync_params, is_refused
+            transfer.buffers.sideband,
+            fragment,
+            self.history,
+            transfer.pending.seconds / transfer.shared_by,
+            transfer.sync_params,
+            parity.is_refused,
         )
-
-    def _step_anchor(self, transfer: Transfer, mean: Tensor) -> None:
-        fragment, outer = transfer.fragment, self.method.outer_optimizer
-        if not outer.keeps_anchor:
-            return
-        slots, staleness = self.state.slots[fragment], self.method.staleness
-        per_tensor = self._per_tensor[fragment]
-        scratch = self.state.scratch(fragment, "work")
-        sideband = transfer.buffers.sideband.averages.to(mean.device)
-        mean = staleness.weigh(
-            mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
-        )
-        update = outer.update(mean, slots.outer, self._context(fragment))
-        staleness.remember(update, slots.staleness, per_tensor)
-        self.state.anchor[fragment].sub_(update)
-
-    def _context(self, fragment: int) -> OuterContext:
-        return OuterContext(
-            self.history.rounds[fragment],
-            self.adapter.inner_lr(),
-            self.state.scratch(fragment, "work"),
-            self._per_tensor[fragment],
-        )
-
-    def _merge(
-        self, transfer: Transfer | NothingYet, mean: Tensor | None, report: dict[str, Tensor]
-    ) -> Tensor:
-        fragment, delay, slots = transfer.fragment, self.method.delay, self.state.slots
-        local: Tensor | None = None
-        if delay.needs_local:
-            local = self.state.scratch(fragment, "local")
-            self.adapter.read(fragment, local)
-        same = [t for t in self.in_flight if t.fragment == fragment and isinstance(t, Transfer)]
-        is_launched = isinstance(transfer, Transfer)
-        age = self.history.step - transfer.launched if is_launched else 0
-        view = SyncView(
-            mean=mean,
-            anchor=self.state.anchor[fragment],
-            local=local,
-            kept=transfer.buffers.kept if is_launched else None,
-            own=[t.buffers.kept for t in same if t.buffers.kept is not None],
-            slots=slots[fragment].delay,
-            scratch=self.state.scratch(fragment, "work"),
-            outer_update=lambda w: self.method.outer_optimizer.update(
-                w, slots[fragment].delay, self._context(fragment)
-            ),
-            per_tensor=self._per_tensor[fragment],
-            num_clusters=self.transport.num_clusters,
-            age=age,
-            interval=transfer.interval if is_launched else 0,
-            is_current=age == 0 and not (is_launched and transfer.was_sent_before_update),
-            report=report,
-        )
-        return delay.merge(view)
+        arrival.timer.mark("check")
+        if parity.is_refused:
+            self.totals.refused += 1
+        else:
+            self.history.rounds[fragment] += 1
+            self.history.intervals[fragment] = transfer.interval
+            arrival.mean = mean
+        return wait_seconds
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
         self.totals.bytes_sent += transfer.pending.bytes_sent

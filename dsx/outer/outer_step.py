@@ -1,0 +1,131 @@
+"""The outer step of one fragment: the papers' steps, in their order.
+
+Over the flat fp32 vectors of DiLoCo's Alg. 1 (arXiv:2311.08105), lines 11 to 13: the mean of all
+clusters' pseudo-gradients, weighed by CO2's staleness penalty where the method has one
+(arXiv:2401.16265), steps the anchor, and the delay policy says what training goes on from: the
+anchor (DiLoCo), a mix of it with the local parameters (Streaming DiLoCo, arXiv:2501.18512), a
+compensated anchor (CoCoDC, arXiv:2504.17672), or an eager one. Nothing here waits, decides or
+communicates between clusters; who watches the time does so around it, by `timed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dsx.core.engine import EngineAdapter
+from dsx.core.recorder import SpanTimer, timed
+from dsx.core.types import History, SyncView
+from dsx.method.method import Method
+from dsx.method.outer_optimizer import OuterContext
+from dsx.outer.per_tensor import ShardedTensors
+from dsx.outer.state import StateStore
+from dsx.outer.transfer import NothingYet, Transfer
+
+
+@dataclass
+class Arrival:
+    """A transfer that has come, with its mean `[numel]`; None if it was empty or is refused.
+
+    `under_way` are those launched after it. `report` takes numbers for the sync's record.
+    """
+
+    transfer: Transfer | NothingYet
+    mean: Tensor | None
+    under_way: Sequence[Transfer]
+    report: dict[str, Tensor]
+    timer: SpanTimer
+
+    @property
+    def fragment(self) -> int:
+        """The fragment that has come."""
+        return self.transfer.fragment
+
+
+class OuterStep:
+    """Takes the outer steps of one rank's fragments, in place of anchors, slots and masters."""
+
+    def __init__(
+        self,
+        method: Method,
+        adapter: EngineAdapter,
+        state: StateStore,
+        per_tensor: Sequence[ShardedTensors],
+        num_clusters: int,
+    ) -> None:
+        self._method = method
+        self._adapter = adapter
+        self._state = state
+        self._per_tensor = per_tensor
+        self._num_clusters = num_clusters
+
+    def take(self, arrival: Arrival, history: History) -> None:
+        """Take the step that an arrival calls for; without a mean, only the merge."""
+        if arrival.mean is not None and self._method.outer_optimizer.keeps_anchor:
+            self._step_anchor(arrival, history)  # outer parameters: Alg. 1, line 13
+        merged = self._merge(arrival, history)  # what training goes on from: Alg. 1, line 3
+        self._write(arrival, merged)
+
+    @timed("outer step")
+    def _step_anchor(self, arrival: Arrival, history: History) -> None:
+        """Let the outer optimizer step the anchor with the weighed mean."""
+        fragment, transfer, mean = arrival.fragment, arrival.transfer, arrival.mean
+        assert isinstance(transfer, Transfer) and mean is not None
+        slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
+        staleness, scratch = self._method.staleness, self._state.scratch(fragment, "work")
+        sideband = transfer.buffers.sideband.averages.to(mean.device)
+        gradient = staleness.weigh(
+            mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
+        )
+        update = self._method.outer_optimizer.update(
+            gradient, slots.outer, self._context(fragment, history)
+        )
+        staleness.remember(update, slots.staleness, per_tensor)
+        self._state.anchor[fragment].sub_(update)
+
+    @timed("merge")
+    def _merge(self, arrival: Arrival, history: History) -> Tensor:
+        """Return what the delay policy makes of the anchor and of what is local, `[numel]`."""
+        fragment, transfer, delay = arrival.fragment, arrival.transfer, self._method.delay
+        slots = self._state.slots[fragment].delay
+        local: Tensor | None = None
+        if delay.needs_local:
+            local = self._state.scratch(fragment, "local")
+            self._adapter.read(fragment, local)
+        own = [t.buffers.kept for t in arrival.under_way if t.fragment == fragment]
+        launched = transfer if isinstance(transfer, Transfer) else None
+        age = history.step - launched.launched if launched else 0
+        view = SyncView(
+            mean=arrival.mean,
+            anchor=self._state.anchor[fragment],
+            local=local,
+            kept=launched.buffers.kept if launched else None,
+            own=[kept for kept in own if kept is not None],
+            slots=slots,
+            scratch=self._state.scratch(fragment, "work"),
+            outer_update=lambda w: self._method.outer_optimizer.update(
+                w, slots, self._context(fragment, history)
+            ),
+            per_tensor=self._per_tensor[fragment],
+            num_clusters=self._num_clusters,
+            age=age,
+            interval=launched.interval if launched else 0,
+            is_current=age == 0 and not (launched and launched.was_sent_before_update),
+            report=arrival.report,
+        )
+        return delay.merge(view)
+
+    @timed("write")
+    def _write(self, arrival: Arrival, merged: Tensor) -> None:
+        """Hand the fragment back to the engine."""
+        self._adapter.write(arrival.fragment, merged)
+
+    def _context(self, fragment: int, history: History) -> OuterContext:
+        return OuterContext(
+            history.rounds[fragment],
+            self._adapter.inner_lr(),
+            self._state.scratch(fragment, "work"),
+            self._per_tensor[fragment],
+        )
