@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from tests.templates import ForkedRank, start_templates
+from tests.templates import ForkedRank, environment_of_imports, start_templates
 
 
 def free_port() -> int:
@@ -109,7 +109,7 @@ def _rank_main(
 
     torch.set_num_threads(1)
     os.environ.clear()
-    os.environ.update(environment)
+    os.environ.update(environment_of_imports | environment)
     rank = int(environment["RANK"])
     try:
         results.put((rank, function(*args), None))

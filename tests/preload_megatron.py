@@ -11,16 +11,17 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 
 from megatron_on_cpu import install
 
-install()
 preload(
     "pytest",
     "megatron.core.distributed",
-    "megatron.core.models.gpt",
+    "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.dist_checkpointing",
     "dsx.engines.megatron.engine",
+    "dsx.engines.megatron.checkpoint",
     "dsx.engines.attach",
     "dsx.training.handle",
     "tests.engines.engines",
+    first=install,
 )

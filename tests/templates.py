@@ -16,6 +16,7 @@ import multiprocessing.context
 import os
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing import forkserver, popen_forkserver
 from typing import Any
 from unittest import mock
@@ -25,11 +26,18 @@ import torch.distributed as dist
 PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_megatron"}
 
 
-def preload(*names: str) -> None:
+environment_of_imports: dict[str, str] = {}  # what importing has set
+
+
+def preload(*names: str, first: Callable[[], None] | None = None) -> None:
     """Import modules as far as they are installed, in a process that ranks are forked from."""
+    before = dict(os.environ)
+    if first is not None:
+        first()
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    environment_of_imports.update(dict(os.environ.items() - before.items()))
     if dist.is_initialized() or threading.active_count() > 1:
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")
     gc.collect()
