@@ -14,7 +14,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "python scripts/pseudo_gradients.py",
     "OMP_NUM_THREADS=1 dsx bench codec",
     "OMP_NUM_THREADS=1 dsx bench launch",
-    "dsx bench link --clusters 2 --mbit 22",
+    "dsx bench line --clusters 2 --mbit 22",
 }
 
 SLOW = {  # whole trainings: `pytest -m slow`
@@ -24,8 +24,8 @@ SLOW = {  # whole trainings: `pytest -m slow`
     "deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py",
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt_megatron.py",
     "python -m deepspeed.checkpoint.ds_to_universal",
-    "dsx bench link --mbit 22 -- dsx net-test",
-    "dsx bench link --mbit 20 -- deepspeed",
+    "dsx bench line --mbit 22 -- dsx net-test",
+    "dsx bench line --mbit 20 -- deepspeed",
     "dsx trace runs/two_launchers",
     "dsx rendezvous --port 29400",
     "deepspeed --num_gpus 2 --master_port",
@@ -48,7 +48,7 @@ NOT_HERE = {  # with the reason
     "pip install torchft": "a package that nothing else here needs",
 }
 
-NEEDS_ROOT = {"dsx bench link"}  # skipped, with the testbed's own reason, where there is none
+NEEDS_ROOT = {"dsx bench line"}  # skipped, with the testbed's own reason, where there is none
 
 EXACT = {  # what they print is the same everywhere, and stands in the `text` block that follows
     "dsx memory configs/qwen_107b.flags",
