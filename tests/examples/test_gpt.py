@@ -6,9 +6,8 @@ import math
 
 import pytest
 import torch
-from torch import Tensor
-
 from scripts.gpt import GPT, GPTConfig
+from torch import Tensor
 
 TINY = GPTConfig(num_layers=2, hidden_size=32, num_heads=2, sequence_length=16, vocab_size=257)
 
