@@ -4,4 +4,5 @@ from __future__ import annotations
 
 from dsx.cli import app
 
-app(prog_name="dsx")
+if __name__ == "__main__":
+    app(prog_name="dsx")

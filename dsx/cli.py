@@ -16,6 +16,7 @@ from dsx.bench.net_test.command import net_test
 from dsx.comm.command import rendezvous
 from dsx.data.command import app as data_app
 from dsx.engines.command import export
+from dsx.examples.command import quickstart
 from dsx.plan.memory.command import memory
 from dsx.plan.plan_command import plan
 from dsx.plan.published.command import simulate
@@ -23,6 +24,7 @@ from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
 
 BEFORE, DURING, AFTER = "Before a run", "For a run", "After a run"
+PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command(rich_help_panel=BEFORE)(memory)
@@ -31,6 +33,7 @@ app.command(rich_help_panel=BEFORE)(plan)
 app.command(rich_help_panel=BEFORE)(simulate)
 app.add_typer(bench_app, name="bench", rich_help_panel=BEFORE)
 app.add_typer(data_app, name="data", rich_help_panel=DURING)
+app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)
 app.command(rich_help_panel=AFTER)(export)
 app.command(rich_help_panel=AFTER)(report)

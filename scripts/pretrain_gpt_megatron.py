@@ -31,11 +31,19 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from safetensors.torch import save_file
-from training_run import Counters, Meter, Results, conclude_run, open_bar, positive, set_aside
 
 import dsx
 from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
+from dsx.examples.training_run import (
+    Counters,
+    Meter,
+    Results,
+    conclude_run,
+    open_bar,
+    positive,
+    set_aside,
+)
 
 
 @dataclass

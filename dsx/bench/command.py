@@ -14,13 +14,17 @@ from typing import Annotated, Any
 
 import typer
 
+from dsx.bench.convergence.command import convergence
 from dsx.bench.e2e.command import e2e
+from dsx.bench.torchft.command import torchft
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
 from dsx.core.renamed import warn_renamed
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
+app.command()(convergence)
+app.command()(torchft)
 
 
 @app.command()
@@ -90,6 +94,25 @@ def launch(
     print_launch(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")
+
+
+@app.command()
+@one_line_errors("bench pseudo-gradients", OSError)
+def pseudo_gradients(
+    out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="Where they go.")],
+    data: Annotated[Path, typer.Option(help="A dataset of `dsx data build`.")] = Path(
+        "data/stdlib"
+    ),
+    rounds: Annotated[int, typer.Option(help="Rounds of training before.", min=1)] = 2,
+) -> None:
+    """Make pseudo-gradients for `dsx bench codec` to measure on.
+
+    Two clusters in one process train the quickstart's model on real text; what one of them would
+    send at the end of the last round is saved by parameter name. About a minute on two cores.
+    """
+    from dsx.bench.pseudo_gradients import save_pseudo_gradients
+
+    save_pseudo_gradients(data, out, rounds)
 
 
 def _read_sizes(text: str) -> list[int]:

@@ -1,44 +1,29 @@
-"""Pseudo-gradients of the quickstart's model on real text, to measure codecs on.
-
-    dsx data build --from stdlib --out data/stdlib
-    python scripts/pseudo_gradients.py --out runs/pseudo_gradients.safetensors
-    dsx bench codec --pseudo-gradients runs/pseudo_gradients.safetensors
+"""Pseudo-gradients of the quickstart's model on real text, for `dsx bench codec` to measure on.
 
 Two clusters in one process train from the same weights with DiLoCo, H = 20; what cluster 0 would
-send at the end of the last round is saved by parameter name. About a minute on two cores.
+send at the end of the last round is saved by parameter name.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 from pathlib import Path
 
 import torch
-from gpt import GPT, GPTConfig
 from safetensors.torch import save_file
 from torch import nn
 
 import dsx
 from dsx.data import ClusterBatches, TokenWindows, read_summary
+from dsx.examples.gpt import GPT, GPTConfig
 
 NUM_CLUSTERS, INTERVAL, BATCH_SIZE = 2, 20, 4
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--data", type=Path, default=Path("data/stdlib"))
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE.safetensors")
-    parser.add_argument("--rounds", type=int, default=2)
-    return parser.parse_args()
-
-
-def main() -> None:
-    arguments = parse_arguments()
-    config = GPTConfig(sequence_length=128, vocab_size=read_summary(arguments.data).vocab_size)
-    windows = TokenWindows(arguments.data / "train", config.sequence_length)
+def save_pseudo_gradients(data: Path, out: Path, num_rounds: int) -> None:
+    """Train `num_rounds` rounds on a dataset, and write the last round's to `out`."""
+    config = GPTConfig(sequence_length=128, vocab_size=read_summary(data).vocab_size)
+    windows = TokenWindows(data / "train", config.sequence_length)
     batches = [
         ClusterBatches(
             windows, BATCH_SIZE, cluster_id=m, num_clusters=NUM_CLUSTERS,
@@ -53,7 +38,7 @@ def main() -> None:
     clusters = dsx.SimulatedClusters(models, optimizers, method)
     start = weights(models[0])
     sent: dict[str, torch.Tensor] = {}
-    for step in range(1, arguments.rounds * INTERVAL + 1):
+    for step in range(1, num_rounds * INTERVAL + 1):
         for own, optimizer, source in zip(models, optimizers, batches, strict=True):
             tokens = next(source)
             optimizer.zero_grad()
@@ -65,17 +50,13 @@ def main() -> None:
         clusters.step()
         if step % INTERVAL == 0:
             start = weights(models[0])
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    save_file(sent, str(arguments.out))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    save_file(sent, str(out))
     norm = sum(float(d.square().sum()) for d in sent.values()) ** 0.5
     numel = sum(d.numel() for d in sent.values())
-    print(f"{numel:,} values of round {arguments.rounds}, norm {norm:.3f}: {arguments.out}")
+    print(f"{numel:,} values of round {num_rounds}, norm {norm:.3f}: {out}")
 
 
 def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return copies of the trained parameters by name."""
     return {name: p.detach().clone() for name, p in model.named_parameters()}
-
-
-if __name__ == "__main__":
-    main()

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
-from gpt import GPT, GPTConfig, Layer, rotary_angles
 from torch import Tensor, nn
 from torch.nn import functional as F
+
+from dsx.examples.gpt import GPT, GPTConfig, Layer, rotary_angles
 
 
 class First(nn.Module):
@@ -62,7 +63,8 @@ def as_pipeline(model: GPT, num_stages: int) -> PipelineModule:
     ValueError if the cluster's ranks, or the layers, do not make as many.
     """
     ranks = dist.get_world_size()
-    layers = [First(model), *(Middle(layer, model.config) for layer in model.layers), Last(model)]
+    middle = [Middle(cast(Layer, layer), model.config) for layer in model.layers]
+    layers = [First(model), *middle, Last(model)]
     if ranks % num_stages or num_stages > len(layers):
         raise ValueError(
             f"--pipeline-stages {num_stages} must divide the cluster's {ranks} ranks, and be at "

@@ -29,15 +29,23 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from gpt import GPT, GPTConfig
-from gpt_pipeline import as_pipeline, gather_weights, with_targets
 from rich.console import Console
 from safetensors.torch import save_file
-from training_run import Counters, Meter, Results, conclude_run, open_bar, positive, set_aside
 
 import dsx
 from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
+from dsx.examples.gpt import GPT, GPTConfig
+from dsx.examples.gpt_pipeline import as_pipeline, gather_weights, with_targets
+from dsx.examples.training_run import (
+    Counters,
+    Meter,
+    Results,
+    conclude_run,
+    open_bar,
+    positive,
+    set_aside,
+)
 
 
 @dataclass
@@ -72,6 +80,7 @@ class Run:
 
 
 def parse_arguments() -> argparse.Namespace:
+    """Read the command line, with the arguments of DeepSpeed and of dsx."""
     parser = argparse.ArgumentParser(
         description="Pretrain a small GPT on byte tokens with DeepSpeed and dsx.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -289,6 +298,7 @@ def prepare_process() -> None:
 
 
 def main() -> int:
+    """Train; return the exit status."""
     started = time.perf_counter()
     prepare_process()
     arguments = parse_arguments()

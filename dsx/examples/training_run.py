@@ -106,6 +106,7 @@ class Meter:
 
 
 def positive(text: str) -> int:
+    """Read a whole number above 0, for argparse."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
     return int(text)

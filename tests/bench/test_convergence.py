@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(data: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
     size = "--steps 16 --interval 4 --layers 2 --hidden 16 --heads 2 --sequence-length 16"
-    command = [sys.executable, str(ROOT / "scripts" / "convergence.py"), *size.split()]
+    command = [sys.executable, "-m", "dsx", "bench", "convergence", *size.split()]
     command += ["--data", str(data), "--validation-windows", "8", "--evaluations", "2"]
     command += ["--json", str(out), *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -39,7 +39,7 @@ def run(data: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
-    grid = ["--rates", "0.5", "--momenta", "0", "0.5", "--seeds", "0"]
+    grid = ["--rates", "0.5", "--momenta", "0,0.5", "--seeds", "0"]
     done = run(data, out, *grid)
     assert done.returncode == 0, done.stderr
     rows = {row["preset"]: row for row in json.loads(out.read_text())}
@@ -72,3 +72,11 @@ def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path
     done = run(tmp_path / "none", tmp_path / "x.json")
     assert done.returncode == 2
     assert "make one with: dsx data build --from stdlib --out" in done.stderr
+
+
+def test_what_is_no_preset_or_number_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, tmp_path / "x.json", "--presets", "diloco,eager+zip")
+    assert done.returncode == 2
+    assert "'eager+zip' is not PRESET or PRESET+CODEC; presets: local_sgd" in done.stderr
+    done = run(tmp_path, tmp_path / "x.json", "--seeds", "0,one")
+    assert "--seeds '0,one' must be numbers with commas between" in done.stderr

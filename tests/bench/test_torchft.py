@@ -14,7 +14,7 @@ from dsx.bench.testbed import UNAVAILABLE
 from dsx.data import build
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "scripts" / "bench_torchft.py"
+COMMAND = ["-m", "dsx", "bench", "torchft"]
 
 
 def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
@@ -27,8 +27,8 @@ def run(command: list[str], timeout: float) -> subprocess.CompletedProcess[str]:
 
 def test_without_torchft_it_is_skipped_and_says_what_to_install() -> None:
     without = (
-        "import runpy, sys; sys.modules['torchft'] = None; sys.argv = ['bench_torchft'];"
-        f"runpy.run_path({str(SCRIPT)!r}, run_name='__main__')"
+        "import sys; sys.modules['torchft'] = None;"
+        "from dsx.cli import app; app(['bench', 'torchft'])"
     )
     done = run(["-c", without], timeout=30)
     assert done.returncode == UNAVAILABLE
@@ -40,11 +40,11 @@ def test_without_torchft_it_is_skipped_and_says_what_to_install() -> None:
     ("wrong", "fix"),
     [
         (["--fragments", "2"], "--fragments and --delay go together"),
-        (["--interval", "0"], "--interval=0 must be at least 1"),
+        (["--interval", "0"], "'--interval': 0 is not in the range"),
     ],
 )
 def test_wrong_options_end_with_2(wrong: list[str], fix: str) -> None:
-    done = run([str(SCRIPT), *wrong], timeout=30)
+    done = run([*COMMAND, *wrong], timeout=30)
     assert done.returncode == 2
     assert fix in done.stderr
 
@@ -62,7 +62,7 @@ def test_torchft_and_dsx_end_at_the_same_loss_with_as_much_payload(tmp_path: Pat
     size = "--ratio 4 --rounds 1 --interval 16 --shape 4,32,32,8 --max-drift 10"
     size += " --fragments 2 --delay 6"
     paths = ["--data", str(tmp_path / "data"), "--out", str(tmp_path), "--json", str(results)]
-    done = run([str(SCRIPT), *size.split(), *paths], timeout=280)
+    done = run([*COMMAND, *size.split(), *paths], timeout=280)
     if done.returncode == UNAVAILABLE:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr

@@ -12,7 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "dsx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-MAY_IMPORT_ENGINES = ("comm", "engines", "cli", "bench.e2e.worker")
+MAY_IMPORT_ENGINES = ("comm", "engines", "cli", "examples")
+WORKERS = ("bench.e2e.worker", "bench.torchft.worker")  # a rank each
 
 
 def module_name(path: Path) -> str:
@@ -35,7 +36,7 @@ def imports(path: Path, top_level_only: bool = False) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_only_adapters_know_engines_and_process_groups(path: Path) -> None:
     module = module_name(path)
-    if module.startswith(MAY_IMPORT_ENGINES):
+    if module.startswith((*MAY_IMPORT_ENGINES, *WORKERS)):
         return
     engines = {n for n in imports(path) if n.split(".")[0] in ("deepspeed", "megatron")}
     if module.startswith("data"):  # the builder writes through megatron-core

@@ -6,8 +6,9 @@ import math
 
 import pytest
 import torch
-from scripts.gpt import GPT, GPTConfig
 from torch import Tensor
+
+from dsx.examples.gpt import GPT, GPTConfig
 
 TINY = GPTConfig(num_layers=2, hidden_size=32, num_heads=2, sequence_length=16, vocab_size=257)
 

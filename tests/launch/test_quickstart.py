@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
+
+from dsx.examples.gpt import GPT, GPTConfig
 
 pytest.importorskip("deepspeed")
 pytest.importorskip("megatron.core")
@@ -33,9 +34,6 @@ def check_run(run: Path, steps: int) -> dict[str, object]:
     for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
         kinds = [json.loads(line)["kind"] for line in (run / name).read_text().splitlines()]
         assert kinds.count("step") == steps and kinds.count("sync") > 0
-    sys.path.insert(0, str(ROOT / "scripts"))
-    from gpt import GPT, GPTConfig
-
     model = GPT(GPTConfig(**json.loads((run / "model.json").read_text())))
     model.load_state_dict(load_file(run / "model.safetensors"))
     assert all(p.isfinite().all() for p in model.parameters())

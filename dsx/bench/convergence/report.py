@@ -38,6 +38,7 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
 
 
 def spread(values: list[float], digits: int) -> str:
+    """Return the mean, and the standard deviation of several."""
     noise = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{noise}"
 

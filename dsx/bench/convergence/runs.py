@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from convergence_report import BASELINE
-from gpt import GPT, GPTConfig
 from torch import Tensor, nn
 
 import dsx
+from dsx.bench.convergence.report import BASELINE
 from dsx.data import ClusterBatches, TokenWindows, read_summary
+from dsx.examples.gpt import GPT, GPTConfig
 
 _LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
 
@@ -113,6 +113,7 @@ def inner_rate(study: Study, step: int) -> float:
 
 
 def make_optimizer(model: nn.Module, study: Study) -> torch.optim.Optimizer:
+    """Return the inner AdamW of every run."""
     rate = study.inner_lr
     return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
 
@@ -120,6 +121,7 @@ def make_optimizer(model: nn.Module, study: Study) -> torch.optim.Optimizer:
 def take_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, lr: float
 ) -> None:
+    """Take one inner step on windows `[batch, length + 1]`."""
     optimizer.param_groups[0]["lr"] = lr
     optimizer.zero_grad()
     model(windows[:, :-1], windows[:, 1:]).backward()
@@ -129,6 +131,7 @@ def take_step(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, windows: Tensor) -> float:
+    """Return the mean loss on held-out windows."""
     model.eval()
     losses = [model(part[:, :-1], part[:, 1:]).item() * len(part) for part in windows.split(32)]
     model.train()

@@ -1,41 +1,38 @@
-"""How much each method loses against synchronous data parallel, on real text, at equal tokens.
-
-    dsx data build --from stdlib --out data/stdlib
-    python scripts/convergence.py --json runs/convergence/results.json
-
-C clusters in one process train the quickstart's kind of model, from the same weights and on the
-same batches, under every preset. Outer learning rate and momentum are tuned for each preset on
-one grid, the same for all, with the first seed; the choice then runs with every seed. The
-baseline is one model that takes the mean gradient of all clusters' batches in every step.
-
-Results appear as a table, as JSON (one object per preset and seed) and as a plot. Finished runs
-are kept beside the JSON file and not run again. `--settings FILE` takes the choices of an earlier
-study instead of tuning, e.g. for a longer run of some presets.
-"""
+"""A convergence study: tune every preset on one grid, run the choices, compare them."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import multiprocessing
-import os
-import sys
 import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from convergence_report import BASELINE, plot, print_table
-from convergence_runs import CODECS, Study, Task, run_task
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import dsx
+from dsx.bench.convergence.report import BASELINE, plot, print_table
+from dsx.bench.convergence.runs import CODECS, Study, Task, run_task
 from dsx.method.presets import PRESETS
 
 UNTUNED = ("local_sgd", "dreamddp")  # their outer rule has no rate to choose
+_Number = TypeVar("_Number", int, float)
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is compared, and the grid that is searched; `settings` are an earlier study's rows."""
+
+    presets: Sequence[str]
+    rates: Sequence[float]
+    momenta: Sequence[float]
+    seeds: Sequence[int]
+    settings: Path | None
 
 
 def run_all(study: Study, tasks: list[Task], jobs: int, kept: Path) -> dict[str, dict[str, Any]]:
@@ -64,6 +61,7 @@ def run_all(study: Study, tasks: list[Task], jobs: int, kept: Path) -> dict[str,
 
 
 def prepare_worker() -> None:
+    """Set up a process of the pool."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", dsx.SettingWarning)  # the grid goes beyond what is stable
 
@@ -79,109 +77,79 @@ class Runner:
         return task, run_task(self.study, task)
 
 
-def choose(arguments: argparse.Namespace, study: Study, kept: Path) -> dict[str, Task]:
+def choose(study: Study, search: Search, jobs: int, kept: Path) -> dict[str, Task]:
     """Return each preset's task of the first seed, with the best outer rate of the grid."""
-    seed = arguments.seeds[0]
-    if arguments.settings:
-        rows = json.loads(arguments.settings.read_text())
+    seed = search.seeds[0]
+    if search.settings:
+        rows = json.loads(search.settings.read_text())
         found = {r["preset"]: (r["lr"], r["momentum"]) for r in rows}
-        return {n: Task(n, seed, *found[n.partition("+")[0]]) for n in arguments.presets}
-    plain = dict.fromkeys(name.partition("+")[0] for name in arguments.presets)
+        return {n: Task(n, seed, *found[n.partition("+")[0]]) for n in search.presets}
+    plain = dict.fromkeys(name.partition("+")[0] for name in search.presets)
     grid = {
         name: [Task(name, seed)]
         if name in UNTUNED
-        else [Task(name, seed, lr, mu) for mu in arguments.momenta for lr in arguments.rates]
+        else [Task(name, seed, lr, mu) for mu in search.momenta for lr in search.rates]
         for name in plain
     }
     tasks = [task for candidates in grid.values() for task in candidates]
-    results = run_all(study, tasks, arguments.jobs, kept)
+    results = run_all(study, tasks, jobs, kept)
 
     def loss(task: Task) -> float:
         value = results[task.key]["val_loss"]
         return value if math.isfinite(value) else math.inf
 
     best = {name: min(candidates, key=loss) for name, candidates in grid.items()}
-    return {n: replace(best[n.partition("+")[0]], preset=n) for n in arguments.presets}
+    return {n: replace(best[n.partition("+")[0]], preset=n) for n in search.presets}
 
 
-def preset_name(text: str) -> str:
-    """Return a name of --presets, PRESET or PRESET+CODEC, if there is such a thing."""
-    preset, plus, codec = text.partition("+")
-    if preset not in PRESETS or (plus and codec not in CODECS):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not PRESET or PRESET+CODEC; presets: {', '.join(PRESETS)}; "
-            f"codecs: {', '.join(CODECS)}"
-        )
-    return text
+def read_presets(text: str | None) -> list[str]:
+    """Read PRESET or PRESET+CODEC with commas between them; None: every preset."""
+    names = list(PRESETS) if text is None else text.split(",")
+    for name in names:
+        preset, plus, codec = name.partition("+")
+        if preset not in PRESETS or (plus and codec not in CODECS):
+            raise ValueError(
+                f"--presets {name!r} is not PRESET or PRESET+CODEC; presets: "
+                f"{', '.join(PRESETS)}; codecs: {', '.join(CODECS)}"
+            )
+    return names
 
 
-def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--data", type=Path, default=Path("data/stdlib"))
-    add(
-        "--presets", nargs="+", type=preset_name, default=list(PRESETS), metavar="PRESET[+CODEC]",
-        help=f"presets: {', '.join(PRESETS)}; codecs: {', '.join(CODECS)}. A codec runs with the "
-        "rate and momentum of its preset without one",
-    )  # fmt: skip
-    add("--clusters", type=int, default=4)
-    add("--steps", type=int, default=800, help="inner steps of every run")
-    add("--interval", type=int, default=20, help="H")
-    add("--batch-size", type=int, default=4, help="windows per cluster and step")
-    add("--sequence-length", type=int, default=64)
-    add("--layers", type=int, default=4)
-    add("--hidden", type=int, default=64)
-    add("--heads", type=int, default=4)
-    add("--inner-lr", type=float, default=3e-3)
-    add("--rates", type=float, nargs="+", default=[0.25, 0.5, 1.0], help="grid of outer rates")
-    add("--momenta", type=float, nargs="+", default=[0.0, 0.5], help="grid of outer momenta")
-    add("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    add("--evaluations", type=int, default=10, help="along each run")
-    add("--validation-windows", type=int, default=512)
-    add("--settings", type=Path, help="JSON of an earlier study: take its choices, do not tune")
-    add("--jobs", type=int, default=os.cpu_count() or 1, help="runs at a time, one thread each")
-    add("--device", default="cpu")
-    add("--json", type=Path, default=Path("runs/convergence/results.json"))
-    add("--plot", type=Path, help="PNG file; beside the JSON file if not given")
-    return parser.parse_args()
+def read_numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list[_Number]:
+    """Read numbers with commas between them."""
+    try:
+        return [kind(part) for part in text.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"{option} {text!r} must be numbers with commas between; try 0,1"
+        ) from None
 
 
-def main() -> int:
-    arguments = parse_arguments()
-    if not (arguments.data / "train.bin").exists():
-        fix = f"dsx data build --from stdlib --out {arguments.data}"
-        print(f"error: no corpus at {arguments.data}; make one with: {fix}", file=sys.stderr)
-        return 2
-    study = Study(
-        str(arguments.data), arguments.clusters, arguments.steps, arguments.interval,
-        arguments.batch_size, arguments.sequence_length, arguments.layers, arguments.hidden,
-        arguments.heads, arguments.inner_lr, arguments.evaluations, arguments.validation_windows,
-        arguments.device,
-    )  # fmt: skip
-    arguments.json.parent.mkdir(parents=True, exist_ok=True)
-    kept = arguments.json.with_suffix(".runs.jsonl")
-    chosen = choose(arguments, study, kept)
+def compare(study: Study, search: Search, jobs: int, out: Path, figure: Path | None) -> None:
+    """Run the study; write the results to `out`, draw them, print a table.
+
+    FileNotFoundError if there is no dataset.
+    """
+    if not (Path(study.data) / "train.bin").exists():
+        fix = f"dsx data build --from stdlib --out {study.data}"
+        raise FileNotFoundError(f"no corpus at {study.data}; make one with: {fix}")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    kept = out.with_suffix(".runs.jsonl")
+    chosen = choose(study, search, jobs, kept)
     tasks = [
         Task(name, seed, task.lr, task.momentum)
         for name, task in {BASELINE: Task(BASELINE, 0), **chosen}.items()
-        for seed in arguments.seeds
+        for seed in search.seeds
     ]
-    results = run_all(study, tasks, arguments.jobs, kept)
+    results = run_all(study, tasks, jobs, kept)
     rows = [results[task.key] for task in tasks]
     baseline = {row["seed"]: row["val_loss"] for row in rows if row["preset"] == BASELINE}
     for row in rows:
         row["gap_percent"] = 100 * (row["val_loss"] / baseline[row["seed"]] - 1)
-    arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    figure = arguments.plot or arguments.json.with_suffix(".png")
-    plot(rows, arguments.interval, figure)
+    out.write_text(json.dumps(rows, indent=1) + "\n")
+    figure = figure or out.with_suffix(".png")
+    plot(rows, study.interval, figure)
     print_table(
         rows, f"{study.num_clusters} clusters, H = {study.interval}, {study.num_steps} steps"
     )
-    print(f"results in {arguments.json}, figure in {figure}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print(f"results in {out}, figure in {figure}")

@@ -1,4 +1,4 @@
-"""One cluster of scripts/bench_torchft.py: trains the bench's GPT with torchft's own DiLoCo.
+"""One cluster of `dsx bench torchft`: trains the bench's GPT with torchft's own DiLoCo.
 
 It starts from the weights, takes the batches and goes through the steps of `dsx.bench.e2e.worker`,
 with torch's AdamW and clipping where that has DeepSpeed's engine, set up the same. The ceiling is
@@ -8,6 +8,9 @@ Each cluster is a replica group of one rank. Its store, its manager and, in clus
 lighthouse listen at the cluster's address on the line. All start from the same weights, so nothing
 is recovered at first (`init_sync`), and all must take part in every sync.
 """
+
+# torchft need not be installed where types are checked:
+# pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""`dsx bench convergence`: how much each method loses against synchronous data parallel."""
