@@ -11,7 +11,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "dsx report runs/minimal",
     "torchrun --nproc-per-node 2 train_torch.py",
     "dsx data build",
-    "python scripts/pseudo_gradients.py",
+    "dsx bench pseudo-gradients",
     "OMP_NUM_THREADS=1 dsx bench codec",
     "OMP_NUM_THREADS=1 dsx bench launch",
     "dsx bench line --clusters 2 --mbit 22",
@@ -42,9 +42,8 @@ NOT_HERE = {  # with the reason
     "import megatron_patches": "needs a Megatron-LM tree; in tests/launch/test_megatron_lm.py",
     "dsx net-test --clusters 2 --cluster-id": "needs two hosts; on one in tests/link/",
     "dsx bench e2e": _BY_HAND + "tests/bench/test_e2e.py",
-    "OMP_NUM_THREADS=1 python scripts/convergence.py": _BY_HAND
-    + "tests/scripts/test_convergence.py",
-    "python scripts/bench_torchft.py": _BY_HAND + "tests/scripts/test_bench_torchft.py",
+    "OMP_NUM_THREADS=1 dsx bench convergence": _BY_HAND + "tests/bench/test_convergence.py",
+    "dsx bench torchft": _BY_HAND + "tests/bench/test_torchft.py",
     "pip install torchft": "a package that nothing else here needs",
 }
 

@@ -11,6 +11,7 @@ is recovered at first (`init_sync`), and all must take part in every sync.
 
 # torchft need not be installed where types are checked:
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false
+# pyright: reportPrivateImportUsage=false
 
 from __future__ import annotations
 
