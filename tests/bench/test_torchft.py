@@ -40,7 +40,7 @@ def test_without_torchft_it_is_skipped_and_says_what_to_install() -> None:
     ("wrong", "fix"),
     [
         (["--fragments", "2"], "--fragments and --delay go together"),
-        (["--interval", "0"], "'--interval': 0 is not in the range"),
+        (["--interval", "0"], "--interval"),
     ],
 )
 def test_wrong_options_end_with_2(wrong: list[str], fix: str) -> None:
