@@ -17,49 +17,59 @@ import typer
 from dsx.core.one_line_errors import one_line_errors
 
 Option = typer.Option
+Data = Annotated[Path, Option(help="A dataset of `dsx data build`.")]
+Presets = Annotated[
+    str | None, Option(metavar="NAME[+CODEC],...", help="What to compare; default: every preset.")
+]
+Clusters = Annotated[int, Option(help="C, all in one process.", min=2)]
+Steps = Annotated[int, Option(help="Inner steps of every run.", min=1)]
+Interval = Annotated[int, Option(help="H.", min=1)]
+BatchSize = Annotated[int, Option(help="Windows per cluster and step.", min=1)]
+SequenceLength = Annotated[int, Option(help="Tokens of a window.", min=1)]
+Layers = Annotated[int, Option(help="Of the model.", min=1)]
+Hidden = Annotated[int, Option(help="Width of the model.", min=1)]
+Heads = Annotated[int, Option(help="Of attention.", min=1)]
+InnerLr = Annotated[float, Option(help="Learning rate of the inner AdamW.")]
+Rates = Annotated[str, Option(metavar="LR,LR", help="Outer learning rates to choose from.")]
+Momenta = Annotated[str, Option(metavar="MU,MU", help="Outer momenta to choose from.")]
+Seeds = Annotated[str, Option(metavar="N,N", help="Runs of each; the first one is tuned with.")]
+Evaluations = Annotated[int, Option(help="Validations along each run.", min=1)]
+ValidationWindows = Annotated[int, Option(help="Windows of a validation.", min=1)]
+Settings = Annotated[
+    Path | None,
+    Option(metavar="FILE", help="An earlier study's JSON: take its choices, do not tune."),
+]
+Jobs = Annotated[
+    int | None, Option(help="Runs at a time, one thread each; default: one a core.", min=1)
+]
+Device = Annotated[str, Option(help="Of models and data.")]
+JsonFile = Annotated[Path, Option("--json", metavar="FILE", help="The results.")]
+Plot = Annotated[Path | None, Option(metavar="FILE.png", help="Default: beside the results.")]
 
 
 @one_line_errors("bench convergence", OSError)
 def convergence(
-    data: Annotated[Path, Option(help="A dataset of `dsx data build`.")] = Path("data/stdlib"),
-    presets: Annotated[
-        str | None,
-        Option(metavar="NAME[+CODEC],...", help="What to compare; default: every preset."),
-    ] = None,
-    clusters: Annotated[int, Option(help="C, all in one process.", min=2)] = 4,
-    steps: Annotated[int, Option(help="Inner steps of every run.", min=1)] = 800,
-    interval: Annotated[int, Option(help="H.", min=1)] = 20,
-    batch_size: Annotated[int, Option(help="Windows per cluster and step.", min=1)] = 4,
-    sequence_length: Annotated[int, Option(help="Tokens of a window.", min=1)] = 64,
-    layers: Annotated[int, Option(help="Of the model.", min=1)] = 4,
-    hidden: Annotated[int, Option(help="Width of the model.", min=1)] = 64,
-    heads: Annotated[int, Option(help="Of attention.", min=1)] = 4,
-    inner_lr: Annotated[float, Option(help="Learning rate of the inner AdamW.")] = 3e-3,
-    rates: Annotated[
-        str, Option(metavar="LR,LR", help="Outer learning rates to choose from.")
-    ] = "0.25,0.5,1",
-    momenta: Annotated[
-        str, Option(metavar="MU,MU", help="Outer momenta to choose from.")
-    ] = "0,0.5",
-    seeds: Annotated[
-        str, Option(metavar="N,N", help="Runs of each; the first one is tuned with.")
-    ] = "0,1,2",
-    evaluations: Annotated[int, Option(help="Validations along each run.", min=1)] = 10,
-    validation_windows: Annotated[int, Option(help="Windows of a validation.", min=1)] = 512,
-    settings: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="An earlier study's JSON: take its choices, do not tune."),
-    ] = None,
-    jobs: Annotated[
-        int | None, Option(help="Runs at a time, one thread each; default: one a core.", min=1)
-    ] = None,
-    device: Annotated[str, Option(help="Of models and data.")] = "cpu",
-    json_file: Annotated[Path, Option("--json", metavar="FILE", help="The results.")] = Path(
-        "runs/convergence/results.json"
-    ),
-    plot: Annotated[
-        Path | None, Option(metavar="FILE.png", help="Default: beside the results.")
-    ] = None,
+    data: Data = Path("data/stdlib"),
+    presets: Presets = None,
+    clusters: Clusters = 4,
+    steps: Steps = 800,
+    interval: Interval = 20,
+    batch_size: BatchSize = 4,
+    sequence_length: SequenceLength = 64,
+    layers: Layers = 4,
+    hidden: Hidden = 64,
+    heads: Heads = 4,
+    inner_lr: InnerLr = 3e-3,
+    rates: Rates = "0.25,0.5,1",
+    momenta: Momenta = "0,0.5",
+    seeds: Seeds = "0,1,2",
+    evaluations: Evaluations = 10,
+    validation_windows: ValidationWindows = 512,
+    settings: Settings = None,
+    jobs: Jobs = None,
+    device: Device = "cpu",
+    json_file: JsonFile = Path("runs/convergence/results.json"),
+    plot: Plot = None,
 ) -> None:
     """Measure what each method loses against data parallel.
 
