@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsx.comm.world import World
     from dsx.config.schema import ConfigError, load_config, preset
+    from dsx.core.renamed import RenamedWarning
     from dsx.core.transport import PeerLost
     from dsx.engines.attach import (
         add_config_arguments,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         initialize,
     )
     from dsx.engines.simulated import SimulatedClusters
+    from dsx.method.choices import register
     from dsx.method.method import Method, SettingWarning
     from dsx.outer.recovery import NonFiniteError, ParityError
     from dsx.training.handle import Handle
@@ -36,6 +38,7 @@ __all__ = [
     "NonFiniteError",
     "ParityError",
     "PeerLost",
+    "RenamedWarning",
     "SettingWarning",
     "SimulatedClusters",
     "World",
@@ -47,6 +50,7 @@ __all__ = [
     "initialize",
     "load_config",
     "preset",
+    "register",
 ]
 __version__ = "0.2.0"
 
@@ -59,11 +63,13 @@ _NAMES = {  # no public name may be that of a module here, which would take its 
         "init_distributed",
         "initialize",
     ),
+    "core.renamed": ("RenamedWarning",),
     "core.transport": ("PeerLost",),
     "comm.world": ("World",),
     "config.schema": ("ConfigError", "load_config", "preset"),
     "training.handle": ("Handle",),
     "outer.recovery": ("NonFiniteError", "ParityError"),
+    "method.choices": ("register",),
     "method.method": ("Method", "SettingWarning"),
     "engines.simulated": ("SimulatedClusters",),
 }

@@ -218,7 +218,7 @@ VARIANTS: dict[str, Case] = {
         {
             "schedule": {"interval": 6, "gamma": 0.7, **LINK},
             "fragments": {"num_fragments": 3},
-            "delay": {"type": "blend", "steps": 1, "alpha": 0.6},
+            "delay": {"type": "streaming", "steps": 1, "alpha": 0.6},
         },
         Recipe(
             STRIDED, 6, False, 1, 0.6, "nesterov", 0.4, 0.9, adaptive=Adaptive(0.7, 1.0, 1.0)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsx.compress.error_feedback import Residual
+from dsx.config.renames import stored_axes
 from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
 from dsx.method.fragments import in_a_row
@@ -83,6 +84,7 @@ class SavedRank:
             return {_FORMAT_6.get(key, key): value for key, value in entry.items()}
 
         self.meta = {**today(self.meta), "format": FORMAT}
+        self.meta["axes"] = stored_axes(self.meta["axes"])
         self.meta["in_flight"] = [today(entry) for entry in self.meta["in_flight"]]
         for stored in list(self._names):
             for old, new in _TENSORS_6.items():

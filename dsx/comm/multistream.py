@@ -13,8 +13,10 @@ they connect one after another, some 8 round trips for each stream of a fragment
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 MAX_STREAMS = 64
 LEAST_PIECE_BYTES = 16 * 1024  # what is shorter fits the first windows of one connection
@@ -32,6 +34,8 @@ def piece_bounds(num_bytes: int, num_streams: int) -> list[tuple[int, int]]:
 
 def pieces(tensor: Tensor, num_streams: int) -> list[Tensor]:
     """Return views of a contiguous tensor's bytes, the k-th for the k-th connection."""
+    import torch
+
     bounds = piece_bounds(tensor.numel() * tensor.element_size(), num_streams)
     if len(bounds) == 1:
         return [tensor]

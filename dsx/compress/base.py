@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from dsx.compress.slices import Rounds, exact_rounds
 from dsx.core.exchange import Exchange, Peers
+from dsx.core.registry import contract, register
 from dsx.core.types import Fragment, Slot
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ class Channel(Protocol):
         ...
 
 
+@contract("compression")
 class Compressor(Protocol):
     """How pseudo-gradients travel; frozen, and all but `open` from numbers alone.
 
@@ -123,6 +125,7 @@ class Compressor(Protocol):
         return [0] * num_clusters
 
 
+@register("compression", "dense")
 @dataclass(frozen=True)
 class Dense(Compressor):
     """Send the fp32 pseudo-gradient as it is: 4 bytes per element, no error."""

@@ -36,6 +36,7 @@ from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.checks import require_choice
 from dsx.core.exchange import Peers
+from dsx.core.registry import register
 from dsx.core.types import Fragment, Slot, runs_of
 
 FactorWire = Literal["fp32", "int8", "int4"]
@@ -43,9 +44,10 @@ LEAST_RANK = 4  # what a matrix must allow where the rank is a controller's
 HEADS = ("embed", "wte", "wpe", "lm_head", "output_layer")
 
 
+@register("compression", "low_rank")
 @dataclass(frozen=True)
 class LowRank(Quantized):
-    """PowerSGD's factors, quantized; the fields of `Quantized` are for everything else.
+    """Two thin factors per matrix (PowerSGD), quantized; everything else as `quantized` sends it.
 
     Error feedback is on: without it what the factors miss is lost. `rank` is r; None leaves it to
     a controller. `factor_wire` is what clusters send. Means return in int8; in fp32 if that is
@@ -53,12 +55,19 @@ class LowRank(Quantized):
     """
 
     error_feedback: Feedback = "fp32"
+    """How what codes and factors miss is kept to be sent later; none: it is lost."""
     rank: int | None = None
+    """The rank r of the factors, at least 1; null: a controller chooses it."""
     factor_wire: FactorWire = "int8"
+    """The format of the factors that a cluster sends."""
     dense_rounds: int = 0
+    """The first rounds that send everything as `quantized` does."""
     full_round_every: int | None = None
+    """Every so many rounds one sends everything as `quantized` does, at least 2; null: none."""
     min_saving: float = 1.3
+    """Factors are for matrices that they make smaller by this factor or more, at least 1."""
     exclude: tuple[str, ...] = HEADS
+    """Matrices whose name contains one of these texts travel as `quantized`, not in factors."""
 
     captures_spectrum = True
     needs_whole_matrices = True

@@ -24,6 +24,7 @@ from dsx.compress.wire.base import Kernels, Rounding, Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.checks import require_choice
 from dsx.core.exchange import Peers
+from dsx.core.registry import register
 from dsx.core.types import Fragment
 
 Feedback = Literal["none", "fp32", "bf16", "int8"]
@@ -32,18 +33,28 @@ CASTS = ("fp32", "bf16", "fp16")
 SmallWire = Literal["fp32", "bf16"]
 
 
+@register("compression", "quantized")
 @dataclass(frozen=True)
 class Quantized(Compressor):
-    """Group-quantized codes; `error_feedback` names how the residual is stored, if there is one."""
+    """A few bits per element, in groups that share a scale."""
 
     wire: WireName = "int4"
+    """The format of what a cluster sends."""
     group_size: int = 64
+    """The elements that share a scale; formats without groups (fp32, bf16, fp16) take none."""
     rounding: Rounding = "nearest"
+    """How values are rounded to codes: to the nearest, or at random without a bias."""
     mean_wire: WireName = "int8"
+    """The format in which means return, where there are four clusters or more."""
     small_wire: SmallWire = "bf16"
+    """The format of vectors and small matrices, which coding hurts most."""
     error_feedback: Feedback = "none"
+    """How what coding lost is kept to be sent later; none: it is lost."""
     feedback_decay: float = 1.0
+    """The share of what was lost that is kept each round, above 0 and at most 1."""
     kernels: Kernels = "auto"
+    """How codes are computed: by a compiled kernel where it pays (auto), always by one, or by plain
+    tensor operations (eager)."""
 
     def validate(self) -> None:
         """Require known formats, sizes that they take, and a decay in (0, 1]."""

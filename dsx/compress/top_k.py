@@ -34,6 +34,7 @@ from dsx.compress.wire.base import Codec, Kernels
 from dsx.compress.wire.formats import FORMATS, Storage
 from dsx.core.checks import require_choice
 from dsx.core.exchange import Peers
+from dsx.core.registry import register
 from dsx.core.types import Fragment
 
 if TYPE_CHECKING:
@@ -43,19 +44,26 @@ LARGEST_CHUNK = 4096  # what 12 bits count
 Bits = Literal[2]
 
 
+@register("compression", "top_k")
 @dataclass(frozen=True)
 class TopK(Compressor):
-    """`k` of every `chunk` elements; `error_feedback` names how the residual is stored.
+    """The `k` largest of every `chunk` elements; the others are kept, to be sent later.
 
     Without a residual most of a pseudo-gradient would never arrive, so there is always one.
     """
 
     k: int = 64
+    """How many values of every chunk are sent, at least 1."""
     chunk: int = 4096
+    """The elements of one chunk, from 1 to 4096."""
     bits: Bits = 2
+    """The bits of each value, beside the 12 of its index."""
     small_wire: SmallWire = "bf16"
+    """The format of vectors and small matrices, which coding hurts most."""
     error_feedback: Storage = "fp32"
+    """How what has not been sent is kept to be sent later."""
     feedback_decay: float = 0.95
+    """The share of what was not sent that is kept each round, above 0 and at most 1."""
 
     def validate(self) -> None:
         """Require indices of 12 bits, at least one value a chunk, and a decay in (0, 1]."""

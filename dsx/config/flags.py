@@ -18,18 +18,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from dsx.config.schema import (
-    AXES,
-    ClustersConfig,
-    ConfigError,
-    DsxConfig,
-    LinkConfig,
-    MetricsConfig,
-    StateConfig,
-    load_config,
-    read_json,
-)
-from dsx.method.presets import PRESETS
+from dsx.config.files import ConfigError, read_json
+from dsx.config.schema import DsxConfig, load_config
+from dsx.config.sections import ClustersConfig, LinkConfig, MetricsConfig, StateConfig
+from dsx.method.choices import AXES, PRESETS
 
 _PREFIX = "--dsx-"
 _SECTIONS: dict[str, type[BaseModel]] = {

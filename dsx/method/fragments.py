@@ -13,49 +13,54 @@ the last (final norm, head) the last.
 from __future__ import annotations
 
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Literal, Protocol
 
+from dsx.core.registry import contract, register
 from dsx.core.types import Fragment, ParameterShape, Slot, Stage
 
 _FIRST_NUMBER = re.compile(r"^((?:.*?\.)??\d+)(?:\.|$)")
 
 
+@contract("fragments")
 class Fragmenter(Protocol):
-    """Assigns every parameter name to one of `num_fragments` fragments."""
+    """Assigns every parameter name to one of `num_fragments` (P) fragments.
 
-    @property
-    def num_fragments(self) -> int | None:
-        """P; None if it depends on the model."""
-        ...
+    `num_fragments` is None where the model says how many there are.
+    """
 
+    num_fragments: int | None
+
+    @abstractmethod
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return the names of each fragment, in the order of `parameters`."""
         ...
 
 
+@register("fragments", "model")
 @dataclass(frozen=True)
-class WholeModel:
+class WholeModel(Fragmenter):
     """One fragment that holds everything (P = 1)."""
 
-    @property
-    def num_fragments(self) -> int:
-        """One."""
-        return 1
+    num_fragments = 1
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return all names."""
         return [[p.name for p in parameters]]
 
 
+@register("fragments", "layer")
 @dataclass(frozen=True)
-class ByLayer:
-    """Whole layers, strided over the fragments or in contiguous runs; None: one per layer."""
+class ByLayer(Fragmenter):
+    """Whole layers, strided over the fragments or in contiguous runs."""
 
     num_fragments: int | None = None
+    """The number of fragments (P), at most the layers of the model; null: one per layer."""
     pattern: Literal["strided", "sequential"] = "strided"
+    """Which layers share a fragment: every P-th one (strided), or neighbours (sequential)."""
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return the names of each fragment; ValueError if there are fewer layers than P."""
@@ -71,11 +76,13 @@ class ByLayer:
         return fragments
 
 
+@register("fragments", "size")
 @dataclass(frozen=True)
-class BySize:
+class BySize(Fragmenter):
     """Contiguous runs of whole parameters with about equal numbers of elements."""
 
-    num_fragments: int
+    num_fragments: int  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The number of fragments (P), at most the parameters of the model."""
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return the names of each fragment; ValueError if there are fewer parameters than P."""

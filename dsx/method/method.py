@@ -16,9 +16,9 @@ from dsx.core.types import History, SyncParams
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy
 from dsx.method.fragments import Fragmenter
-from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep, OuterOptimizer
-from dsx.method.schedule.periodic import Schedule
-from dsx.method.stability import LinearRule, largest_stable_rate, too_few_rounds
+from dsx.method.outer_optimizer import OuterOptimizer
+from dsx.method.schedule.base import Schedule
+from dsx.method.stability import largest_stable_rate, too_few_rounds
 from dsx.method.staleness import NoPenalty, Staleness
 
 _SAFE_SHARE = 0.8  # of the largest stable outer rate
@@ -139,13 +139,13 @@ class Method:
         if has_anchor and not self.delay.needs_anchor:
             raise ValueError(
                 "delay.type='average' replaces parameters by their mean and takes no outer step: "
-                "set outer_optimizer.type='none', or use delay.type='replace' with this rule"
+                "set outer_optimizer.type='none', or use delay.type='blocking' with this rule"
             )
         if self.schedule.uses_norms and not self.delay.needs_anchor:
             raise ValueError(
                 "schedule.type='adaptive' sends the fragment whose mean progress is largest, and "
                 "delay.type='average' sends parameters, whose size says nothing of it; use "
-                "schedule.type='streaming', or delay.type='blend' with an outer rule"
+                "schedule.type='streaming', or delay.type='streaming' with an outer rule"
             )
         if self.control.sideband_numel(self.sync_params) and not self.delay.needs_anchor:
             raise ValueError(
@@ -156,7 +156,7 @@ class Method:
             raise ValueError(
                 "delay.type='average' sends the parameters themselves, and compression.type is not "
                 "'dense': what coding loses would be lost to the model; leave compression out, or "
-                "use delay.type='replace' with outer_optimizer.type='sgd' and lr 1, which sends "
+                "use delay.type='blocking' with outer_optimizer.type='sgd' and lr 1, which sends "
                 "their change"
             )
         if self.schedule.when is not None and self.delay.needs_anchor:
@@ -180,13 +180,11 @@ class Method:
                 "eager overlap needs a linear rule; use staleness.type='none' or "
                 "delay.type='one_step'"
             )
-        if self.delay.splits_update and not outer.is_linear:
-            is_scaled = isinstance(outer, Momentum) and outer.scale_by_lr
-            what = "adam" if isinstance(outer, Adam) else "scale_by_lr" if is_scaled else "a clip"
+        if self.delay.splits_update and outer.nonlinear_by:
             raise ValueError(
                 f"delay.type='eager' splits the outer update into a shared part and a local one, "
-                f"which {what} does not allow: use sgd, momentum or nesterov without clip and "
-                "scale_by_lr, or delay.type='one_step'"
+                f"which {outer.nonlinear_by} does not allow: use sgd, momentum or nesterov without "
+                "clip and scale_by_lr, or delay.type='one_step'"
             )
         if self.staleness.is_active and not outer.has_momentum:
             if not outer.keeps_anchor:
@@ -201,14 +199,12 @@ class Method:
 
     def _concerns(self, num_clusters: int | None, num_steps: int | None) -> list[str]:
         """Return what `validate` warns of."""
-        outer = self.outer_optimizer
-        if isinstance(outer, (Adam, NoOuterStep)):
+        rule = self.outer_optimizer.stability_rule
+        if rule is None:
             return []
-        momentum = outer.momentum if isinstance(outer, (Momentum, Nesterov)) else 0.0
-        rules: dict[type, LinearRule] = {SGD: "sgd", Momentum: "momentum", Nesterov: "nesterov"}
-        rule = rules[type(outer)]
+        lr: float = getattr(self.outer_optimizer, "lr")  # noqa: B009 - these rules have one
+        momentum: float = getattr(self.outer_optimizer, "momentum", 0.0)
         found: list[str] = []
-        lr = getattr(outer, "lr")  # noqa: B009 - every rule that is left has one
         if num_clusters is not None:
             fresh_share = 1 / num_clusters if self.delay.splits_update else 0.0
             delay_rounds = self.delay.rounds_under_way

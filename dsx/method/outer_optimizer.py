@@ -17,15 +17,18 @@ The clip clamps what is applied, never the buffer, as CO2's algorithm says.
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dsx.core.checks import require_choice
+from dsx.core.registry import contract, register
 from dsx.core.types import PerTensor
+from dsx.method.stability import LinearRule
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ClipUnit = Literal["absolute", "rms"]
 
@@ -44,46 +47,47 @@ class OuterContext:
     per_tensor: PerTensor
 
 
+@contract("outer_optimizer")
 class OuterOptimizer(Protocol):
-    """A rule that turns a pseudo-gradient into an update; `slots` names its fp32 buffers."""
+    """A rule that turns a pseudo-gradient into an update; a new one says `validate` and `update`.
+
+    - `slots`: names of its fp32 state buffers `[numel]`, each zero at the start;
+    - `keeps_anchor`: whether there is an anchor to move at all;
+    - `has_momentum`: whether a staleness penalty on the gradient makes sense;
+    - `stability_rule`: as which of stability.py's rules its `lr` and `momentum` can diverge; None
+      where nothing is known.
+    """
+
+    slots: tuple[str, ...] = ()
+    keeps_anchor: bool = True
+    has_momentum: bool = False
+    stability_rule: LinearRule | None = None
 
     @property
-    def slots(self) -> tuple[str, ...]:
-        """Names of the state buffers `[numel]`, each zero at the start."""
-        ...
+    def nonlinear_by(self) -> str | None:
+        """What keeps the update of a sum from being the sum of the updates; None if nothing does.
 
-    @property
-    def keeps_anchor(self) -> bool:
-        """Whether there is an anchor to move at all."""
-        ...
+        Eager overlap splits updates so, and names it in its refusal.
+        """
+        return f"{type(self).__name__} (nonlinear_by)"
 
-    @property
-    def is_linear(self) -> bool:
-        """Whether the update of a sum is the sum of the updates: eager overlap splits it so."""
-        ...
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether a staleness penalty on the gradient makes sense."""
-        ...
-
+    @abstractmethod
     def validate(self) -> None:
         """Raise ValueError for a value outside the rule's range."""
         ...
 
+    @abstractmethod
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return what is to be subtracted from the anchor, in place of `grad`; moves `slots`."""
         ...
 
 
+@register("outer_optimizer", "none")
 @dataclass(frozen=True)
-class NoOuterStep:
+class NoOuterStep(OuterOptimizer):
     """Parameters are averaged in place: no anchor, no state (DreamDDP, parameter averaging)."""
 
-    slots = ()
     keeps_anchor = False
-    is_linear = False
-    has_momentum = False
 
     def validate(self) -> None:
         """Nothing to check."""
@@ -93,16 +97,20 @@ class NoOuterStep:
         raise AssertionError("no outer step is taken where there is no anchor")
 
 
+@register("outer_optimizer", "sgd")
 @dataclass(frozen=True)
-class SGD:
+class SGD(OuterOptimizer):
     """`anchor -= lr * D`; LocalSGD / FedAvg is `lr=1` (the anchor becomes the mean)."""
 
     lr: float
+    """The outer learning rate, above 0; at 1 the anchor becomes the mean of the clusters."""
 
-    slots = ()
-    keeps_anchor = True
-    is_linear = True
-    has_momentum = False
+    stability_rule = "sgd"
+
+    @property
+    def nonlinear_by(self) -> str | None:
+        """Nothing."""
+        return None
 
     def validate(self) -> None:
         """Require a positive rate."""
@@ -113,8 +121,9 @@ class SGD:
         return grad.mul_(self.lr)
 
 
+@register("outer_optimizer", "momentum")
 @dataclass(frozen=True)
-class Momentum:
+class Momentum(OuterOptimizer):
     """Heavy ball (SlowMo, CO2): `buf = mu*buf + D; anchor -= lr * buf`.
 
     `scale_by_lr`: SlowMo's own form, `buf = mu*buf + D/gamma; anchor -= lr*gamma*buf` with the
@@ -124,19 +133,26 @@ class Momentum:
     """
 
     lr: float
+    """The outer learning rate, above 0."""
     momentum: float
+    """The momentum (mu), from 0 and below 1."""
     scale_by_lr: bool = False
+    """Whether to scale by the inner learning rate of the step, as SlowMo is written."""
     clip: float | None = None
+    """The largest size of a direction's element, above 0; null: no limit."""
     clip_unit: ClipUnit = "absolute"
+    """The unit of `clip`: that of the parameters, or the root mean square of each tensor."""
 
     slots = ("momentum",)
-    keeps_anchor = True
     has_momentum = True
+    stability_rule = "momentum"
 
     @property
-    def is_linear(self) -> bool:
-        """Unless it is clipped, or scaled by an inner rate that may change between two rounds."""
-        return self.clip is None and not self.scale_by_lr
+    def nonlinear_by(self) -> str | None:
+        """A clip, or an inner rate that may change between two rounds."""
+        if self.scale_by_lr:
+            return "scale_by_lr"
+        return None if self.clip is None else "a clip"
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
@@ -160,26 +176,31 @@ class Momentum:
         return _clip(grad.copy_(buffer), self.clip, self.clip_unit, context).mul_(lr)
 
 
+@register("outer_optimizer", "nesterov")
 @dataclass(frozen=True)
-class Nesterov:
+class Nesterov(OuterOptimizer):
     """DiLoCo's rule: `buf = mu*buf + D; anchor -= lr * (D + mu*buf)`, as `torch.optim.SGD`.
 
     `clip` clamps the whole direction `D + mu*buf`; see `Momentum`.
     """
 
     lr: float
+    """The outer learning rate, above 0."""
     momentum: float
+    """The momentum (mu), from 0 and below 1."""
     clip: float | None = None
+    """The largest size of a direction's element, above 0; null: no limit."""
     clip_unit: ClipUnit = "absolute"
+    """The unit of `clip`: that of the parameters, or the root mean square of each tensor."""
 
     slots = ("momentum",)
-    keeps_anchor = True
     has_momentum = True
+    stability_rule = "nesterov"
 
     @property
-    def is_linear(self) -> bool:
-        """Unless it is clipped."""
-        return self.clip is None
+    def nonlinear_by(self) -> str | None:
+        """A clip."""
+        return None if self.clip is None else "a clip"
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
@@ -189,23 +210,31 @@ class Nesterov:
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return `lr * (D + mu*buf)`, in place of `grad`."""
+        import torch
+
         buffer = slots["momentum"].mul_(self.momentum).add_(grad)
         grad.add_(torch.mul(buffer, self.momentum, out=context.scratch))
         return _clip(grad, self.clip, self.clip_unit, context).mul_(self.lr)
 
 
+@register("outer_optimizer", "adam")
 @dataclass(frozen=True)
-class Adam:
+class Adam(OuterOptimizer):
     """FedAdam with bias correction: the standard Adam update with gradient D."""
 
     lr: float
+    """The outer learning rate, above 0."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """The decays of the two moving averages, each from 0 and below 1."""
     eps: float = 1e-8
+    """What is added to the root of the second average, above 0."""
 
     slots = ("exp_avg", "exp_avg_sq")
-    keeps_anchor = True
-    is_linear = False
-    has_momentum = False
+
+    @property
+    def nonlinear_by(self) -> str | None:
+        """Its own square root."""
+        return "adam"
 
     def validate(self) -> None:
         """Require positive lr and eps, and both betas in [0, 1)."""
@@ -216,6 +245,8 @@ class Adam:
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return the bias-corrected step, in place of `grad`."""
+        import torch
+
         beta1, beta2 = self.betas
         scratch = context.scratch
         mean = slots["exp_avg"].mul_(beta1)
@@ -229,6 +260,8 @@ class Adam:
 
 def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContext) -> Tensor:
     """Clamp `direction` in place to +-clip, a constant or a multiple of each tensor's RMS."""
+    import torch
+
     if clip is None:
         return direction
     if unit == "absolute":

@@ -24,16 +24,15 @@ overridden in the "dsx" block.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dsx.compress.low_rank import LowRank
+from dsx.core.registry import register
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from dsx.method.delay.average import Average
-from dsx.method.delay.base import Replace
+from dsx.method.delay.base import Blocking
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
 from dsx.method.delay.one_step import OneStepDelay
-from dsx.method.delay.streaming import Blend
+from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import SGD, Momentum, Nesterov, NoOuterStep
@@ -43,31 +42,36 @@ from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.method.staleness import GapPenalty
 
 
+@register("preset")
 def local_sgd(num_clusters: int) -> Method:
     """Average the parameters every H steps: SGD with rate 1 makes the anchor their mean."""
-    return Method(WholeModel(), Periodic(interval=100), Replace(), SGD(lr=1.0))
+    return Method(WholeModel(), Periodic(interval=100), Blocking(), SGD(lr=1.0))
 
 
+@register("preset")
 def slowmo(num_clusters: int) -> Method:
     """Heavy-ball momentum on the averaged progress of H steps."""
-    return Method(WholeModel(), Periodic(interval=100), Replace(), Momentum(lr=1.0, momentum=0.5))
+    return Method(WholeModel(), Periodic(interval=100), Blocking(), Momentum(lr=1.0, momentum=0.5))
 
 
+@register("preset")
 def diloco(num_clusters: int) -> Method:
     """Nesterov momentum on the averaged progress of H steps."""
-    return Method(WholeModel(), Periodic(interval=100), Replace(), Nesterov(lr=0.7, momentum=0.9))
+    return Method(WholeModel(), Periodic(interval=100), Blocking(), Nesterov(lr=0.7, momentum=0.9))
 
 
+@register("preset")
 def streaming_diloco(num_clusters: int) -> Method:
     """Strided fragments of layers at fixed offsets within H, each overlapped by tau steps."""
     return Method(
         ByLayer(num_fragments=4),
         Streaming(interval=100),
-        Blend(steps=2, alpha=0.5),
+        StreamingMerge(steps=2, alpha=0.5),
         Nesterov(lr=0.4, momentum=0.9),
     )
 
 
+@register("preset")
 def cocodc(num_clusters: int) -> Method:
     """Fragments sent as often as the link carries, the fastest changing first, compensated."""
     return Method(
@@ -78,6 +82,7 @@ def cocodc(num_clusters: int) -> Method:
     )
 
 
+@register("preset")
 def diloco_delayed(num_clusters: int) -> Method:
     """DiLoCo with a whole round to hide the transfer behind, at a lower outer rate."""
     return Method(
@@ -85,6 +90,7 @@ def diloco_delayed(num_clusters: int) -> Method:
     )
 
 
+@register("preset")
 def eager(num_clusters: int) -> Method:
     """Delayed DiLoCo that goes on from the cluster's own share of what is under way."""
     rates = ((2, 0.4), (4, 0.3), (8, 0.25))
@@ -92,6 +98,7 @@ def eager(num_clusters: int) -> Method:
     return Method(WholeModel(), Periodic(interval=100), Eager(), Nesterov(lr=lr, momentum=0.9))
 
 
+@register("preset")
 def dilocox(num_clusters: int) -> Method:
     """Low-rank int4 fragments, applied one round late, with rank and H from the last spectra."""
     return Method(
@@ -104,6 +111,7 @@ def dilocox(num_clusters: int) -> Method:
     )
 
 
+@register("preset")
 def co2(num_clusters: int) -> Method:
     """Heavy ball one round late, each gradient shrunk by how far the anchor has moved on."""
     return Method(
@@ -115,20 +123,7 @@ def co2(num_clusters: int) -> Method:
     )
 
 
+@register("preset")
 def dreamddp(num_clusters: int) -> Method:
     """Every layer averaged once in H steps or oftener, launched right after its backward."""
     return Method(ByLayer(), Layerwise(interval=5), Average(), NoOuterStep())
-
-
-PRESETS: dict[str, Callable[[int], Method]] = {
-    "local_sgd": local_sgd,
-    "slowmo": slowmo,
-    "diloco": diloco,
-    "streaming_diloco": streaming_diloco,
-    "cocodc": cocodc,
-    "diloco_delayed": diloco_delayed,
-    "eager": eager,
-    "dilocox": dilocox,
-    "co2": co2,
-    "dreamddp": dreamddp,
-}

@@ -19,113 +19,80 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from dsx.core.checks import require_choice
+from dsx.core.registry import contract, register
 from dsx.core.types import Fragment, PerTensor
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Granularity = Literal["tensor", "element"]
 
 
+@contract("staleness")
 class Staleness(Protocol):
-    """What is done to a mean pseudo-gradient before the outer step sees it."""
+    """What is done to a mean pseudo-gradient before the outer step sees it; nothing, unless said.
 
-    @property
-    def is_active(self) -> bool:
-        """Whether the loop has to measure the first step of every round."""
-        ...
+    - `is_active`: whether the loop has to measure the first step of every round;
+    - `shared_slots`: names of the buffers that are equal on all clusters.
+    """
+
+    is_active: bool = False
+    shared_slots: tuple[str, ...] = ()
 
     @property
     def is_elementwise(self) -> bool:
         """Whether its buffers and sideband are per element, and not per tensor."""
-        ...
-
-    @property
-    def shared_slots(self) -> tuple[str, ...]:
-        """Names of the buffers that are equal on all clusters."""
-        ...
+        return False
 
     def validate(self) -> None:
         """Raise ValueError for a value that is not known."""
-        ...
 
     def slots(self, fragment: Fragment, num_tensors: int) -> dict[str, int]:
         """Return the buffers it keeps per fragment, `{name: elements}`, each zero at the start."""
-        ...
-
-    def sideband_numel(self, fragment: Fragment, num_tensors: int) -> int:
-        """Return the number of values that travel with a transfer and are averaged."""
-        ...
-
-    def observe(
-        self, displacement: Tensor, slots: Mapping[str, Tensor], per_tensor: PerTensor
-    ) -> None:
-        """Keep the size of a round's first inner step, in `slots`; uses up `displacement`."""
-        ...
-
-    def sideband(self, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return what travels: the size of the first step of the round that ends here."""
-        ...
-
-    def weigh(
-        self, mean: Tensor, sideband: Tensor, interval: int, slots: Mapping[str, Tensor],
-        per_tensor: PerTensor, scratch: Tensor,
-    ) -> Tensor:  # fmt: skip
-        """Return the mean to be applied, in place of `mean`; `sideband` is averaged, used up."""
-        ...
-
-    def remember(self, update: Tensor, slots: Mapping[str, Tensor], per_tensor: PerTensor) -> None:
-        """Keep the size of the outer update just made, in `slots`."""
-        ...
-
-
-@dataclass(frozen=True)
-class NoPenalty:
-    """Apply the mean as it is."""
-
-    is_active = False
-    is_elementwise = False
-    shared_slots = ()
-
-    def validate(self) -> None:
-        """Nothing to check."""
-
-    def slots(self, fragment: Fragment, num_tensors: int) -> dict[str, int]:
-        """Nothing to keep."""
         return {}
 
     def sideband_numel(self, fragment: Fragment, num_tensors: int) -> int:
-        """Nothing travels."""
+        """Return the number of values that travel with a transfer and are averaged."""
         return 0
 
     def observe(
         self, displacement: Tensor, slots: Mapping[str, Tensor], per_tensor: PerTensor
     ) -> None:
-        """Nothing to measure."""
+        """Keep the size of a round's first inner step, in `slots`; uses up `displacement`."""
 
     def sideband(self, slots: Mapping[str, Tensor]) -> Tensor:
-        """Nothing travels."""
+        """Return what travels: the size of the first step of the round that ends here."""
+        import torch
+
         return torch.empty(0)
 
     def weigh(
         self, mean: Tensor, sideband: Tensor, interval: int, slots: Mapping[str, Tensor],
         per_tensor: PerTensor, scratch: Tensor,
     ) -> Tensor:  # fmt: skip
-        """Return the mean itself."""
+        """Return the mean to be applied, in place of `mean`; `sideband` is averaged, used up."""
         return mean
 
     def remember(self, update: Tensor, slots: Mapping[str, Tensor], per_tensor: PerTensor) -> None:
-        """Nothing to keep."""
+        """Keep the size of the outer update just made, in `slots`."""
 
 
+@register("staleness", "none")
 @dataclass(frozen=True)
-class GapPenalty:
+class NoPenalty(Staleness):
+    """Apply the mean as it is."""
+
+
+@register("staleness", "gap")
+@dataclass(frozen=True)
+class GapPenalty(Staleness):
     """CO2's penalty, with one factor per tensor or per element."""
 
     granularity: Granularity = "tensor"
+    """One factor per tensor, or per element, which sends as much again as the gradient."""
 
     is_active = True
     shared_slots = ("last_update",)
@@ -163,6 +130,8 @@ class GapPenalty:
         per_tensor: PerTensor, scratch: Tensor,
     ) -> Tensor:  # fmt: skip
         """Return D / L, in place of `mean`."""
+        import torch
+
         moved = slots["last_update"]
         # 1 / L = reach / (moved + reach) is 0 and 1 in the two limits, without a division by 0
         reach = sideband.mul_(interval)
@@ -177,6 +146,8 @@ class GapPenalty:
         self._keep(update, slots["last_update"], per_tensor)
 
     def _keep(self, x: Tensor, out: Tensor, per_tensor: PerTensor) -> None:
+        import torch
+
         if self.granularity == "tensor":
             out.copy_(per_tensor.norms(x))
         else:

@@ -23,7 +23,7 @@ from dsx.bench.e2e.run import Measured, RunFailed, Runner
 from dsx.bench.e2e.show import TARGETS, as_json, draw, figure_of, show
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
 from dsx.core.types import ParameterShape
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 from dsx.outer.transfer import NothingYet, Transfer
 from dsx.plan.link import Link
 

@@ -95,8 +95,8 @@ def test_a_file_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("saved", "resumed", "said"),
     [
-        ("diloco", "eager", "delay of type 'replace', and this run has 'eager'"),
-        ("diloco_delayed", "diloco", "delay of type 'one_step', and this run has 'replace'"),
+        ("diloco", "eager", "delay of type 'blocking', and this run has 'eager'"),
+        ("diloco_delayed", "diloco", "delay of type 'one_step', and this run has 'blocking'"),
         ("streaming_diloco", "cocodc", "schedule of type 'streaming', and this run has 'adaptive'"),
         ("slowmo", "diloco", "outer_optimizer of type 'momentum', and this run has 'nesterov'"),
         ("diloco_delayed", "co2", "outer_optimizer of type 'nesterov', and"),

@@ -11,7 +11,7 @@ import pytest
 
 from dsx.config.flags import add_flags, all_flags, read_flags, show_resolved
 from dsx.config.schema import ConfigError, load_config
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 
 TWO = ["--dsx-num-clusters", "2"]
 
@@ -75,7 +75,7 @@ def test_a_file_gives_what_flags_override(tmp_path: Path) -> None:
         (["--dsx-preset", "diloco", *TWO, "--dsx-schedule-interval", "often"],
          "dsx.schedule.interval='often'"),
         (["--dsx-preset", "diloco", *TWO, "--dsx-delay-alpha", "0.5"],
-         "dsx.delay.alpha is not a known key for type='replace'"),
+         "dsx.delay.alpha is not a known key for type='blocking'"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(arguments: list[str], said: str) -> None:

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 
 from dsx.config.schema import ConfigError, load_config, preset, with_launch_arguments
+from dsx.method.choices import PRESETS
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from dsx.method.delay.average import Average
-from dsx.method.delay.base import Replace
+from dsx.method.delay.base import Blocking
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
 from dsx.method.delay.one_step import OneStepDelay
-from dsx.method.delay.streaming import Blend
+from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
 from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
-from dsx.method.presets import PRESETS
 from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
 from dsx.method.schedule.layerwise import Layerwise
 from dsx.method.schedule.periodic import Periodic, Streaming
@@ -39,10 +39,10 @@ def test_presets_are_the_rows_of_the_table() -> None:
         for name, m in rows.items()
     }
     assert kinds == {
-        "local_sgd": (WholeModel, Periodic, Replace, SGD),
-        "slowmo": (WholeModel, Periodic, Replace, Momentum),
-        "diloco": (WholeModel, Periodic, Replace, Nesterov),
-        "streaming_diloco": (ByLayer, Streaming, Blend, Nesterov),
+        "local_sgd": (WholeModel, Periodic, Blocking, SGD),
+        "slowmo": (WholeModel, Periodic, Blocking, Momentum),
+        "diloco": (WholeModel, Periodic, Blocking, Nesterov),
+        "streaming_diloco": (ByLayer, Streaming, StreamingMerge, Nesterov),
         "cocodc": (ByLayer, AdaptiveTransmission, DelayCompensation, Nesterov),
         "diloco_delayed": (WholeModel, Periodic, OneStepDelay, Nesterov),
         "eager": (WholeModel, Periodic, Eager, Nesterov),
@@ -75,7 +75,7 @@ def test_presets_are_stable_as_they_come(name: str, num_clusters: int) -> None:
 def test_a_key_overrides_one_value_and_keeps_the_others() -> None:
     method = preset("streaming_diloco", outer_optimizer={"lr": 0.7})
     assert method.outer_optimizer == Nesterov(lr=0.7, momentum=0.9)
-    assert method.delay == Blend(steps=2, alpha=0.5)
+    assert method.delay == StreamingMerge(steps=2, alpha=0.5)
 
 
 def test_another_type_starts_from_its_own_defaults() -> None:
@@ -149,11 +149,17 @@ def test_launch_arguments_override_the_file() -> None:
         (block(delay={"alpha": 0}), r"delay.alpha=0.0 must be above 0 and at most 1"),
         (block(delay={"alpha": 1.5}), r"delay.alpha=1.5 must be above 0 and at most 1"),
         (
-            block(delay={"type": "replace", "alpha": 0.5}),
-            r"alpha is not a known key for type='repl",
+            block(delay={"type": "blocking", "alpha": 0.5}),
+            r"alpha is not a known key for type='bloc",
         ),
-        (block(delay={"type": "blent"}), r"delay.type='blent' is not known; did you mean 'blend'"),
-        (block(preset="diloco", delay={"type": "blend"}), r"type='blend' needs steps"),
+        (
+            block(delay={"type": "streeming"}),
+            r"delay.type='streeming' is not known; did you mean 'streaming'",
+        ),
+        (
+            block(preset="diloco", delay={"type": "streaming"}),
+            r"delay with type='streaming' needs steps",
+        ),
         (block(fragments={"by": "model", "num_fragments": 2}), r"num_fragments is not a known key"),
         (block(fragments={"num_fragments": 0}), r"num_fragments=0 must be at least 1"),
         (block(fragments={"pattern": "x"}), r"pattern='x': .*'strided' or 'sequential'"),

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet
 from tests.engines.resumes import PLACES, ROWS, differences, go_on, train

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 from tests.reference import train_reference
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, CASES, WIDTH, TinyNet, mean_loss

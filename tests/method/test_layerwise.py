@@ -225,10 +225,10 @@ def test_one_time_per_layer_of_the_model() -> None:
     ("overrides", "said"),
     [
         ({"outer_optimizer": {"type": "sgd", "lr": 1.0}}, r"set outer_optimizer.type='none'"),
-        ({"delay": {"type": "replace"}}, r"keeps no anchor.*use delay.type='average'"),
+        ({"delay": {"type": "blocking"}}, r"keeps no anchor.*use delay.type='average'"),
         ({"delay": {"steps": 1}}, r"applied at the end of the same step; use delay.steps=0"),
         (
-            {"delay": {"type": "replace"}, "outer_optimizer": {"type": "sgd", "lr": 1.0}},
+            {"delay": {"type": "blocking"}, "outer_optimizer": {"type": "sgd", "lr": 1.0}},
             r"launches inside the backward.*use delay.type='average'",
         ),
     ],

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from dsx.config.schema import preset
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 from tests.reference import Recipe, train_reference
 from tests.reference_schedules import Adaptive
 from tests.simulated import Simulated

@@ -37,10 +37,10 @@ def assert_same_bits(a: list[list[torch.Tensor]], b: list[list[torch.Tensor]]) -
 
 
 def test_blend_one_without_delay_is_diloco() -> None:
-    blend = {"type": "blend", "steps": 0, "alpha": 1.0}
+    streaming = {"type": "streaming", "steps": 0, "alpha": 1.0}
     assert_same_bits(
         trajectories("diloco", schedule={"interval": 4}),
-        trajectories("diloco", schedule={"interval": 4}, delay=blend),
+        trajectories("diloco", schedule={"interval": 4}, delay=streaming),
     )
 
 

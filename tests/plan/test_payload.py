@@ -13,8 +13,8 @@ from torch import nn
 from dsx.config.schema import preset
 from dsx.core.types import ParameterShape
 from dsx.engines.simulated import SimulatedClusters
+from dsx.method.choices import PRESETS
 from dsx.method.method import Method
-from dsx.method.presets import PRESETS
 from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
 from dsx.plan.predict import has_fixed_traffic, predict, run_bytes

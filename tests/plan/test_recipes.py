@@ -6,9 +6,9 @@ import pytest
 
 from dsx.config.schema import preset
 from dsx.core.types import ParameterShape
+from dsx.method.choices import PRESETS
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from dsx.method.fragments import ByLayer
-from dsx.method.presets import PRESETS
 from dsx.outer import memory
 from dsx.plan.model import from_sizes
 from dsx.plan.offer import OWN_LEAST_INTERVAL

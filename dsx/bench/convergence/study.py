@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import dsx
 from dsx.bench.convergence.report import BASELINE, plot, print_table
 from dsx.bench.convergence.runs import CODECS, Study, Task, run_task
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 
 UNTUNED = ("local_sgd", "dreamddp")  # their outer rule has no rate to choose
 _Number = TypeVar("_Number", int, float)

@@ -27,7 +27,7 @@ from dsx.bench.e2e.run import Measured, Runner
 from dsx.bench.line import cores_for
 from dsx.bench.testbed import MAX_CLUSTERS, Line, Testbed
 from dsx.core.types import ParameterShape
-from dsx.method.presets import PRESETS
+from dsx.method.choices import PRESETS
 from dsx.plan.link import Link, wire_bytes
 from dsx.plan.predict import predict
 from dsx.plan.scenario import require_number

@@ -64,7 +64,7 @@ def e2e(
     its own. The planner chooses H. Exits with 77 where namespaces or `tc` are not to be had.
     """
     from dsx.bench.e2e.bench import Options
-    from dsx.method.presets import PRESETS
+    from dsx.method.choices import PRESETS
 
     names = tuple(PRESETS if presets is None else presets.split(","))
     options = Options(

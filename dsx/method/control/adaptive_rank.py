@@ -30,12 +30,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
+from dsx.core.registry import register
 from dsx.core.types import Fragment, History, SyncParams
+from dsx.method.control.base import Control
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _GROWTH, _SHRINK_BELOW, _MARGIN = 1.5, 0.9, 1.15
 _TOLERATED_CHANGE = 0.25
@@ -43,22 +45,33 @@ _NOTHING_SEEN: Mapping[str, Any] = {"seen": 0, "kept": [], "needed": [], "pool":
 _WINDOWS_REMEMBERED = 4  # in which a rank that was too low is not taken again
 
 
+@register("control", "adaptive_rank")
 @dataclass(frozen=True)
-class AdaptiveRank:
-    """Start from `rank`; stay within [`min_rank`, `max_rank`] and [`min_interval`, H_1].
+class AdaptiveRank(Control):
+    """Rank and H follow what the last rounds were like: spectra, and the seconds they took.
+
+    It starts from `rank` and stays within [`min_rank`, `max_rank`] and [`min_interval`, H_1].
 
     `step_seconds` and `round_seconds` (one round of all transfers) fix the times H follows, which
     makes a run reproducible; without them they are measured.
     """
 
     rank: int
+    """The rank to start from, between `min_rank` and `max_rank`."""
     min_rank: int = 4
+    """The smallest rank it may set, at least 1."""
     max_rank: int = 2048
+    """The largest rank it may set; buffers are made for it."""
     target: float = 0.95
+    """The share of the squared norm that the rank has to keep, between 0 and 1."""
     window: int = 5
+    """The rounds that are looked at before each decision, at least 1."""
     min_interval: int = 8
+    """The smallest H it may set, at least 1; the largest is `schedule.interval`."""
     step_seconds: float | None = None
+    """The seconds of one inner step; null: measured. Give both times to make a run reproducible."""
     round_seconds: float | None = None
+    """The seconds of one round of all transfers; null: measured."""
 
     @property
     def uses_seconds(self) -> bool:
@@ -108,6 +121,8 @@ class AdaptiveRank:
 
     def measure(self, mean: Tensor, fragment: Fragment, sync_params: SyncParams) -> Tensor:
         """Return the squared singular values within reach of the rank, summed, and |M|_F^2."""
+        import torch
+
         values = torch.zeros(self.max_rank + 1)
         if not torch.isfinite(mean).all():
             return values  # a spectrum of nothing: the transfer is left out of the window
@@ -249,6 +264,8 @@ def leading_squares(matrix: Tensor, rank: int) -> Tensor:
 
     Two steps of subspace iteration from seeded columns; exact once `rank` reaches min(m, n).
     """
+    import torch
+
     matrix = matrix.float()
     rank = min(rank, *matrix.shape)
     generator = torch.Generator().manual_seed(0)

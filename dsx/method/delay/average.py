@@ -12,43 +12,32 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import Export, Keeps, require_overlap
+from dsx.method.delay.base import DelayPolicy, require_overlap
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
+@register("delay", "average")
 @dataclass(frozen=True)
-class Average:
+class Average(DelayPolicy):
     """Average parameters `steps` (tau) inner steps after they were sent."""
 
     steps: int = 0
+    """The inner steps (tau) between launch and apply, from 0 and below the period H."""
 
-    rounds_under_way = 0
-    keeps: ClassVar[Keeps | None] = "local"
+    keeps = "local"
+    export = "mean"
     needs_local = True
     needs_anchor = False
-    restarts_from_anchor = False
-    splits_update = False
-    export: ClassVar[Export] = "mean"
-
-    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
-        """Nothing to remember."""
-        return ()
-
-    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Nothing to set."""
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H."""
         require_overlap(self.steps, interval, at_least=0)
-
-    def is_ripe(self, age: int, newer: int) -> bool:
-        """After tau steps."""
-        return age >= self.steps
 
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return the parameters themselves."""
@@ -56,6 +45,8 @@ class Average:
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the mean, or `view.local` moved in place by what averaging changed."""
+        import torch
+
         assert view.local is not None
         if view.mean is None:  # a round that was refused
             return view.local

@@ -12,115 +12,84 @@ under way, so that the first rounds need no special case: `merge` sees `mean=Non
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
-import torch
-from torch import Tensor
-
+from dsx.core.registry import contract, register
 from dsx.core.types import SyncView
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Keeps = Literal["local", "contribution"]
 Export = Literal["anchor", "mean"]
 
 
+@contract("delay")
 class DelayPolicy(Protocol):
-    """Pure decisions about one transfer.
+    """Pure decisions about one transfer; what most policies share is said here.
 
-    `keeps` says what to keep of each transfer until it is applied: one vector `[numel]`, or
-    nothing. `export` says what a finished run hands out: the drained anchor, or the mean of the
-    clusters' parameters.
+    - `steps`: tau, the inner steps between launch and apply; 0 for next-sync policies;
+    - `keeps`: what to keep of each transfer until it is applied: one vector `[numel]`, or nothing;
+    - `export`: what a finished run hands out: the drained anchor, or the mean of the clusters'
+      parameters;
+    - `needs_local`: whether `merge` reads the inner parameters as they are at apply time;
+    - `needs_anchor`: whether there has to be an anchor;
+    - `restarts_from_anchor`: whether after each launch's boundary the inner parameters equal the
+      anchor;
+    - `splits_update`: whether it needs an outer rule that is linear.
     """
 
-    keeps: ClassVar[Keeps | None]
-    export: ClassVar[Export]
-
-    @property
-    def steps(self) -> int:
-        """Return tau, the inner steps between launch and apply; 0 for next-sync policies."""
-        ...
+    steps: int
+    keeps: ClassVar[Keeps | None] = None
+    export: ClassVar[Export] = "anchor"
+    needs_local: bool = False
+    needs_anchor: bool = True
+    restarts_from_anchor: bool = False
+    splits_update: bool = False
 
     @property
     def rounds_under_way(self) -> int:
         """Transfers of a fragment that stay under way from launch to launch; 0 if none."""
-        ...
-
-    @property
-    def needs_local(self) -> bool:
-        """Whether `merge` reads the inner parameters as they are at apply time."""
-        ...
-
-    @property
-    def needs_anchor(self) -> bool:
-        """Whether there has to be an anchor."""
-        ...
-
-    @property
-    def restarts_from_anchor(self) -> bool:
-        """Whether after each launch's boundary the inner parameters equal the anchor."""
-        ...
-
-    @property
-    def splits_update(self) -> bool:
-        """Whether it needs an outer rule that is linear."""
-        ...
+        return 0
 
     def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the policy's own buffers `[numel]`, given the outer optimizer's."""
-        ...
+        return ()
 
     def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
         """Set the policy's buffers, in place, when training starts (again) from `anchor`."""
-        ...
 
     def validate(self, interval: int) -> None:
         """Raise ValueError if the overlap does not fit H = `interval`."""
-        ...
 
     def is_ripe(self, age: int, newer: int) -> bool:
         """Decide from steps since launch and launches of the same fragment since then."""
-        ...
+        if self.rounds_under_way:
+            return newer >= self.rounds_under_way
+        return age >= self.steps
 
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return what is sent, computed in place of `local`."""
-        ...
+        """Return what is sent, in place of `local`: the pseudo-gradient `anchor - local`."""
+        import torch
 
+        return torch.sub(anchor, local, out=local)
+
+    @abstractmethod
     def merge(self, view: SyncView) -> Tensor:
         """Return the new inner parameters; may be `view.anchor`, or `view.local` in place."""
         ...
 
 
+@register("delay", "blocking")
 @dataclass(frozen=True)
-class Replace:
-    """Blocking: apply in the step of the launch, `local = anchor`."""
+class Blocking(DelayPolicy):
+    """Apply in the step of the launch: `local = anchor`."""
 
     steps = 0
-    rounds_under_way = 0
-    keeps: ClassVar[Keeps | None] = None
-    needs_local = False
-    needs_anchor = True
     restarts_from_anchor = True
-    splits_update = False
-    export: ClassVar[Export] = "anchor"
-
-    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
-        """Nothing to remember."""
-        return ()
-
-    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Nothing to set."""
-
-    def validate(self, interval: int) -> None:
-        """Accept every interval."""
-
-    def is_ripe(self, age: int, newer: int) -> bool:
-        """At once."""
-        return True
-
-    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return the pseudo-gradient `anchor - local`, in place of `local`."""
-        return torch.sub(anchor, local, out=local)
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor."""

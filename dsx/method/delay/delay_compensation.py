@@ -18,45 +18,39 @@ carries the size of the correction against that of g.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from dsx.core.checks import require_choice
+from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import Export, Keeps, require_overlap
+from dsx.method.delay.base import DelayPolicy, require_overlap
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Mode = Literal["constant", "dc_asgd", "scale_free"]
 
 
+@register("delay", "compensation")
 @dataclass(frozen=True)
-class DelayCompensation:
+class DelayCompensation(DelayPolicy):
     """Apply `steps` (tau) inner steps after launch, corrected with `strength` (the paper's lambda).
 
     Clusters differ by construction: a finished run hands out the mean of their parameters.
     """
 
     steps: int
+    """The inner steps (tau) between launch and apply, from 1 and below the period H."""
     strength: float = 0.5
+    """The weight (lambda) of the correction, at least 0, where 0 leaves it out."""
     mode: Mode = "constant"
+    """How the correction is scaled: as in the paper (constant), or so that it acts: over the root
+    (dc_asgd) or the mean (scale_free) of the squares."""
 
-    rounds_under_way = 0
-    keeps: ClassVar[Keeps | None] = "local"
+    keeps = "local"
+    export = "mean"
     needs_local = True
-    needs_anchor = True
-    restarts_from_anchor = False
-    splits_update = False
-    export: ClassVar[Export] = "mean"
-
-    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
-        """Nothing to remember."""
-        return ()
-
-    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Nothing to set."""
 
     def validate(self, interval: int) -> None:
         """Require 1 <= tau < H and lambda >= 0."""
@@ -68,16 +62,10 @@ class DelayCompensation:
                 "uses 0.5, and 0 leaves the correction out"
             )
 
-    def is_ripe(self, age: int, newer: int) -> bool:
-        """After tau steps."""
-        return age >= self.steps
-
-    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return the pseudo-gradient `anchor - local`, in place of `local`."""
-        return torch.sub(anchor, local, out=local)
-
     def merge(self, view: SyncView) -> Tensor:
         """Return the corrected parameters, computed in place in `view.local`."""
+        import torch
+
         local, sent, anchor = view.local, view.kept, view.anchor
         assert local is not None and sent is not None
         if view.age == 0:  # drained at its own launch: nothing was missed
@@ -92,6 +80,8 @@ class DelayCompensation:
 
     def _correction(self, descent: Tensor, view: SyncView) -> Tensor:
         """Eq. (7): return `lambda * g*g * (anchor - sent) / H`, computed in place of `sent`."""
+        import torch
+
         assert view.kept is not None
         distance = torch.sub(view.anchor, view.kept, out=view.kept)
         if self.mode == "constant":

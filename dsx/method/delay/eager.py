@@ -18,28 +18,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import Export, Keeps
+from dsx.method.delay.base import DelayPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
+@register("delay", "eager")
 @dataclass(frozen=True)
-class Eager:
+class Eager(DelayPolicy):
     """Apply a fragment's mean `outer_steps` launches later; look ahead by one's own share."""
 
     outer_steps: int = 1
+    """How many rounds late a mean is applied, 1 or 2; 2 needs a lower outer rate."""
 
     steps = 0
-    keeps: ClassVar[Keeps | None] = "contribution"
-    needs_local = False
-    needs_anchor = True
-    restarts_from_anchor = False
+    keeps = "contribution"
     splits_update = True
-    export: ClassVar[Export] = "anchor"
 
     @property
     def rounds_under_way(self) -> int:
@@ -65,16 +64,16 @@ class Eager:
                 "schedule.interval"
             )
 
-    def is_ripe(self, age: int, newer: int) -> bool:
-        """Once n newer ones have been launched."""
-        return newer >= self.outer_steps
-
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return `start of the round - local`, in place of `local`."""
+        import torch
+
         return torch.sub(slots["start"], local, out=local)
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the anchor plus the look-ahead; the anchor itself when nothing is under way."""
+        import torch
+
         start = view.slots["start"]
         if not view.own:  # the end of a run: everything has been applied
             return start.copy_(view.anchor)

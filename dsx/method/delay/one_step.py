@@ -14,38 +14,42 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Literal
 
 from dsx.core.checks import require_choice
+from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import Export, Keeps
+from dsx.method.delay.base import DelayPolicy
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FirstRound = Literal["restart", "local"]
 
 
+@register("delay", "one_step")
 @dataclass(frozen=True)
-class OneStepDelay:
+class OneStepDelay(DelayPolicy):
     """Apply a fragment's mean at its next launch."""
 
     first_round: FirstRound = "restart"
+    """What the first round ends with, when nothing has arrived yet: a return to the first anchor
+    (restart), or the cluster's own parameters (local), which takes one more vector of memory."""
 
     steps = 0
-    rounds_under_way = 1
-    keeps: ClassVar[Keeps | None] = None
-    needs_anchor = True
-    splits_update = False
-    export: ClassVar[Export] = "anchor"
 
     @property
-    def needs_local(self) -> bool:
+    def rounds_under_way(self) -> int:
+        """Return 1."""
+        return 1
+
+    @property
+    def needs_local(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Only to go on from it after the first round."""
         return self.first_round == "local"
 
     @property
-    def restarts_from_anchor(self) -> bool:
+    def restarts_from_anchor(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Unless the first round goes on locally."""
         return self.first_round == "restart"
 
@@ -62,12 +66,10 @@ class OneStepDelay:
         """Accept every interval."""
         require_choice("delay.first_round", self.first_round, FirstRound)
 
-    def is_ripe(self, age: int, newer: int) -> bool:
-        """Once the next one has been launched."""
-        return newer >= 1
-
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return `start of the round - local`, in place of `local`."""
+        import torch
+
         start = slots["start"] if self.first_round == "local" else anchor
         return torch.sub(start, local, out=local)
 

@@ -5,24 +5,25 @@ Source: Streaming DiLoCo (arXiv:2501.18512, Sec. 2.2) and CoCoDC (arXiv:2504.176
 
 Deviation: alpha is the weight of the *global* state, as in CoCoDC; the Streaming DiLoCo paper
 and torchft define it as the weight of the local one. Invariant: `alpha=1` with `steps=0` equals
-`Replace` bit for bit, which is why the weighted sum is written out and 1 is exact.
+`Blocking` bit for bit, which is why the weighted sum is written out and 1 is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import Export, Keeps, require_overlap
+from dsx.method.delay.base import DelayPolicy, require_overlap
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
+@register("delay", "streaming")
 @dataclass(frozen=True)
-class Blend:
+class StreamingMerge(DelayPolicy):
     """Apply `steps` (tau) inner steps after launch, mixing with weight `alpha` of the anchor.
 
     The local progress made meanwhile is kept in part. Clusters differ by construction: what a
@@ -30,22 +31,12 @@ class Blend:
     """
 
     steps: int
+    """The inner steps (tau) between launch and apply, from 0 and below the period H."""
     alpha: float = 0.5
+    """The weight of the anchor in what the parameters become, above 0 and at most 1."""
 
-    rounds_under_way = 0
-    keeps: ClassVar[Keeps | None] = None
+    export = "mean"
     needs_local = True
-    needs_anchor = True
-    restarts_from_anchor = False
-    splits_update = False
-    export: ClassVar[Export] = "mean"
-
-    def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
-        """Nothing to remember."""
-        return ()
-
-    def begin(self, anchor: Tensor, slots: Mapping[str, Tensor]) -> None:
-        """Nothing to set."""
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H (one transfer of a fragment in flight) and 0 < alpha <= 1."""
@@ -56,16 +47,10 @@ class Blend:
                 "anchor (global state); 0.5 is Streaming DiLoCo's choice"
             )
 
-    def is_ripe(self, age: int, newer: int) -> bool:
-        """After tau steps."""
-        return age >= self.steps
-
-    def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
-        """Return the pseudo-gradient `anchor - local`, in place of `local`."""
-        return torch.sub(anchor, local, out=local)
-
     def merge(self, view: SyncView) -> Tensor:
         """Blend the anchor into `view.local` in place and return it."""
+        import torch
+
         assert view.local is not None
         if self.alpha == 1.0:
             return view.local.copy_(view.anchor)

@@ -28,26 +28,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dsx.core.checks import require_choice
+from dsx.core.registry import register
 from dsx.core.types import History, Stage, SyncParams
-from dsx.method.schedule.periodic import require_interval, require_step_per_fragment
+from dsx.method.schedule.base import Schedule, require_step_per_fragment
 
 logger = logging.getLogger(__name__)
 Norm = Literal["l2", "rms"]
 _TOLERATED_CHANGE = 0.1  # of a measured N; every change starts an epoch, which costs a decision
 
 
+@register("schedule", "adaptive")
 @dataclass(frozen=True)
-class AdaptiveTransmission:
-    """`gamma` is the share of the link's capacity to use; `norm` scales R_p by size or not."""
+class AdaptiveTransmission(Schedule):
+    """As often as the link carries, each time the fragment that changes fastest."""
 
     interval: int
+    """The period H in inner steps, within which every fragment is sent at least once."""
     gamma: float = 0.4
+    """The share of the link's capacity to use, above 0 and at most 1."""
     norm: Norm = "l2"
+    """How change is measured: by the L2 norm of a fragment, or by its root mean square (rms), which
+    does not favour large fragments."""
     step_seconds: float | None = None
+    """The seconds of one inner step; null: measured. Give both times to make a run reproducible."""
     transfer_seconds: float | None = None
+    """The seconds of one fragment's transfer; null: measured."""
 
-    when = None
-    backwards = 1
     takes_turns = True
     uses_norms = True
 
@@ -58,7 +64,7 @@ class AdaptiveTransmission:
 
     def validate(self, num_fragments: int | None) -> None:
         """Require P <= H, 0 < gamma <= 1, and a link that can carry every fragment once."""
-        require_interval(self.interval)
+        super().validate(num_fragments)
         require_step_per_fragment(num_fragments, self.interval, "adaptive")
         require_choice("schedule.norm", self.norm, Norm)
         if not 0 < self.gamma <= 1:

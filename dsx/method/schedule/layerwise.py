@@ -26,25 +26,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dsx.core.checks import require_choice
+from dsx.core.registry import register
 from dsx.core.types import BackwardTrigger, History, Stage, SyncParams
+from dsx.method.schedule.base import Schedule
 from dsx.method.schedule.layer_assignment import assign_layers, layer_table
-from dsx.method.schedule.periodic import require_interval
 
 _TOLERATED_CHANGE = 0.2
 
 
+@register("schedule", "layerwise")
 @dataclass(frozen=True)
-class Layerwise:
+class Layerwise(Schedule):
     """Send layers by DreamDDP's table, from inside the backward."""
 
     interval: int
-    when: BackwardTrigger = "before"
+    """The period H in inner steps, within which every layer is sent at least once."""
+    when: BackwardTrigger = "before"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Whether a layer is sent with its parameters from before this step's update, or after the
+    layer's own update inside the backward."""
     backwards: int = 1
+    """The backward passes (micro-batches) of one inner step, of which the last one sends."""
     backward_seconds: tuple[float, ...] | None = None
+    """The seconds of each layer's backward, in model order; null: measured. Give both lists to make
+    a run reproducible."""
     transfer_seconds: tuple[float, ...] | None = None
-
-    takes_turns = False
-    uses_norms = False
+    """The seconds of each layer's transfer, in model order; null: measured."""
 
     @property
     def uses_seconds(self) -> bool:
@@ -53,7 +59,7 @@ class Layerwise:
 
     def validate(self, num_fragments: int | None) -> None:
         """Require H >= 1, both times or neither, and one per layer."""
-        require_interval(self.interval)
+        super().validate(num_fragments)
         require_choice("schedule.when", self.when, BackwardTrigger)
         if self.backwards < 1:
             raise ValueError(f"schedule.backwards={self.backwards} must be at least 1")

@@ -1,0 +1,161 @@
+"""The sections of a "dsx" block that are no part of the method, as pydantic models.
+
+The line of text below a key is what the generated reference and editors say of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dsx.comm.multistream import MAX_STREAMS
+from dsx.config.files import ConfigError
+
+_STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class ClustersConfig(BaseModel):
+    """Who takes part, and how they meet."""
+
+    model_config = _STRICT
+
+    num_clusters: int = Field(ge=1)
+    """The number of clusters (C) that train together; all of them have to come."""
+
+    cluster_id: int | None = Field(default=None, ge=0)
+    """The number of this cluster, from 0. It differs where every cluster has a launcher of its own,
+    and is better given as `--dsx-cluster-id` then; null: one launcher starts all clusters."""
+
+    rendezvous: str = "env://"
+    """Where the clusters meet: "tcp://HOST:PORT" of cluster 0 or of `dsx rendezvous`, or "env://",
+    where one launcher starts all ranks of all clusters: its own meeting point is used."""
+
+    store: Literal["cluster_0", "standalone"] = "cluster_0"
+    """Who listens at the rendezvous: the first rank of cluster 0, or a `dsx rendezvous` that runs
+    by itself."""
+
+    join_deadline_seconds: float = Field(default=300.0, gt=0)
+    """How long a cluster waits at the start for all others, in seconds, before it gives up."""
+
+    deadline_seconds: float = Field(default=600.0, gt=0)
+    """How long any exchange of messages may take, in seconds; more than the largest fragment needs
+    on a shared line, in fp32 for `averaged()`. A peer that does not answer by then is lost."""
+
+    on_mismatch: Literal["resend", "stop"] = "resend"
+    """What to do when clusters have decoded different means: send the outer state of cluster 0 once
+    more and go on, or stop with ParityError."""
+
+    interface: str | None = None
+    """The network interface to use, such as "eth1"; null: that of the address which the host's
+    name stands for."""
+
+
+class MetricsConfig(BaseModel):
+    """Where the records of a run go; without a directory none are written."""
+
+    model_config = _STRICT
+
+    dir: str | None = None
+    """The directory for the run's records, which `dsx report` and `dsx trace` read; null: none are
+    written."""
+
+    tensorboard: bool = False
+    """Whether to write TensorBoard events beside the records; needs `dir`, and tensorboard."""
+
+    trace: bool = False
+    """Whether to write a trace of what every rank does and when, for `dsx trace`; needs `dir`."""
+
+    trace_steps: tuple[int, int] = (1, 1000)
+    """The first and the last inner step that the trace holds, from 1; needs `trace`."""
+
+
+class StateConfig(BaseModel):
+    """Where the outer state lives: anchor, momentum and the like."""
+
+    model_config = _STRICT
+
+    device: Literal["masters", "host"] = "masters"
+    """With the fp32 masters, sharded as they are, or in pinned host memory: then it takes nothing
+    on the accelerator, and the outer step runs at the host's speed."""
+
+
+class LinkConfig(BaseModel):
+    """How a transfer uses the network."""
+
+    model_config = _STRICT
+
+    streams: int = Field(default=1, ge=1, le=MAX_STREAMS)
+    """TCP connections that each message is cut over, for every fragment and peer; the same in all
+    clusters. More of them fill a long or lossy line; no bit of a result depends on them."""
+
+
+class Block(BaseModel):
+    """The "dsx" block as it is written: axes hold what overrides the preset, and are read later."""
+
+    model_config = _STRICT
+
+    preset: Any
+    """The named method that fills every axis; any key of an axis overrides one of its values."""
+
+    clusters: ClustersConfig
+    """Who takes part, and how they meet."""
+
+    fragments: dict[str, Any] = {}
+    """Which parameters are synchronised together."""
+
+    schedule: dict[str, Any] = {}
+    """At which inner steps which fragments are sent; `interval` is H, the period."""
+
+    delay: dict[str, Any] = {}
+    """How late a mean is applied, and how it is merged with the progress made meanwhile."""
+
+    outer_optimizer: dict[str, Any] = {}
+    """The step that the anchor takes along the averaged pseudo-gradient."""
+
+    staleness: dict[str, Any] = {}
+    """What is done to a pseudo-gradient that comes late, before the outer step sees it."""
+
+    compression: dict[str, Any] = {}
+    """How pseudo-gradients are coded on the wire."""
+
+    control: dict[str, Any] = {}
+    """What may change H and the rank while training."""
+
+    state: StateConfig = StateConfig()
+    """Where the outer state lives."""
+
+    link: LinkConfig = LinkConfig()
+    """How a transfer uses the network."""
+
+    metrics: MetricsConfig = MetricsConfig()
+    """Where the records of a run go."""
+
+
+def check_metrics(metrics: MetricsConfig) -> None:
+    """Raise ConfigError for keys that would have no effect, and for steps out of order."""
+    for key in ("tensorboard", "trace"):
+        if getattr(metrics, key) and metrics.dir is None:
+            raise ConfigError(f"dsx.metrics.{key} needs dsx.metrics.dir, a directory to write to")
+    first, last = metrics.trace_steps
+    if "trace_steps" in metrics.model_fields_set and not metrics.trace:
+        raise ConfigError(f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true')
+    if not 1 <= first <= last:
+        raise ConfigError(
+            f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "
+            "trace, from 1; try [1, 1000]"
+        )
+
+
+def check_clusters(clusters: ClustersConfig) -> None:
+    """Raise ConfigError unless a launch can be started with these."""
+    if clusters.rendezvous == "env://" and clusters.store == "standalone":
+        raise ConfigError(
+            "dsx.clusters.store='standalone' needs an address: set rendezvous (or "
+            "--dsx-rendezvous) to the tcp://host:port where `dsx rendezvous` listens"
+        )
+    if clusters.cluster_id is not None and clusters.cluster_id >= clusters.num_clusters:
+        raise ConfigError(
+            f"dsx.clusters.cluster_id={clusters.cluster_id} must be below num_clusters="
+            f"{clusters.num_clusters}"
+        )

@@ -1,0 +1,87 @@
+"""What a method may be made of: the choices on each axis and the presets, by name.
+
+What ships is registered by the modules imported here. What is installed beside dsx is found by the
+entry-point group "dsx.methods", whose modules are imported when names are first looked up:
+
+    [project.entry-points."dsx.methods"]
+    mine = "my_package.my_method"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib.metadata import entry_points
+from typing import Any, NamedTuple
+
+from dsx.compress import base as dense
+from dsx.compress import low_rank, quantized, top_k
+from dsx.core.registry import PRESET, SELECTORS, Names, register
+from dsx.method import fragments, outer_optimizer, presets, staleness
+from dsx.method.control import adaptive_rank
+from dsx.method.control import base as fixed
+from dsx.method.delay import average, delay_compensation, eager, one_step
+from dsx.method.delay import base as blocking
+from dsx.method.delay import streaming as streaming_merge
+from dsx.method.method import Method
+from dsx.method.schedule import adaptive_transmission, layerwise, periodic
+
+__all__ = ["AXES", "GROUP", "PRESETS", "SHIPPED", "Axis", "register"]
+
+GROUP = "dsx.methods"
+# A new module of dsx is one line here; importing it registers what it holds.
+SHIPPED = (
+    fragments,
+    periodic,
+    adaptive_transmission,
+    layerwise,
+    blocking,
+    streaming_merge,
+    delay_compensation,
+    one_step,
+    eager,
+    average,
+    outer_optimizer,
+    staleness,
+    dense,
+    quantized,
+    low_rank,
+    top_k,
+    fixed,
+    adaptive_rank,
+    presets,
+)
+_loaded: set[str] = set()
+
+
+class Axis(NamedTuple):
+    """The key of a configuration that selects a choice, and the choices by name."""
+
+    selector: str
+    choices: Names[type[Any]]
+
+
+def load_installed() -> None:
+    """Import what installed packages offer in the group "dsx.methods", each once per process.
+
+    Raises ImportError, naming package and entry point, if one of them cannot be imported.
+    """
+    if GROUP in _loaded:
+        return
+    _loaded.add(GROUP)  # first: what is imported may look up names itself
+    for entry in entry_points(group=GROUP):
+        try:
+            entry.load()
+        except Exception as error:
+            _loaded.discard(GROUP)
+            package = entry.dist.name if entry.dist else "an installed package"
+            raise ImportError(
+                f"{package} offers methods to dsx by the entry point {entry.name} = "
+                f"{entry.value!r}, which fails with {type(error).__name__}: {error}; mend or "
+                "uninstall it"
+            ) from error
+
+
+AXES: Mapping[str, Axis] = {
+    axis: Axis(selector, Names(axis, load_installed)) for axis, selector in SELECTORS.items()
+}
+PRESETS: Names[Callable[[int], Method]] = Names(PRESET, load_installed)

@@ -1,0 +1,77 @@
+"""The configuration reference and the JSON Schema: of today, complete, and true."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from typer.testing import CliRunner
+
+from dsx.cli import app
+from dsx.config.reference import json_schema, markdown, meanings
+from dsx.config.sections import Block
+from dsx.method.choices import AXES
+
+ROOT = Path(__file__).parents[2]
+FILES = {"reference": "docs/configuration.md", "schema": "docs/dsx.schema.json"}
+SCHEMA = json_schema()
+CONFIGS = sorted((ROOT / "configs").rglob("*.json"))
+
+
+@pytest.mark.parametrize(("command", "path"), FILES.items())
+def test_the_files_in_docs_are_those_of_today(command: str, path: str) -> None:
+    made = CliRunner().invoke(app, ["config", command])
+    assert made.exit_code == 0
+    told = f"{path} is stale; make it anew with: dsx config {command} > {path}"
+    assert (ROOT / path).read_text() == made.stdout, told
+
+
+def test_every_key_says_what_it_means() -> None:
+    for kind in [k for _, choices in AXES.values() for k in choices.values()]:
+        assert set(meanings(kind)) >= {f.name for f in fields(kind)}, kind
+    sections: list[Any] = [f.annotation for f in Block.model_fields.values()]
+    for model in (Block, *(s for s in sections if hasattr(s, "model_fields"))):
+        assert set(meanings(model)) >= set(model.model_fields), model
+    for line in markdown().splitlines():  # a whole sentence in each row
+        cells = line.strip("| ").split(" | ")
+        if line.startswith("| `") and len(cells) >= 4:
+            assert cells[-1].endswith(".") and len(cells[-1].split()) >= 4, line
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.name)
+def test_the_schema_takes_every_config_that_ships(path: Path) -> None:
+    jsonschema.validate(json.loads(path.read_text()), SCHEMA)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"preset": "diloko"},
+        {"shedule": {}},
+        {"clusters": {}},
+        {"clusters": {"num_clusters": 0}},
+        {"schedule": {"interval": "20"}},
+        {"schedule": {"intervall": 20}},
+        {"delay": {"type": "blocking", "alpha": 0.5}},
+        {"delay": {"type": "blent"}},
+        {"outer_optimizer": {"type": "adam", "betas": [0.9]}},
+        {"link": {"streams": 65}},
+        {"compression": {"wire": "int3"}},
+    ],
+)
+def test_the_schema_refuses_what_loading_refuses(change: dict[str, Any]) -> None:
+    good: dict[str, Any] = {"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}}}
+    jsonschema.validate(good, SCHEMA)
+    bad = copy.deepcopy(good)
+    bad["dsx"].update(change)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(bad, SCHEMA)
+
+
+def test_the_schema_is_a_schema() -> None:
+    jsonschema.Draft202012Validator.check_schema(SCHEMA)

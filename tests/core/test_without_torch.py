@@ -1,0 +1,31 @@
+"""What only declares, plans or explains starts without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+CONFIG = '{"dsx": {"preset": "dilocox", "clusters": {"num_clusters": 2}}}'
+
+
+@pytest.mark.parametrize(
+    "does",
+    [
+        "import dsx; dsx.register; dsx.preset('diloco'); dsx.Method",
+        f"import dsx; dsx.load_config({CONFIG})",
+        "from dsx.method.choices import PRESETS; [make(2).validate(2, 9, 4) for make in "
+        "PRESETS.values()]",
+        "from dsx.config.flags import read_flags; "
+        "read_flags('--dsx-preset co2 --dsx-num-clusters 2'.split())",
+        "from dsx.config.reference import json_schema, markdown; json_schema(); markdown()",
+        "from typer.testing import CliRunner as C; from dsx.cli import app; "
+        "assert C().invoke(app, ['--help']).exit_code == 0",
+    ],
+)
+def test_imports_no_torch(does: str) -> None:
+    heavy = "{'torch', 'deepspeed', 'megatron'}"
+    program = f"{does}\nimport sys; assert not {heavy} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
