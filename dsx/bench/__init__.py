@@ -1,1 +1,4 @@
-"""Measurements of what dsx does on the machine at hand: `dsx bench`."""
+"""Measurements of what dsx does on the machine at hand: `dsx bench`, `dsx net-test`.
+
+Imports any room but the command line. Nothing imports it but that.
+"""

@@ -1,1 +1,4 @@
-"""To be said."""
+"""Outer state on disk: saved and found again whatever the shards, exported, averaged.
+
+Imports outer, config and what stands below them.
+"""

@@ -1,1 +1,4 @@
-"""Between clusters: who is where, how they meet, and how a mean gets from one to the other."""
+"""How clusters meet and move bytes: worlds, rendezvous, process groups, messages, deadlines.
+
+Imports core alone: what the bytes mean is nothing to it.
+"""

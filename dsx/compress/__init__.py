@@ -1,1 +1,4 @@
-"""What is sent for a pseudo-gradient: compressors are generators and know no network."""
+"""What is done to a pseudo-gradient, and the bytes it becomes: generators that know no network.
+
+Imports core alone. A compressor's declaration needs no torch; its channel, the running half, does.
+"""

@@ -1,1 +1,4 @@
-"""What a run across slow links will do, computed before it is started: no torch, no network."""
+"""What a run across slow links will do, computed before it is started: no torch, no network.
+
+Imports config, method and what stands below them; nothing that runs.
+"""

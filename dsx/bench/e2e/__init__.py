@@ -1,1 +1,4 @@
-"""To be said."""
+"""Real training over a real slow line, beside what the planner says: `dsx bench e2e`.
+
+Imports bench's testbed and the rooms below bench.
+"""

@@ -1,1 +1,4 @@
-"""The link between clusters, measured without training: `dsx net-test`."""
+"""The link between clusters, measured without training: `dsx net-test`.
+
+Imports comm, plan and what stands below them.
+"""

@@ -1,1 +1,4 @@
-"""To be said."""
+"""Megatron: where its optimizers keep fp32 masters, and what its checkpoints need.
+
+Imports the parts of engines that all adapters share.
+"""

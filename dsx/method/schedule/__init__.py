@@ -1,1 +1,4 @@
-"""When to send what: schedules map the shared history to the fragments that are due."""
+"""When to send what: schedules map the shared history to the fragments that are due.
+
+Imports core alone.
+"""

@@ -1,1 +1,4 @@
-"""To be said."""
+"""The papers' own models of time, and their tables: `dsx simulate`.
+
+Imports plan's scenarios and closed forms.
+"""
