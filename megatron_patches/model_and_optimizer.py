@@ -61,7 +61,7 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
     method = run.config
     run.tell(
         f"{method.preset} {start}: {run.world.num_clusters} clusters, a sync every "
-        f"{method.method.schedule.interval} steps, {len(run.handle.loop.backend.fragments)} "
+        f"{method.method.schedule.interval} steps, {len(run.handle.loop.adapter.fragments)} "
         "fragment(s) on this stage"
     )
 

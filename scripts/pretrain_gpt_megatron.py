@@ -298,8 +298,9 @@ def conclude(run: Run, total: Counters, started: float) -> None:
     results = Results(
         val_losses, average, speeds, utilizations, sent, run.dataset.unigram_entropy, started
     )
-    backend = handle.loop.backend
-    share = sum(backend.fragment_numel) / backend.shard[1]  # of a stage, which its ranks count
+    adapter = handle.loop.adapter
+    # of a stage, which its ranks count
+    share = sum(adapter.fragment_numel) / adapter.ranks.shard[1]
     num_parameters = torch.tensor(share, dtype=torch.float64, device=run.engine.device)
     dist.all_reduce(num_parameters)
     model_bytes = round(num_parameters.item()) * (2 if run.arguments.bf16 else 4)

@@ -147,7 +147,7 @@ def _find(
         _warn_of_changes(reference, axes)
     except (ValueError, FileNotFoundError) as error:
         trouble, outcome = error, 2.0
-    agreed = float(loop.adapter.max_over_ranks(torch.tensor([outcome])))
+    agreed = float(loop.adapter.ranks.max_over_ranks(torch.tensor([outcome])))
     if trouble is not None:
         raise trouble
     if agreed == 2 or saved is None:

@@ -61,7 +61,7 @@ class Resharding:
         self._saved = saved
         self._rank_info = rank_info
         self._is_new = rank_info.cluster_id >= saved.num_clusters
-        self._is_first = loop.adapter.shard[0] == 0
+        self._is_first = loop.adapter.ranks.shard[0] == 0
         fragments = loop.adapter.fragments
         self._origins = [[Origin(self._ranks, fragment.id)] for fragment in fragments]
         if is_repartitioned:

@@ -17,6 +17,48 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+class ClusterRanks(Protocol):
+    """The ranks of a cluster that share the same fragments, and what they tell each other.
+
+    All but `shard` is collective over them, and over the other stages' too where it says so.
+    """
+
+    @property
+    def shard(self) -> tuple[int, int]:
+        """This rank's number among them, and how many they are."""
+        ...
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return the sum of the shards' values, in rank order; where ranks hold copies, one's own.
+
+        The same bits on all.
+        """
+        ...
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of the shards' values."""
+        ...
+
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return the elementwise largest of all of a pipeline's ranks, on the CPU."""
+        ...
+
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Start `max_over_ranks` without waiting; the result is for any thread, once."""
+        ...
+
+    def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return the fragments of every rank, and this rank's number.
+
+        One entry, its own, where every rank holds all of the parameters.
+        """
+        ...
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Send `outgoing[r]` to shard r, fill `incoming[r]` from it; fp32 vectors."""
+        ...
+
+
 class EngineAdapter(Protocol):
     """One rank's view of the inner engine."""
 
@@ -41,8 +83,8 @@ class EngineAdapter(Protocol):
         ...
 
     @property
-    def shard(self) -> tuple[int, int]:
-        """This rank's number among those of the cluster that share its fragments, and how many."""
+    def ranks(self) -> ClusterRanks:
+        """The ranks of the cluster that share this one's fragments."""
         ...
 
     @property
@@ -77,39 +119,6 @@ class EngineAdapter(Protocol):
 
     def inner_lr(self) -> float:
         """Return the learning rate of the inner step just taken (first parameter group)."""
-        ...
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return the sum of the shards' values, in rank order; where ranks hold copies, one's own.
-
-        Collective over the ranks of the cluster that share the fragments; the same bits on all.
-        """
-        ...
-
-    def max_over_stages(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of all of a pipeline's ranks, on the CPU. Collective."""
-        ...
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the shards' values. Collective, like the sum."""
-        ...
-
-    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start the same without waiting; the result is for any thread to ask for, once."""
-        ...
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        """Return the fragments of every rank that shares them, and this rank's place there.
-
-        Collective. One entry, this rank's own, where every rank holds all of the parameters.
-        """
-        ...
-
-    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Send `outgoing[r]` to shard r of the cluster, fill `incoming[r]` from it; fp32 vectors.
-
-        Collective like the sum; the own place is copied.
-        """
         ...
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:

@@ -27,6 +27,36 @@ def collective_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if is_nccl else torch.device("cpu")
 
 
+class OneRank:
+    """A cluster of one rank: all there is to tell is known already (see core/engine.py)."""
+
+    shard = (0, 1)
+
+    def sum_over_shards(self, values: Tensor) -> Tensor:
+        """Return `values`: this rank holds every parameter whole."""
+        return values
+
+    def max_over_ranks(self, values: Tensor) -> Tensor:
+        """Return `values`."""
+        return values
+
+    def max_over_stages(self, values: Tensor) -> Tensor:
+        """Return `values`: there is one stage."""
+        return values
+
+    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
+        """Return what gives `values`."""
+        return lambda: values
+
+    def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
+        """Return this rank's fragments alone."""
+        return [own], 0
+
+    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+        """Copy."""
+        incoming[0].copy_(outgoing[0])
+
+
 class ClusterCollectives:
     """The collectives that a backend offers (see core/engine.py), over one `group`.
 

@@ -6,7 +6,7 @@ are, when in a step they are fresh, and how they reach the model's weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from torch import Tensor
 
@@ -17,10 +17,10 @@ from dsx.engines.replicated import ReplicaShards
 
 
 class MultiRankAdapter:
-    """The masters of one rank, and the collectives of its stage."""
+    """The masters of one rank; its stage's collectives are `ranks`."""
 
     fragments: Sequence[Fragment]
-    _ranks: ClusterCollectives
+    ranks: ClusterCollectives
     _masters: Masters
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
     _written: dict[int, None]  # fragments, since they were brought together last
@@ -38,35 +38,6 @@ class MultiRankAdapter:
     def buffer_bytes(self) -> int:
         """Return what bringing shares together takes."""
         return 0 if self._replica_shards is None else self._replica_shards.buffer_bytes
-
-    @property
-    def shard(self) -> tuple[int, int]:
-        """Return this rank's place in its stage, tensor-parallel ranks counted."""
-        return self._ranks.shard
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return the shards' sum in rank order."""
-        return self._ranks.sum_over_shards(values)
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of the shards' values."""
-        return self._ranks.max_over_ranks(values)
-
-    def max_over_stages(self, values: Tensor) -> Tensor:
-        """Return the elementwise largest of all of the cluster's ranks, on the host."""
-        return self._ranks.max_over_stages(values)
-
-    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Start finding the elementwise largest of the shards' values."""
-        return self._ranks.begin_max_over_ranks(values)
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        """Return every rank's fragments."""
-        return self._ranks.layouts(self.fragments)
-
-    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Exchange shards over the ranks of the stage."""
-        self._ranks.all_to_all(outgoing, incoming)
 
     def end_inner_step(self) -> None:
         """Nothing to do: the backward is the engine's own."""

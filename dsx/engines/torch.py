@@ -12,15 +12,16 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsx.core.recorder import ComputeRecorder
-from dsx.core.types import BackwardTrigger, Fragment, ParameterShape, Stage
+from dsx.core.types import BackwardTrigger, ParameterShape, Stage
 from dsx.engines.backward_hooks import BackwardWatch
+from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
 from dsx.method.fragments import Fragmenter
@@ -65,7 +66,7 @@ class TorchAdapter:
         self._watch: BackwardWatch | None = None
         self._is_stepping_fragment = False
         self.stage = Stage()
-        self.shard = (0, 1)
+        self.ranks = OneRank()
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
         self.fragment_parameters = self._masters.fragment_parameters
@@ -87,30 +88,6 @@ class TorchAdapter:
     def inner_lr(self) -> float:
         """Return the first parameter group's rate."""
         return float(self._optimizer.param_groups[0]["lr"])
-
-    def sum_over_shards(self, values: Tensor) -> Tensor:
-        """Return `values`: this rank holds every parameter whole."""
-        return values
-
-    def max_over_stages(self, values: Tensor) -> Tensor:
-        """Return the values: there is one stage."""
-        return values
-
-    def max_over_ranks(self, values: Tensor) -> Tensor:
-        """Return `values`: the cluster is one rank."""
-        return values
-
-    def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
-        """Return what gives `values`: the cluster is one rank."""
-        return lambda: values
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        """Return this rank's fragments alone."""
-        return [self.fragments], 0
-
-    def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-        """Copy: the cluster is one rank."""
-        incoming[0].copy_(outgoing[0])
 
     def on_inner_step(self, callback: Callable[[], object]) -> None:
         """Call back after every `optimizer.step()`."""

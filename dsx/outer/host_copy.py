@@ -56,7 +56,7 @@ class HostCopies:
         matrix_gathers: Sequence[MatrixGather],
         device: torch.device,
     ) -> None:
-        self._is_agreed = not method.compression.is_exact and adapter.shard[1] > 1
+        self._is_agreed = not method.compression.is_exact and adapter.ranks.shard[1] > 1
         self._adapter = adapter
         self._matrix_gathers = matrix_gathers
         self._device = device
@@ -74,8 +74,8 @@ class HostCopies:
         if self._is_agreed:
             norm = torch.linalg.vector_norm(contribution)
             is_lost = ~(norm.isfinite() & sideband.isfinite().all())
-            agreed = self._adapter.begin_max_over_ranks(is_lost.float().view(1))
-        gather, all_to_all = self._matrix_gathers[fragment], self._adapter.all_to_all
+            agreed = self._adapter.ranks.begin_max_over_ranks(is_lost.float().view(1))
+        gather, all_to_all = self._matrix_gathers[fragment], self._adapter.ranks.all_to_all
         if self._stream is None:
             gather.to_wire(contribution, buffers.wire, all_to_all)
             buffers.sideband.averages.copy_(sideband)

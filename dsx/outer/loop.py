@@ -60,7 +60,7 @@ class OuterLoop:
         self.adapter = adapter
         self.transport = transport
         num_tensors = [len(parameters) for parameters in adapter.fragment_parameters]
-        shard, _ = adapter.shard
+        shard, _ = adapter.ranks.shard
         peers = Peers(transport.cluster_id, transport.num_clusters, shard)
         self.matrix_gathers = (
             plan_matrix_gathers(method, adapter) if matrix_gathers is None else matrix_gathers
@@ -80,7 +80,7 @@ class OuterLoop:
             ShardedTensors(
                 fragment,
                 parameters,
-                adapter.sum_over_shards,
+                adapter.ranks.sum_over_shards,
                 lambda id=fragment.id: self.state.scratch(id, "fold"),
                 adapter.device,
             )
@@ -277,7 +277,7 @@ class OuterLoop:
         arrival.timer.mark("wait", "wait")
         self.recovery.act_on(fragment, transfer.launched, parity, self.history)
         mean = self.state.scratch(fragment, "mean")
-        self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.all_to_all)
+        self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
         arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
         self.measurements.take(
             transfer.buffers.sideband,

@@ -115,7 +115,7 @@ class Measurements:
             return
         table = torch.zeros(stage.count, len(own), dtype=torch.float64)
         table[stage.index] = torch.tensor(own, dtype=torch.float64)
-        proposals = self._adapter.max_over_stages(table).tolist()
+        proposals = self._adapter.ranks.max_over_stages(table).tolist()
         control.settle(proposals, takes_turns, initial, history)
         history.next_settling += control.sync_params(initial, history).interval
 
@@ -139,7 +139,9 @@ class Measurements:
         if not self._is_active:
             return
         if self._method.uses_seconds:
-            step, transfer, backward = self._adapter.max_over_ranks(sideband.largest()).tolist()
+            step, transfer, backward = self._adapter.ranks.max_over_ranks(
+                sideband.largest()
+            ).tolist()
             history.step_seconds = step or history.step_seconds
             if transfer:
                 history.transfer_seconds[fragment] = transfer
@@ -148,7 +150,7 @@ class Measurements:
         control, initial = self._method.control, self._method.sync_params
         if not sideband.of_owner.numel():
             return
-        measured = self._adapter.sum_over_shards(sideband.of_owner.clone()).tolist()
+        measured = self._adapter.ranks.sum_over_shards(sideband.of_owner.clone()).tolist()
         if is_refused:
             return
         if self._method.schedule.uses_norms:

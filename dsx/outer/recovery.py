@@ -53,7 +53,7 @@ class Recovery:
         flags[0, parity.refused_by] = 1
         flags[1, parity.differing] = 1
         flags[2] = parity.round
-        flags = self._adapter.max_over_ranks(flags)
+        flags = self._adapter.ranks.max_over_ranks(flags)
         parity.refused_by, parity.differing = (
             [m for m, flag in enumerate(row) if flag] for row in flags[:2].tolist()
         )

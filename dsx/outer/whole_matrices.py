@@ -102,7 +102,7 @@ def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGa
     """Return one route per fragment. Collective over the cluster's ranks."""
     layouts, rank = [adapter.fragments], 0
     if method.compression.needs_whole_matrices:
-        layouts, rank = adapter.cluster_layouts()
+        layouts, rank = adapter.ranks.layouts(adapter.fragments)
     return plan_gathers(layouts, rank, method.compression.takes, adapter.device)
 
 

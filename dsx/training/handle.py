@@ -86,7 +86,7 @@ class Handle:
         self._syncs = SyncRecords(
             store,
             adapter.stage,
-            adapter.shard,
+            adapter.ranks.shard,
             adapter.fragment_numel,
             lambda record: self._metrics.event("sync", record),
             world.deadline_seconds,

@@ -17,6 +17,7 @@ from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.in_process import InProcessHub
 from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment, Slot
+from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import lay_out
 from dsx.method.method import Method
@@ -29,7 +30,17 @@ from tests.tiny import ALL_CASES, TinyNet, mean_loss
 CUTS = (0, 0.2, 0.2, 0.7, 1)  # of every parameter: the second of four ranks has nothing
 
 
-class ShardBackend(TorchAdapter):
+class Ranks(OneRank):
+    """Several ranks, of which one is there."""
+
+    def __init__(self, everyone: list[list[Fragment]], rank: int) -> None:
+        self.everyone, self.shard = everyone, (rank, len(everyone))
+
+    def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
+        return self.everyone, self.shard[0]
+
+
+class ShardAdapter(TorchAdapter):
     """Stands in for one of several ranks: a part of every parameter, to be loaded and saved."""
 
     def __init__(self, whole: Any, rank: int, cuts: Sequence[float] = CUTS) -> None:
@@ -37,7 +48,8 @@ class ShardBackend(TorchAdapter):
         self.fragment_numel = whole.fragment_numel
         self.stage, self.device, self.pins_host_memory = whole.stage, whole.device, False
         self.everyone = [self._layout(first, last) for first, last in zip(cuts, cuts[1:])]  # noqa: B905
-        self.fragments, self.rank = self.everyone[rank], rank
+        self.fragments = self.everyone[rank]
+        self.ranks = Ranks(self.everyone, rank)
         self.held = [torch.zeros(fragment.numel) for fragment in self.fragments]
 
     def _layout(self, first: float, last: float) -> list[Fragment]:
@@ -50,17 +62,10 @@ class ShardBackend(TorchAdapter):
     def read(self, fragment: int, out: Tensor) -> None:
         out.copy_(self.held[fragment])
 
-    @property
-    def shard(self) -> tuple[int, int]:
-        return self.rank, len(self.everyone)
-
-    def cluster_layouts(self) -> tuple[Sequence[Sequence[Fragment]], int]:
-        return self.everyone, self.rank
-
 
 def shard_loop(whole: OuterLoop, method: Method, rank: int) -> OuterLoop:
     hub = InProcessHub(whole.transport.num_clusters).transports()
-    return OuterLoop(method, ShardBackend(whole.adapter, rank), hub[whole.transport.cluster_id])
+    return OuterLoop(method, ShardAdapter(whole.adapter, rank), hub[whole.transport.cluster_id])
 
 
 def new_tiny(name: str, num_clusters: int = 2) -> Simulated:

@@ -223,7 +223,7 @@ def train_preset(
             with clusters.averaged() as average:  # where that takes a mean, it is sent, too
                 curve.append((step, evaluate(average, validation)))
             evaluated = max(clusters.bytes_sent) - sent
-    fragments = len(clusters.loops[0].backend.fragments)  # syncs are of whole models
+    fragments = len(clusters.loops[0].adapter.fragments)  # syncs are of whole models
     return {
         "val_loss": curve[-1][1], "curve": curve, "bytes_per_cluster": sent,
         "syncs": clusters.num_syncs / fragments, "settings": axes,

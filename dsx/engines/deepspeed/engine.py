@@ -52,7 +52,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
         refuse_unsupported(engine)
         self._engine = engine
         group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
-        self._ranks = ClusterCollectives(group)
+        self.ranks = ClusterCollectives(group)
         self._place = locate(engine)
         self.stage = stage_of(engine)
         parameters = name_in_model(engine, trained_parameters(engine))

@@ -62,7 +62,7 @@ class MegatronAdapter(MultiRankAdapter):
         self.places = locate(optimizer)
         self.coordinates = Coordinates.read()
         self.stage = Stage(*self.coordinates.pipeline)
-        self._ranks = ClusterCollectives(_stage_group(self.coordinates))
+        self.ranks = ClusterCollectives(_stage_group(self.coordinates))
         trained = [p for place in self.places for p in place.parameters()]
         parameters = name_parameters(chunks, trained, self.coordinates)
         shapes = stage_shapes(parameters, self.coordinates)
