@@ -1,7 +1,7 @@
 """What commit 2317291 saved is gone on with by this tree, as that commit went on with it.
 
-Compared are the weights of both clusters at step 24, of every preset in plain PyTorch,
-saved at step 13 or 14 with transfers under way (`fixtures.py` says how):
+Compared are the weights of both clusters at step 24, of every preset in plain PyTorch and of a
+DeepSpeed engine, saved at step 13 or 14 with transfers under way (`fixtures.py` says how):
 
 - gone on from the old files, against gone on from what this tree saves after loading them: equal in
   every bit, on any machine;
@@ -22,7 +22,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from .models import PRESETS
-from .old_checkpoint import NUM_CLUSTERS, go_on_all, machine
+from .old_checkpoint import DEEPSPEED, NUM_CLUSTERS, go_on_all, machine
 from .ranks import run_ranks
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoint_2317291"
@@ -38,9 +38,22 @@ def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     )
 
 
+@pytest.fixture(scope="module")
+def engine_ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+    pytest.importorskip("deepspeed")
+    again = str(tmp_path_factory.mktemp("again"))
+    return run_ranks(
+        go_on_all, NUM_CLUSTERS, str(FIXTURES), [DEEPSPEED], again, timeout_seconds=240
+    )
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_goes_on(name: str, ends: Ends) -> None:
     check(name, ends)
+
+
+def test_a_deepspeed_engine_goes_on(engine_ends: Ends) -> None:
+    check(DEEPSPEED, engine_ends)
 
 
 def check(name: str, ends: Ends) -> None:
