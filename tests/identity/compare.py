@@ -16,7 +16,7 @@ from typing import Any
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
-from identity.evidence import count, differences
+from identity.differences import count, differences
 
 ASPECTS = ("weights", "state", "records", "values")
 Runs = dict[str, Any]

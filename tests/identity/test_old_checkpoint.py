@@ -13,6 +13,7 @@ DeepSpeed engine, saved at step 13 or 14 with transfers under way (`fixtures.py`
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -21,9 +22,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from tests.distributed import run_distributed
+
 from .models import PRESETS
 from .old_checkpoint import DEEPSPEED, NUM_CLUSTERS, go_on_all, machine
-from .ranks import run_ranks
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoint_2317291"
 TOLERANCE = {"dilocox": 2e-2}
@@ -33,17 +35,10 @@ Ends = list[dict[str, dict[str, Any]]]  # by cluster, row and way
 @pytest.fixture(scope="module")
 def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
     again = str(tmp_path_factory.mktemp("again"))
-    return run_ranks(
-        go_on_all, NUM_CLUSTERS, str(FIXTURES), list(PRESETS), again, timeout_seconds=240
-    )
-
-
-@pytest.fixture(scope="module")
-def engine_ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
-    pytest.importorskip("deepspeed")
-    again = str(tmp_path_factory.mktemp("again"))
-    return run_ranks(
-        go_on_all, NUM_CLUSTERS, str(FIXTURES), [DEEPSPEED], again, timeout_seconds=240
+    engines = [DEEPSPEED] if importlib.util.find_spec("deepspeed") else []
+    names = [*PRESETS, *engines]
+    return run_distributed(
+        go_on_all, NUM_CLUSTERS, str(FIXTURES), names, again, timeout_seconds=280
     )
 
 
@@ -52,8 +47,9 @@ def test_every_preset_goes_on(name: str, ends: Ends) -> None:
     check(name, ends)
 
 
-def test_a_deepspeed_engine_goes_on(engine_ends: Ends) -> None:
-    check(DEEPSPEED, engine_ends)
+def test_a_deepspeed_engine_goes_on(ends: Ends) -> None:
+    pytest.importorskip("deepspeed")
+    check(DEEPSPEED, ends)
 
 
 def check(name: str, ends: Ends) -> None:
