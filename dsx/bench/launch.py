@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from dsx.comm.gloo import GlooTransport
 from dsx.config.schema import preset
 from dsx.core.exchange import Peers
-from dsx.engines.torch import TorchBackend
+from dsx.engines.torch import TorchAdapter
 from dsx.outer.loop import OuterLoop
 
 _DEADLINE_SECONDS = 60.0
@@ -52,7 +52,7 @@ def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int)
         "compression": codec,
     }
     method = preset("streaming_diloco", 1, **changed)
-    backend = TorchBackend(model, optimizer, method.fragments, 1)
+    backend = TorchAdapter(model, optimizer, method.fragments, 1)
     transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), _DEADLINE_SECONDS)
     loop = OuterLoop(method, backend, transport)
     loop.start()

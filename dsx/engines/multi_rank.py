@@ -23,7 +23,7 @@ class MultiRankAdapter:
     ranks: ClusterCollectives
     _masters: Masters
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
-    _written: dict[int, None]  # fragments, since they were brought together last
+    _written: dict[int, None]  # fragments, since they were gathered last
 
     def read(self, fragment: int, out: Tensor) -> None:
         """Copy this rank's masters of a fragment into `out`, in place."""
@@ -36,7 +36,7 @@ class MultiRankAdapter:
 
     @property
     def buffer_bytes(self) -> int:
-        """Return what bringing shares together takes."""
+        """Return what gathering replica shards takes."""
         return 0 if self._replica_shards is None else self._replica_shards.buffer_bytes
 
     def end_inner_step(self) -> None:

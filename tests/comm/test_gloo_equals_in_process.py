@@ -279,7 +279,7 @@ def test_the_last_mean_is_compared_and_the_model_mended() -> None:
     assert (right != wrong).sum() == 1
     assert all((a == b).all() for a, b in zip(first, second, strict=True))
     numel = sum(p.size for p in first)
-    assert sent == 2 * 4 * numel + 3 * 48  # two rounds and the last comparison, announced
+    assert sent == 2 * 4 * numel + 3 * 48  # two rounds and the last comparison, with handshakes
 
 
 def skip_in_one_cluster() -> list[tuple[int, bool]]:

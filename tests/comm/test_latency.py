@@ -20,7 +20,7 @@ from dsx.core.exchange import Peers, to_all
 from dsx.plan.link import SWAP_ONE_WAYS
 from tests.distributed import run_distributed
 
-LATENCY, SWAPS = 0.05, 5
+LATENCY, ROUNDS = 0.05, 5
 RELAY = Path(__file__).with_name("relay.py")
 LOOPBACK = socket.inet_aton("127.0.0.1")
 
@@ -66,8 +66,8 @@ def seconds_of_swaps() -> float:
         round = to_all([torch.ones(1)], [[torch.empty(1)] for _ in range(2)])
         line.run(round, "first")  # both have come
         started = time.monotonic()
-        for _ in range(SWAPS):
-            line.run(round, "swap")
+        for _ in range(ROUNDS):
+            line.run(round, "round")
         elapsed = time.monotonic() - started
         line.run(round, "last")  # nobody leaves what the other one still reads
         return elapsed
@@ -80,5 +80,5 @@ def seconds_of_swaps() -> float:
 @pytest.mark.slow
 def test_a_swap_takes_two_one_way_latencies() -> None:
     for elapsed in run_distributed(seconds_of_swaps, 2):
-        one_ways = elapsed / SWAPS / LATENCY
+        one_ways = elapsed / ROUNDS / LATENCY
         assert SWAP_ONE_WAYS - 0.1 < one_ways < SWAP_ONE_WAYS + 0.9

@@ -1,4 +1,4 @@
-"""The announcement: where clusters wait for each other, apart from the seconds of a transfer."""
+"""The launch handshake: where clusters wait for each other, apart from a transfer's seconds."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def fail_first() -> str:
     return ""
 
 
-def test_one_that_fails_before_it_has_announced_is_missed_by_name() -> None:
+def test_one_that_fails_before_its_handshake_is_missed_by_name() -> None:
     lost, failed = run_distributed(fail_first, 2)
     assert failed == "no such value"
     assert "fragment 0 launched at step 7: cluster 1 did not answer within 1 s" in lost

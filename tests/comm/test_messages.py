@@ -48,7 +48,7 @@ def messages_of_two_rounds(num_clusters: int) -> dict[str, list[int]]:
 def test_of_two_clusters() -> None:
     for counts in run_distributed(messages_of_two_rounds, 2, 2):
         assert counts == {
-            "dense": [2, 2],  # the announcement with the guard's header, then the vectors
+            "dense": [2, 2],  # the handshake with the parity check's header, then the vectors
             "codes": [2, 2],
             "factors": [9, 5],  # P to its owner, its mean, Q, its mean; twice at first
         }
@@ -56,5 +56,5 @@ def test_of_two_clusters() -> None:
 
 def test_of_three_clusters() -> None:
     for counts in run_distributed(messages_of_two_rounds, 3, 3):
-        assert counts["dense"] == [6, 6]  # to each of two: announcement, slice, mean of the own
+        assert counts["dense"] == [6, 6]  # to each of two: handshake, slice, mean of the own
         assert counts["codes"] == [4, 4]

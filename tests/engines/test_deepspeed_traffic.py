@@ -1,7 +1,7 @@
 """Outer training adds nothing inside the cluster to what DeepSpeed sends in a step.
 
-In the steps that apply a fragment the ranks agree on its verdict, three numbers per cluster
-(judge.py), and without ZeRO there is one all-gather of the fragment (backends/replicated.py).
+In the steps that apply a fragment the ranks agree on its parity result, three numbers per cluster
+(recovery.py), and without ZeRO there is one all-gather of the fragment (engines/replicated.py).
 """
 
 from __future__ import annotations

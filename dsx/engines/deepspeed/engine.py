@@ -79,14 +79,14 @@ class DeepSpeedAdapter(MultiRankAdapter):
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
         self.fragment_parameters = self._masters.fragment_parameters
-        self._written: dict[int, None] = {}  # fragments, since they were brought together last
+        self._written: dict[int, None] = {}  # fragments, since they were gathered last
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()
         self._is_passed = False
 
     def sync_model_weights(self) -> None:
         """Copy masters to bit16 weights and gather them; collective in the cluster."""
-        self._bring_together(range(len(self.fragments)))
+        self._all_gather(range(len(self.fragments)))
         self._tied_weights.broadcast(range(len(self.fragments)))
         self._place.sync_model_weights()
 
@@ -146,10 +146,10 @@ class DeepSpeedAdapter(MultiRankAdapter):
         """Give what this stage has written to all who hold it; return whether masters changed."""
         written = list(self._written)
         if was_written:
-            self._bring_together(written)
+            self._all_gather(written)
         return self._tied_weights.broadcast(written) or was_written
 
-    def _bring_together(self, fragments: Sequence[int]) -> None:
+    def _all_gather(self, fragments: Sequence[int]) -> None:
         """Give every rank what the others have written. Collective: all wrote the same ones."""
         if self._replica_shards is not None:
             self._replica_shards.all_gather(fragments)

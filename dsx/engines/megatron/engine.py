@@ -68,7 +68,7 @@ class MegatronAdapter(MultiRankAdapter):
         shapes = stage_shapes(parameters, self.coordinates)
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
         self.is_sharded = any(place.is_sharded for place in self.places)
-        self._written: dict[int, None] = {}  # fragments, since they were brought together last
+        self._written: dict[int, None] = {}  # fragments, since they were gathered last
         self._take_pieces(parameters, shapes)
         self.fragments = self._masters.fragments
         self.fragment_numel = self._masters.fragment_numel
@@ -105,7 +105,7 @@ class MegatronAdapter(MultiRankAdapter):
     def sync_model_weights(self) -> None:
         """Bring all masters into the weights of every rank; collective in the cluster."""
         everything = range(len(self.fragments))
-        self._bring_together(everything)
+        self._all_gather(everything)
         self._tied_weights.broadcast(everything)
         self._copy()
         if self.is_sharded:
@@ -160,10 +160,10 @@ class MegatronAdapter(MultiRankAdapter):
         """Give what this stage has written to all who hold it; return whether masters changed."""
         written = list(self._written)
         if was_written:
-            self._bring_together(written)
+            self._all_gather(written)
         return self._tied_weights.broadcast(written) or was_written
 
-    def _bring_together(self, fragments: Sequence[int]) -> None:
+    def _all_gather(self, fragments: Sequence[int]) -> None:
         """Give every rank of the stage what the others have written. Collective."""
         if self._replica_shards is not None:
             self._replica_shards.all_gather(fragments)
