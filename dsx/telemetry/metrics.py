@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dsx.telemetry.jsonl import reopen
+from dsx.telemetry.run_folder import cluster_file
 
 
 class Metrics:
@@ -88,8 +89,7 @@ class Metrics:
 
 def metrics_path(directory: Path, cluster_id: int) -> Path:
     """Return the file of one cluster's records."""
-    name = "metrics.jsonl" if cluster_id == 0 else f"metrics.cluster_{cluster_id}.jsonl"
-    return directory / name
+    return cluster_file(directory, "metrics", ".jsonl", cluster_id)
 
 
 def _open_board(directory: Path, cluster_id: int) -> Any:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.core.units import format_bytes
-from dsx.telemetry.run_folder import ClusterRun, Record, Run, open_run
+from dsx.telemetry.run_folder import ClusterRun, Record, Run, open_run, say_end
 
 Series = list[tuple[float, float]]
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
@@ -44,13 +44,17 @@ class ClusterReport:
 
 @dataclass(frozen=True)
 class RunReport:
-    """A run: its clusters in order, bytes by one cluster, and summary.json as it is."""
+    """A run: its clusters in order, bytes by one cluster, and summary.json as it is.
+
+    `about` says in a few lines what ran, how it ended, and where its last checkpoint is.
+    """
 
     run_dir: str
     clusters: list[ClusterReport]
     bytes_sent: int
     bytes_sent_synchronous: int | None
     summary: dict[str, Any] = field(default_factory=dict[str, Any])
+    about: list[str] = field(default_factory=list[str])
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def summarize(run_dir: str | Path) -> RunReport:
         bytes_sent=max(report.bytes_sent for report in reports),
         bytes_sent_synchronous=_synchronous_bytes(clusters, run.summary),
         summary=run.summary,
+        about=_about_lines(run),
     )
 
 
@@ -272,5 +277,32 @@ def _closing_lines(totals: RunReport, figure: Path) -> list[str]:
         ratio = totals.bytes_sent_synchronous / totals.bytes_sent
         sent = format_bytes(totals.bytes_sent_synchronous)
         lines.append(f"synchronous data parallel would have sent {sent}: {ratio:.1f} times as much")
-    lines.append(f"figure: {figure}")
+    return [*totals.about, *lines, f"figure: {figure}"]
+
+
+def _about_lines(run: Run) -> list[str]:
+    """Say what run.json knows; nothing of a run of dsx 0.1, which has none."""
+    lines: list[str] = []
+    told = [(part.cluster, part.about) for part in run.clusters if part.about]
+    if told:
+        starts = told[0][1]["starts"]
+        start = starts[-1]
+        preset = start["config"]["resolved"]["preset"]
+        again = f", started {len(starts)} times" if len(starts) > 1 else ""
+        lines.append(
+            f"{preset}, {start['num_clusters']} clusters of {start['ranks']} ranks, begun "
+            f"{starts[0]['time']}{again}"
+        )
+        ends = {cluster: say_end(about["starts"][-1]) for cluster, about in told}
+        if len(set(ends.values())) == 1:
+            lines.append(f"{'all clusters' if len(ends) > 1 else 'the run'}: {min(ends.values())}")
+        else:
+            lines += [f"cluster {cluster}: {end}" for cluster, end in ends.items()]
+        saved = [run.directory / entry["path"] for entry in told[0][1]["checkpoints"]]
+        there = [path for path in saved if path.is_dir()]
+        if saved:
+            last = there[-1] if there else "none of those saved is still there"
+            lines.append(f"last checkpoint: {last}")
+    if run.left_out:
+        lines.append(f"left out: {', '.join(run.left_out)}, whose records are of another run")
     return lines

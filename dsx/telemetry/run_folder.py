@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -75,13 +76,16 @@ def find_run(path: str | Path) -> Path:
         candidate = Path(os.path.normpath(folder / "/".join([".."] * above)))
         if is_run(candidate):
             return candidate
-    found = _runs_in(given) if given.is_dir() else ""
-    if not found and (list(folder.glob("cluster_*")) or (folder / "dsx.json").exists()):
-        found = "; this is a checkpoint outside of its run's folder: give that folder"
-    advice = found or (
-        "; train with dsx.metrics.dir set to it (Megatron: --dsx-metrics-dir), or give the "
-        "directory that a run's metrics.dir named"
-    )
+    runs = _runs_in(folder) if given.is_dir() else ""
+    if runs:
+        raise FileNotFoundError(f"{given} is no run's folder{runs}")
+    if list(folder.glob("cluster_*")) or (folder / "dsx.json").exists():
+        advice = "; this is a checkpoint outside of its run's folder: give that folder"
+    else:
+        advice = (
+            "; train with dsx.metrics.dir set to it (Megatron: --dsx-metrics-dir), or give the "
+            "directory that a run's metrics.dir named"
+        )
     raise FileNotFoundError(
         f"{given} holds no metrics*.jsonl and no run.json, nor does what it lies in{advice}"
     )
@@ -130,6 +134,36 @@ def read_records(path: Path) -> list[Record]:
     return records
 
 
+def names_of_starts(about: Record) -> set[str]:
+    """Return the names (sessions) that a run.json knows its run by."""
+    starts = cast("list[Record]", about["starts"])
+    told = (start.get(key) for start in starts for key in ("session", "resumed_session"))
+    return {name for name in told if name}
+
+
+def say_end(start: Record) -> str:
+    """Say how a start ended, or that it has not said."""
+    end = start.get("end")
+    if end:
+        return f"{end['how']} at step {end['step']}"
+    if is_alive(start):
+        return f"running as process {start['pid']}"
+    return f"no end recorded: killed, or running on {start.get('host', 'another host')}"
+
+
+def is_alive(start: Record) -> bool:
+    """Whether the process of a start that has no end runs on this host."""
+    if start.get("end") or start.get("host") != socket.gethostname():
+        return False
+    try:
+        os.kill(start["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # of another user
+    return True
+
+
 def _files(folder: Path, kind: str) -> dict[int, Path]:
     """Return the files of a kind, by cluster."""
     found = {path: _FILES.fullmatch(path.name) for path in folder.iterdir()}
@@ -145,7 +179,7 @@ def _of_other_runs(abouts: Mapping[int, Record]) -> list[int]:
 
     A run's starts share a name in all clusters that took part, or one that they resumed from.
     """
-    names = {m: _names(about) for m, about in abouts.items()}
+    names = {m: names_of_starts(about) for m, about in abouts.items()}
     begun = {m: about["starts"][-1]["time"] for m, about in abouts.items()}
     if not begun:
         return []
@@ -153,12 +187,6 @@ def _of_other_runs(abouts: Mapping[int, Record]) -> list[int]:
     for _ in names:  # a cluster that left early shares a name only with one that was there then
         own.update(*(each for each in names.values() if own & each))
     return [m for m, each in names.items() if not own & each]
-
-
-def _names(about: Record) -> set[str]:
-    starts = cast("list[Record]", about["starts"])
-    told = (start.get(key) for start in starts for key in ("session", "resumed_session"))
-    return {name for name in told if name}
 
 
 def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
@@ -203,4 +231,4 @@ def _runs_in(folder: Path) -> str:
     runs.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     names = ", ".join(path.name for path in runs[:_MOST_NAMES])
     more = ", ..." if len(runs) > _MOST_NAMES else ""
-    return f"; {folder} holds the run(s) {names}{more}: give one of them" if runs else ""
+    return f"; {folder} holds {names}{more}: give one of these runs" if runs else ""

@@ -8,7 +8,6 @@ writes the metrics, and offers the few verbs a script needs: `log_step`, `track`
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,11 +25,10 @@ from dsx.outer.memory import OuterMemory, predict
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
-from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported
-from dsx.training.start import start_record, start_trace
+from dsx.training.records import Records
 
 logger = logging.getLogger(__name__)
 DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
@@ -69,13 +67,8 @@ class Handle:
         self._config = config
         self._tracked: dict[str, Resumable] = {}
         self._last_checkpoint: Path | None = None
-        self._has_begun = False
         method = config.method
-        directory = config.metrics.dir if world.rank == 0 else None
-        self._metrics = Metrics(
-            Path(directory) if directory else None, world.cluster_id, config.metrics.tensorboard
-        )
-        self._trace = start_trace(config.metrics, world, adapter)
+        self._records = Records(config, world, adapter)
         store = world.attachment_store()
         self._stop = StopAgreement(
             world.rendezvous,
@@ -88,7 +81,7 @@ class Handle:
             adapter.stage,
             adapter.ranks.shard,
             adapter.fragment_numel,
-            lambda record: self._metrics.event("sync", record),
+            self._records.sync,
             world.deadline_seconds,
             is_enabled=config.metrics.dir is not None,
         )
@@ -101,13 +94,13 @@ class Handle:
         used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
         transport = world.connect(used, adapter.stage, config.link.streams)
         self.loop = OuterLoop(
-            method, adapter, transport, self._on_sync, matrix_gathers, self._trace
+            method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
         )
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, adapter)
             logger.info("outer state of this rank, on %s: %s", adapter.device, self.memory)
-        self._begin_clock()
+        self._records.begin(self.step, self.totals)
 
     @property
     def cluster_id(self) -> int:
@@ -153,11 +146,7 @@ class Handle:
         with self._naming_last_checkpoint():
             was_written = self.loop.after_inner_step()
         self._syncs.pass_boundary()
-        if not self._has_begun:
-            self._metrics.event("start", start_record(self.loop.adapter, self._world, self._config))
-            self._has_begun = True
-        self._metrics.step(self._boundary_record())
-        self._trace.end_step(self.step)
+        self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
         return was_written
 
     def skip_inner_step(self) -> None:
@@ -167,12 +156,11 @@ class Handle:
 
     def log_step(self, **fields: Any) -> None:
         """Complete the record of the step just taken, e.g. `log_step(loss=2.1, tokens=8192)`."""
-        self._metrics.complete_step(fields)
+        self._records.complete_step(fields)
 
     def log(self, kind: str, **fields: Any) -> None:
         """Write a record of any other kind, e.g. `log("validation", loss=2.2)`."""
-        self._metrics.flush()
-        self._metrics.event(kind, {"step": self.step, **fields})
+        self._records.log(kind, {"step": self.step, **fields})
 
     def track(self, **objects: Resumable) -> None:
         """Let the position of these objects travel with every checkpoint, under their names."""
@@ -213,6 +201,7 @@ class Handle:
                 f"the clusters took different numbers of inner steps ({taken}); give every "
                 "cluster the same number of batches"
             )
+        self._records.end(self.step, "finished")
 
     @contextmanager
     def averaged(self) -> Generator[None, None, None]:
@@ -279,35 +268,19 @@ class Handle:
                 if not is_other_number:
                     raise
                 logger.warning("%r starts anew, as the number of clusters differs: %s", name, error)
-        self._begin_clock()
+        self._last_checkpoint = directory
+        self._records.begin(self.step, self.totals, directory)
 
     def saved(self, directory: Path) -> None:
-        """Remember the last complete checkpoint, for messages."""
+        """Enter a complete checkpoint; messages name the last one."""
         self._last_checkpoint = directory
+        self._records.saved(directory, self.step)
 
     def close(self) -> None:
         """Write the last records and release connections."""
-        self._metrics.close()
-        self._trace.close()
+        self._records.end(self.step, "closed without finish()")
+        self._records.close()
         self.loop.transport.close()
-
-    def _begin_clock(self) -> None:
-        self._metrics.begin(self.step)
-        self._trace.begin(self.step)
-        self._passed = time.perf_counter()
-        self._blocked = self.totals.blocked_seconds
-
-    def _boundary_record(self) -> dict[str, Any]:
-        now, blocked = time.perf_counter(), self.totals.blocked_seconds
-        seconds, blocked_seconds = now - self._passed, blocked - self._blocked
-        self._passed, self._blocked = now, blocked
-        return {
-            "step": self.step,
-            "seconds": seconds,
-            "blocked_seconds": blocked_seconds,
-            "utilization": 1 - blocked_seconds / seconds,
-            "bytes_sent": self._syncs.bytes_sent,
-        }
 
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)
@@ -342,9 +315,9 @@ class Handle:
         try:
             yield
         except (PeerLost, ParityError, NonFiniteError) as error:
-            self._metrics.flush()
-            self._trace.flush()
             kept = self._last_checkpoint
             is_usable = kept is not None and not isinstance(error, NonFiniteError)
             advice = f"resume from {kept}" if is_usable else kept or "none saved"
-            raise type(error)(f"{error}; last checkpoint: {advice}") from None
+            told = type(error)(f"{error}; last checkpoint: {advice}")
+            self._records.end(self.step, f"{type(error).__name__}: {told}")
+            raise told from None

@@ -1,7 +1,11 @@
-"""What happens when a run starts: its first record, and spans if a trace was asked for."""
+"""What is written when a run starts: what it is, its first record, spans if they are asked for."""
 
 from __future__ import annotations
 
+import os
+import platform
+import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,7 @@ from dsx.config.schema import DsxConfig, MetricsConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.exchange import Peers
 from dsx.core.recorder import UNTRACED, Recorder
+from dsx.telemetry.metrics import metrics_path
 from dsx.telemetry.trace.recorder import Trace, trace_path
 
 
@@ -31,6 +36,41 @@ def start_record(adapter: EngineAdapter, world: World, config: DsxConfig) -> dic
             for parameters in adapter.fragment_parameters
         ],
     }
+
+
+def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict[str, Any]:
+    """Return what run.json says of a start: of the program, the settings and the machine."""
+    return {
+        "session": world.session,
+        "command": sys.argv,
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "num_clusters": world.num_clusters,
+        "ranks": world.world_size,
+        "stages": adapter.stage.count,
+        "device": str(adapter.device),
+        "versions": _versions(),
+        "config": {"given": config.given, "resolved": config.block()},
+    }
+
+
+def files_of_run(config: DsxConfig, cluster: int) -> dict[str, str]:
+    """Return the names of what a cluster writes into the run's folder, by kind."""
+    here = Path()
+    names = {"metrics": metrics_path(here, cluster).name}
+    if config.metrics.trace:
+        names["trace"] = f"trace.cluster_{cluster}.rank_*.jsonl"
+    if config.metrics.tensorboard:
+        names["tensorboard"] = f"tensorboard/cluster_{cluster}"
+    return names
+
+
+def _versions() -> dict[str, str]:
+    """Return those of dsx, of Python, and of torch and the engines as far as they are in use."""
+    modules = ("dsx", "torch", "deepspeed", "megatron.core")
+    loaded = {name: sys.modules[name] for name in modules if name in sys.modules}
+    versions = {name: getattr(module, "__version__", "unknown") for name, module in loaded.items()}
+    return {"python": platform.python_version(), **versions}
 
 
 def start_trace(metrics: MetricsConfig, world: World, adapter: EngineAdapter) -> Recorder:

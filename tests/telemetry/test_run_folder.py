@@ -65,8 +65,8 @@ def test_a_directory_of_runs_names_them(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "frist"):
         with pytest.raises(FileNotFoundError) as caught:
             find_run(path)
-        assert "holds the run(s)" in str(caught.value) and "first" in str(caught.value)
-        assert "second" in str(caught.value) and "give one of them" in str(caught.value)
+        assert f"{tmp_path} holds " in str(caught.value) and "first" in str(caught.value)
+        assert "second" in str(caught.value) and "give one of these runs" in str(caught.value)
 
 
 def test_a_checkpoint_outside_of_its_run(tmp_path: Path) -> None:

@@ -105,7 +105,6 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         if own_tag != tag:
             # weights that ZeRO-3 keeps gathered are of before
             handle.loop.adapter.sync_model_weights()
-        handle.saved(directory / tag)
         return result
 
     engine.save_checkpoint, engine.load_checkpoint = save, load

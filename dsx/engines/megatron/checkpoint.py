@@ -86,7 +86,6 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         is_new=source != world.cluster_id,
         is_other_number=saved.num_clusters != world.num_clusters,
     )
-    handle.saved(path)
 
 
 def _world() -> World:

@@ -1,0 +1,178 @@
+"""run.json: one cluster's word on its run, written whole by a thread of its own.
+
+    format, cluster   1; the cluster that writes it
+    files             of this cluster: metrics, log, and where asked for trace and tensorboard
+    starts            one each time the run was started, the last one is in force:
+        session       the name of this start, the same in all clusters
+        time, step    when, and the inner steps taken before
+        resumed_from, resumed_session      the checkpoint, and the start that wrote it; or null
+        (facts)       of the program: settings as given and resolved, versions, sizes, host
+        end           time, step and how; null of a run under way, or that was killed
+    checkpoints       those saved complete: path, tag, step, time
+
+Paths are relative to the folder where they lie in it. The file is replaced as a whole, so that a
+reader never sees half of one. Nothing but a start waits for a disk on the training thread.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from dsx.telemetry.behind import Behind, RunLog
+from dsx.telemetry.run_folder import cluster_file, is_alive, names_of_starts, read_about, say_end
+
+logger = logging.getLogger(__name__)
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run goes on from, and the start (session) that wrote it, if known."""
+
+    path: Path
+    session: str | None
+
+
+class RunFile:
+    """Keeps one cluster's run.json and log; every method is a no-op without a directory.
+
+    `facts` describe this start. `begin`, once or more, says where it starts from, and `confirm`
+    that it has taken a step, from which on the folder is this run's.
+    """
+
+    def __init__(
+        self,
+        directory: Path | None,
+        cluster: int,
+        files: Mapping[str, str],
+        facts: Mapping[str, Any],
+    ) -> None:
+        self._directory = directory
+        self._cluster = cluster
+        self._files = files
+        self._facts = facts
+        self._document: dict[str, Any] = {}
+        self._pending: dict[str, Any] | None = None
+        self._replaced = ""
+        self._behind = Behind()
+        self._log: RunLog | None = None
+        if directory is not None:
+            self._log = RunLog(cluster_file(directory, "log", ".txt", cluster), self._behind)
+
+    def begin(self, step: int, origin: Origin | None) -> bool:
+        """Start from `step`; return whether what the folder holds is of the same run."""
+        if self._directory is None:
+            return False
+        found = self._read()
+        known = names_of_starts(found) if found else set[str]()
+        continues = origin is not None and (not known or origin.session in {None, *known})
+        self._document = found if found and continues else self._new()
+        self._replaced = "" if continues else self._say_whose(found, origin)
+        self._pending = {
+            "step": step,
+            "resumed_from": None if origin is None else self._relative(origin.path),
+            "resumed_session": None if origin is None else origin.session,
+            "end": None,
+            **self._facts,
+        }
+        return continues
+
+    def confirm(self) -> None:
+        """Enter this start: a first step has been taken. Later calls take an end back."""
+        if self._pending is None:
+            if self._document and self._document["starts"][-1]["end"]:
+                self._document["starts"][-1]["end"] = None
+                self._write()
+            return
+        if self._replaced:
+            logger.warning("%s", self._replaced)
+        assert self._directory is not None and self._log is not None
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._document["files"] = {**self._files, "log": self._log.path.name}
+        self._document["starts"].append({"time": _now(), **self._pending})
+        self._log.begin(appends=len(self._document["starts"]) > 1)
+        self._pending = None
+        self._write()
+
+    def saved(self, path: Path, step: int) -> None:
+        """Add a checkpoint, which is complete; one that was written again counts once."""
+        if self._directory is None:
+            return
+        entry = {"path": self._relative(path), "tag": path.name, "step": step, "time": _now()}
+        others = [c for c in self._document["checkpoints"] if c["path"] != entry["path"]]
+        self._document["checkpoints"] = [*others, entry]
+        if self._pending is None:
+            self._write()
+
+    def end(self, step: int, how: str) -> None:
+        """Say how the run ended, unless that has been said."""
+        if self._document and self._pending is None and not self._document["starts"][-1]["end"]:
+            self._document["starts"][-1]["end"] = {"time": _now(), "step": step, "how": how}
+            self._write()
+
+    def close(self) -> None:
+        """Return once everything is written."""
+        if self._log is not None:
+            self._log.close()
+        self._behind.close()
+
+    def flush(self) -> None:
+        """Return once what has been said so far is written."""
+        if self._directory is not None:
+            self._behind.flush()
+
+    def _new(self) -> dict[str, Any]:
+        empty: dict[str, Any] = {"files": {}, "starts": [], "checkpoints": []}
+        return {"format": FORMAT, "cluster": self._cluster, **empty}
+
+    @property
+    def _path(self) -> Path:
+        assert self._directory is not None
+        return cluster_file(self._directory, "run", ".json", self._cluster)
+
+    def _read(self) -> dict[str, Any] | None:
+        assert self._directory is not None
+        return read_about(self._directory).get(self._cluster) if self._directory.is_dir() else None
+
+    def _write(self) -> None:
+        text = json.dumps(self._document, indent=1, default=str) + "\n"
+        self._behind.do(lambda: replace_file(self._path, text))
+
+    def _relative(self, path: Path) -> str:
+        assert self._directory is not None
+        folder, whole = self._directory.absolute(), path.absolute()
+        return str(whole.relative_to(folder) if whole.is_relative_to(folder) else whole)
+
+    def _say_whose(self, found: Mapping[str, Any] | None, origin: Origin | None) -> str:
+        """Say of which other run the records here are that are about to go; by one cluster."""
+        assert self._directory is not None
+        records = cluster_file(self._directory, "metrics", ".jsonl", self._cluster)
+        first = cluster_file(self._directory, "metrics", ".jsonl", 0)
+        if not records.exists() or (self._cluster and first.exists()):
+            return ""
+        what = f"{self._directory} holds records of another run"
+        if found:
+            last = found["starts"][-1]
+            what += f" (begun {last['time']}; {say_end(last)})"
+            if is_alive(last) and last["session"] != self._facts["session"]:
+                what += f", whose process {last['pid']} may be writing there still"
+        if origin is not None:
+            what += f" than {origin.path}"
+        return f"{what}: this run takes their place; to keep both, give it another dsx.metrics.dir"
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a small file as a whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text)
+    unfinished.replace(path)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
