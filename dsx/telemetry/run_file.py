@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.behind import Behind, RunLog
-from dsx.telemetry.run_folder import cluster_file, is_alive, names_of_starts, read_about, say_end
+from dsx.telemetry.run_folder import cluster_file, names_of_starts, read_about, say_end
 
 logger = logging.getLogger(__name__)
 FORMAT = 1
@@ -160,8 +160,6 @@ class RunFile:
         if found:
             last = found["starts"][-1]
             what += f" (begun {last['time']}; {say_end(last)})"
-            if is_alive(last) and last["session"] != self._facts["session"]:
-                what += f", whose process {last['pid']} may be writing there still"
         if origin is not None:
             what += f" than {origin.path}"
         return f"{what}: this run takes their place; to keep both, give it another dsx.metrics.dir"

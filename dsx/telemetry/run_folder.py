@@ -146,17 +146,14 @@ def say_end(start: Record) -> str:
     end = start.get("end")
     if end:
         return f"{end['how']} at step {end['step']}"
-    if is_alive(start):
-        return f"running as process {start['pid']}"
-    return f"no end recorded: killed, or running on {start.get('host', 'another host')}"
+    if start.get("host") != socket.gethostname():
+        return f"no end recorded: killed, or running on {start.get('host')}"
+    return f"running as process {start['pid']}" if _is_alive(start["pid"]) else "killed"
 
 
-def is_alive(start: Record) -> bool:
-    """Whether the process of a start that has no end runs on this host."""
-    if start.get("end") or start.get("host") != socket.gethostname():
-        return False
+def _is_alive(process: int) -> bool:
     try:
-        os.kill(start["pid"], 0)
+        os.kill(process, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
