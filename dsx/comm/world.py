@@ -9,7 +9,7 @@ launcher per cluster the world is the launcher's own, and the clusters meet at a
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -80,6 +80,11 @@ class World:
     def session(self) -> str:
         """The name of this run, the same in every cluster and different for every run."""
         return self.rendezvous.session
+
+    @property
+    def clusters(self) -> dict[str, Any]:
+        """The "clusters" settings in force, with what was given at the launch."""
+        return asdict(self._meeting)
 
     @property
     def deadline_seconds(self) -> float:

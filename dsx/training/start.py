@@ -40,6 +40,8 @@ def start_record(adapter: EngineAdapter, world: World, config: DsxConfig) -> dic
 
 def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict[str, Any]:
     """Return what run.json says of a start: of the program, the settings and the machine."""
+    resolved = config.block()
+    resolved["clusters"] |= world.clusters
     return {
         "session": world.session,
         "command": sys.argv,
@@ -50,7 +52,7 @@ def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict
         "stages": adapter.stage.count,
         "device": str(adapter.device),
         "versions": _versions(),
-        "config": {"given": config.given, "resolved": config.block()},
+        "config": {"given": config.given, "resolved": resolved},
     }
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from dsx.telemetry.report import summarize
+from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
 from tests.tiny import CASES
 
@@ -181,7 +183,10 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     launch: Any, tmp_path: Path
 ) -> None:
     rendezvous = f"tcp://127.0.0.1:{free_port()}"
-    config = write_config(tmp_path / "ds.json", rendezvous=rendezvous)
+    config, run = write_config(tmp_path / "ds.json", rendezvous=rendezvous), tmp_path / "run"
+    document = json.loads(config.read_text())
+    document["dsx"]["metrics"] = {"dir": str(run)}
+    config.write_text(json.dumps(document))
     common = ["--deepspeed_config", config, "--save-dir", tmp_path / "saved", "--steps"]
     slow = [*common, 1000, "--step-seconds", 0.1, "--dsx-cluster-id"]
     clusters = [launch(f"killed{m}", 1, *slow, m) for m in range(2)]
@@ -196,6 +201,10 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     assert "PeerLost: fragment " in output
     assert "cluster 1 closed its connection" in output
     assert f"resume from {tmp_path / 'saved' / 'cluster_0'}" in output
+    abouts = read_about(run)
+    assert abouts[0]["starts"][0]["end"]["how"].startswith("PeerLost: fragment ")
+    assert abouts[1]["starts"][0]["end"] is None
+    assert "cluster 0: PeerLost: fragment " in "".join(summarize(run).about)
 
     clusters[1].end()
     out = tmp_path / "resumed"
@@ -204,7 +213,16 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     for cluster in clusters:
         assert cluster.wait() == 0, cluster.output()
     started = {r["started_at"] for r in results(out)[0]}
-    assert len(started) == 1 and started.pop() >= 10
+    assert len(started) == 1 and min(started) >= 10
+    for cluster, about in read_about(run).items():
+        first, second = about["starts"]
+        assert second["step"] in started and second["end"]["how"] == "finished"
+        assert second["resumed_from"].startswith(str(tmp_path / "saved" / f"cluster_{cluster}"))
+        assert second["resumed_session"] == first["session"] != second["session"]
+        assert second["config"]["resolved"]["clusters"]["cluster_id"] == cluster
+        saved = [Path(checkpoint["path"]).name for checkpoint in about["checkpoints"]]
+        assert saved[:2] == ["step5", "step10"] and saved[-1] == "step30"
+    assert [cluster.steps for cluster in summarize(run).clusters] == [30, 30]
 
 
 @pytest.mark.parametrize(
