@@ -84,7 +84,7 @@ class World:
     @property
     def clusters(self) -> dict[str, Any]:
         """The "clusters" settings in force, with what was given at the launch."""
-        return asdict(self._meeting)
+        return asdict(self._config)
 
     @property
     def deadline_seconds(self) -> float:
