@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from tests.reference_schedules import Adaptive, Clock, due_by_table, due_periodic, due_streaming
 
 Tensors = dict[str, Tensor]
+Rule = Callable[[Tensor, Tensor, "Recipe"], Tensor]  # of a buffer, moved in place, and D
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Recipe:
     streaming: bool  # fragment p at offset floor((p+1) H / P) instead of all at H
     tau: int
     alpha: float  # weight of the anchor
-    rule: str  # sgd | momentum | nesterov
+    rule: str | Rule  # sgd | momentum | nesterov
     eta: float
     mu: float = 0.0
     delay: str = "blend"  # blend | compensation | delayed | eager | average
@@ -200,6 +201,8 @@ class Reference:
 
     def outer_update(self, buffer: Tensor, gradient: Tensor) -> Tensor:
         recipe = self.recipe
+        if callable(recipe.rule):
+            return recipe.rule(buffer, gradient, recipe)
         if recipe.rule == "sgd":
             return recipe.eta * gradient
         buffer.copy_(recipe.mu * buffer + gradient)

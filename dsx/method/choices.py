@@ -1,7 +1,8 @@
 """What a method may be made of: the choices on each axis and the presets, by name.
 
-What ships is registered by the modules imported here. What is installed beside dsx is found by the
-entry-point group "dsx.methods", whose modules are imported when names are first looked up:
+What ships is registered by the modules that the package imports. What is installed beside dsx is
+found by the entry-point group "dsx.methods", whose modules are imported when names are first
+looked up:
 
     [project.entry-points."dsx.methods"]
     mine = "my_package.my_method"
@@ -13,43 +14,12 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
-from dsx.compress import base as dense
-from dsx.compress import low_rank, quantized, top_k
 from dsx.core.registry import PRESET, SELECTORS, Names, register
-from dsx.method import fragments, outer_optimizer, presets, staleness
-from dsx.method.control import adaptive_rank
-from dsx.method.control import base as fixed
-from dsx.method.delay import average, delay_compensation, eager, one_step
-from dsx.method.delay import base as blocking
-from dsx.method.delay import streaming as streaming_merge
 from dsx.method.method import Method
-from dsx.method.schedule import adaptive_transmission, layerwise, periodic
 
-__all__ = ["AXES", "GROUP", "PRESETS", "SHIPPED", "Axis", "register"]
+__all__ = ["AXES", "GROUP", "PRESETS", "Axis", "register"]
 
 GROUP = "dsx.methods"
-# A new module of dsx is one line here; importing it registers what it holds.
-SHIPPED = (
-    fragments,
-    periodic,
-    adaptive_transmission,
-    layerwise,
-    blocking,
-    streaming_merge,
-    delay_compensation,
-    one_step,
-    eager,
-    average,
-    outer_optimizer,
-    staleness,
-    dense,
-    quantized,
-    low_rank,
-    top_k,
-    fixed,
-    adaptive_rank,
-    presets,
-)
 _loaded: set[str] = set()
 
 

@@ -14,7 +14,7 @@ _FENCE = re.compile(
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: `sh`, `python`, `json` or `text` (what is printed, and formulas)."""
+    """One fenced block: `sh`, `python`, `json`, `toml`, `text` (what is printed, and formulas)."""
 
     page: str
     line: int
