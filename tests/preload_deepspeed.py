@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from tests.templates import preload
+
+
+def probe_operators() -> None:
+    """Let DeepSpeed compile what tells it which of its operators can be built: once for all."""
+    with contextlib.suppress(ModuleNotFoundError):
+        import deepspeed.ops
+
+        deepspeed.ops.__compatible_ops__  # noqa: B018
+
 
 preload(
     "pytest",
@@ -25,4 +36,5 @@ preload(
     "dsx.engines.attach",
     "dsx.training.handle",
     "tests.engines.engines",
+    last=probe_operators,
 )

@@ -29,7 +29,9 @@ PRELOADS = {"deepspeed": "tests.preload_deepspeed", "megatron": "tests.preload_m
 environment_of_imports: dict[str, str] = {}  # what importing has set
 
 
-def preload(*names: str, first: Callable[[], None] | None = None) -> None:
+def preload(
+    *names: str, first: Callable[[], None] | None = None, last: Callable[[], None] | None = None
+) -> None:
     """Import modules as far as they are installed, in a process that ranks are forked from."""
     before = dict(os.environ)
     if first is not None:
@@ -37,6 +39,8 @@ def preload(*names: str, first: Callable[[], None] | None = None) -> None:
     for name in names:
         with contextlib.suppress(ModuleNotFoundError):
             importlib.import_module(name)
+    if last is not None:
+        last()
     environment_of_imports.update(dict(os.environ.items() - before.items()))
     if dist.is_initialized() or threading.active_count() > 1:
         sys.exit(f"a module of {names} starts threads or torch.distributed: ranks cannot be forked")

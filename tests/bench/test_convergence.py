@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from dsx.data import build
+from tests.installed import needs
 
 ROOT = Path(__file__).parents[2]
-pytest.importorskip("megatron.core")
+pytestmark = needs("megatron")
 
 
 @pytest.fixture(scope="module")

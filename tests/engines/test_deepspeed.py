@@ -20,8 +20,9 @@ from tests.engines.engines import (
     train_step,
     weights,
 )
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 NUM_STEPS = 14  # more than three outer rounds of H = 4
 

@@ -20,8 +20,9 @@ from tests.engines.engines import (
     train_step,
     weights,
 )
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 NUM_STEPS, PAUSE = 7, 3  # steps; the pause comes while a fragment is under way
 EXPORTED = [

@@ -25,9 +25,10 @@ from tests.engines.engines import (
     train_step,
     weights,
 )
+from tests.installed import needs
 from tests.tiny import CASES, TinyNet
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 NUM_STEPS = 12
 PERIOD = (5, 6, 7, 8)  # of H = 4, transfers in flight at most of them

@@ -14,9 +14,10 @@ from dsx.comm.world import current_world
 from dsx.config.schema import preset
 from tests.distributed import run_distributed
 from tests.engines.engines import weights
+from tests.installed import needs
 from tests.simulated import Simulated
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 WIDTH = 48
 NUM_STEPS = 13

@@ -17,9 +17,10 @@ from dsx.engines.deepspeed.data import ResumedSampler, cut_training_data
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
 from tests.engines.test_deepspeed_resharding import end
+from tests.installed import needs
 from tests.tiny import WIDTH
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 NUM_SAMPLES, MICRO, STEPS, STOP = 24, 3, 3, 3  # 12 of each cluster: the stop is in an epoch
 

@@ -18,8 +18,9 @@ from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model_files import Batch, Cluster
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 MODEL = GPT(layers=3, hidden=32, ffn=80, heads=4, groups=4, vocabulary=60, positions=20)
 KINDS = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]

@@ -33,9 +33,10 @@ from tests.engines.pipelines import (
     train_batch,
 )
 from tests.engines.test_deepspeed_traffic import Collectives
+from tests.installed import needs
 from tests.tiny import WIDTH, H
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 NUM_STEPS = 14  # more than three outer rounds of H = 4 on every stage
 

@@ -18,9 +18,10 @@ from dsx.cli import app
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
 from tests.engines.pipelines import Block, train_batch
+from tests.installed import needs
 from tests.tiny import WIDTH
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 TIED, FROZEN = "tied_modules.ends.weight", "1.weight"
 

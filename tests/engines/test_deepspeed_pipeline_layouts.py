@@ -18,8 +18,9 @@ from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, make_optimizer, quiet
 from tests.engines.pipelines import Kind, make_module, param_groups, train_batch
 from tests.engines.test_deepspeed_resharding import convert, end
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 STOP, NUM_STEPS = 6, 10
 ADAM = Kind(1, optimizer="adamw", groups="two")

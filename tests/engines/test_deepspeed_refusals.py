@@ -14,8 +14,9 @@ from dsx.engines.deepspeed.masters import require_fp32
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
 from tests.engines.engines import Kind, build_engine, ds_config, engine_arguments, quiet
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 ON_HOST = {"device": "cpu"}
 NVME = {"device": "nvme", "nvme_path": "/nowhere"}

@@ -26,8 +26,9 @@ from tests.engines.engines import (
     train_step,
     weights,
 )
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 STOP, NUM_STEPS = 6, 10  # H = 4, tau = 2: transfers are in flight at the stop
 KINDS = {

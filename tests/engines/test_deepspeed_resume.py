@@ -18,8 +18,9 @@ from dsx.method.choices import PRESETS
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet
 from tests.engines.resumes import PLACES, ROWS, differences, go_on, train
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 HALF = 0.5
 NEVER_UNDER_WAY = (

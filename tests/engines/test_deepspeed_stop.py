@@ -10,8 +10,9 @@ from dsx.comm.world import current_world
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet
 from tests.engines.resumes import PLACES, ROWS, build, end, take_step
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 
 class Stop(NamedTuple):

@@ -26,8 +26,9 @@ from tests.engines.engines import (
     quiet,
     train_step,
 )
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 NUM_STEPS = 8
 SYNCS = (4, 8)  # diloco with H = 4 launches and applies there

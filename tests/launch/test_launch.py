@@ -18,9 +18,10 @@ import pytest
 from dsx.telemetry.report import summarize
 from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
+from tests.installed import needs
 from tests.tiny import CASES
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 
 SCRIPT = Path(__file__).with_name("train_tiny.py")
 BIN = Path(sys.executable).parent

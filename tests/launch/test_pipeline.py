@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from dsx.data import build
 from tests.distributed import free_port
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("megatron.core")
+pytestmark = needs("deepspeed", "megatron")
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--hidden", "64", "--sequence-length", "32", "--validation-batches", "8"]

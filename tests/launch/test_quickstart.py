@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from dsx.examples.gpt import GPT, GPTConfig
+from tests.installed import needs
 
-pytest.importorskip("deepspeed")
-pytest.importorskip("megatron.core")
+pytestmark = needs("deepspeed", "megatron")
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "runs" / "quickstart"

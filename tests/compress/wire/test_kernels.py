@@ -21,7 +21,14 @@ from dsx.compress.wire.formats import FORMATS, Int4, Int8
 
 CPU = torch.device("cpu")
 NUMEL = 2 * 2**20 + 321  # two slices, then tiles, then a tail
-needs_compiler = pytest.mark.skipif(unavailable("cpu") is not None, reason="no C++ compiler")
+needs_compiler = pytest.mark.usefixtures("compiler")
+
+
+@pytest.fixture(scope="module")
+def compiler() -> None:
+    """Compiles something, which is not for collecting tests."""
+    if unavailable("cpu") is not None:
+        pytest.skip(f"no C++ compiler: {unavailable('cpu')}")
 
 
 def outcomes(wire: Wire, kernels: str, device: torch.device = CPU) -> list[Tensor]:
@@ -33,7 +40,7 @@ def outcomes(wire: Wire, kernels: str, device: torch.device = CPU) -> list[Tenso
     x[5000:6000] *= 1e-40
     residual = torch.randn(NUMEL, generator=generator).to(device)
     codec = wire.codec(NUMEL, device, kernels)  # type: ignore[arg-type]
-    assert codec.adapter == kernels
+    assert codec.backend == kernels
     data, fed = (
         torch.zeros(wire.num_bytes(NUMEL), dtype=torch.uint8, device=device) for _ in range(2)
     )
@@ -199,9 +206,9 @@ def test_auto_compiles_long_vectors_only_and_says_so(
     monkeypatch.setattr(group_codec, "_announced", set())
     monkeypatch.setattr(group_codec, "unavailable", lambda device: None)
     with caplog.at_level(logging.INFO):
-        assert Int4().codec(16 * 2**20, CPU).adapter == "compiled"
-        assert Int4().codec(16 * 2**20 - 1, CPU).adapter == "eager"
-        assert Int4().codec(10, CPU).adapter == "eager"
+        assert Int4().codec(16 * 2**20, CPU).backend == "compiled"
+        assert Int4().codec(16 * 2**20 - 1, CPU).backend == "eager"
+        assert Int4().codec(10, CPU).backend == "eager"
     assert [record.message for record in caplog.records] == [
         "int4 on cpu: compiled kernels (a compiler works)",
         "int4 on cpu: eager kernels (16777215 elements are fewer than 16777216, from where "
@@ -217,7 +224,7 @@ def test_compiled_kernels_that_cannot_be_had(
     with pytest.raises(RuntimeError, match=r"'compiled' cannot be had on cpu: no g\+\+; install"):
         Int8().codec(10, CPU, "compiled")
     with caplog.at_level(logging.INFO):
-        assert Int8().codec(2**25, CPU).adapter == "eager"
+        assert Int8().codec(2**25, CPU).backend == "eager"
     assert "nothing can be compiled on cpu: no g++" in caplog.text
 
 
