@@ -36,7 +36,7 @@ the method; any key overrides one value of it, and another `type` starts from th
 ```json
 "dsx": {
   "preset": "streaming_diloco",
-  "clusters": {"num_clusters": 2, "rendezvous": "tcp://HOST:29400"},
+  "clusters": {"num_clusters": 2, "rendezvous": "tcp://10.0.0.1:29400"},
   "schedule": {"interval": 50},
   "outer_optimizer": {"type": "momentum", "lr": 0.7, "momentum": 0.5}
 }

@@ -19,6 +19,7 @@ CI = {  # more than some seconds: `pytest -m ci`
 
 SLOW = {  # whole trainings: `pytest -m slow`
     "bash scripts/quickstart.sh",
+    "dsx quickstart --steps",
     "dsx report runs/quickstart",
     "dsx export runs/quickstart",
     "deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py",
@@ -36,6 +37,7 @@ NOT_HERE = {  # with the reason
     "source .venv/bin/activate": "changes the reader's shell; tests have the environment already",
     "export CUDA_VISIBLE_DEVICES": "changes the reader's shell; tests have the environment already",
     "bash scripts/test.sh": "runs this test",
+    "dsx quickstart": "what scripts/quickstart.sh runs; by itself in tests/launch/test_install.py",
     "torchrun --nproc-per-node 8 -m megatron_patches": (
         "needs a Megatron-LM tree and eight GPUs; on the CPU in tests/launch/test_megatron_lm.py"
     ),
@@ -66,9 +68,7 @@ def listed(command: str, names: object) -> bool:
 
 
 def level(command: str) -> str | None:
-    """Return default, ci or slow; None for what does not run here."""
-    if listed(command, NOT_HERE):
-        return None
-    if listed(command, SLOW):
-        return "slow"
-    return "ci" if listed(command, CI) else "default"
+    """Return default, ci or slow, by the longest name that fits; None for what does not run."""
+    lists = [(NOT_HERE, None), (SLOW, "slow"), (CI, "ci")]
+    fitting = [(len(n), to) for names, to in lists for n in names if command.startswith(n)]
+    return max(fitting, key=lambda found: found[0])[1] if fitting else "default"

@@ -240,3 +240,8 @@ def test_pieces_of_json_are_valid(block: Block, tmp_path: Path) -> None:
         load_config(piece)
     elif key not in OF_DEEPSPEED:
         load_config({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}, **piece}})
+
+
+def test_reasons_name_tests_that_are_there() -> None:
+    named = [path for why in commands.NOT_HERE.values() for path in re.findall(r"tests/\S+", why)]
+    assert named and [path for path in named if not (ROOT / path).exists()] == []
