@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from dsx.comm.gloo import GlooTransport
 from dsx.config.schema import preset
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.engines.torch import TorchAdapter
 from dsx.outer.loop import OuterLoop
 
@@ -53,7 +53,7 @@ def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int)
     }
     method = preset("streaming_diloco", 1, **changed)
     backend = TorchAdapter(model, optimizer, method.fragments, 1)
-    transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), _DEADLINE_SECONDS)
+    transport = GlooTransport([0], lambda what, n: [], Seat.of(0, 1), _DEADLINE_SECONDS)
     loop = OuterLoop(method, backend, transport)
     loop.start()
     buffers, local = loop.state.take_buffers(0), loop.state.outgoing(0)

@@ -33,7 +33,8 @@ from torch import Tensor
 from dsx.comm.coalescing import Incoming, outgoing
 from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
-from dsx.core.exchange import HEADER, Exchange, ExchangeRound, Peers
+from dsx.core.exchange import HEADER, Exchange, ExchangeRound
+from dsx.core.membership import Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Stage
 
@@ -88,21 +89,21 @@ class Fifo:
 class FragmentGroups:
     """One fragment's connections to its peers: one of each group to every other cluster."""
 
-    def __init__(self, groups: Sequence[Any], peers: Peers, deadline: float) -> None:
+    def __init__(self, groups: Sequence[Any], seat: Seat, deadline: float) -> None:
         self._groups = groups
-        self._peers = peers
+        self._seat = seat
         self._deadline_seconds = deadline
 
     def run(self, round: ExchangeRound, label: str) -> int:
         """Send and receive what `round` says; return the payload bytes sent."""
         until = time.monotonic() + self._deadline_seconds
-        messages = PointToPoint(self._groups, label, until, self._deadline_seconds)
-        arriving = {peer: Incoming(round.incoming[peer]) for peer in self._peers.others}
+        messages = PointToPoint(self._groups, self._seat, label, until, self._deadline_seconds)
+        arriving = {peer: Incoming(round.incoming[peer]) for peer in self._seat.others}
         for peer, incoming in arriving.items():
             for message in incoming.messages:
                 messages.receive(message, peer)
         made: dict[int, list[Tensor]] = {}  # one that goes to all is put together once
-        for peer in self._peers.others:
+        for peer in self._seat.others:
             tensors = round.outgoing[peer]
             if id(tensors) not in made:
                 made[id(tensors)] = outgoing(tensors)
@@ -111,14 +112,14 @@ class FragmentGroups:
         messages.wait()
         for incoming in arriving.values():
             incoming.deliver()
-        return round.bytes_sent(self._peers)
+        return round.bytes_sent(self._seat)
 
     def broadcast_(self, x: Tensor, label: str) -> None:
-        """Overwrite `x` in place with cluster 0's."""
+        """Overwrite `x` in place with the first member's."""
         until = time.monotonic() + self._deadline_seconds
-        messages = PointToPoint(self._groups, label, until, self._deadline_seconds)
-        if self._peers.cluster_id == 0:
-            for peer in self._peers.others:
+        messages = PointToPoint(self._groups, self._seat, label, until, self._deadline_seconds)
+        if self._seat.position == 0:
+            for peer in self._seat.others:
                 messages.send(x, peer)
         else:
             messages.receive(x, 0)
@@ -135,22 +136,21 @@ class GlooTransport:
         self,
         fragments: Sequence[int],
         connect: Callable[[str, int], Sequence[Any]],
-        peers: Peers,
+        seat: Seat,
         deadline_seconds: float,
         stage: Stage = _WHOLE,
         streams: int = 1,
     ) -> None:
         self._stage = stage
-        self.cluster_id = peers.cluster_id
-        self.num_clusters = peers.num_clusters
+        self.seat = seat
         self._groups: dict[int, FragmentGroups] = {}
         self._fifos: dict[int, Fifo] = {}
-        is_alone = peers.num_clusters == 1
+        is_alone = seat.num_clusters == 1
         group = None if is_alone or not fragments else connect("launch handshake", 1)[0]
-        self._handshake = LaunchHandshake(group, peers, deadline_seconds, stage)
+        self._handshake = LaunchHandshake(group, seat, deadline_seconds, stage)
         for fragment in fragments:
             groups = [] if is_alone else connect(stage.name_of(fragment), streams)
-            self._groups[fragment] = FragmentGroups(groups, peers, deadline_seconds)
+            self._groups[fragment] = FragmentGroups(groups, seat, deadline_seconds)
             self._fifos[fragment] = Fifo(f"dsx-fragment-{fragment}")
 
     def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
@@ -169,10 +169,10 @@ class GlooTransport:
         return pending
 
     def broadcast(self, fragment: int, tensor: Tensor) -> None:
-        """Overwrite `tensor` in place with cluster 0's."""
-        if self.num_clusters > 1:
+        """Overwrite `tensor` in place with the first member's."""
+        if self.seat.num_clusters > 1:
             group, sent = self._groups[fragment], GlooPending()
-            label = f"{self._stage.name_of(fragment)}, outer state of cluster 0"
+            label = f"{self._stage.name_of(fragment)}, outer state of cluster {self.seat.ids[0]}"
 
             def run() -> Tensor:  # in turn with the fragment's transfers
                 group.broadcast_(tensor, label)
@@ -200,10 +200,11 @@ def open_device(interface: str | None) -> Any:
 
 
 def connect_gloo(
-    store: dist.Store, peers: Peers, deadline: timedelta, device: Any, streams: int = 1
+    store: dist.Store, seat: Seat, deadline: timedelta, device: Any, streams: int = 1
 ) -> list[Any]:
     """Build unregistered gloo groups over `store`: one member per cluster, fully connected.
 
+    A cluster's rank in them is its position in the membership.
     `device` is `open_device`'s. Raises RuntimeError from gloo if a peer does not come within
     `deadline`.
     """
@@ -213,7 +214,7 @@ def connect_gloo(
     options._devices = [device]
     return [
         dist.ProcessGroupGloo(
-            dist.PrefixStore(f"stream_{k}", store), peers.cluster_id, peers.num_clusters, options
+            dist.PrefixStore(f"stream_{k}", store), seat.position, seat.num_clusters, options
         )
         for k in range(streams)
     ]

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from dsx.comm.point_to_point import PointToPoint
-from dsx.core.exchange import ExchangeRound, Peers
+from dsx.core.exchange import ExchangeRound
+from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost, Submission
 from dsx.core.types import Stage
 
@@ -24,10 +25,10 @@ class LaunchHandshake:
     The number of a launch is the message's tag, so fragments' threads need not take turns.
     """
 
-    def __init__(self, group: Any, peers: Peers, deadline: float, stage: Stage) -> None:
+    def __init__(self, group: Any, seat: Seat, deadline: float, stage: Stage) -> None:
         self._group = group
         self._stage = stage
-        self._peers = peers.others
+        self._seat = seat
         self._deadline_seconds = deadline
         self._launches = 0
 
@@ -44,12 +45,14 @@ class LaunchHandshake:
         """
         until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)
-        messages = PointToPoint([self._group], label, until, self._deadline_seconds, tag=number)
+        messages = PointToPoint(
+            [self._group], self._seat, label, until, self._deadline_seconds, tag=number
+        )
         own = torch.tensor([what.fragment, what.step, what.purpose, 0, 0, 0])
-        theirs = {peer: torch.empty_like(own) for peer in self._peers}
-        if header is not None and self._peers:
-            (own[3:],) = header.outgoing[self._peers[0]]
-        for peer in self._peers:
+        theirs = {peer: torch.empty_like(own) for peer in self._seat.others}
+        if header is not None and self._seat.others:
+            (own[3:],) = header.outgoing[self._seat.others[0]]
+        for peer in self._seat.others:
             messages.receive(theirs[peer], peer)
             messages.send(own, peer)
         messages.wait()
@@ -57,11 +60,11 @@ class LaunchHandshake:
             if not torch.equal(own[:3], other[:3]):
                 other_one = Submission(*other[:3].tolist()).on(self._stage)
                 raise PeerLost(
-                    f"{what.on(self._stage)}, but cluster {peer} has {other_one}: the clusters "
-                    "have lost step; give all of them the same configuration and the same number "
-                    "of batches"
+                    f"{what.on(self._stage)}, but cluster {self._seat.ids[peer]} has "
+                    f"{other_one}: the clusters have lost step; give all of them the same "
+                    "configuration and the same number of batches"
                 )
             if header is not None:
                 (theirs_of_header,) = header.incoming[peer]
                 theirs_of_header.copy_(other[3:])
-        return own.numel() * own.element_size() * len(self._peers)
+        return own.numel() * own.element_size() * len(self._seat.others)

@@ -14,65 +14,67 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, ExchangeRound, Peers
+from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, ExchangeRound
+from dsx.core.membership import Membership, Seat
 from dsx.core.transport import PeerLost, Submission
 
 
 class InProcessHub:
-    """The meeting point of `num_clusters` simulated clusters."""
+    """The meeting point of simulated clusters."""
 
-    def __init__(self, num_clusters: int) -> None:
-        if num_clusters < 1:
-            raise ValueError(f"num_clusters={num_clusters} must be at least 1")
-        self.num_clusters = num_clusters
+    def __init__(self, membership: Membership) -> None:
+        self.membership = membership
         self._queues: dict[int, list[deque[InProcessPending]]] = {}
-        self._launches = [0] * num_clusters
+        self._launches = [0] * membership.num_clusters
         self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
         self._broadcasts: dict[int, list[deque[Tensor]]] = {}  # by fragment and receiver
 
     def transports(self) -> list[InProcessTransport]:
         """Return one transport per cluster, in cluster order."""
-        return [InProcessTransport(self, cluster_id) for cluster_id in range(self.num_clusters)]
+        return [InProcessTransport(self, Seat(self.membership, id)) for id in self.membership.ids]
 
     def submit(self, fragment: int, pending: InProcessPending) -> None:
         """Queue one cluster's exchange; run it if it was the last one missing."""
         self._require_same_launch(pending)
-        queues = self._queues.setdefault(fragment, [deque() for _ in range(self.num_clusters)])
-        queues[pending.cluster_id].append(pending)
+        queues = self._queues.setdefault(fragment, [deque() for _ in self.membership.ids])
+        queues[pending.seat.position].append(pending)
         while all(queues):
             _run([queue.popleft() for queue in queues])
 
     def _require_same_launch(self, pending: InProcessPending) -> None:
         """Raise PeerLost unless the n-th launch of one cluster is the n-th of all."""
-        self._launches[pending.cluster_id] += 1
-        number = self._launches[pending.cluster_id]
-        first, what = self._announced.setdefault(number, (pending.cluster_id, pending.what))
+        own = pending.seat
+        self._launches[own.position] += 1
+        number = self._launches[own.position]
+        first, what = self._announced.setdefault(number, (own.cluster_id, pending.what))
         if what != pending.what:
             raise PeerLost(
-                f"cluster {first} has {what}, cluster {pending.cluster_id} {pending.what}: the "
+                f"cluster {first} has {what}, cluster {own.cluster_id} {pending.what}: the "
                 "clusters have lost step"
             )
         if min(self._launches) >= number:
             del self._announced[number]
 
-    def broadcast(self, cluster_id: int, fragment: int, tensor: Tensor) -> None:
-        """Store cluster 0's tensor, copy it into the others'; cluster 0 has to come first."""
-        waiting = self._broadcasts.setdefault(fragment, [deque() for _ in range(self.num_clusters)])
-        if cluster_id == 0:
+    def broadcast(self, seat: Seat, fragment: int, tensor: Tensor) -> None:
+        """Store the first member's tensor, copy it into the others'; it has to come first."""
+        waiting = self._broadcasts.setdefault(fragment, [deque() for _ in seat.ids])
+        if seat.position == 0:
             copy = tensor.clone()
             for queue in waiting[1:]:
                 queue.append(copy)
-        elif not waiting[cluster_id]:
-            raise PeerLost(f"cluster 0 has not broadcast fragment {fragment}: start it first")
+        elif not waiting[seat.position]:
+            raise PeerLost(
+                f"cluster {seat.ids[0]} has not broadcast fragment {fragment}: start it first"
+            )
         else:
-            tensor.copy_(waiting[cluster_id].popleft())
+            tensor.copy_(waiting[seat.position].popleft())
 
 
 class InProcessPending:
     """One cluster's side of an exchange."""
 
-    def __init__(self, cluster_id: int, what: Submission, exchange: Exchange) -> None:
-        self.cluster_id = cluster_id
+    def __init__(self, seat: Seat, what: Submission, exchange: Exchange) -> None:
+        self.seat = seat
         self.what = what
         self.exchange = exchange
         self.bytes_sent = 0
@@ -90,20 +92,19 @@ class InProcessPending:
 class InProcessTransport:
     """One simulated cluster's transport."""
 
-    def __init__(self, hub: InProcessHub, cluster_id: int) -> None:
+    def __init__(self, hub: InProcessHub, seat: Seat) -> None:
         self._hub = hub
-        self.cluster_id = cluster_id
-        self.num_clusters = hub.num_clusters
+        self.seat = seat
 
     def submit(self, what: Submission, exchange: Exchange) -> InProcessPending:
         """Queue the exchange and return at once."""
-        pending = InProcessPending(self.cluster_id, what, exchange)
+        pending = InProcessPending(self.seat, what, exchange)
         self._hub.submit(what.fragment, pending)
         return pending
 
     def broadcast(self, fragment: int, tensor: Tensor) -> None:
-        """Overwrite `tensor` in place with cluster 0's."""
-        self._hub.broadcast(self.cluster_id, fragment, tensor)
+        """Overwrite `tensor` in place with the first member's."""
+        self._hub.broadcast(self.seat, fragment, tensor)
 
     def close(self) -> None:
         """Nothing to release."""
@@ -149,7 +150,7 @@ def _run(group: list[InProcessPending]) -> None:
                         received.copy_(sent)
         for pending, round in zip(group, rounds, strict=True):
             if round is not None and not (number == 0 and round.what == HEADER):
-                pending.bytes_sent += round.bytes_sent(Peers(pending.cluster_id, num_clusters))
+                pending.bytes_sent += round.bytes_sent(pending.seat)
 
 
 def _next_round(pending: InProcessPending) -> ExchangeRound | None:

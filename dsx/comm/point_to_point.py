@@ -10,21 +10,27 @@ from typing import Any
 from torch import Tensor
 
 from dsx.comm.multistream import pieces
+from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 
 
 class PointToPoint:
-    """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`."""
+    """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`.
+
+    Peers are given by position in the membership.
+    """
 
     def __init__(
         self,
         groups: Sequence[Any],
+        seat: Seat,
         label: str,
         until: float,
         deadline_seconds: float,
         tag: int = 0,
     ) -> None:
         self._groups = groups
+        self._seat = seat
         self._tag = tag
         self._label = label
         self._until = until
@@ -65,4 +71,6 @@ class PointToPoint:
         if time.monotonic() >= self._until:
             what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
         reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
-        return PeerLost(f"{self._label}: cluster {peer} {what} (gloo: {reason or error})")
+        return PeerLost(
+            f"{self._label}: cluster {self._seat.ids[peer]} {what} (gloo: {reason or error})"
+        )

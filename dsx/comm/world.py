@@ -21,7 +21,7 @@ from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 from dsx.core.types import Stage
 
@@ -44,11 +44,13 @@ class World:
 
     def __init__(
         self,
+        seat: Seat,
         rank_info: RankInfo,
         rendezvous: Rendezvous,
         cluster_store: dist.Store,
         config: RendezvousConfig,
     ) -> None:
+        self.seat = seat
         self.rank_info = rank_info
         self._cluster_store = cluster_store
         self.rendezvous = rendezvous
@@ -59,12 +61,12 @@ class World:
     @property
     def cluster_id(self) -> int:
         """This cluster, 0..num_clusters-1."""
-        return self.rank_info.cluster_id
+        return self.seat.cluster_id
 
     @property
     def num_clusters(self) -> int:
         """C."""
-        return self.rank_info.num_clusters
+        return self.seat.num_clusters
 
     @property
     def rank(self) -> int:
@@ -111,14 +113,13 @@ class World:
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"
 
-        peers = Peers(self.cluster_id, self.num_clusters)
         device = cache(lambda: open_device(config.interface))  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
             deadline = timedelta(seconds=config.join_deadline_seconds)
             store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
-                return connect_gloo(store, peers, deadline, device(), streams)
+                return connect_gloo(store, self.seat, deadline, device(), streams)
             except RuntimeError as error:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "
@@ -128,7 +129,7 @@ class World:
                 ) from error
 
         deadline_seconds = config.deadline_seconds
-        return GlooTransport(fragments, connect, peers, deadline_seconds, stage, streams)
+        return GlooTransport(fragments, connect, self.seat, deadline_seconds, stage, streams)
 
 
 _world: World | None = None
@@ -162,7 +163,8 @@ def join(config: RendezvousConfig) -> World:
     _init_cluster_world(rank_info, cluster_store)
     session = _agree_session(rank_info, cluster_store, shared_store, config)
     rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
-    _world = World(rank_info, rendezvous, cluster_store, config)
+    seat = Seat.of(rank_info.cluster_id, rank_info.num_clusters)
+    _world = World(seat, rank_info, rendezvous, cluster_store, config)
     return _world
 
 

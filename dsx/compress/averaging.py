@@ -27,34 +27,36 @@ from dsx.compress.base import CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.slices import GATHERED_UP_TO, exact_rounds, mean_bounds, slice_bounds
 from dsx.compress.wire.base import Codec, Kernels, Wire
-from dsx.core.exchange import Exchange, ExchangeRound, Peers, to_all
+from dsx.core.exchange import Exchange, ExchangeRound, to_all
+from dsx.core.membership import Seat
 
 
 class ExactMean:
     """The fp32 mean of vectors; its receive buffers are kept from call to call."""
 
-    def __init__(self, peers: Peers, what: str = "codes") -> None:
-        self._peers = peers
+    def __init__(self, seat: Seat, what: str = "codes") -> None:
+        seat.membership.require_equal_weights()
+        self._seat = seat
         self._what = what
         self._received = torch.empty(0)
 
     def bytes_sent(self, numel: int) -> int:
         """Return the payload bytes this cluster sends for a mean of `numel` values."""
-        rounds = exact_rounds(numel, self._peers.num_clusters)
-        return sum(of_round[self._peers.cluster_id].sent for of_round in rounds)
+        rounds = exact_rounds(numel, self._seat.num_clusters)
+        return sum(of_round[self._seat.position].sent for of_round in rounds)
 
     def exchange(self, x: Tensor) -> Exchange:
         """Average `x`, fp32 `[n]` on the CPU, in place."""
-        peers, num_clusters = self._peers, self._peers.num_clusters
+        seat, num_clusters = self._seat, self._seat.num_clusters
         if num_clusters == 1:
             return x
         if num_clusters == 2:
             return (yield from self._swap_whole(x))
         slices = [x[a:b] for a, b in slice_bounds(x.numel(), num_clusters)]
-        own = slices[peers.cluster_id]
+        own = slices[seat.position]
         copies = list(self._buffer(num_clusters * own.numel()).view(num_clusters, -1))
         yield ExchangeRound([[s] for s in slices], [[c] for c in copies], self._what)
-        copies[peers.cluster_id].copy_(own)
+        copies[seat.position].copy_(own)
         total = copies[0]
         for copy in copies[1:]:
             total.add_(copy)
@@ -65,7 +67,7 @@ class ExactMean:
     def _swap_whole(self, x: Tensor) -> Exchange:
         theirs = self._buffer(x.numel())
         yield to_all([x], [[theirs], [theirs]], self._what)
-        first, second = (x, theirs) if self._peers.cluster_id == 0 else (theirs, x)
+        first, second = (x, theirs) if self._seat.position == 0 else (theirs, x)
         return torch.add(first, second, out=x).div_(2)
 
     def _buffer(self, numel: int) -> Tensor:
@@ -86,16 +88,17 @@ class CodedMean:
         numel: int,
         wire: Wire,
         mean_wire: Wire,
-        peers: Peers,
+        seat: Seat,
         kernels: Kernels = "auto",
         is_gathered: bool = False,
     ) -> None:
-        self._peers = peers
-        self._is_gathered = is_gathered or peers.num_clusters <= GATHERED_UP_TO
+        seat.membership.require_equal_weights()
+        self._seat = seat
+        self._is_gathered = is_gathered or seat.num_clusters <= GATHERED_UP_TO
         cpu = torch.device("cpu")
         self._codec = wire.codec(numel, cpu, kernels)
         self.backend = self._codec.backend
-        num_clusters, own = peers.num_clusters, peers.cluster_id
+        num_clusters, own = seat.num_clusters, seat.position
         whole = [(0, numel)]
         self._bounds = (
             whole if self._is_gathered else mean_bounds(numel, wire, mean_wire, num_clusters)
@@ -127,7 +130,7 @@ class CodedMean:
             yield to_all([self._outgoing[0]], [[data] for data in self._incoming])
             self._decode_mean(x)
             return x
-        own = self._peers.cluster_id
+        own = self._seat.position
         yield ExchangeRound([[out] for out in self._outgoing], [[data] for data in self._incoming])
         start, stop = self._bounds[own]
         self._decode_mean(x[start:stop])
@@ -148,7 +151,7 @@ class CodedMean:
         self._codec.decode(self._incoming[0], out)
         for data in self._incoming[1:]:
             self._codec.decode_add(data, out)
-        out.div_(self._peers.num_clusters)
+        out.div_(self._seat.num_clusters)
 
 
 def _opened(residual: Residual | None) -> AbstractContextManager[Tensor | None]:
@@ -169,10 +172,10 @@ def _buffer(num_bytes: int) -> Tensor:
 class DenseChannel:
     """`Dense`'s channel: the exact mean."""
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, seat: Seat) -> None:
         self.slots: Mapping[str, Tensor] = {}
         self.errors: Mapping[str, CodingError] = {}
-        self._mean = ExactMean(peers)
+        self._mean = ExactMean(seat)
         self.spectrum = None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:

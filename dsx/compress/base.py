@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from dsx.compress.slices import Rounds, exact_rounds
-from dsx.core.exchange import Exchange, Peers
+from dsx.core.exchange import Exchange
+from dsx.core.membership import Seat
 from dsx.core.registry import contract, register
 from dsx.core.types import Fragment, Slot
 
@@ -100,7 +101,7 @@ class Compressor(Protocol):
     def validate(self) -> None:
         """Raise ValueError for values that cannot work."""
 
-    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
         """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`."""
         ...
 
@@ -109,7 +110,7 @@ class Compressor(Protocol):
     ) -> Rounds:
         """Return what each cluster sends and receives, exchange round by exchange round.
 
-        At a rank that has not changed before; `shard` as in `Peers`.
+        At a rank that has not changed before; `shard` as in `Seat`.
         """
         ...
 
@@ -132,11 +133,11 @@ class Dense(Compressor):
 
     is_exact = True
 
-    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
         """Return a channel that averages in fp32."""
         from dsx.compress.averaging import DenseChannel
 
-        return DenseChannel(peers)
+        return DenseChannel(seat)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

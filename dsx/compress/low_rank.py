@@ -35,7 +35,7 @@ from dsx.compress.slices import Rounds
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.checks import require_choice
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.registry import register
 from dsx.core.types import Fragment, Slot, runs_of
 
@@ -140,11 +140,11 @@ class LowRank(Quantized):
     def _first_in_factors(self) -> int:
         return next(r for r in count(1) if not self.is_dense_round(r))
 
-    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
         """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
         from dsx.compress.low_rank_channel import LowRankChannel
 
-        return LowRankChannel(self, fragment, peers, max_rank or self.rank or 0)
+        return LowRankChannel(self, fragment, seat, max_rank or self.rank or 0)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

@@ -12,7 +12,8 @@ from dsx.compress.base import CodingError, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
 from dsx.compress.owners import factor_owners, two_sides
 from dsx.compress.quantized_channel import CodedPart, SmallPart, coding_errors, part_seed
-from dsx.core.exchange import Exchange, ExchangeRound, Peers, to_all, together
+from dsx.core.exchange import Exchange, ExchangeRound, to_all, together
+from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
 
 if TYPE_CHECKING:
@@ -28,19 +29,19 @@ class LowRankChannel:
     round.
     """
 
-    def __init__(self, method: LowRank, fragment: Fragment, peers: Peers, max_rank: int) -> None:
+    def __init__(self, method: LowRank, fragment: Fragment, seat: Seat, max_rank: int) -> None:
         self._method = method
-        self._peers = peers
+        self._seat = seat
         taken, rest = method.split(fragment)
         sides, work_space = [two_sides(s) for s in taken], WorkSpace()
-        owners = factor_owners(sides, peers.num_clusters, fragment.id + peers.shard)
+        owners = factor_owners(sides, seat.num_clusters, fragment.id + seat.shard)
         self._matrices = [
-            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), peers, by, work_space, method)
+            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), seat, by, work_space, method)
             for s, by in zip(taken, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
         self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
-        self._small = SmallPart(method.small_wire, fragment, peers)
+        self._small = SmallPart(method.small_wire, fragment, seat)
         self._rank = torch.zeros(1, dtype=torch.int64)  # of the round before; 0: none yet
         self.spectrum = torch.zeros(max_rank + 1)
 
@@ -100,16 +101,16 @@ class LowRankChannel:
 
     def _to_owners_and_back(self) -> Generator[ExchangeRound, None, None]:
         """Send every matrix's factor to its owner, and the owners' mean factors to all."""
-        clusters = range(self._peers.num_clusters)
+        clusters = range(self._seat.num_clusters)
         own = [m for m in self._matrices if m.is_owned]
-        if self._peers.num_clusters > 1:
+        if self._seat.num_clusters > 1:
             yield ExchangeRound(
                 [[m.sent for m in self._matrices if m.owner == c] for c in clusters],
                 [[m.received[c] for m in own] for c in clusters],
             )
         for matrix in own:
             matrix.average()
-        if self._peers.num_clusters > 1:
+        if self._seat.num_clusters > 1:
             yield to_all(
                 [m.mean for m in own],
                 [[m.mean for m in self._matrices if m.owner == c] for c in clusters],
@@ -129,8 +130,8 @@ class LowRankChannel:
         self, slots: list[Slot], fragment: int, first: int, keeps_mean: bool = True
     ) -> list[CodedPart]:
         ranges = runs_of(slots)
-        seeds = [part_seed(fragment, first + i, self._peers) for i in range(len(ranges))]
+        seeds = [part_seed(fragment, first + i, self._seat) for i in range(len(ranges))]
         return [
-            CodedPart(self._method, a, b, self._peers, seed, keeps_mean)
+            CodedPart(self._method, a, b, self._seat, seed, keeps_mean)
             for (a, b), seed in zip(ranges, seeds, strict=True)
         ]

@@ -14,7 +14,7 @@ from torch import Tensor
 from dsx.compress.factors import DownCodec, UpCodec, product
 from dsx.compress.owners import NUM_PROBES, Owners
 from dsx.compress.wire.base import Kernels, Wire
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.types import Slot
 
 _TINY = 2.0**-126  # the least normal number
@@ -60,7 +60,7 @@ class LowRankMatrix:
         self,
         slot: Slot,
         max_rank: int,
-        peers: Peers,
+        seat: Seat,
         owners: Owners,
         work_space: WorkSpace,
         settings: FactorSettings,
@@ -68,7 +68,8 @@ class LowRankMatrix:
         self.name = slot.name
         self.max_rank = max_rank
         self._owners = owners
-        self._peers = peers
+        seat.membership.require_equal_weights()
+        self._seat = seat
         self._is_p = True  # whether P is in turn, or Q
         self._slot = slot
         self._seed = crc32(slot.name.encode())  # the same wherever the matrix is put together
@@ -83,12 +84,12 @@ class LowRankMatrix:
         self._down = {k: DownCodec(k, wire.is_exact) for k in {self._m, self._n}}
         sizes = [(self._up[self._m].num_bytes(rows)), self._up[self._n].num_bytes(max_rank)]
         self._sent = torch.zeros(max(sizes), dtype=torch.uint8)
-        averaged = [s for s, by in zip(sizes, owners, strict=True) if by == peers.cluster_id]
+        averaged = [s for s, by in zip(sizes, owners, strict=True) if by == seat.position]
         size = max(averaged, default=0)
-        self._received = torch.zeros(peers.num_clusters - 1, size, dtype=torch.uint8)
+        self._received = torch.zeros(seat.num_clusters - 1, size, dtype=torch.uint8)
         self._work_space = work_space
         for by, length in zip(owners, (self._m, self._n), strict=True):
-            if by == peers.cluster_id:
+            if by == seat.position:
                 work_space.reserve(rows * length)
         down = max(self._down[k].num_bytes(max_rank) for k in (self._m, self._n))
         self._mean = torch.zeros(down, dtype=torch.uint8)
@@ -123,18 +124,18 @@ class LowRankMatrix:
 
     @property
     def owner(self) -> int:
-        """The cluster that averages the factor in turn."""
+        """The cluster that averages the factor in turn, by position."""
         return self._owners.p if self._is_p else self._owners.q
 
     @property
     def is_owned(self) -> bool:
         """Whether this cluster averages the factor in turn."""
-        return self.owner == self._peers.cluster_id
+        return self.owner == self._seat.position
 
     @property
     def averages_p(self) -> bool:
         """Whether this cluster averages P, with the probes that `spectrum` needs."""
-        return self._owners.p == self._peers.cluster_id
+        return self._owners.p == self._seat.position
 
     @property
     def sent(self) -> Tensor:
@@ -224,7 +225,7 @@ class LowRankMatrix:
         self._rows, self._length = factor.shape
         self._is_p = factor.shape[0] > self.rank
         self._size = self._up[length].num_bytes(self._rows)
-        seed = (self._seed * 31 + self._round) * 4_099 + self._peers.cluster_id
+        seed = (self._seed * 31 + self._round) * 4_099 + self._seat.cluster_id
         self._up[length].encode(factor, self.sent, seed)
 
     def _start_from_warm(self, count: int) -> None:

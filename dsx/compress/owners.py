@@ -23,7 +23,7 @@ SCALE_BYTES = 2  # per column, down
 
 
 class Owners(NamedTuple):
-    """The clusters that average the two factors of a matrix."""
+    """The clusters that average the two factors of a matrix, by position."""
 
     p: int
     q: int

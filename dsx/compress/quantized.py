@@ -23,7 +23,7 @@ from dsx.compress.slices import (
 from dsx.compress.wire.base import Kernels, Rounding, Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.checks import require_choice
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.registry import register
 from dsx.core.types import Fragment
 
@@ -115,11 +115,11 @@ class Quantized(Compressor):
         """The format of the mean that a slice's owner sends."""
         return FORMATS[self.mean_wire]()
 
-    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
         """Return the channel of one fragment."""
         from dsx.compress.quantized_channel import QuantizedChannel
 
-        return QuantizedChannel(self, fragment, peers)
+        return QuantizedChannel(self, fragment, seat)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

@@ -12,7 +12,8 @@ from dsx.compress.averaging import CodedMean
 from dsx.compress.base import CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.wire.formats import FORMATS
-from dsx.core.exchange import Exchange, Peers, together
+from dsx.core.exchange import Exchange, together
+from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 
 if TYPE_CHECKING:
@@ -24,12 +25,12 @@ class QuantizedChannel:
 
     spectrum: Tensor | None = None
 
-    def __init__(self, method: Quantized, fragment: Fragment, peers: Peers) -> None:
+    def __init__(self, method: Quantized, fragment: Fragment, seat: Seat) -> None:
         self._parts = [
-            CodedPart(method, start, stop, peers, seed=part_seed(fragment.id, index, peers))
+            CodedPart(method, start, stop, seat, seed=part_seed(fragment.id, index, seat))
             for index, (start, stop) in enumerate(fragment.coded_runs)
         ]
-        self._small = SmallPart(method.small_wire, fragment, peers)
+        self._small = SmallPart(method.small_wire, fragment, seat)
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
@@ -60,15 +61,15 @@ class CodedPart:
         method: Quantized,
         start: int,
         stop: int,
-        peers: Peers,
+        seat: Seat,
         seed: int,
         keeps_mean: bool = True,
     ) -> None:
         self.start, self.stop = start, stop
         self._seed = seed
-        self._mean = CodedMean(stop - start, method.up, method.down, peers, method.kernels)
+        self._mean = CodedMean(stop - start, method.up, method.down, seat, method.kernels)
         self.residual = _residual(method, stop - start)
-        bounds = method.mean_bounds(stop - start, peers.num_clusters)[peers.cluster_id]
+        bounds = method.mean_bounds(stop - start, seat.num_clusters)[seat.position]
         self.mean_bounds = first, last = bounds if keeps_mean else (0, 0)
         self.of_mean = _residual(method, last - first) if last > first else None
 
@@ -100,12 +101,12 @@ def coding_errors(kind: str, parts: Sequence[CodedPart]) -> dict[str, CodingErro
 class SmallPart:
     """The vectors and small matrices of a fragment, in one message to all."""
 
-    def __init__(self, wire: SmallWire, fragment: Fragment, peers: Peers) -> None:
+    def __init__(self, wire: SmallWire, fragment: Fragment, seat: Seat) -> None:
         self._ranges = fragment.small_runs
         numel = sum(stop - start for start, stop in self._ranges)
         self._values = torch.zeros(numel)
         format = FORMATS[wire]()
-        self._mean = CodedMean(numel, format, format, peers, is_gathered=True)
+        self._mean = CodedMean(numel, format, format, seat, is_gathered=True)
 
     def exchange(self, x: Tensor) -> Exchange:
         """Average the small slots inside `x`, in place."""
@@ -120,9 +121,9 @@ class SmallPart:
         return x
 
 
-def part_seed(fragment: int, part: int, peers: Peers) -> int:
+def part_seed(fragment: int, part: int, seat: Seat) -> int:
     """Return what tells the noise of one part and cluster from the others'."""
-    return (fragment * 1_009 + part) * 4_099 + peers.cluster_id * 31
+    return (fragment * 1_009 + part) * 4_099 + seat.cluster_id * 31
 
 
 def _residual(method: Quantized, numel: int) -> Residual | None:

@@ -33,7 +33,7 @@ from dsx.compress.slices import Rounds, gathered_rounds, side_by_side
 from dsx.compress.wire.base import Codec, Kernels
 from dsx.compress.wire.formats import FORMATS, Storage
 from dsx.core.checks import require_choice
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.registry import register
 from dsx.core.types import Fragment
 
@@ -91,11 +91,11 @@ class TopK(Compressor):
         """The format of what clusters send."""
         return SparseFormat(self.k, self.chunk)
 
-    def open(self, fragment: Fragment, peers: Peers, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
         """Return the channel of one fragment."""
         from dsx.compress.top_k_channel import TopKChannel
 
-        return TopKChannel(self, fragment, peers)
+        return TopKChannel(self, fragment, seat)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

@@ -18,7 +18,8 @@ from dsx.compress.wire.base import Kernels
 from dsx.compress.wire.group_kernels import MIN_SCALE, largest_scale
 from dsx.compress.wire.work_space import Buffers, require_sizes
 from dsx.core.checks import require_choice
-from dsx.core.exchange import Exchange, Peers, together
+from dsx.core.exchange import Exchange, together
+from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 
 if TYPE_CHECKING:
@@ -32,12 +33,12 @@ class TopKChannel:
 
     spectrum: Tensor | None = None
 
-    def __init__(self, method: TopK, fragment: Fragment, peers: Peers) -> None:
+    def __init__(self, method: TopK, fragment: Fragment, seat: Seat) -> None:
         self._runs = fragment.coded_runs
         form, storage, decay = method.format, method.error_feedback, method.feedback_decay
-        self._means = [CodedMean(b - a, form, form, peers, is_gathered=True) for a, b in self._runs]
+        self._means = [CodedMean(b - a, form, form, seat, is_gathered=True) for a, b in self._runs]
         self._residuals = [Residual(b - a, storage, decay) for a, b in self._runs]
-        self._small = SmallPart(method.small_wire, fragment, peers)
+        self._small = SmallPart(method.small_wire, fragment, seat)
 
     @property
     def slots(self) -> Mapping[str, Tensor]:

@@ -11,6 +11,8 @@ from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from dsx.core.membership import Seat
+
 if TYPE_CHECKING:  # what only plans is started without torch
     from torch import Tensor
 
@@ -20,39 +22,21 @@ HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in
 
 
 @dataclass(frozen=True)
-class Peers:
-    """This cluster among `num_clusters` (C).
-
-    `shard` is this rank's number among those of its cluster that share a fragment; the ranks that
-    exchange with each other have the same.
-    """
-
-    cluster_id: int
-    num_clusters: int
-    shard: int = 0
-
-    @property
-    def others(self) -> list[int]:
-        """The other clusters, in order."""
-        return [m for m in range(self.num_clusters) if m != self.cluster_id]
-
-
-@dataclass(frozen=True)
 class ExchangeRound:
     """Tensors to send to, and to fill from, each cluster; contiguous, of any type, may be empty.
 
-    `outgoing[m]` of one cluster has the sizes of `incoming[n]` of cluster m, where n is the
-    sender. The places of the own cluster are ignored. `what` is for traces, but for `HEADER`: if
-    an exchange begins with one, it costs no message of its own.
+    Clusters are counted by position in the membership: `outgoing[m]` of one has the sizes of
+    `incoming[n]` of m, where n is the sender. The places of the own cluster are ignored. `what` is
+    for traces, but for `HEADER`: if an exchange begins with one, it costs no message of its own.
     """
 
     outgoing: Sequence[Sequence[Tensor]]
     incoming: Sequence[Sequence[Tensor]]
     what: str = "codes"
 
-    def bytes_sent(self, peers: Peers) -> int:
+    def bytes_sent(self, seat: Seat) -> int:
         """Return the payload this cluster sends."""
-        tensors = [t for m in peers.others for t in self.outgoing[m]]
+        tensors = [t for m in seat.others for t in self.outgoing[m]]
         return sum(t.numel() * t.element_size() for t in tensors)
 
 

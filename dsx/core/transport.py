@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from dsx.core.exchange import Exchange
+from dsx.core.membership import Seat
 from dsx.core.types import Stage
 
 VERBS = ("launched", "averaged for export", "compared")
@@ -69,13 +70,8 @@ class Transport(Protocol):
     """Moves tensors between the clusters for one shard coordinate."""
 
     @property
-    def cluster_id(self) -> int:
-        """This cluster, 0..num_clusters-1."""
-        ...
-
-    @property
-    def num_clusters(self) -> int:
-        """C."""
+    def seat(self) -> Seat:
+        """This cluster among those that average."""
         ...
 
     def submit(self, what: Submission, exchange: Exchange) -> Pending:
@@ -87,7 +83,7 @@ class Transport(Protocol):
         ...
 
     def broadcast(self, fragment: int, tensor: Tensor) -> None:
-        """Overwrite `tensor` in place with cluster 0's. Blocks; raises `PeerLost`."""
+        """Overwrite `tensor` in place with the first member's. Blocks; raises `PeerLost`."""
         ...
 
     def close(self) -> None:

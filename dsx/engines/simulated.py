@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dsx.comm.in_process import InProcessHub, step_together
+from dsx.core.membership import Membership
 from dsx.engines.torch import TorchAdapter
 from dsx.method.method import Method, SettingWarning
 from dsx.outer.loop import Event, OuterLoop
@@ -75,7 +76,7 @@ class SimulatedClusters:
             TorchAdapter(model, optimizer, method.fragments, backwards)
             for model, optimizer in zip(models, optimizers, strict=True)
         ]
-        transports = InProcessHub(len(models)).transports()
+        transports = InProcessHub(Membership.of(len(models))).transports()
         self.loops = [
             OuterLoop(method, adapter, transport, _for_cluster(on_sync, cluster))
             for cluster, (adapter, transport) in enumerate(

@@ -2,25 +2,60 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from dsx.compress.averaging import ExactMean
-from dsx.compress.base import Channel, Launch
-from dsx.core.exchange import Exchange, Peers
+from dsx.compress.base import Channel, CodingError, Compressor, Launch
+from dsx.core.exchange import Exchange
+from dsx.core.membership import Seat
+from dsx.core.types import Fragment
 from dsx.outer.parity_check import ParityCheck, ParityResult
 from dsx.outer.sideband import Sideband, with_sideband
 
+logger = logging.getLogger(__name__)
+
 
 class FragmentChannel:
-    """The parity check and the codec of one fragment on this rank, and what a checkpoint keeps."""
+    """The parity check and the codec of one fragment on this rank, and what a checkpoint keeps.
 
-    def __init__(self, codec: Channel, peers: Peers) -> None:
-        self.codec = codec
-        self.parity_check = ParityCheck(peers)
-        self._sideband_mean = ExactMean(peers, "sideband")
+    All of its buffers are those of one membership, until it is opened under another.
+    """
+
+    def __init__(
+        self, compressor: Compressor, fragment: Fragment, max_rank: int, seat: Seat
+    ) -> None:
+        self._compressor = compressor
+        self._fragment = fragment
+        self._max_rank = max_rank
+        self._open(seat)
+
+    def _open(self, seat: Seat) -> None:
+        self.seat = seat
+        self.codec: Channel = self._compressor.open(self._fragment, seat, self._max_rank)
+        self.parity_check = ParityCheck(seat)
+        self._sideband_mean = ExactMean(seat, "sideband")
+
+    def open(self, seat: Seat) -> None:
+        """Go on under another membership; between two transfers, none being under way.
+
+        What is of the same shape and the same elements there is carried: residuals, warm starts,
+        what the parity check remembers. The rest starts from zero. Sidebands of later transfers
+        have the shape of the new membership.
+        """
+        codec, memory = self.codec, self.parity_check.memory
+        self._open(seat)
+        self.parity_check.memory.copy_(memory)
+        not_carried = _carry(codec, self.codec)
+        if not_carried:
+            logger.warning(
+                "fragment %d: state of other elements than under the membership of epoch %d is "
+                "left behind, and what takes its place starts from zero: %s",
+                self._fragment.id, seat.membership.epoch, ", ".join(not_carried),
+            )  # fmt: skip
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
@@ -41,6 +76,12 @@ class FragmentChannel:
 
         `is_finite` is asked first, and returns once `x` is there.
         """
+        if sideband.shape.num_clusters != self.seat.num_clusters:
+            raise ValueError(
+                f"fragment {self._fragment.id}: a sideband for {sideband.shape.num_clusters} "
+                f"cluster(s), but the membership of epoch {self.seat.membership.epoch} has "
+                f"{self.seat.num_clusters}; make its buffers anew under a new membership"
+            )
         average = self._checked(x, is_finite, launch, parity)
         return with_sideband(average, sideband, measure, self._sideband_mean)
 
@@ -58,3 +99,23 @@ class FragmentChannel:
         mean = yield from self.codec.exchange(x, launch)
         self.parity_check.remember(launch.round, mean)
         return mean
+
+
+def _carry(before: Channel, after: Channel) -> list[str]:
+    """Copy state to a channel of the same fragment; return the names of what does not fit there.
+
+    A residual of the means that a cluster encodes is of other elements where its position or the
+    number of clusters is another, and is there at all only from some number of them on.
+    """
+    left, taken = dict(before.slots), after.slots
+    errors_before, errors_after = before.errors, after.errors
+    for name, slot in taken.items():
+        if name not in left or slot.shape != left[name].shape:
+            continue
+        if _elements(errors_before.get(name)) == _elements(errors_after.get(name)):
+            slot.copy_(left.pop(name))
+    return sorted(left)
+
+
+def _elements(error: CodingError | None) -> tuple[int, int] | None:
+    return None if error is None else (error.start, error.stop)

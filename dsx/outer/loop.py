@@ -23,7 +23,6 @@ from torch import Tensor
 
 from dsx.compress.base import Launch
 from dsx.core.engine import EngineAdapter
-from dsx.core.exchange import Peers
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.core.transport import Pending, Submission, Transport
 from dsx.core.types import History, SyncParams
@@ -61,16 +60,16 @@ class OuterLoop:
         self.transport = transport
         num_tensors = [len(parameters) for parameters in adapter.fragment_parameters]
         shard, _ = adapter.ranks.shard
-        peers = Peers(transport.cluster_id, transport.num_clusters, shard)
+        seat = transport.seat.of_shard(shard)
         self.matrix_gathers = (
             plan_matrix_gathers(method, adapter) if matrix_gathers is None else matrix_gathers
         )
         wire = [gather.wire for gather in self.matrix_gathers]
-        self.state = StateStore(method, adapter, num_tensors, wire, peers)
+        self.state = StateStore(method, adapter, num_tensors, wire, seat)
         self.history = History(len(fragments), list(adapter.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
-        self.measurements = Measurements(method, adapter, transport.cluster_id)
+        self.measurements = Measurements(method, adapter, seat)
         self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
         self.recovery = Recovery(method, adapter, transport, self.state)
         self._on_sync = on_sync
@@ -87,13 +86,11 @@ class OuterLoop:
             for fragment, parameters in zip(fragments, adapter.fragment_parameters, strict=True)
         ]
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
-        self._outer_step = OuterStep(
-            method, adapter, self.state, per_tensor, transport.num_clusters
-        )
+        self._outer_step = OuterStep(method, adapter, self.state, per_tensor, seat.num_clusters)
 
     @torch.no_grad()
     def start(self, keeps_masters: bool = False) -> None:
-        """Take cluster 0's masters, or keep one's own, as the first anchor; before training."""
+        """Before training, take the first member's masters, or the own, as the first anchor."""
         for fragment in self.adapter.fragments:
             start = self.state.scratch(fragment.id, "local")
             self.adapter.read(fragment.id, start)
@@ -231,10 +228,8 @@ class OuterLoop:
             return Arrived(buffers.wire)
         sync_params = self._sync_params()
         self.measurements.post(buffers.sideband, what.fragment, self.history)
-        channel, clusters = self.state.channels[what.fragment], self.transport.num_clusters
-        measure = self.measurements.owner_measure(
-            what.fragment, clusters, sync_params, channel.codec
-        )
+        channel = self.state.channels[what.fragment]
+        measure = self.measurements.owner_measure(what.fragment, sync_params, channel.codec)
         launch = Launch(self.history.launches[what.fragment] + 1, sync_params.rank)
         exchange = channel.exchange(
             buffers.wire, host_copy.is_finite, launch, buffers.parity, buffers.sideband, measure

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dsx.compress.base import Channel
 from dsx.core.engine import EngineAdapter
+from dsx.core.membership import Seat
 from dsx.core.types import History, SyncParams
 from dsx.method.method import Method
 from dsx.outer.sideband import Sideband
@@ -29,10 +30,10 @@ _STEPS_KEPT = 15
 class Measurements:
     """One rank's measurements, on their way to being agreed."""
 
-    def __init__(self, method: Method, adapter: EngineAdapter, cluster_id: int) -> None:
+    def __init__(self, method: Method, adapter: EngineAdapter, seat: Seat) -> None:
         self._method = method
         self._adapter = adapter
-        self._cluster_id = cluster_id
+        self._seat = seat
         measures = (
             method.control.sideband_numel(method.sync_params) > 0 or method.schedule.uses_norms
         )
@@ -59,10 +60,10 @@ class Measurements:
                 self._transfer_seconds.get(fragment),
                 self._adapter.backward_seconds(fragment),
             )
-            sideband.post(self._cluster_id, [seconds or 0.0 for seconds in own])
+            sideband.post(self._seat.position, [seconds or 0.0 for seconds in own])
 
     def owner_measure(
-        self, fragment: int, num_clusters: int, sync_params: SyncParams, channel: Channel
+        self, fragment: int, sync_params: SyncParams, channel: Channel
     ) -> Callable[[Tensor], Tensor] | None:
         """Return what this cluster adds to the sideband: of a mean it owns, or of its matrices.
 
@@ -74,7 +75,8 @@ class Measurements:
             control.sideband_numel(self._method.sync_params),
             self._adapter.fragments[fragment],
         )
-        is_owner = fragment % num_clusters == self._cluster_id
+        num_clusters = self._seat.num_clusters
+        is_owner = fragment % num_clusters == self._seat.position
         tells_spectrum = self._method.compression.captures_spectrum and numel > 0
         if not tells_spectrum and not (is_owner and (numel or uses_norms)):
             return None

@@ -8,7 +8,7 @@ so knows the same:
   message names it;
 - a different hash: a mean was decoded differently, so outer parameters have come apart, which no
   later round would mend. The message names fragment, round and clusters; the fragment's outer
-  state is sent again, in fp32, by cluster 0, or the run stops, as the configuration says.
+  state is sent again, in fp32, by the first member, or the run stops, as the configuration says.
 
 The hash is `sum_i w_i * (bits of element pair i) mod 2^64` with fixed odd weights: integers only,
 so it is the same for any number of threads; a single wrong bit always changes it.
@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from dsx.core.exchange import HEADER, ExchangeRound, Peers, to_all
+from dsx.core.exchange import HEADER, ExchangeRound, to_all
+from dsx.core.membership import Seat
 
 _TILE = 1 << 16  # pairs of elements
 _MASK = (1 << 64) - 1
@@ -31,7 +32,7 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 
 @dataclass
 class ParityResult:
-    """What the headers of one transfer said: clusters by number.
+    """What the headers of one transfer said: clusters by id.
 
     A round may be refused because of a cluster that has left since.
     """
@@ -45,11 +46,11 @@ class ParityResult:
 class ParityCheck:
     """One fragment's headers; `memory` `[round, hash]` int64 belongs to the checkpoint."""
 
-    def __init__(self, peers: Peers) -> None:
-        self._peers = peers
+    def __init__(self, seat: Seat) -> None:
+        self._seat = seat
         self.memory = torch.zeros(2, dtype=torch.int64)
         self._own = torch.zeros(3, dtype=torch.int64)
-        self._theirs = [torch.zeros(3, dtype=torch.int64) for _ in range(peers.num_clusters)]
+        self._theirs = [torch.zeros(3, dtype=torch.int64) for _ in range(seat.num_clusters)]
         self._weights = torch.empty(0, dtype=torch.int64)
         self._products = torch.empty(0, dtype=torch.int64)
 
@@ -59,14 +60,16 @@ class ParityCheck:
         """Tell the peers, and fill `parity` from what they told."""
         self._own[0] = is_finite
         self._own[1:] = self.memory
-        self._theirs[self._peers.cluster_id].copy_(self._own)
-        if self._peers.num_clusters > 1:
+        self._theirs[self._seat.position].copy_(self._own)
+        if self._seat.num_clusters > 1:
             yield to_all([self._own], [[header] for header in self._theirs], HEADER)
-        headers = [header.tolist() for header in self._theirs]
-        parity.refused_by = [m for m, header in enumerate(headers) if not header[0]]
+        headers = {
+            id: header.tolist() for id, header in zip(self._seat.ids, self._theirs, strict=True)
+        }
+        parity.refused_by = [id for id, header in headers.items() if not header[0]]
         parity.is_refused = bool(parity.refused_by)
-        first = headers[0][1:]
-        parity.differing = [m for m, header in enumerate(headers) if header[1:] != first]
+        first = headers[self._seat.ids[0]][1:]
+        parity.differing = [id for id, header in headers.items() if header[1:] != first]
         parity.round = first[0]
 
     def remember(self, round: int, mean: Tensor) -> None:

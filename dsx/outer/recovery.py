@@ -49,13 +49,15 @@ class Recovery:
         Collective over the cluster's ranks: one may own nothing of the fragment, or see in its
         shard what the others do not. NonFiniteError after too many refusals in a row.
         """
-        flags = torch.zeros(3, self._transport.num_clusters)
-        flags[0, parity.refused_by] = 1
-        flags[1, parity.differing] = 1
+        membership = self._transport.seat.membership
+        flags = torch.zeros(3, membership.num_clusters)
+        for row, clusters in enumerate((parity.refused_by, parity.differing)):
+            flags[row, [membership.position_of(id) for id in clusters]] = 1
         flags[2] = parity.round
         flags = self._adapter.ranks.max_over_ranks(flags)
         parity.refused_by, parity.differing = (
-            [m for m, flag in enumerate(row) if flag] for row in flags[:2].tolist()
+            [id for id, flag in zip(membership.ids, row, strict=True) if flag]
+            for row in flags[:2].tolist()
         )
         parity.round = int(flags[2, 0])
         parity.is_refused = parity.is_refused or bool(parity.refused_by)
@@ -69,7 +71,7 @@ class Recovery:
 
     def restarts(self, parity: ParityResult) -> bool:
         """Whether this cluster has lost its progress and goes on from the anchor."""
-        return self._has_anchor and self._transport.cluster_id in parity.refused_by
+        return self._has_anchor and self._transport.seat.cluster_id in parity.refused_by
 
     def restart(self, under_way: Sequence[Transfer]) -> None:
         """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
@@ -110,20 +112,21 @@ class Recovery:
         logger.error("%s; all clusters leave this round out", what)
 
     def _mend(self, fragment: int, parity: ParityResult, what: str) -> None:
+        first = self._transport.seat.ids[0]
         message = (
-            f"{what}: {_names(parity.differing)} decoded another mean than cluster 0 in round "
-            f"{parity.round}"
+            f"{what}: {_names(parity.differing)} decoded another mean than cluster {first} in "
+            f"round {parity.round}"
         )
         if self._method.on_mismatch == "stop":
             raise ParityError(f"{message} (on_mismatch is 'stop'); resume from a checkpoint")
         if not self._has_anchor:
             logger.error("%s; the next mean, or the exported one, brings them together", message)
             return
-        logger.error("%s; taking cluster 0's outer state of the fragment", message)
+        logger.error("%s; taking cluster %d's outer state of the fragment", message, first)
         self._repair(fragment)
 
     def _repair(self, fragment: int) -> None:
-        """Take cluster 0's outer state of a fragment, in fp32."""
+        """Take the first member's outer state of a fragment, in fp32."""
         slots = self._state.slots[fragment]
         shared = [slots.staleness[name] for name in self._method.staleness.shared_slots]
         for tensor in (self._state.anchor[fragment], *slots.outer.values(), *shared):

@@ -61,10 +61,10 @@ class Sideband:
         self.by_cluster = buffer[shape.averages : stop].view(shape.by_cluster, shape.num_clusters)
         self.of_owner = buffer[stop:]
 
-    def post(self, cluster_id: int, values: list[float]) -> None:
+    def post(self, position: int, values: list[float]) -> None:
         """Set this cluster's column of the values by cluster, and clear the others'."""
         self.by_cluster.zero_()
-        self.by_cluster[:, cluster_id] = torch.tensor(values) * self.shape.num_clusters
+        self.by_cluster[:, position] = torch.tensor(values) * self.shape.num_clusters
 
     def largest(self) -> Tensor:
         """Return the largest of every value by cluster `[by_cluster]`, once averaged."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.method.method import Method
 from dsx.outer.channel import FragmentChannel
@@ -51,7 +51,7 @@ class StateStore:
         adapter: EngineAdapter,
         num_tensors: Sequence[int],
         on_the_wire: Sequence[Fragment],
-        peers: Peers,
+        seat: Seat,
     ) -> None:
         fragments = adapter.fragments
         self.device = adapter.device
@@ -64,7 +64,7 @@ class StateStore:
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         shapes = [
-            sideband_shape(method, f, count, peers.num_clusters)
+            sideband_shape(method, f, count, seat.num_clusters)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         self._buffers = [
@@ -75,7 +75,7 @@ class StateStore:
             for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
         ]
         self.channels = [
-            FragmentChannel(method.compression.open(f, peers, method.control.largest_rank), peers)
+            FragmentChannel(method.compression, f, method.control.largest_rank, seat)
             for f in on_the_wire
         ]
         self._wire_numel = [wire.numel for wire in on_the_wire]

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from dsx.compress.averaging import ExactMean
-from dsx.core.exchange import Peers
 from dsx.core.transport import COMPARISON, EXPORT, Pending, Submission
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
@@ -44,7 +43,7 @@ def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]])
         loop.totals.bytes_sent += pending.bytes_sent
         loop.recovery.act_on(fragment, loop.history.launched[fragment], parity, loop.history)
         has_anchor = loop.method.outer_optimizer.keeps_anchor
-        if has_anchor and loop.transport.cluster_id in parity.differing:
+        if has_anchor and loop.transport.seat.cluster_id in parity.differing:
             loop.adapter.write(fragment, loop.state.anchor[fragment])
 
 
@@ -71,8 +70,8 @@ def begin_export(loop: OuterLoop) -> list[Pending]:
         if fragment.numel:
             wire = _read_copy(loop, fragment.id).to("cpu")
             what = Submission(fragment.id, loop.history.step, EXPORT)
-            average = ExactMean(Peers(loop.transport.cluster_id, loop.transport.num_clusters))
-            pending.append(loop.transport.submit(what, average.exchange(wire)))
+            average = ExactMean(loop.transport.seat).exchange(wire)
+            pending.append(loop.transport.submit(what, average))
         else:
             pending.append(Arrived(torch.empty(0)))
     return pending

@@ -12,7 +12,6 @@ from typing import Any
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig, MetricsConfig
 from dsx.core.engine import EngineAdapter
-from dsx.core.exchange import Peers
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.telemetry.metrics import metrics_path
 from dsx.telemetry.trace.recorder import Trace, trace_path
@@ -80,7 +79,6 @@ def start_trace(metrics: MetricsConfig, world: World, adapter: EngineAdapter) ->
     if not metrics.trace or metrics.dir is None:
         return UNTRACED
     path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)
-    peers = Peers(world.cluster_id, world.num_clusters)
-    trace = Trace(path, world.session, peers, metrics.trace_steps, logs=world.rank == 0)
+    trace = Trace(path, world.session, world.seat, metrics.trace_steps, logs=world.rank == 0)
     adapter.trace_compute(trace)
     return trace

@@ -64,8 +64,9 @@ class ShardAdapter(TorchAdapter):
 
 
 def shard_loop(whole: OuterLoop, method: Method, rank: int) -> OuterLoop:
-    hub = InProcessHub(whole.transport.num_clusters).transports()
-    return OuterLoop(method, ShardAdapter(whole.adapter, rank), hub[whole.transport.cluster_id])
+    seat = whole.transport.seat
+    hub = InProcessHub(seat.membership).transports()
+    return OuterLoop(method, ShardAdapter(whole.adapter, rank), hub[seat.position])
 
 
 def new_tiny(name: str, num_clusters: int = 2) -> Simulated:

@@ -12,7 +12,7 @@ import torch
 
 import dsx
 from dsx.compress.averaging import ExactMean
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Stage
 from tests.distributed import run_distributed
@@ -149,7 +149,7 @@ def lose_a_peer() -> tuple[str, str]:
     if world.cluster_id == 1:
         return "left", ""  # the process ends before the first sync
     errors: list[str] = []
-    exchange = ExactMean(Peers(0, 2)).exchange(torch.zeros(3))
+    exchange = ExactMean(Seat.of(0, 2)).exchange(torch.zeros(3))
     for wait in (
         lambda: train(model, optimizer, 0, 8),
         lambda: of_stage.submit(Submission(2, 4), exchange).wait(),

@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
-from dsx.core.exchange import Peers, to_all
+from dsx.core.exchange import to_all
+from dsx.core.membership import Seat
 from dsx.plan.link import SWAP_ONE_WAYS
 from tests.distributed import run_distributed
 
@@ -59,10 +60,10 @@ def seconds_of_swaps() -> float:
     cluster = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, 2, is_master=cluster == 0)
-    detour, peers = Detour(store, cluster), Peers(cluster, 2)
+    detour, seat = Detour(store, cluster), Seat.of(cluster, 2)
     try:
-        groups = connect_gloo(detour, peers, timedelta(seconds=20), open_device("lo"))
-        line = FragmentGroups(groups, peers, 20)
+        groups = connect_gloo(detour, seat, timedelta(seconds=20), open_device("lo"))
+        line = FragmentGroups(groups, seat, 20)
         round = to_all([torch.ones(1)], [[torch.empty(1)] for _ in range(2)])
         line.run(round, "first")  # both have come
         started = time.monotonic()

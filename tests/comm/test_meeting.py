@@ -14,7 +14,8 @@ from torch import Tensor
 
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.compress.averaging import ExactMean
-from dsx.core.exchange import HEADER, ExchangeRound, Peers, to_all
+from dsx.core.exchange import HEADER, ExchangeRound, to_all
+from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost, Submission
 from tests.distributed import run_distributed
 
@@ -25,30 +26,30 @@ def transport(deadline_seconds: float) -> GlooTransport:
     """Of one fragment, between the two processes."""
     cluster = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store, peers = dist.TCPStore(address, port, 2, is_master=cluster == 0), Peers(cluster, 2)
+    store, seat = dist.TCPStore(address, port, 2, is_master=cluster == 0), Seat.of(cluster, 2)
     device = open_device("lo")
 
     def connect(what: str, count: int) -> list[Any]:
         named = dist.PrefixStore(what, store)
-        return connect_gloo(named, peers, timedelta(seconds=20), device, count)
+        return connect_gloo(named, seat, timedelta(seconds=20), device, count)
 
-    return GlooTransport([0], connect, peers, deadline_seconds)
+    return GlooTransport([0], connect, seat, deadline_seconds)
 
 
-def with_header(peers: Peers, x: Tensor, theirs: Tensor) -> Generator[ExchangeRound, None, Tensor]:
-    header = torch.full((3,), 10 + peers.cluster_id)
+def with_header(seat: Seat, x: Tensor, theirs: Tensor) -> Generator[ExchangeRound, None, Tensor]:
+    header = torch.full((3,), 10 + seat.cluster_id)
     yield to_all([header], [[theirs], [theirs]], HEADER)
-    return (yield from ExactMean(peers).exchange(x))
+    return (yield from ExactMean(seat).exchange(x))
 
 
 def meet_late() -> tuple[float, float, list[int], list[float], int]:
     line = transport(20.0)
-    if line.cluster_id == 1:
+    if line.seat.cluster_id == 1:
         time.sleep(LATE)
-    peers, theirs = Peers(line.cluster_id, 2), torch.zeros(3, dtype=torch.int64)
+    seat, theirs = Seat.of(line.seat.cluster_id, 2), torch.zeros(3, dtype=torch.int64)
     began = time.perf_counter()
     pending = line.submit(
-        Submission(0, 1), with_header(peers, torch.full((2,), float(line.cluster_id)), theirs)
+        Submission(0, 1), with_header(seat, torch.full((2,), float(line.seat.cluster_id)), theirs)
     )
     mean = pending.wait().tolist()
     waited = time.perf_counter() - began
@@ -67,7 +68,7 @@ def test_the_wait_for_others_is_not_in_a_transfers_seconds() -> None:
 
 def fail_first() -> str:
     line = transport(1.0)
-    if line.cluster_id == 1:
+    if line.seat.cluster_id == 1:
 
         def failing() -> Generator[ExchangeRound, None, Tensor]:
             raise OSError("no such value")
@@ -79,8 +80,8 @@ def fail_first() -> str:
             time.sleep(1.5)  # with its connections open
             return str(error)
     try:
-        peers, header = Peers(line.cluster_id, 2), torch.zeros(3, dtype=torch.int64)
-        line.submit(Submission(0, 7), with_header(peers, torch.ones(2), header)).wait()
+        seat, header = Seat.of(line.seat.cluster_id, 2), torch.zeros(3, dtype=torch.int64)
+        line.submit(Submission(0, 7), with_header(seat, torch.ones(2), header)).wait()
     except PeerLost as error:
         return str(error)
     return ""

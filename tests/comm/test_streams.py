@@ -19,7 +19,7 @@ from dsx.compress.averaging import ExactMean
 from dsx.compress.base import Channel, Compressor, Dense, Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
-from dsx.core.exchange import Peers
+from dsx.core.membership import Membership, Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot, Stage
 from tests.distributed import run_distributed
@@ -47,14 +47,14 @@ def values(cluster: int, round: int) -> torch.Tensor:
 
 
 def submit(transport: Any, channel: Channel, round: int) -> Any:
-    exchange = channel.exchange(values(transport.cluster_id, round), Launch(round))
+    exchange = channel.exchange(values(transport.seat.cluster_id, round), Launch(round))
     return transport.submit(Submission(0, round), exchange)
 
 
 def in_process(codec: Compressor, num_clusters: int) -> list[tuple[torch.Tensor, int]]:
     """Return every cluster's mean of every round, and the bytes it sent."""
-    transports = InProcessHub(num_clusters).transports()
-    channels = [codec.open(fragment(), Peers(m, num_clusters), 0) for m in range(num_clusters)]
+    transports = InProcessHub(Membership.of(num_clusters)).transports()
+    channels = [codec.open(fragment(), Seat.of(m, num_clusters), 0) for m in range(num_clusters)]
     found: list[tuple[torch.Tensor, int]] = []
     for round in range(1, ROUNDS + 1):
         pairs = zip(transports, channels, strict=True)
@@ -68,14 +68,14 @@ def over_gloo(codec: Compressor, num_clusters: int, streams: int) -> list[tuple[
     config = dist.HashStore()
 
     def cluster(m: int) -> list[tuple[torch.Tensor, int]]:
-        peers, device = Peers(m, num_clusters), open_device("lo")
+        seat, device = Seat.of(m, num_clusters), open_device("lo")
 
         def connect(what: str, number: int) -> list[Any]:
             store = dist.PrefixStore(what, config)
-            return connect_gloo(store, peers, timedelta(seconds=20), device, number)
+            return connect_gloo(store, seat, timedelta(seconds=20), device, number)
 
-        transport = GlooTransport([0], connect, peers, 20.0, streams=streams)
-        channel = codec.open(fragment(), peers, 0)
+        transport = GlooTransport([0], connect, seat, 20.0, streams=streams)
+        channel = codec.open(fragment(), seat, 0)
         found: list[tuple[torch.Tensor, int]] = []
         for round in range(1, ROUNDS + 1):
             pending = submit(transport, channel, round)
@@ -151,7 +151,7 @@ def resume_then_differ_then_lose_a_peer(directory: str) -> tuple[Any, str, str]:
     with pytest.raises(ValueError) as refused:
         Run(2 + world.cluster_id)
     transport = world.connect([0], Stage(), streams=3)
-    exchange = ExactMean(Peers(world.cluster_id, 2)).exchange(torch.ones(200_000))
+    exchange = ExactMean(Seat.of(world.cluster_id, 2)).exchange(torch.ones(200_000))
     if world.cluster_id == 1:
         return is_equal, str(refused.value), ""  # the process ends before the transfer
     with pytest.raises(dsx.PeerLost) as lost:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from dsx.comm.in_process import InProcessHub
 from dsx.compress.base import Compressor, Launch
-from dsx.core.exchange import HEADER_BYTES, Exchange, Peers
+from dsx.core.exchange import HEADER_BYTES, Exchange
+from dsx.core.membership import Membership, Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot
 
@@ -28,7 +29,7 @@ def fragment_of(*shapes: tuple[int, ...], names: Sequence[str] = (), id: int = 0
 def drive(exchanges: Sequence[Exchange]) -> tuple[list[Tensor], list[int]]:
     """Every cluster's result of one exchange, and the payload bytes each has sent."""
     num_clusters = len(exchanges)
-    transports = InProcessHub(num_clusters).transports()
+    transports = InProcessHub(Membership.of(num_clusters)).transports()
     pending = [t.submit(Submission(0, 1), e) for t, e in zip(transports, exchanges, strict=True)]
     headers = HEADER_BYTES * (num_clusters - 1)
     return [p.wait() for p in pending], [p.bytes_sent - headers for p in pending]
@@ -40,8 +41,8 @@ class Clusters:
     def __init__(
         self, method: Compressor, fragment: Fragment, num_clusters: int, max_rank: int = 0
     ) -> None:
-        peers = [Peers(m, num_clusters) for m in range(num_clusters)]
-        self.channels = [method.open(fragment, p, max_rank) for p in peers]
+        seats = [Seat.of(m, num_clusters) for m in range(num_clusters)]
+        self.channels = [method.open(fragment, seat, max_rank) for seat in seats]
         self.method = method
         self.fragment = fragment
         self.round = 0

@@ -18,7 +18,7 @@ from dsx.compress.averaging import CodedMean, ExactMean
 from dsx.compress.error_feedback import Residual
 from dsx.compress.slices import coded_rounds, exact_rounds, gathered_rounds
 from dsx.compress.wire.formats import FORMATS
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from tests.compress.channels import bits, correlated, drive, exact_mean, nmse
 from tests.compress.wire import reference
 
@@ -35,7 +35,7 @@ def coded_means(
             values[0].numel(),
             FORMATS[wire](),
             FORMATS[mean_wire](),
-            Peers(m, num_clusters),
+            Seat.of(m, num_clusters),
             is_gathered=is_gathered,
         )
         for m in range(num_clusters)
@@ -71,9 +71,9 @@ def expected_mean(values: list[Tensor], wire: str, mean_wire: str | None) -> Ten
 def test_an_exact_mean_takes_the_swaps_a_plan_counts() -> None:
     for num_clusters, rounds in ((1, 0), (2, 1), (3, 2), (7, 2)):
         assert rounds == len(exact_rounds(9, num_clusters))
-        mean = ExactMean(Peers(0, num_clusters))
+        mean = ExactMean(Seat.of(0, num_clusters))
         found = [
-            round.bytes_sent(Peers(0, num_clusters)) for round in mean.exchange(torch.zeros(9))
+            round.bytes_sent(Seat.of(0, num_clusters)) for round in mean.exchange(torch.zeros(9))
         ]
         assert len(found) == rounds
         assert sum(found) == mean.bytes_sent(9)
@@ -136,12 +136,12 @@ def test_what_is_short_may_be_gathered_by_any_number(num_clusters: int) -> None:
 def test_the_exact_mean_is_that_in_cluster_order(numel: int, num_clusters: int) -> None:
     values = KINDS["negative"](correlated(numel, num_clusters))
     exchanges = [
-        ExactMean(Peers(m, num_clusters)).exchange(x.clone()) for m, x in enumerate(values)
+        ExactMean(Seat.of(m, num_clusters)).exchange(x.clone()) for m, x in enumerate(values)
     ]
     means, sent = drive(exchanges)
     assert all(torch.equal(mean, expected_mean(values, "fp32", None)) for mean in means)
     assert sent == [
-        ExactMean(Peers(m, num_clusters)).bytes_sent(numel) for m in range(num_clusters)
+        ExactMean(Seat.of(m, num_clusters)).bytes_sent(numel) for m in range(num_clusters)
     ]
 
 
@@ -199,7 +199,7 @@ def test_the_residual_is_what_the_own_codes_lose(num_clusters: int) -> None:
     values = correlated(numel, num_clusters)
     before = correlated(numel, num_clusters, seed=1)
     means = [
-        CodedMean(numel, FORMATS["int4"](), FORMATS["int8"](), Peers(m, num_clusters))
+        CodedMean(numel, FORMATS["int4"](), FORMATS["int8"](), Seat.of(m, num_clusters))
         for m in range(num_clusters)
     ]
     residuals = [Residual(numel, "fp32", 1.0) for _ in range(num_clusters)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dsx.comm.in_process import InProcessHub
 from dsx.compress.averaging import ExactMean
 from dsx.compress.slices import slice_bounds
-from dsx.core.exchange import Peers
+from dsx.core.membership import Membership, Seat
 from dsx.core.transport import PeerLost, Submission
 
 
@@ -26,15 +26,14 @@ def test_slices_cover_the_vector_and_bytes_add_up(
     assert all(start % granularity == 0 or start == numel for start, _ in bounds)
     units = [-(-(stop - start) // granularity) for start, stop in bounds]
     assert max(units) - min(units) <= 1
-    total = sum(ExactMean(Peers(m, num_clusters)).bytes_sent(numel) for m in range(num_clusters))
+    total = sum(ExactMean(Seat.of(m, num_clusters)).bytes_sent(numel) for m in range(num_clusters))
     assert total == 2 * (num_clusters - 1) * numel * 4
 
 
 def means(values: list[torch.Tensor], step: int = 1) -> list[torch.Tensor]:
-    num_clusters = len(values)
     pending = [
-        t.submit(Submission(0, step), ExactMean(Peers(m, num_clusters)).exchange(values[m].clone()))
-        for m, t in enumerate(InProcessHub(num_clusters).transports())
+        t.submit(Submission(0, step), ExactMean(t.seat).exchange(x.clone()))
+        for t, x in zip(InProcessHub(Membership.of(len(values))).transports(), values, strict=True)
     ]
     return [p.wait() for p in pending]
 
@@ -53,7 +52,7 @@ def test_every_cluster_gets_the_mean_in_cluster_order(
 
 
 def test_clusters_that_launch_different_things_are_told() -> None:
-    first, second = InProcessHub(2).transports()
-    first.submit(Submission(0, 4), ExactMean(Peers(0, 2)).exchange(torch.zeros(3)))
+    first, second = InProcessHub(Membership.of(2)).transports()
+    first.submit(Submission(0, 4), ExactMean(Seat.of(0, 2)).exchange(torch.zeros(3)))
     with pytest.raises(PeerLost, match="cluster 0 has fragment 0 launched at step 4, cluster 1 "):
-        second.submit(Submission(0, 5), ExactMean(Peers(1, 2)).exchange(torch.zeros(3)))
+        second.submit(Submission(0, 5), ExactMean(Seat.of(1, 2)).exchange(torch.zeros(3)))

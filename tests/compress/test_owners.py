@@ -13,7 +13,8 @@ from torch import Tensor
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import factor_owners
-from dsx.core.exchange import Exchange, ExchangeRound, Peers
+from dsx.core.exchange import Exchange, ExchangeRound
+from dsx.core.membership import Seat
 from dsx.plan.payload import HEADERS_BYTES, line_bytes, parts_of
 from dsx.plan.settings import Coding, Notes
 from tests.compress.channels import correlated, drive, fragment_of
@@ -90,28 +91,28 @@ def swaps_of_second_round(
     """What every cluster's rank sends and receives; the first round would iterate twice."""
     method = LowRank(rank=RANK, min_saving=1.0)
     fragment = fragment_of(*shapes, id=1)
-    peers = [Peers(m, num_clusters, shard) for m in range(num_clusters)]
-    channels = [method.open(fragment, p, 0) for p in peers]
+    seats = [Seat.of(m, num_clusters, shard) for m in range(num_clusters)]
+    channels = [method.open(fragment, p, 0) for p in seats]
     for round in (1, 2):
-        passed: list[list[tuple[int, int]]] = [[] for _ in peers]
+        passed: list[list[tuple[int, int]]] = [[] for _ in seats]
         values = correlated(fragment.numel, num_clusters, seed=round)
         drive([
             recorded(channel.exchange(x, Launch(round)), p, passed[p.cluster_id])
-            for channel, x, p in zip(channels, values, peers, strict=True)
+            for channel, x, p in zip(channels, values, seats, strict=True)
         ])  # fmt: skip
     return [list(of_swap) for of_swap in zip(*passed, strict=True)]
 
 
 def recorded(
-    exchange: Exchange, peers: Peers, passed: list[tuple[int, int]]
+    exchange: Exchange, seat: Seat, passed: list[tuple[int, int]]
 ) -> Generator[ExchangeRound, None, Tensor]:
     try:
         while True:
             round = next(exchange)
             received = [
-                t.numel() * t.element_size() for m in peers.others for t in round.incoming[m]
+                t.numel() * t.element_size() for m in seat.others for t in round.incoming[m]
             ]
-            passed.append((round.bytes_sent(peers), sum(received)))
+            passed.append((round.bytes_sent(seat), sum(received)))
             yield round
     except StopIteration as stop:
         return stop.value

@@ -18,7 +18,8 @@ from dsx.compress.top_k import SparseFormat, TopK
 from dsx.compress.top_k_channel import RATIO
 from dsx.compress.wire.formats import FORMATS
 from dsx.config.schema import ConfigError, load_config, preset
-from dsx.core.exchange import HEADER_BYTES, Peers
+from dsx.core.exchange import HEADER_BYTES
+from dsx.core.membership import Membership, Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot
 from tests.simulated import Simulated
@@ -165,7 +166,7 @@ def average(channels: list[Channel], xs: list[Tensor], round: int) -> tuple[list
     pending = [
         transport.submit(Submission(0, round), channel.exchange(x.clone(), Launch(round)))
         for transport, channel, x in zip(
-            InProcessHub(len(xs)).transports(), channels, xs, strict=True
+            InProcessHub(Membership.of(len(xs))).transports(), channels, xs, strict=True
         )
     ]
     return [p.wait() for p in pending], pending[0].bytes_sent
@@ -176,7 +177,7 @@ def average(channels: list[Channel], xs: list[Tensor], round: int) -> tuple[list
 def test_every_cluster_gets_the_mean_of_all_messages(num_clusters: int, storage: Any) -> None:
     method = TopK(k=30, chunk=512, error_feedback=storage, small_wire="fp32")
     method.validate()
-    channels = [method.open(FRAGMENT, Peers(m, num_clusters), 0) for m in range(num_clusters)]
+    channels = [method.open(FRAGMENT, Seat.of(m, num_clusters), 0) for m in range(num_clusters)]
     residuals = [torch.zeros(FRAGMENT.numel) for _ in range(num_clusters)]
     for round in (1, 2, 3):
         xs = [sample(FRAGMENT.numel, 10 * round + m, "normal") for m in range(num_clusters)]
@@ -208,7 +209,7 @@ def test_every_cluster_gets_the_mean_of_all_messages(num_clusters: int, storage:
 
 def test_what_is_not_sent_decays_and_is_sent_later() -> None:
     method = TopK(k=1, chunk=2048, feedback_decay=0.5)
-    channel = method.open(fragment((32, 64)), Peers(0, 1), 0)
+    channel = method.open(fragment((32, 64)), Seat.of(0, 1), 0)
     x = torch.zeros(2048)
     x[3], x[7] = 4.0, -2.0
     (mean,), _ = average([channel], [x], 1)
@@ -220,7 +221,7 @@ def test_what_is_not_sent_decays_and_is_sent_later() -> None:
 
 
 def test_a_fragment_of_vectors_only_has_no_residual() -> None:
-    channel = TopK(small_wire="fp32").open(fragment((40,), (3, 5)), Peers(0, 1), 0)
+    channel = TopK(small_wire="fp32").open(fragment((40,), (3, 5)), Seat.of(0, 1), 0)
     x = sample(55, 0)
     assert torch.equal(average([channel], [x], 1)[0][0], x)
     assert not channel.slots

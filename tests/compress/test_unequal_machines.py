@@ -14,8 +14,8 @@ WORKER = """
 import hashlib, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
+from dsx.core.membership import Seat
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
-from dsx.core.exchange import Peers
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from tests.compress.matrices import plain_low_rank
@@ -26,9 +26,9 @@ from dsx.core.types import Fragment, Slot
 rank, count, threads, path = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 torch.set_num_threads(threads)
 store = dist.FileStore(path, count)
-peers = Peers(rank, count)
-groups = connect_gloo(store, peers, timedelta(seconds=60), open_device(None))
-group = FragmentGroups(groups, peers, 60.0)
+seat = Seat.of(rank, count)
+groups = connect_gloo(store, seat, timedelta(seconds=60), open_device(None))
+group = FragmentGroups(groups, seat, 60.0)
 slots, offset = [], 0
 for index, shape in enumerate([(96, 160), (300, 64), (77,)]):
     slots.append(Slot(f"w{index}", shape, offset))
@@ -39,7 +39,7 @@ for compression in (
     Quantized(error_feedback="fp32"), Quantized(wire="ternary"), Quantized(wire="fp8"), TopK(),
     plain_low_rank(rank=12, error_feedback="fp32"), plain_low_rank(rank=12, factor_wire="int4"),
 ):
-    channel = compression.open(fragment, Peers(rank, count), 0)
+    channel = compression.open(fragment, Seat.of(rank, count), 0)
     for round in range(1, 4):
         generator = torch.Generator().manual_seed(100 * round + rank)
         x = torch.randn(fragment.numel, generator=generator)

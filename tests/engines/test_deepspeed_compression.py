@@ -84,7 +84,7 @@ def overrides(name: str) -> dict[str, Any]:
 
 def lose_one_value(loop: Any) -> None:
     """Let rank 0 of cluster 1 read a NaN at the second launch, in what rank 1 sends for it."""
-    if torch.distributed.get_rank() != 0 or loop.transport.cluster_id != 1:
+    if torch.distributed.get_rank() != 0 or loop.transport.seat.cluster_id != 1:
         return
     read = loop.adapter.read
 

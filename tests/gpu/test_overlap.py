@@ -13,7 +13,7 @@ import torch
 from dsx.comm.gloo import GlooTransport
 from dsx.comm.in_process import InProcessHub, step_together
 from dsx.config.schema import preset
-from dsx.core.exchange import Peers
+from dsx.core.membership import Membership, Seat
 from dsx.engines.torch import TorchAdapter
 from dsx.outer.loop import OuterLoop
 from tests.simulated import Simulated
@@ -33,7 +33,7 @@ def large_loop() -> tuple[OuterLoop, torch.nn.Parameter]:
     method = preset("streaming_diloco", 1, schedule={"interval": 4}, delay={"steps": 2},
                     fragments={"by": "model"})  # fmt: skip
     adapter = TorchAdapter(model, optimizer, method.fragments, 1)
-    transport = GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0)
+    transport = GlooTransport([0], lambda what, n: [], Seat.of(0, 1), 60.0)
     loop = OuterLoop(method, adapter, transport)
     loop.start()
     return loop, model["w"]
@@ -104,7 +104,7 @@ def test_what_the_side_stream_reads_is_not_written_meanwhile() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     method = preset("co2", 1, schedule={"interval": 2}, staleness={"granularity": "element"})
     adapter = TorchAdapter(model, optimizer, method.fragments, 1)
-    loop = OuterLoop(method, adapter, GlooTransport([0], lambda what, n: [], Peers(0, 1), 60.0))
+    loop = OuterLoop(method, adapter, GlooTransport([0], lambda what, n: [], Seat.of(0, 1), 60.0))
     loop.start()
     loop.after_inner_step()
     sizes = loop.state.slots[0].staleness["first_step"]
@@ -147,7 +147,11 @@ def test_state_on_the_host_takes_nothing_on_the_device_and_gives_the_same() -> N
     method = ALL_CASES["streaming_diloco"].method(2)
     results: list[list[torch.Tensor]] = []
     for is_on_host in (False, True):
-        hub, models, loops = InProcessHub(2), [TinyNet().cuda() for _ in range(2)], []
+        hub, models, loops = (
+            InProcessHub(Membership.of(2)),
+            [TinyNet().cuda() for _ in range(2)],
+            [],
+        )
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in models]
         for model, optimizer, transport in zip(models, optimizers, hub.transports(), strict=True):
             adapter = TorchAdapter(model, optimizer, method.fragments, 1, is_on_host)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsx.config.schema import ConfigError, preset
+from dsx.core.membership import Seat
 from dsx.core.types import Fragment, History, Slot, Stage, SyncParams
 from dsx.method.control.adaptive_rank import AdaptiveRank, leading_squares
 from dsx.outer.measurements import Measurements
@@ -183,7 +184,7 @@ def test_the_stages_of_a_pipeline_take_one_interval(schedule: str, expected: int
     def train(index: int) -> None:
         stage = Stage(index, 2)
         adapter: Any = StageOfTwo(stage, shared, meeting)
-        measurements, history = Measurements(method, adapter, 0), History(1, [10])
+        measurements, history = Measurements(method, adapter, Seat.of(0, 1)), History(1, [10])
         schedule = method.schedule
         schedule.advance(history, method.control.sync_params(method.sync_params, history))
         for step in range(1, 61):
@@ -220,7 +221,7 @@ def test_a_stage_waits_for_the_others_before_their_first_meeting_too() -> None:
     method = preset("dilocox", fragments={"by": "layer", "num_fragments": 1}, **axes)
     adapter: Any = StageOfTwo(Stage(0, 2), [], threading.Barrier(2))
     history = History(1, [10], step=41, transfer_seconds=[4.0], step_seconds=1.0)
-    Measurements(method, adapter, 0).end_boundary(history)
+    Measurements(method, adapter, Seat.of(0, 1)).end_boundary(history)
     method.control.decide([1.0] * 9, method.sync_params, method.sync_params, history)
     assert method.control.sync_params(method.sync_params, history).interval == 20
     assert history.decisions["is_ripe"] and history.next_settling == 60

@@ -7,6 +7,7 @@ import torch
 
 from dsx.config.schema import preset
 from dsx.core.exchange import HEADER_BYTES
+from dsx.core.membership import Membership
 from dsx.outer.transfer import Transfer
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss
@@ -93,7 +94,7 @@ def test_start_takes_cluster_zeros_weights_everywhere() -> None:
 
     method = preset("diloco")
     nets = [TinyNet(seed) for seed in (3, 4)]
-    for net, transport in zip(nets, InProcessHub(2).transports(), strict=True):
+    for net, transport in zip(nets, InProcessHub(Membership.of(2)).transports(), strict=True):
         OuterLoop(method, TorchAdapter(net, sgd(net), method.fragments), transport).start()
     for first, second in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(first, second)

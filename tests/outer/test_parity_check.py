@@ -17,7 +17,7 @@ from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
 from dsx.compress.quantized import Quantized
 from dsx.config.schema import preset
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.types import Refusals
 from dsx.method.method import Method
 from dsx.outer.parity_check import ParityCheck
@@ -34,7 +34,7 @@ def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
 def test_the_hash_sees_every_bit_and_every_exchange(
     numel: int, seed: int, data: st.DataObject
 ) -> None:
-    parity_check = ParityCheck(Peers(0, 1))
+    parity_check = ParityCheck(Seat.of(0, 1))
     x = torch.randn(numel, generator=torch.Generator().manual_seed(seed))
     before = parity_check.hash_of(x)
     assert parity_check.hash_of(x.clone()) == before
@@ -51,7 +51,7 @@ def test_the_hash_sees_every_bit_and_every_exchange(
 
 
 def test_the_hash_does_not_depend_on_the_threads() -> None:
-    parity_check, x = ParityCheck(Peers(0, 1)), torch.randn(1_000_003)
+    parity_check, x = ParityCheck(Seat.of(0, 1)), torch.randn(1_000_003)
     threads = torch.get_num_threads()
     hashes = set()
     for count in (1, 2):

@@ -31,7 +31,7 @@ from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 from dsx.plan.link import SWAP_ONE_WAYS
 from dsx.plan.traffic import mean_swaps
@@ -81,14 +81,14 @@ def next_size(num_bytes: int, elapsed: float, seconds: float) -> int | None:
 class _Line:
     """This cluster's connections; every method is called by all clusters, in the same order."""
 
-    peers: Peers
+    seat: Seat
     groups: list[Any]
     deadline_seconds: float
     round_trip_seconds: float = 0.0
 
     @property
     def pairs(self) -> list[tuple[int, int]]:
-        return list(combinations(range(self.peers.num_clusters), 2))
+        return list(combinations(range(self.seat.num_clusters), 2))
 
     def round_trip(self, a: int, b: int, seconds: float) -> RoundTrip:
         """Ping-pong between two clusters for about so long."""
@@ -105,22 +105,22 @@ class _Line:
         of = " and ".join(f"from cluster {a} to cluster {sum(pair) - a}" for a in senders)
         label = f"{size} bytes {of} over {streams} stream(s)"
         elapsed = 0.0
-        if self.peers.cluster_id in pair:
-            other = sum(pair) - self.peers.cluster_id
+        if self.seat.position in pair:
+            other = sum(pair) - self.seat.position
             elapsed = self._transfer(senders, other, size, streams, label)
         return self._less_latency(max(self._agree(label, elapsed)), 1)
 
     def all_reduce(self, streams: int, size: int) -> float:
         """Return the seconds in which the slowest cluster has the mean of `size` bytes of fp32."""
         label = f"all-reduce of {size} bytes over {streams} stream(s)"
-        group = FragmentGroups(self.groups[:streams], self.peers, self.deadline_seconds)
-        exchange = ExactMean(self.peers).exchange(_noise(size // 4))
-        self._get_ready(self.peers.others, label)
+        group = FragmentGroups(self.groups[:streams], self.seat, self.deadline_seconds)
+        exchange = ExactMean(self.seat).exchange(_noise(size // 4))
+        self._get_ready(self.seat.others, label)
         started = time.perf_counter()
         for round in exchange:
             group.run(round, label)
         elapsed = time.perf_counter() - started
-        one_ways = mean_swaps(self.peers.num_clusters) * SWAP_ONE_WAYS
+        one_ways = mean_swaps(self.seat.num_clusters) * SWAP_ONE_WAYS
         return self._less_latency(max(self._agree(label, elapsed)), one_ways)
 
     def _transfer(
@@ -129,7 +129,7 @@ class _Line:
         receives = self._point_to_point(label, streams=streams)
         if other in senders:  # asked for before the clock starts
             receives.receive(torch.empty(size // 4), other)
-        is_sending = self.peers.cluster_id in senders
+        is_sending = self.seat.position in senders
         data = _noise(size // 4 if is_sending else 0)
         self._get_ready([other], label)
         started = time.perf_counter()
@@ -142,7 +142,7 @@ class _Line:
 
     def _pings(self, a: int, b: int, count: int, label: str) -> list[float]:
         """Return what each round trip took on cluster `a`; of no meaning on the others."""
-        own = self.peers.cluster_id
+        own = self.seat.position
         if own not in (a, b):
             return [0.0]
         other, sent, awaited = (b, _PING, _PONG) if own == a else (a, _PONG, _PING)
@@ -165,21 +165,23 @@ class _Line:
 
     def _point_to_point(self, label: str, tag: int = 0, streams: int = 1) -> PointToPoint:
         until = time.monotonic() + self.deadline_seconds
-        return PointToPoint(self.groups[:streams], label, until, self.deadline_seconds, tag)
+        return PointToPoint(
+            self.groups[:streams], self.seat, label, until, self.deadline_seconds, tag
+        )
 
     def _agree(self, label: str, value: float) -> list[float]:
         """Return every cluster's value, in cluster order, on all of them."""
-        values = torch.full((self.peers.num_clusters,), value, dtype=torch.float64)
-        self._swap_with(self.peers.others, values, label, _AGREED)
+        values = torch.full((self.seat.num_clusters,), value, dtype=torch.float64)
+        self._swap_with(self.seat.others, values, label, _AGREED)
         return values.tolist()
 
     def _get_ready(self, others: list[int], label: str) -> None:
         """Return once the others have come to the same point."""
-        self._swap_with(others, torch.zeros(self.peers.num_clusters), label, _READY)
+        self._swap_with(others, torch.zeros(self.seat.num_clusters), label, _READY)
 
     def _swap_with(self, others: list[int], values: Tensor, label: str, tag: int) -> None:
         """Send the others the own one of the values, and fill in theirs."""
-        messages, own = self._point_to_point(label, tag), self.peers.cluster_id
+        messages, own = self._point_to_point(label, tag), self.seat.position
         for other in others:
             messages.receive(values[other : other + 1], other)
         for other in others:
@@ -191,19 +193,20 @@ class _Line:
 
 
 def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Line:
-    peers = Peers(settings.cluster_id, settings.clusters)
+    seat = Seat.of(settings.cluster_id, settings.clusters)
     try:
         device = open_device(settings.interface)
         groups = connect_gloo(
-            rendezvous.group_store("net_test"), peers, settings.deadline, device, streams
+            rendezvous.group_store("net_test"), seat, settings.deadline, device, streams
         )
     except RuntimeError as error:
         raise PeerLost(
-            f"cluster {peers.cluster_id} cannot connect to cluster(s) {peers.others} within "
+            f"cluster {seat.cluster_id} cannot connect to cluster(s) "
+            f"{[seat.ids[m] for m in seat.others]} within "
             f"{settings.deadline_seconds:g} s: {str(error).splitlines()[0]}; the hosts must reach "
             "each other on all TCP ports, over the interface that --interface names"
         ) from error
-    return _Line(peers, groups, settings.deadline_seconds)
+    return _Line(seat, groups, settings.deadline_seconds)
 
 
 def _of_pair(
@@ -225,7 +228,7 @@ def _of_pair(
 def _of_all(
     line: _Line, seconds: float, streams: list[int], tell: Callable[[str], None]
 ) -> Iterator[AllReduce]:
-    size, mean = _FIRST_BYTES, ExactMean(line.peers)
+    size, mean = _FIRST_BYTES, ExactMean(line.seat)
     for n in streams:
         tell(f"all-reduce of all clusters, {n} stream(s)")
         size, elapsed = _sized(partial(line.all_reduce, n), size, seconds)

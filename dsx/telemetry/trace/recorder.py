@@ -25,7 +25,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, Peers
+from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange
+from dsx.core.membership import Seat
 from dsx.core.recorder import SpanTimer
 from dsx.telemetry.jsonl import reopen
 
@@ -43,11 +44,11 @@ class Trace:
     """
 
     def __init__(
-        self, path: Path, session: str, peers: Peers, steps: tuple[int, int], logs: bool = True
+        self, path: Path, session: str, seat: Seat, steps: tuple[int, int], logs: bool = True
     ) -> None:
         self._path = path
         self._session = session
-        self._peers = peers
+        self._seat = seat
         self._first, self._last = steps
         self._logs = logs
         self._offset = time.time_ns() - now()
@@ -102,7 +103,8 @@ class Trace:
 
     def _followed(self, exchange: Exchange, submitted: int, fragment: int, step: int) -> Exchange:
         began = max(submitted, self._free_since.get(fragment, 0))  # else still the one before
-        peers, before, at = self._peers.others, "", began
+        peers = [self._seat.ids[m] for m in self._seat.others]
+        before, at = "", began
         total, rounds = 0, 0
         facts: dict[str, Any] = {"fragment": fragment, "launched": step}
         while True:
@@ -115,7 +117,7 @@ class Trace:
                 return stop.value
             at = self.add(*_between(before, round.what), at, step, facts)
             is_header, before = not before and round.what == HEADER, round.what
-            sent = HEADER_BYTES * len(peers) if is_header else round.bytes_sent(self._peers)
+            sent = HEADER_BYTES * len(peers) if is_header else round.bytes_sent(self._seat)
             total += sent
             yield round
             counts = {**facts, "bytes": sent, "peers": peers, "round": rounds}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from dsx.core.exchange import Peers
+from dsx.core.membership import Seat
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.telemetry.trace.recorder import Trace
 from tests.telemetry.trace.runs import lines
@@ -31,7 +31,7 @@ class Block(nn.Module):
 
 
 def traced(path: Path, module: nn.Module) -> Trace:
-    trace = Trace(path, "s", Peers(0, 2), (1, 1000))
+    trace = Trace(path, "s", Seat.of(0, 2), (1, 1000))
     ComputeWatch(trace).follow(module)
     trace.begin(0)
     return trace

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from dsx.core.exchange import HEADER, ExchangeRound, Peers, to_all
+from dsx.core.exchange import HEADER, ExchangeRound, to_all
+from dsx.core.membership import Seat
 from dsx.core.recorder import UNTRACED
 from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
@@ -22,7 +23,7 @@ from tests.tiny import TinyNet, batch
 
 
 def new_trace(path: Path, steps: tuple[int, int] = (1, 1000), session: str = "s") -> Trace:
-    return Trace(path, session, Peers(0, 2), steps)
+    return Trace(path, session, Seat.of(0, 2), steps)
 
 
 def take_steps(trace: Trace, first: int, last: int) -> None:
