@@ -42,7 +42,7 @@ Event = Mapping[str, Any]
 
 
 class OuterLoop:
-    """Drives one rank's share of a method over a backend and a transport."""
+    """Drives one rank's share of a method over an engine and a transport."""
 
     def __init__(
         self,

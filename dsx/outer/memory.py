@@ -62,7 +62,7 @@ def predict(
     """Return the bytes that a rank's outer state takes.
 
     `fragments` are the rank's, with `num_tensors` parameters in each whole fragment;
-    `on_the_wire` the same as they travel; `in_the_cluster` is what the backend and the routes say.
+    `on_the_wire` the same as they travel; `in_the_cluster` is what the adapter and the gathers say.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness

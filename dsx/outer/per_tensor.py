@@ -4,7 +4,7 @@ Per-tensor norms decide how an anchor moves (staleness penalty, clip) and which 
 next, so they must not differ by a bit between clusters of different hardware. A library's sum
 does: its order depends on the number of threads and the width of the vector unit. Here squares
 are folded in halves, with elementwise multiplications and additions only, whose results IEEE 754
-fixes; shards are then added in rank order by the backend.
+fixes; shards are then added in rank order by the engine.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ class Handle:
         )
 
     def after_inner_step(self) -> bool:
-        """Pass one step boundary; the backends call it. Returns whether masters were written."""
+        """Pass one step boundary; the engines call it. Returns whether masters were written."""
         with self._naming_last_checkpoint():
             was_written = self.loop.after_inner_step()
         self._syncs.pass_boundary()
