@@ -86,10 +86,11 @@ class SavedRank:
         self.meta = {**today(self.meta), "format": FORMAT}
         self.meta["axes"] = stored_axes(self.meta["axes"])
         self.meta["in_flight"] = [today(entry) for entry in self.meta["in_flight"]]
-        for stored in list(self._names):
-            for old, new in _TENSORS_6.items():
-                if stored.startswith(old):
-                    self._names[new + stored.removeprefix(old)] = self._names.pop(stored)
+        for names in (self._names, self.meta["state"]["buffers"]):
+            for stored in list(names):
+                for old, new in _TENSORS_6.items():
+                    if stored.startswith(old):
+                        names[new + stored.removeprefix(old)] = names.pop(stored)
 
     def slots(self, kind: str, fragment: int) -> tuple[Slot, ...]:
         """Return the layout of a fragment: `kind` is "layout" (as masters lie) or "wire"."""
