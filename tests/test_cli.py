@@ -15,8 +15,8 @@ from dsx.cli import app
 from dsx.core.one_line_errors import one_line_errors
 
 NAMES = [
-    "bench", "data", "export", "memory", "net-test", "plan", "quickstart", "rendezvous", "report",
-    "simulate", "trace",
+    "bench", "config", "data", "export", "memory", "net-test", "plan", "quickstart", "rendezvous",
+    "report", "simulate", "trace",
 ]  # fmt: skip
 
 

@@ -52,16 +52,16 @@ def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int)
         "compression": codec,
     }
     method = preset("streaming_diloco", 1, **changed)
-    backend = TorchAdapter(model, optimizer, method.fragments, 1)
+    adapter = TorchAdapter(model, optimizer, method.fragments, 1)
     transport = GlooTransport([0], lambda what, n: [], Seat.of(0, 1), _DEADLINE_SECONDS)
-    loop = OuterLoop(method, backend, transport)
+    loop = OuterLoop(method, adapter, transport)
     loop.start()
     buffers, local = loop.state.take_buffers(0), loop.state.outgoing(0)
     buffers.is_free = True
     anchor = loop.state.anchor[0]
 
     def copies() -> None:
-        backend.read(0, local)
+        adapter.read(0, local)
         torch.sub(anchor, local, out=local)
         if torch.device(device).type == "cpu":
             buffers.wire.copy_(local)
