@@ -1,7 +1,7 @@
 """What Megatron-LM's training loop needs to train across clusters, without a change to its tree.
 
 `apply()` before `pretrain()` is all: it reads the `--dsx-*` flags of the command line, meets the
-other clusters, and wraps some functions of `megatron.training`. The README beside this file tells
+other clusters, and wraps some functions of `megatron.training`. docs/megatron.md tells
 what each module does. `python -m megatron_patches pretrain_gpt.py ...` calls it for an unmodified
 script.
 """
