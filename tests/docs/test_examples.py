@@ -156,6 +156,11 @@ def assert_printed(block: Block, printed: str) -> None:
 
 
 @pytest.fixture(scope="module")
+def ci_reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    return Reader(tmp_path_factory.mktemp("checkout"), "ci")
+
+
+@pytest.fixture(scope="module")
 def slow_reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     return Reader(tmp_path_factory.mktemp("checkout"), "slow")
 
@@ -168,10 +173,11 @@ def test_examples(page: str, tmp_path: Path) -> None:
 @pytest.mark.ci
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", pages_at("ci"))
-def test_longer_examples(page: str, tmp_path: Path) -> None:
+def test_longer_examples(page: str, ci_reader: Reader) -> None:
+    """In one folder: what a page has built, the next one finds."""
     pytest.importorskip("deepspeed")
     pytest.importorskip("megatron.core")
-    Reader(tmp_path, "ci").read(page)
+    ci_reader.read(page)
 
 
 @pytest.mark.slow
