@@ -11,6 +11,7 @@ import no compressor.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
@@ -101,10 +102,12 @@ class Compressor(Protocol):
     def validate(self) -> None:
         """Raise ValueError for values that cannot work."""
 
+    @abstractmethod
     def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
         """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`."""
         ...
 
+    @abstractmethod
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
     ) -> Rounds:

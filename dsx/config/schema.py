@@ -71,7 +71,9 @@ class DsxConfig:
 def preset(name: str, num_clusters: int = 2, **overrides: Mapping[str, Any]) -> Method:
     """Return a named method with axes overridden: `preset("diloco", schedule={"interval": 50})`.
 
-    Only eager's outer rate depends on `num_clusters`.
+    `overrides` are the axes of a "dsx" block, each with the keys that differ. Only eager's outer
+    rate depends on `num_clusters`. Raises ConfigError for a name, key or value that is not known,
+    and for choices that cannot go together.
     """
     return resolve_method(name, overrides, num_clusters)[0]
 
@@ -79,7 +81,8 @@ def preset(name: str, num_clusters: int = 2, **overrides: Mapping[str, Any]) -> 
 def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     """Read the "dsx" block of a DeepSpeed config (a path, or the parsed JSON).
 
-    Raises ConfigError for anything that is missing, unknown, ignored or impossible.
+    The result holds the sections, the `method` and, as plain values, its `axes`. Raises
+    ConfigError for anything that is missing, unknown, ignored or impossible.
     """
     document = read_json(source)
     if "dsx" not in document:

@@ -30,19 +30,28 @@ class SettingWarning(UserWarning):
 
 @dataclass(frozen=True)
 class Method:
-    """One choice per axis; `sync_params` are the values a controller starts from.
+    """One choice on each axis, frozen: what a preset returns, and what `SimulatedClusters` runs.
 
-    `on_mismatch`: what to do when clusters have decoded different means (outer/parity_check.py).
+    `validate` says whether they go together. Another choice on an axis, or another H, is
+    `dataclasses.replace`, or an override of `dsx.preset`.
     """
 
     fragments: Fragmenter
+    """Which parameters are synchronised together."""
     schedule: Schedule
+    """At which inner steps which fragments are sent."""
     delay: DelayPolicy
+    """How late a mean is applied, and how it is merged with the progress made meanwhile."""
     outer_optimizer: OuterOptimizer
+    """The step of the anchor along the averaged pseudo-gradient."""
     staleness: Staleness = field(default_factory=NoPenalty)
+    """What is done to a pseudo-gradient that comes late."""
     control: Control = field(default_factory=Fixed)
+    """What may change H and the rank while training."""
     compression: Compressor = field(default_factory=Dense)
+    """How pseudo-gradients are coded on the wire."""
     on_mismatch: Literal["resend", "stop"] = "resend"
+    """What to do when clusters have decoded different means (outer/parity_check.py)."""
 
     @property
     def sync_params(self) -> SyncParams:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 from dsx.config.schema import ConfigError, preset
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.one_step import OneStepDelay
-from dsx.method.method import Method
-from dsx.method.outer_optimizer import Nesterov
+from dsx.method.method import Method, SettingWarning
+from dsx.method.outer_optimizer import Nesterov, OuterContext, OuterOptimizer
 from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
 from dsx.method.schedule.layerwise import Layerwise
 from dsx.method.staleness import GapPenalty
@@ -85,3 +88,37 @@ def test_more_fragments_than_the_lowest_h_go_with_a_periodic_schedule() -> None:
 def test_a_preset_is_for_one_cluster_or_more() -> None:
     with pytest.raises(ConfigError, match=r"num_clusters=0 must be at least 1"):
         preset("diloco", 0)
+
+
+@dataclass(frozen=True)
+class Mine(Nesterov):
+    """A rule derived from one that ships, and not registered."""
+
+
+@dataclass(frozen=True)
+class Signs(OuterOptimizer):
+    """A rule of which nothing is known."""
+
+    lr: float
+
+    def validate(self) -> None:
+        """Accept everything."""
+
+    def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
+        return grad.sign_().mul_(self.lr)
+
+
+def test_outer_optimizers_from_elsewhere_are_warned_of_by_what_they_say() -> None:
+    method = replace(preset("diloco_delayed"), outer_optimizer=Mine(lr=2.0, momentum=0.9))
+    with pytest.warns(SettingWarning, match=r"outer_optimizer.lr=2 with nesterov and momentum 0.9"):
+        method.validate(num_clusters=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        replace(method, outer_optimizer=Signs(lr=2.0)).validate(num_clusters=2, num_steps=1)
+
+
+def test_a_rule_of_which_nothing_is_known_is_not_split() -> None:
+    method = replace(preset("eager"), outer_optimizer=Signs(lr=2.0))
+    with pytest.raises(ValueError, match=r"which Signs \(nonlinear_by\) does not allow"):
+        method.validate()
+    replace(method, outer_optimizer=Mine(lr=0.1, momentum=0.5)).validate()
