@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from typing import Any
 
 import pytest
+
+# how the names of files begin that fork ranks with Megatron
+MEGATRON = ("tests/engines/test_megatron", "tests/test_templates")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -13,8 +18,32 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with several ranks first: where files are shared out, a long one must not be last."""
-    items.sort(key=lambda item: not hasattr(getattr(item, "module", None), "run_distributed"))
+    """What takes long goes first: where files are shared out, it must not be last."""
+
+    def order(item: pytest.Item) -> tuple[bool, bool]:
+        has_ranks = hasattr(getattr(item, "module", None), "run_distributed")
+        return not item.nodeid.startswith(MEGATRON), not has_ranks
+
+    items.sort(key=order)
+
+
+def pytest_collection_finish() -> None:
+    gc.collect()
+    gc.freeze()  # a million objects of libraries that no later collection need look through
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile`: all files with Megatron's ranks to one process, which imports it."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler.loadfile import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "megatron" if nodeid.startswith(MEGATRON) else super()._split_scope(nodeid)
+
+    return Files(config, log)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

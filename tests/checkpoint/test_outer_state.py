@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,15 @@ def new_run(name: str, num_clusters: int = NUM_CLUSTERS) -> Simulated:
     return Simulated(TinyNet(), adamw, ALL_CASES[name].method(num_clusters), num_clusters)
 
 
+@functools.cache
+def whole_run(name: str) -> Simulated:
+    """Return a run that never stopped; only to be looked at."""
+    run = new_run(name)
+    for _ in range(NUM_STEPS):
+        run.train_step(mean_loss)
+    return run
+
+
 def rank_info(cluster: int, num_clusters: int = NUM_CLUSTERS) -> RankInfo:
     return RankInfo(cluster, num_clusters, 0, 1)
 
@@ -45,9 +55,7 @@ def save_all(run: Simulated, base: Path, axes: Mapping[str, Any], tracked: Any =
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
     axes = ALL_CASES[name].axes()
-    whole, first = new_run(name), new_run(name)
-    for _ in range(NUM_STEPS):
-        whole.train_step(mean_loss)
+    whole, first = whole_run(name), new_run(name)
     for _ in range(stop):
         first.train_step(mean_loss)
     save_all(first, tmp_path, axes, {"data": {"position": stop}})

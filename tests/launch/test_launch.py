@@ -180,6 +180,7 @@ def standalone_store() -> Generator[int, None, None]:
         assert store.wait(10) == 0
 
 
+@pytest.mark.ci
 def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     launch: Any, tmp_path: Path
 ) -> None:
@@ -235,21 +236,31 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
             ["--dsx-cluster-id", 0],
             "cluster 1 of 2 did not come within 3 s (clusters.join_deadline_seconds)",
         ),
-        (
+        pytest.param(
             1,
             {"rendezvous": "tcp://127.0.0.1:{port}", "join_deadline_seconds": 3},
             ["--dsx-cluster-id", 1],
             "no rendezvous store answered at 127.0.0.1:",
+            marks=pytest.mark.ci,
         ),
-        (1, {}, ["--dsx-cluster-id", 0], "no rendezvous is given"),
-        (
+        pytest.param(
+            1, {}, ["--dsx-cluster-id", 0], "no rendezvous is given", marks=pytest.mark.ci
+        ),
+        pytest.param(
             1,
             {"rendezvous": "tcp://127.0.0.1:{port}"},
             [],
             "say which one this is with --dsx-cluster-id",
+            marks=pytest.mark.ci,
         ),
         (3, {}, [], "clusters.num_clusters=2 does not divide the launcher's 3 ranks"),
-        (1, {"num_cluster": 2}, [], "dsx.clusters.num_cluster is not a known key"),
+        pytest.param(
+            1,
+            {"num_cluster": 2},
+            [],
+            "dsx.clusters.num_cluster is not a known key",
+            marks=pytest.mark.ci,
+        ),
     ],
     ids=["never comes", "no store", "no rendezvous", "which cluster", "uneven", "unknown key"],
 )
