@@ -18,9 +18,9 @@ from dsx.config.command import app as config_app
 from dsx.data.command import app as data_app
 from dsx.engines.command import export
 from dsx.examples.command import quickstart
+from dsx.plan.command import plan
 from dsx.plan.memory.command import memory
-from dsx.plan.plan_command import plan
-from dsx.plan.published.command import simulate
+from dsx.plan.published.simulate import simulate
 from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from dsx.plan.scenario import require_number
+from dsx.plan.published.scenario import require_number
 
 INTERFACE = "dsx0"
 UNAVAILABLE = 77  # exit code where there is no testbed; what test harnesses call skipped

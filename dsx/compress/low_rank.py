@@ -25,6 +25,7 @@ one subspace.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import count
 from typing import Literal
 
@@ -103,11 +104,7 @@ class LowRank(Quantized):
 
     def largest_rank(self, slot: Slot) -> int:
         """Return the largest rank that saves enough for a matrix, at most min(m, n) - 1."""
-        m, n = two_sides(slot)
-        dense, factor = self.up, self.factor_format
-        per_direction = factor.num_bytes(1024 * (m + n)) / 1024
-        most = int(dense.num_bytes(m * n) / (self.min_saving * per_direction))
-        return min(most, m - 1, n - 1)
+        return _largest_rank(self, *two_sides(slot))
 
     @property
     def sends_exactly(self) -> bool:
@@ -169,12 +166,7 @@ class LowRank(Quantized):
 
     def split(self, fragment: Fragment) -> tuple[list[Slot], list[Slot]]:
         """Return the slots that travel in factors, and the others that are worth a code."""
-        taken: list[Slot] = []
-        rest: list[Slot] = []
-        for slot in fragment.layout:
-            if not slot.is_small:
-                (taken if self.takes(slot) else rest).append(slot)
-        return taken, rest
+        return _split(self, fragment)
 
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what residuals and warm starts take, and the rank that these are of."""
@@ -186,3 +178,20 @@ class LowRank(Quantized):
             self.residual_bytes(runs_of(rest), num_clusters),
         )
         return [warm + a + b for a, b in zip(*kinds, strict=True)]
+
+
+@lru_cache(maxsize=1024)
+def _split(method: LowRank, fragment: Fragment) -> tuple[list[Slot], list[Slot]]:
+    taken: list[Slot] = []
+    rest: list[Slot] = []
+    for slot in fragment.layout:
+        if not slot.is_small:
+            (taken if method.takes(slot) else rest).append(slot)
+    return taken, rest
+
+
+@lru_cache(maxsize=4096)
+def _largest_rank(method: LowRank, m: int, n: int) -> int:
+    per_direction = method.factor_format.num_bytes(1024 * (m + n)) / 1024
+    most = int(method.up.num_bytes(m * n) / (method.min_saving * per_direction))
+    return min(most, m - 1, n - 1)

@@ -90,8 +90,11 @@ def to_all_round(sizes: Sequence[int]) -> Rounds:
 
 def side_by_side(exchanges: Iterable[Rounds]) -> Rounds:
     """Return the rounds of exchanges that run at once, their messages in one round each time."""
+    running = [rounds for rounds in exchanges if rounds]
+    if len(running) == 1:
+        return running[0]
     found: list[tuple[Passed, ...]] = []
-    for rounds in zip_longest(*exchanges, fillvalue=()):
+    for rounds in zip_longest(*running, fillvalue=()):
         by_cluster = zip(*(of_round for of_round in rounds if of_round), strict=True)
         found.append(
             tuple(Passed(sum(p.sent for p in o), sum(p.received for p in o)) for o in by_cluster)

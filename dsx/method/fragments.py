@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, Protocol
 
@@ -167,7 +167,10 @@ def in_a_row(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """Return the slots with offsets one after another."""
     ends = list(accumulate(slot.numel for slot in slots))
     offsets = [0, *ends[:-1]]
-    return tuple(replace(s, offset=offset) for s, offset in zip(slots, offsets, strict=False))
+    return tuple(
+        Slot(s.name, s.shape, offset, s.start, s.whole)
+        for s, offset in zip(slots, offsets, strict=False)
+    )
 
 
 def _layer_key(name: str) -> str | None:

@@ -45,6 +45,10 @@ class OuterMemory:
         """All of it, the work space fully in use."""
         return sum(vars(self).values())
 
+    def on_host(self, is_state_on_host: bool) -> int:
+        """Return what lies in host memory, state placed there or with the masters."""
+        return self.total if is_state_on_host else self.codec + self.transfers
+
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in named)

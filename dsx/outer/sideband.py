@@ -13,14 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from dsx.compress.averaging import ExactMean
 from dsx.core.exchange import Exchange
 from dsx.core.types import Fragment
 from dsx.method.method import Method
+
+if TYPE_CHECKING:  # what only plans is started without torch
+    from torch import Tensor
+
+    from dsx.compress.averaging import ExactMean
 
 
 @dataclass(frozen=True)
@@ -64,12 +66,13 @@ class Sideband:
     def post(self, position: int, values: list[float]) -> None:
         """Set this cluster's column of the values by cluster, and clear the others'."""
         self.by_cluster.zero_()
-        self.by_cluster[:, position] = torch.tensor(values) * self.shape.num_clusters
+        own = self.by_cluster.new_tensor(values) * self.shape.num_clusters
+        self.by_cluster[:, position] = own
 
     def largest(self) -> Tensor:
         """Return the largest of every value by cluster `[by_cluster]`, once averaged."""
         if not self.shape.by_cluster:
-            return torch.empty(0)
+            return self.by_cluster.new_empty(0)
         return self.by_cluster.amax(dim=1)
 
 

@@ -17,17 +17,20 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-import torch
-from torch import Tensor
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from dsx.core.engine import EngineAdapter
 from dsx.core.types import Fragment, Slot
 from dsx.method.fragments import in_a_row
 from dsx.method.method import Method, SettingWarning
 
+if TYPE_CHECKING:  # what only plans is started without torch
+    import torch
+    from torch import Tensor
+
 logger = logging.getLogger(__name__)
-AllToAll = Callable[[Sequence[Tensor], Sequence[Tensor]], None]
+AllToAll = Callable[[Sequence["Tensor"], Sequence["Tensor"]], None]
 
 
 @dataclass(frozen=True)
@@ -42,14 +45,17 @@ class Move:
 
 
 class MatrixGather:
-    """One fragment of one rank: its layout on the wire, and the way there and back."""
+    """One fragment of one rank: its layout on the wire, and the way there and back.
+
+    Its buffers, on `device`, are made when they are first used; a plan has none.
+    """
 
     def __init__(
         self,
         layouts: Sequence[Fragment],
         rank: int,
         owners: Mapping[str, int],
-        device: torch.device,
+        device: torch.device | None,
     ) -> None:
         wires = [_wire_layout(layout, r, owners) for r, layout in enumerate(layouts)]
         own = layouts[rank]
@@ -63,13 +69,25 @@ class MatrixGather:
         ranks = range(len(layouts))
         self._away = [[m for m in moves if m.home == rank and m.owner == r] for r in ranks]
         self._here = [[m for m in moves if m.owner == rank and m.home == r] for r in ranks]
-        self._sent = [torch.zeros(sum(m.numel for m in ms), device=device) for ms in self._away]
-        self._received = [torch.zeros(sum(m.numel for m in ms), device=device) for ms in self._here]
+        self._device = device
 
     @property
     def buffer_bytes(self) -> int:
         """Return what pieces on their way take."""
-        return sum(4 * t.numel() for t in (*self._sent, *self._received))
+        return sum(4 * m.numel for moves in (*self._away, *self._here) for m in moves)
+
+    @cached_property
+    def _sent(self) -> list[Tensor]:
+        return self._buffers(self._away)
+
+    @cached_property
+    def _received(self) -> list[Tensor]:
+        return self._buffers(self._here)
+
+    def _buffers(self, moves: Sequence[Sequence[Move]]) -> list[Tensor]:
+        import torch
+
+        return [torch.zeros(sum(m.numel for m in ms), device=self._device) for ms in moves]
 
     def to_wire(self, x: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""
@@ -144,7 +162,7 @@ def plan_gathers(
     layouts: Sequence[Sequence[Fragment]],
     rank: int,
     takes: Callable[[Slot], bool],
-    device: torch.device,
+    device: torch.device | None,
 ) -> list[MatrixGather]:
     """Return a rank's part in every fragment; `layouts` are all ranks' fragments."""
     owners, _ = share_out(layouts, takes)

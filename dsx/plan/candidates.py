@@ -1,4 +1,4 @@
-"""Every way of running that a plan considers, with what it does on the line and what it keeps.
+"""Every way of running that a plan considers, with what it does on the link and what it keeps.
 
 Per preset, number of fragments and codec there is one: at the least H of `INTERVALS` at which the
 target is reached, or at the largest allowed. tau is as long as a transfer takes alone, and at most
@@ -8,17 +8,37 @@ the steps from one launch to the next.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
+from dsx.compress.base import Dense
+from dsx.method.choices import PRESETS
+from dsx.method.fragments import ByLayer
+from dsx.method.method import Method
+from dsx.method.schedule.periodic import Streaming
+from dsx.outer.memory import OuterMemory, predict
+from dsx.plan.launches import require_planned
 from dsx.plan.link import Costs, Link
 from dsx.plan.model import PlannedModel
-from dsx.plan.outer_memory import OuterBytes, outer_bytes
-from dsx.plan.predict import Prediction, data_parallel, least_interval, predict_traffic
-from dsx.plan.recipes import RECIPES, Codec, Recipe, codecs_for
-from dsx.plan.scenario import require_number
-from dsx.plan.settings import DATA_PARALLEL, Coding, Settings
-from dsx.plan.traffic import Load, Traffic
+from dsx.plan.predict import (
+    Prediction,
+    at_interval,
+    data_parallel,
+    least_interval,
+    predict_traffic,
+)
+from dsx.plan.published.scenario import require_number
+from dsx.plan.traffic import Load, Traffic, initial_rank
+from dsx.plan.variants import (
+    MOST_LAYERWISE,
+    Codec,
+    codecs_for,
+    fragment_counts,
+    with_codec,
+    with_fragments,
+    with_steps,
+)
 
 INTERVALS = (5, 10, 20, 30, 40, 50, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
 _FACTOR_OF_BANDWIDTH = 1.01  # to which the least bandwidth is found
@@ -26,10 +46,10 @@ _FACTOR_OF_BANDWIDTH = 1.01  # to which the least bandwidth is found
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned for: the model, its step, the line, and what is asked of the method.
+    """What is planned for: the model, its step, the link, and what is asked of the method.
 
     `memory_limit` is in bytes of one accelerator, beside what the inner engine takes where that is
-    known; `target` a share of the time; `streams` the connections with which the line was measured.
+    known; `target` a share of the time; `streams` the connections with which the link was measured.
     """
 
     model: PlannedModel
@@ -57,85 +77,107 @@ class Question:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way of running; `num_fragments` are of each pipeline stage."""
+    """One way of running; `num_fragments` are of each pipeline stage.
+
+    `contributions` are the bytes that one boundary's launches take, where outer state is.
+    """
 
     preset: str
     codec: Codec
     num_fragments: int
-    settings: Settings
+    method: Method
     prediction: Prediction
-    memory: OuterBytes
+    memory: OuterMemory
+    contributions: int
     is_state_on_host: bool
     is_fitting: bool
 
     @property
-    def recipe(self) -> Recipe:
-        """The preset in numbers."""
-        return RECIPES[self.preset]
-
-    @property
     def interval(self) -> int:
         """H."""
-        return self.settings.interval
+        return self.method.schedule.interval
+
+    @property
+    def rank(self) -> int | None:
+        """Return the rank of factors, None without any."""
+        return initial_rank(self.method)
 
     @property
     def bytes_per_day(self) -> float:
         """What one cluster sends in a day."""
         return self.prediction.bytes_per_round * 86400 / self.prediction.round_seconds
 
+    @property
+    def on_device(self) -> int:
+        """Bytes of outer training on the accelerator."""
+        return _on_device(self.memory, self.contributions, self.is_state_on_host)
+
+    @property
+    def on_host(self) -> int:
+        """Bytes of outer training in host memory."""
+        return self.memory.on_host(self.is_state_on_host)
+
 
 class Search:
-    """Evaluates candidates; what the same fragments send is worked out once."""
+    """Evaluates candidates; what the same fragments send is worked out once.
+
+    `left_out` says of each preset that no plan can be made for why that is.
+    """
 
     def __init__(self, question: Question) -> None:
         self.question = question
-        self._loads: dict[object, list[Load]] = {}
-        self._traffic: dict[object, Traffic] = {}
-        self._found: dict[object, Prediction] = {}
+        self.left_out: list[str] = []
+        self._known: dict[object, Any] = {}
 
     def candidates(self) -> Iterator[Candidate]:
         """Yield one per preset, number of fragments and codec."""
-        model = self.question.model
-        for preset, recipe in RECIPES.items():
-            most = min(model.layers_per_stage, self.question.max_interval)
-            counts = {min(count, most) for count in recipe.fragment_counts or (1,)}
-            for count in sorted(counts):
-                for codec in codecs_for(recipe, model.hidden):
-                    yield self._best(preset, recipe, count, codec)
+        question = self.question
+        most = min(question.model.layers_per_stage, question.max_interval)
+        for preset, make in PRESETS.items():
+            method = make(question.num_clusters)
+            try:
+                require_planned(method)
+            except ValueError as error:
+                self.left_out.append(f"{preset} is left out: {error}")
+                continue
+            for count in fragment_counts(method, most):
+                for codec in codecs_for(method, question.model.hidden):
+                    yield self._best(preset, with_fragments(method, count), count, codec)
 
     def data_parallel(self) -> Prediction:
         """Return what all gradients in every step would do, layer by layer."""
-        recipe = RECIPES["dreamddp"]
-        count = min(self.question.model.layers_per_stage, recipe.fragment_counts[0])
-        loads = self.loads(recipe, count, Coding())
-        traffic = Traffic(DATA_PARALLEL, loads, self.question.num_clusters)
-        return data_parallel(traffic, self.question.step_seconds, self.question.link)
+        question = self.question
+        count = min(question.model.layers_per_stage, MOST_LAYERWISE)
+        loads = question.model.loads(ByLayer(count, "sequential"), Dense())
+        numels = [load.numel for load in loads]
+        clusters, link = question.num_clusters, question.link
+        return data_parallel(numels, clusters, question.step_seconds, link)
 
-    def loads(self, recipe: Recipe, count: int, coding: Coding) -> list[Load]:
-        """Return the fragments' parts; only factors depend on the codec."""
-        fragmenter = recipe.fragmenter(count)
-        key = (fragmenter, coding if coding.type == "low_rank" else None)
-        if key not in self._loads:
-            self._loads[key] = self.question.model.loads(fragmenter, coding)
-        return self._loads[key]
+    def loads(self, method: Method) -> list[Load]:
+        """Return the fragments' shares; the codec matters where it needs whole matrices."""
+        compression = method.compression
+        kind = compression if compression.needs_whole_matrices else None
+        return self._once(
+            ("loads", method.fragments, kind),
+            lambda: self.question.model.loads(method.fragments, compression),
+        )
 
-    def predict(
-        self, recipe: Recipe, count: int, settings: Settings, link: Link | None = None
-    ) -> Prediction:
-        """Return what settings do, on the question's line or another one."""
-        line, question = link or self.question.link, self.question
-        key = (recipe.fragmenter(count), settings, line)
-        if key not in self._found:
-            traffic = self._traffic_of(recipe, count, settings)
-            self._found[key] = predict_traffic(
-                settings, traffic, question.step_seconds, line, question.costs
-            )
-        return self._found[key]
+    def predict(self, method: Method, link: Link | None = None) -> Prediction:
+        """Return what a method does, on the question's link or another one."""
+        question = self.question
+        link = link or question.link
+        delay = method.delay.steps, method.delay.rounds_under_way
+        return self._once(
+            ("prediction", _seen_by_link(method), method.schedule, delay, link),
+            lambda: predict_traffic(
+                method, self._traffic_of(method), question.step_seconds, link, question.costs
+            ),
+        )
 
     def at(self, candidate: Candidate, bits_per_second: float) -> Prediction:
-        """Return what a candidate does on a line of another rate."""
-        line = replace(self.question.link, bits_per_second=bits_per_second)
-        return self.predict(candidate.recipe, candidate.num_fragments, candidate.settings, line)
+        """Return what a candidate does on a link of another rate."""
+        link = replace(self.question.link, bits_per_second=bits_per_second)
+        return self.predict(candidate.method, link)
 
     def least_bits_per_second(self, candidate: Candidate) -> float | None:
         """Return the raw rate at which a candidate reaches the target at its H; None if none does.
@@ -143,7 +185,6 @@ class Search:
         To a percent, from above.
         """
         link, target = self.question.link, self.question.target
-        settings = candidate.settings
 
         def reaches(rate: float) -> bool:
             return self.at(candidate, rate).utilization >= target
@@ -154,10 +195,10 @@ class Search:
             if high > 1e15:
                 return None
         low = 1.0
-        sent, period = candidate.prediction.bytes_per_round, settings.interval
-        if settings.schedule != "adaptive":  # which sends less over a worse line
-            compute = period * self.question.step_seconds
-            low = min(8 * sent * target / compute / link.payload_share, high)
+        if not candidate.method.schedule.uses_norms:  # which sends less over a worse link
+            compute = candidate.interval * self.question.step_seconds
+            sent = 8 * candidate.prediction.bytes_per_round
+            low = min(sent * target / compute / link.payload_share, high)
         while high > low * _FACTOR_OF_BANDWIDTH:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if reaches(middle) else (middle, high)
@@ -165,10 +206,9 @@ class Search:
 
     def least_interval(self, candidate: Candidate) -> int | None:
         """Return the least H, of any length, at which a candidate reaches the target."""
-        question = self.question
-        traffic = self._traffic_of(candidate.recipe, candidate.num_fragments, candidate.settings)
+        question, traffic = self.question, self._traffic_of(candidate.method)
         return least_interval(
-            candidate.settings,
+            candidate.method,
             traffic,
             question.step_seconds,
             question.link,
@@ -176,59 +216,86 @@ class Search:
             question.target,
         )
 
-    def _traffic_of(self, recipe: Recipe, count: int, settings: Settings) -> Traffic:
-        key = (recipe.fragmenter(count), settings.coding, settings.notes)
-        if key not in self._traffic:
-            loads = self.loads(recipe, count, settings.coding)
-            self._traffic[key] = Traffic(settings, loads, self.question.num_clusters)
-        return self._traffic[key]
+    def _once(self, key: object, make: Callable[[], Any]) -> Any:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
-    def _best(self, preset: str, recipe: Recipe, count: int, codec: Codec) -> Candidate:
-        question = self.question
-        allowed = [h for h in question.intervals if h >= count or not recipe.is_overlapped]
+    def _traffic_of(self, method: Method) -> Traffic:
+        return self._once(
+            ("traffic", _seen_by_link(method)),
+            lambda: Traffic(method, self.loads(method), self.question.num_clusters),
+        )
+
+    def _best(self, preset: str, method: Method, count: int, codec: Codec) -> Candidate:
+        question, method = self.question, with_codec(method, codec)
+        needs = count if method.schedule.takes_turns else 1
+        allowed = [h for h in question.intervals if h >= needs]
         low, high = -1, len(allowed) - 1
         while high - low > 1:
             middle = (low + high) // 2
-            settings = self._settings(recipe, count, allowed[middle], codec)
-            reached = self.predict(recipe, count, settings).utilization >= question.target
+            tried = self._at(method, count, allowed[middle])
+            reached = self.predict(tried).utilization >= question.target
             low, high = (low, middle) if reached else (middle, high)
-        settings = self._settings(recipe, count, allowed[high], codec)
-        memory = outer_bytes(
-            recipe, codec.coding, self.loads(recipe, count, codec.coding), question.num_clusters
-        )
-        is_on_host, is_fitting = _placement(question, memory)
+        best = self._at(method, count, allowed[high])
+        memory, contributions = self._memory(best)
+        is_on_host, is_fitting = self._placement(memory, contributions)
+        prediction = self.predict(best)
         return Candidate(
-            preset,
-            codec,
-            count,
-            settings,
-            self.predict(recipe, count, settings),
-            memory,
-            is_on_host,
-            is_fitting,
-        )
+            preset, codec, count, _in_bounds(best), prediction, memory, contributions,
+            is_on_host, is_fitting,
+        )  # fmt: skip
 
-    def _settings(self, recipe: Recipe, count: int, interval: int, codec: Codec) -> Settings:
-        if not recipe.is_overlapped:
-            return recipe.settings(interval, 0, codec.coding)
-        question = self.question
-        settings = recipe.settings(interval, 1, codec.coding)
-        traffic = self._traffic_of(recipe, count, settings)
+    def _at(self, method: Method, count: int, interval: int) -> Method:
+        """Return a method at an H, and at the tau that goes with it."""
+        method = at_interval(method, interval)
+        if not method.delay.steps:
+            return method
+        question, traffic = self.question, self._traffic_of(method)
         alone = max(
             traffic.cost(i, question.link, question.costs).alone for i in range(len(traffic.loads))
         )
         steps = math.ceil(alone / question.step_seconds)
         longest = max(1, min(interval // count, interval - 1))
-        return replace(settings, overlap_steps=min(max(1, steps), longest))
+        return with_steps(method, min(max(1, steps), longest))
+
+    def _memory(self, method: Method) -> tuple[OuterMemory, int]:
+        """Return the bytes of the rank that holds most, and those of one boundary's launches."""
+        loads = self.loads(method)
+        fragments, on_the_wire = self.question.model.fullest_rank(loads)
+        num_tensors = [load.num_tensors for load in loads if load.stage == on_the_wire[0].stage]
+        clusters = self.question.num_clusters
+        memory = predict(method, fragments, num_tensors, on_the_wire, clusters)
+        sizes = [fragment.numel for fragment in fragments]
+        together = max(sizes) if isinstance(method.schedule, Streaming) else sum(sizes)
+        return memory, 4 * together
+
+    def _placement(self, memory: OuterMemory, contributions: int) -> tuple[bool, bool]:
+        """Return whether outer state goes to the host, and if the accelerator then holds all."""
+        limit = self.question.memory_limit
+        if limit is None:
+            return False, True
+        inner = self.question.model.inner_bytes or 0
+        fits = [
+            inner + _on_device(memory, contributions, is_on_host) <= limit
+            for is_on_host in (False, True)
+        ]
+        return (False, True) if fits[0] else (True, fits[1])
 
 
-def _placement(question: Question, memory: OuterBytes) -> tuple[bool, bool]:
-    """Return whether outer state goes to the host, and whether the accelerator then holds all."""
-    if question.memory_limit is None:
-        return False, True
-    inner = question.model.inner_bytes or 0
-    fits = [
-        inner + memory.on_device(is_on_host) <= question.memory_limit
-        for is_on_host in (False, True)
-    ]
-    return (False, True) if fits[0] else (True, fits[1])
+def _on_device(memory: OuterMemory, contributions: int, is_on_host: bool) -> int:
+    return 0 if is_on_host else memory.total - memory.on_host(False) + contributions
+
+
+def _seen_by_link(method: Method) -> tuple[object, ...]:
+    """Return all of a method that what its transfers hold depends on."""
+    flags = method.uses_seconds, method.schedule.uses_norms
+    return method.fragments, method.compression, method.control, method.staleness, flags
+
+
+def _in_bounds(method: Method) -> Method:
+    """Return a method whose controller may start at its H."""
+    control: Any = method.control
+    if control.lowest_interval(method.sync_params) > method.schedule.interval:
+        control = replace(control, min_interval=method.schedule.interval)
+    return replace(method, control=control)

@@ -6,7 +6,7 @@
   `transfer_seconds` less `coding_seconds`; of all boundaries the largest. A cluster that codes
   slowly is waited for in those seconds, so it is at least this: the line may be faster.
 - Coding: `coding_seconds` of a transfer per element of a rank; awaited copies and sums are in it.
-  It is of the run's own codec, whose speed a plan takes from it (measured_codec.py).
+  It is of the run's own codec, whose speed a plan takes from it (coding.py).
 - The training thread's own work at launch and apply: what `blocked_seconds` holds beyond the waits.
 
 Latency is not in the records: it is part of a transfer's seconds, and of no other number.
@@ -15,14 +15,15 @@ Latency is not in the records: it is part of a transfer's seconds, and of no oth
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dsx.compress.base import Compressor
 from dsx.core.types import ParameterShape
-from dsx.plan.settings import Coding
+from dsx.method.choices import AXES
 from dsx.telemetry.run_folder import Record, Run, open_run
 
 _WARM_UP = 2
@@ -42,7 +43,8 @@ class RunFigures:
     stages: int
     parameters: tuple[ParameterShape, ...]
     fragment_numels: tuple[tuple[int, ...], ...]  # by stage
-    coding: Coding
+    codec: str  # as configurations name it
+    compression: Compressor
     step_seconds: float
     payload_bits_per_second: float | None
     coding_seconds_per_element: float | None
@@ -75,7 +77,8 @@ def read_run(path: Path) -> RunFigures:
         stages=stages,
         parameters=_parameters(start) if stages == 1 else (),
         fragment_numels=_fragment_numels(syncs[0], stages),
-        coding=_coding(start),
+        codec=start["axes"]["compression"]["type"],
+        compression=_compression(start["axes"]["compression"]),
         step_seconds=median(quiet),
         payload_bits_per_second=max((r for y in syncs for r in _rates(y)), default=None),
         coding_seconds_per_element=_coding_seconds(syncs, ranks // stages),
@@ -117,12 +120,17 @@ def _rates(syncs: Iterable[Record]) -> list[float]:
     return rates
 
 
-def _coding(start: Record) -> Coding:
-    """Return the run's own, as far as a plan knows codecs."""
-    block = start["axes"]["compression"]
-    known: dict[str, Any] = {f.name: block[f.name] for f in fields(Coding) if f.name in block}
-    known["exclude"] = tuple(known.get("exclude", ()))
-    return Coding(**known)
+def _compression(block: Mapping[str, Any]) -> Compressor:
+    """Return the run's own codec; keys that an earlier or later version has are left out."""
+    choices = AXES["compression"].choices
+    if block["type"] not in choices:
+        raise ValueError(
+            f"the run's compression.type={block['type']!r} is not known here; allowed: "
+            f"{', '.join(choices)}. Import what registers it"
+        )
+    kind = choices[block["type"]]
+    values = {f.name: block[f.name] for f in fields(kind) if f.name in block}
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
 
 
 def _coding_seconds(by_cluster: Iterable[Iterable[Record]], ranks_per_stage: int) -> float | None:

@@ -5,20 +5,36 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from dsx.method.method import Method
+from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
 from dsx.method.schedule.layer_assignment import layer_table
-from dsx.plan.closed_forms import num_transmissions
-from dsx.plan.scenario import Compute
-from dsx.plan.settings import Settings
+from dsx.method.schedule.layerwise import Layerwise
+from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.plan.published.scenario import Compute
 from dsx.plan.timeline import Cost, Launch
 from dsx.plan.traffic import Traffic
 
+PLANNED = (Periodic, Streaming, AdaptiveTransmission, Layerwise)
+
+
+def require_planned(method: Method) -> None:
+    """Raise ValueError, naming it, for a schedule of which no plan knows when it sends."""
+    if type(method.schedule) not in PLANNED:  # a class derived from one sends when it likes
+        known = ", ".join(kind.__name__ for kind in PLANNED)
+        raise ValueError(
+            f"schedule {type(method.schedule).__name__}: a plan knows when {known} send, and not "
+            "when this one does; run it, and read what it does from its records"
+        )
+
 
 def launches_of(
-    settings: Settings, traffic: Traffic, transfers: Sequence[Cost], step_seconds: float
+    method: Method, traffic: Traffic, transfers: Sequence[Cost], step_seconds: float
 ) -> list[Launch]:
-    """Return a period's launches in the order of their times."""
-    steps, loads = settings.interval, traffic.loads
-    if settings.schedule == "periodic":
+    """Return a period's launches in the order of their times; ValueError if none can be told."""
+    require_planned(method)
+    schedule, loads = method.schedule, traffic.loads
+    steps = schedule.interval
+    if isinstance(schedule, Periodic):
         return [Launch(steps, i) for i in range(len(loads))]
     stages: dict[int, list[int]] = {}
     for index, load in enumerate(loads):
@@ -26,12 +42,13 @@ def launches_of(
     found: list[Launch] = []
     for number, own in enumerate(stages.values()):
         of_stage = (number, len(stages))
-        if settings.schedule == "layerwise":
-            found += _in_the_backward(settings, own, transfers, step_seconds, len(stages))
-        elif settings.schedule == "streaming":
-            found += _spread(own, steps, len(own), of_stage)
+        if isinstance(schedule, Layerwise):
+            found += _in_the_backward(schedule, own, transfers, step_seconds, len(stages))
+        elif isinstance(schedule, AdaptiveTransmission):
+            delay = method.delay.steps
+            found += _adaptive(schedule, delay, own, transfers, step_seconds, of_stage)
         else:
-            found += _adaptive(settings, own, transfers, step_seconds, of_stage)
+            found += _spread(own, steps, len(own), of_stage)
     return sorted(found, key=lambda launch: (launch.step, -launch.early))
 
 
@@ -51,7 +68,8 @@ def _spread(
 
 
 def _adaptive(
-    settings: Settings,
+    schedule: AdaptiveTransmission,
+    delay: int,
     fragments: Sequence[int],
     transfers: Sequence[Cost],
     step_seconds: float,
@@ -62,14 +80,12 @@ def _adaptive(
     All change alike, since what a run will find is not known before it. A decision at which none is
     free sends nothing, so there may be fewer.
     """
-    steps, compute = settings.interval, settings.step_seconds or step_seconds
+    steps, compute = schedule.interval, schedule.step_seconds or step_seconds
     alone = [transfers[f].alone for f in fragments]
-    seconds = settings.transfer_seconds or sum(alone) / len(alone)
-    wanted = num_transmissions(
-        steps, len(fragments), settings.gamma / stage[1], compute, max(seconds, 1e-12)
-    )
-    count = min(wanted, steps)
-    lasts = min(max(math.ceil(seconds / compute), settings.overlap_steps + 1), steps)
+    seconds = schedule.transfer_seconds or sum(alone) / len(alone)
+    fitting = math.floor(schedule.gamma / stage[1] * steps * compute / max(seconds, 1e-12))
+    count = min(max(len(fragments), fitting), steps)
+    lasts = min(max(math.ceil(seconds / compute), delay + 1), steps)
     shift = stage[0] * steps // (count * stage[1])
     launched = {f: -lasts for f in fragments}
     found: list[Launch] = []
@@ -87,7 +103,7 @@ def _adaptive(
 
 
 def _in_the_backward(
-    settings: Settings,
+    schedule: Layerwise,
     fragments: Sequence[int],
     transfers: Sequence[Cost],
     step_seconds: float,
@@ -99,13 +115,13 @@ def _in_the_backward(
     """
     count = len(fragments)
     node = Compute(1, count, step_seconds).node_seconds
-    backward = settings.layer_backward_seconds or tuple(
+    backward = schedule.backward_seconds or tuple(
         node if layer == 0 else 2 * node for layer in range(count)
     )
-    seconds = settings.layer_transfer_seconds or tuple(
-        max(transfers[f].alone + (num_stages - 1) * transfers[f].line, 1e-12) for f in fragments
+    seconds = schedule.transfer_seconds or tuple(
+        max(transfers[f].alone + (num_stages - 1) * transfers[f].link, 1e-12) for f in fragments
     )
-    table = layer_table(backward, seconds, settings.interval)
+    table = layer_table(backward, seconds, schedule.interval)
     scale = (2 * count - 1) * node / sum(backward)
     early = [scale * sum(backward[:layer]) for layer in range(count)]
     return [

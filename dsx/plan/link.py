@@ -5,9 +5,9 @@ A frame of 1514 bytes carries 1448 of payload at an MTU of 1500: 14 of Ethernet,
 TCP and 12 of its timestamps are not. Acknowledgements go the other way, about one per two frames,
 and are left out, as are retransmissions and the first round trips in which TCP finds its window.
 
-A swap takes `SWAP_ONE_WAYS` latencies, not one: a receive is announced to its sender, and gloo
-sends what was asked for. A dense transfer is three swaps (announcement, two of the mean), its
-notes two more; between two clusters a mean is one.
+An exchange round takes `ROUND_ONE_WAYS` latencies, not one: a receive is announced to its sender,
+and gloo sends what was asked for. A dense transfer is three rounds (announcement, two of the mean),
+its sideband two more; between two clusters a mean is one.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsx.plan.scenario import require_number
+from dsx.plan.published.scenario import require_number
 
-SWAP_ONE_WAYS = 2
+ROUND_ONE_WAYS = 2
 FRAME_BYTES, FRAME_PAYLOAD_BYTES = 1514, 1448
 PAYLOAD_SHARE = FRAME_PAYLOAD_BYTES / FRAME_BYTES
 _MEMCPY = 6.9e9  # bytes per second, of the machine the README's table of codecs was made on

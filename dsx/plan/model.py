@@ -1,7 +1,8 @@
 """The model of a plan, cut as a run would cut it: stages, fragments, and each rank's share.
 
 From files, or from a number of parameters and layers. A rank's share is taken to be one part in n
-of every fragment, and of low-rank matrices every n-th: a run's differ by alignment, a few bytes.
+of every parameter; whole matrices, where a codec needs them, are dealt out, the largest first. A
+run's shares differ by alignment, a few bytes.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heapreplace
 from itertools import count
 
-from dsx.core.types import ParameterShape, Stage
-from dsx.method.fragments import Fragmenter, assign_stage, group_by_layer, lay_out
+from dsx.compress.base import Compressor
+from dsx.core.types import Fragment, ParameterShape, Slot, Stage
+from dsx.method.fragments import Fragmenter, assign_stage, group_by_layer, in_a_row, lay_out
 from dsx.plan.model_files import ModelFiles, inner_of, stage_shapes
-from dsx.plan.payload import Parts, parts_of
-from dsx.plan.scenario import require_number
-from dsx.plan.settings import Coding
-from dsx.plan.traffic import Load
+from dsx.plan.published.scenario import require_number
+from dsx.plan.traffic import Load, Share, of_sizes
 
 
 @dataclass(frozen=True)
@@ -66,18 +67,33 @@ class PlannedModel:
             sizes.append(inner_of(model, cluster, stage, held, batch).total)
         return max(sizes)
 
-    def loads(self, fragmenter: Fragmenter, coding: Coding) -> list[Load]:
+    def loads(self, fragmenter: Fragmenter, compression: Compressor) -> list[Load]:
         """Return every fragment of every stage, as its ranks send it."""
         found: list[Load] = []
+        is_wanted = compression.needs_whole_matrices and self.ranks_per_stage > 1
         for index, shapes in enumerate(self.stages):
-            stage = Stage(index, len(self.stages))
+            stage, load = Stage(index, len(self.stages)), [0] * self.ranks_per_stage
             wholes = {p.name: p.shape for p in shapes}
             pieces = {name: (shape, 0) for name, shape in wholes.items()}
             for fragment in lay_out(assign_stage(fragmenter, shapes, stage), pieces, wholes, index):
-                parts = parts_of(fragment, coding, len(fragment.layout))
-                shares = _shares(parts, self.ranks_per_stage)
-                found.append(Load(index, fragment.id, shares))
+                taken = [s for s in fragment.layout if is_wanted and compression.takes(s)]
+                shares = _shares(fragment, taken, load)
+                found.append(Load(index, fragment.id, len(fragment.layout), shares))
         return found
+
+    def fullest_rank(self, loads: Sequence[Load]) -> tuple[list[Fragment], list[Fragment]]:
+        """Return the fragments of the rank with most, as they lie and as they travel."""
+        by_stage: dict[int, list[Load]] = {}
+        for load in loads:
+            by_stage.setdefault(load.stage, []).append(load)
+        own = max(by_stage.values(), key=lambda loads: sum(load.numel for load in loads))
+        held = [-(-load.numel // self.ranks_per_stage) for load in own]
+        (lying,) = of_sizes(held)
+        ranks = (
+            [load.shares[rank if len(load.shares) > 1 else 0].fragment for load in own]
+            for rank in range(self.ranks_per_stage)
+        )
+        return lying, max(ranks, key=lambda fragments: sum(f.numel for f in fragments))
 
 
 def from_files(files: ModelFiles) -> PlannedModel:
@@ -145,23 +161,30 @@ def from_numels(numels: Sequence[Sequence[int]], ranks: int) -> PlannedModel:
     return PlannedModel(stages, ranks // len(numels), None)
 
 
-def _shares(parts: Parts, ranks: int) -> tuple[tuple[Parts, int], ...]:
-    """Return what each of a stage's ranks sends of a fragment, equal shares once with a count."""
-    share = _share(parts, ranks)
-    if not parts.matrices:
-        return ((share, ranks),)
-    factored = [parts.matrices[rank::ranks] for rank in range(ranks)]
-    return tuple(
-        (share._replace(id=parts.id + rank, matrices=own), 1) for rank, own in enumerate(factored)
-    )
+def _shares(fragment: Fragment, taken: Sequence[Slot], load: list[int]) -> tuple[Share, ...]:
+    """Return what each of a stage's ranks sends of a fragment, equal shares once with a count.
 
-
-def _share(parts: Parts, ranks: int) -> Parts:
-    """Return one rank's part in everything that is a number of elements, rounded up."""
-    return parts._replace(
-        numel=-(-parts.numel // ranks),
-        runs=tuple(-(-run // ranks) for run in parts.runs),
-        factored_runs=tuple(-(-run // ranks) for run in parts.factored_runs),
-        small=-(-parts.small // ranks),
-        matrices=(),
-    )
+    The `taken` matrices stay whole: the largest first, each goes to the rank with the least so far,
+    by `load`, to which it is added in place.
+    """
+    ranks, names = len(load), {slot.name for slot in taken}
+    if ranks == 1:
+        return (Share(fragment),)
+    pieces = [
+        Slot(s.name, (-(-s.numel // ranks),), 0, whole=s.whole or s.shape)
+        for s in fragment.layout
+        if s.name not in names
+    ]
+    own: list[list[Slot]] = [[] for _ in load]
+    by_load = [(numel, rank) for rank, numel in enumerate(load)]
+    heapify(by_load)
+    for slot in sorted(taken, key=lambda slot: -slot.numel):
+        numel, rank = by_load[0]
+        own[rank].append(slot)
+        load[rank] = numel + slot.numel
+        heapreplace(by_load, (load[rank], rank))
+    shares = [
+        Share(Fragment(fragment.id, fragment.stage, in_a_row([*slots, *pieces])), rank)
+        for rank, slots in enumerate(own if taken else own[:1])
+    ]
+    return tuple(shares) if taken else (shares[0]._replace(ranks=ranks),)

@@ -6,16 +6,17 @@ import json
 import math
 from typing import Any
 
+from dsx.method.choices import PRESETS
+from dsx.method.fragments import ByLayer
 from dsx.plan.candidates import Candidate, Question
 
-OWN_LEAST_INTERVAL = 8  # of dilocox's control, unless the block says otherwise
 OWN_DEADLINE = 600.0  # seconds; clusters.deadline_seconds, unless the block says otherwise
 _PATIENCE = 3  # a swap may share the line with all of a round, and the first rounds may be larger
 
 
 def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
     """Return the "dsx" block; sections that the preset already has are left out."""
-    recipe, settings = candidate.recipe, candidate.settings
+    method, codec = candidate.method, candidate.codec
     clusters: dict[str, Any] = {"num_clusters": question.num_clusters}
     deadline = math.ceil(_PATIENCE * candidate.prediction.transfer_seconds / 100) * 100
     if deadline > OWN_DEADLINE:
@@ -23,22 +24,21 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
     block: dict[str, Any] = {
         "preset": candidate.preset,
         "clusters": clusters,
-        "schedule": {"interval": settings.interval},
+        "schedule": {"interval": candidate.interval},
     }
-    if recipe.fragment_counts:
-        block["fragments"] = {
-            "num_fragments": candidate.num_fragments,
-            "pattern": recipe.pattern,
-        }
-    if recipe.is_overlapped:
-        block["delay"] = {"steps": settings.overlap_steps}
-    if candidate.codec.block:
-        block["compression"] = dict(candidate.codec.block)
-    if recipe.is_low_rank:
-        rank = settings.coding.rank
-        block["control"] = {"rank": rank, "max_rank": rank}
-        if settings.interval < OWN_LEAST_INTERVAL:
-            block["control"]["min_interval"] = settings.interval
+    if isinstance(method.fragments, ByLayer):
+        pattern = method.fragments.pattern
+        block["fragments"] = {"num_fragments": candidate.num_fragments, "pattern": pattern}
+    if method.delay.steps:
+        block["delay"] = {"steps": method.delay.steps}
+    if codec.block:
+        block["compression"] = dict(codec.block)
+    if codec.rank is not None:
+        block["control"] = {"rank": codec.rank, "max_rank": codec.rank}
+    least = method.control.lowest_interval(method.sync_params)
+    own = PRESETS[candidate.preset](question.num_clusters).control
+    if least < own.lowest_interval(method.sync_params):
+        block.setdefault("control", {})["min_interval"] = least
     if question.streams > 1:
         block["link"] = {"streams": question.streams}
     if candidate.is_state_on_host:

@@ -1,4 +1,4 @@
-"""What a run of dsx will do on a line: utilization, exposed seconds, bytes, for every method.
+"""What a run of dsx will do on a link: utilization, exposed seconds, bytes, for every method.
 
     link = Link(1e9, latency_seconds=0.02)
     predict(load_config(path).method, [backend.fragments], 2.5, link, num_clusters=2)
@@ -7,10 +7,10 @@
 low-rank codec under ZeRO `route.wire`. `traffic.one_rank` makes them for a model that one rank
 holds, `traffic.of_sizes` where only numbers of elements are known. Bytes are those that a run
 counts, in the long run: at the rank a controller starts from, after the dense rounds that a method
-begins with. A transfer is as long as its slowest cluster, which sends most; with low rank the one
-that sends or receives most, in each swap of factors anew.
+begins with. A transfer is as long as its slowest cluster: the one that sends or receives most, in
+each exchange round anew.
 
-Left out: that fragments under way at once may have their uneven swaps the other way round, the
+Left out: that fragments under way at once may have their uneven rounds the other way about, the
 first round trips of TCP, the bursts of `tc tbf`, what ranks of one cluster wait for each other, and
 the training thread's own work unless `costs.blocking_seconds_per_element` says.
 """
@@ -20,19 +20,18 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import asdict, dataclass, replace
+from typing import Any, cast
 
-from dsx.plan.closed_forms import data_parallel_step_seconds
+from dsx.compress.slices import exact_rounds
+from dsx.method.method import Method
+from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.launches import launches_of
-from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
-from dsx.plan.scenario import Compute, require_number
-from dsx.plan.settings import Settings, settings_of
+from dsx.plan.link import ROUND_ONE_WAYS, Costs, Link
+from dsx.plan.published.closed_forms import data_parallel_step_seconds
+from dsx.plan.published.scenario import Compute, require_number
 from dsx.plan.timeline import Cost, Launch, Timeline
-from dsx.plan.traffic import Ranks, Traffic, loads_of, mean_swaps
-
-if TYPE_CHECKING:
-    from dsx.method.method import Method
+from dsx.plan.traffic import Ranks, Traffic, loads_of
 
 MOST_STEPS = 10**6
 
@@ -42,7 +41,7 @@ class Prediction:
     """Of one period of `steps_per_round` inner steps, in the long run.
 
     `exposed_seconds` are what the period takes beyond its compute; `transfer_seconds` how long the
-    line is held, by one transfer after another; `bytes_per_round` the payload that the cluster with
+    link is held, by one transfer after another; `bytes_per_round` the payload that the cluster with
     most to send sends, and `bytes_by_cluster` that of each. A period in which all is sent once is a
     round; `adaptive` and `layerwise` may send some fragments more often: `transmissions` counts.
     """
@@ -62,7 +61,7 @@ class Prediction:
 
 
 def predict(
-    method: Method | Settings,
+    method: Method,
     ranks: Ranks,
     step_seconds: float,
     link: Link,
@@ -70,29 +69,26 @@ def predict(
     costs: Costs | None = None,
 ) -> Prediction:
     """Return what a run does in the long run; ValueError for numbers that make no sense."""
-    settings = method if isinstance(method, Settings) else settings_of(method)
     require_number("step_seconds", step_seconds, 1e-9, 1e9)
     require_number("num_clusters", num_clusters, 1, 10**4)
-    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
-    return predict_traffic(settings, traffic, step_seconds, link, costs or Costs())
+    traffic = Traffic(method, loads_of(ranks), num_clusters)
+    return predict_traffic(method, traffic, step_seconds, link, costs or Costs())
 
 
 def predict_traffic(
-    settings: Settings, traffic: Traffic, step_seconds: float, link: Link, costs: Costs
+    method: Method, traffic: Traffic, step_seconds: float, link: Link, costs: Costs
 ) -> Prediction:
     """Return what a run does, its traffic being known; `predict` is what one calls."""
-    if settings.schedule == "every_step":
-        return data_parallel(traffic, step_seconds, link)
-    steps = settings.interval
+    steps = method.schedule.interval
     transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.loads))]
-    launches = launches_of(settings, traffic, transfers, step_seconds)
-    if settings.schedule == "layerwise":
+    launches = launches_of(method, traffic, transfers, step_seconds)
+    if method.schedule.when is not None:  # applied at the end of the same step
         seconds = _step_by_step(steps, step_seconds, launches, transfers)
     else:
-        delay = settings.overlap_steps, settings.rounds_late
+        delay = method.delay.steps, method.delay.rounds_under_way
         seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
     seconds = max(seconds, steps * step_seconds)
-    shares = _shares(settings, traffic, launches)
+    shares = _shares(method, traffic, launches)
     columns = zip(*traffic.bytes_sent, strict=True)
     totals = [sum(times * sent for times, sent in zip(shares, c, strict=True)) for c in columns]
     return Prediction(
@@ -100,11 +96,17 @@ def predict_traffic(
         round_seconds=seconds,
         exposed_seconds=seconds - steps * step_seconds,
         bytes_per_round=max(totals),
-        transfer_seconds=sum(n * cost.line for n, cost in zip(shares, transfers, strict=True)),
+        transfer_seconds=sum(n * cost.link for n, cost in zip(shares, transfers, strict=True)),
         steps_per_round=steps,
         transmissions=len(launches),
         bytes_by_cluster=tuple(totals),
     )
+
+
+def at_interval(method: Method, interval: int) -> Method:
+    """Return the same at another H."""
+    schedule = replace(cast(Any, method.schedule), interval=interval)
+    return replace(method, schedule=schedule)
 
 
 def _step_by_step(
@@ -121,12 +123,12 @@ def _step_by_step(
     return seconds
 
 
-def _shares(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
-    """Return how often fragments leave in a period; which one adaptive sends more, norms say."""
+def _shares(method: Method, traffic: Traffic, launches: Sequence[Launch]) -> list[float]:
+    """Return how often fragments leave in a period; where norms decide of which, all alike."""
     share = [0.0] * len(traffic.loads)
     for launch in launches:
         share[launch.fragment] += 1
-    if settings.schedule == "adaptive":
+    if method.schedule.uses_norms:
         share = [len(launches) / len(share)] * len(share)
     return share
 
@@ -134,7 +136,7 @@ def _shares(settings: Settings, traffic: Traffic, launches: Sequence[Launch]) ->
 def has_fixed_traffic(method: Method) -> bool:
     """Whether what is sent does not depend on times or values measured in the run."""
     is_held = not method.control.moves(method.sync_params)
-    return is_held and settings_of(method).schedule in ("periodic", "streaming")
+    return is_held and type(method.schedule) in (Periodic, Streaming)
 
 
 def run_bytes(method: Method, ranks: Ranks, num_clusters: int, rounds: int) -> int:
@@ -148,17 +150,17 @@ def run_bytes(method: Method, ranks: Ranks, num_clusters: int, rounds: int) -> i
             "what is sent is known beforehand only where every fragment is sent once a round "
             "(schedule.type periodic or streaming) and no controller moves the rank or H"
         )
-    settings = settings_of(method)
-    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
+    traffic = Traffic(method, loads_of(ranks), num_clusters)
     total = [0] * num_clusters
-    for index, usual in enumerate(traffic.bytes_sent):
-        for m, beyond in enumerate(traffic.beyond_usual(index, rounds)):
-            total[m] += rounds * usual[m] + beyond
+    for index in range(len(traffic.loads)):
+        for number in range(1, rounds + 1):
+            for m, sent in enumerate(traffic.sent_in(index, number)):
+                total[m] += sent
     return max(total)
 
 
 def fitting_interval(
-    method: Method | Settings,
+    method: Method,
     ranks: Ranks,
     step_seconds: float,
     link: Link,
@@ -171,13 +173,12 @@ def fitting_interval(
     other costs than those of README's table of codecs.
     """
     require_number("target", target, 1e-6, 1)
-    settings = method if isinstance(method, Settings) else settings_of(method)
-    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
-    return least_interval(settings, traffic, step_seconds, link, Costs(), target)
+    traffic = Traffic(method, loads_of(ranks), num_clusters)
+    return least_interval(method, traffic, step_seconds, link, Costs(), target)
 
 
 def least_interval(
-    settings: Settings,
+    method: Method,
     traffic: Traffic,
     step_seconds: float,
     link: Link,
@@ -188,10 +189,10 @@ def least_interval(
     reached = min(target, 1 - 1e-6)
 
     def fits(interval: int) -> bool:
-        found = predict_traffic(settings.at(interval), traffic, step_seconds, link, costs)
+        found = predict_traffic(at_interval(method, interval), traffic, step_seconds, link, costs)
         return found.utilization >= reached
 
-    low = _least_allowed(settings, traffic) - 1
+    low = _least_allowed(method, traffic) - 1
     high = low + 1
     while not fits(high):
         if high >= MOST_STEPS:
@@ -203,26 +204,26 @@ def least_interval(
     return high
 
 
-def _least_allowed(settings: Settings, traffic: Traffic) -> int:
+def _least_allowed(method: Method, traffic: Traffic) -> int:
     """Return the least H that a schedule takes: a step per fragment, and more than tau."""
     per_stage = math.ceil(len(traffic.loads) / traffic.num_stages)
-    needs = per_stage if settings.schedule in ("streaming", "adaptive") else 1
-    return max(needs, settings.overlap_steps + 1)
+    needs = per_stage if method.schedule.takes_turns else 1
+    return max(needs, method.delay.steps + 1)
 
 
-def data_parallel(traffic: Traffic, step_seconds: float, link: Link) -> Prediction:
+def data_parallel(
+    numels: Sequence[int], num_clusters: int, step_seconds: float, link: Link
+) -> Prediction:
     """Return what sending all gradients in every step does, in fp32 as dsx's own transfers.
 
-    Fragment by fragment in the backward, as `dsx simulate` has it layer by layer.
+    Fragment by fragment, of so many elements, in the backward; as `dsx simulate` layer by layer.
     """
-    numel, clusters = sum(load.numel for load in traffic.loads), traffic.num_clusters
-    sent = 4 * 2 * (clusters - 1) / clusters * numel
-    line_seconds = sent / link.payload_bytes_per_second
-    layers = len(traffic.loads)
-    compute = Compute(max(numel, 1), layers, step_seconds)
-    latency = mean_swaps(clusters) * SWAP_ONE_WAYS * link.latency_seconds
-    seconds = data_parallel_step_seconds(compute, line_seconds / layers, latency)
+    sent = 4 * 2 * (num_clusters - 1) / num_clusters * sum(numels)
+    link_seconds = sent / link.payload_bytes_per_second
+    compute = Compute(max(sum(numels), 1), len(numels), step_seconds)
+    latency = len(exact_rounds(1, num_clusters)) * ROUND_ONE_WAYS * link.latency_seconds
+    seconds = data_parallel_step_seconds(compute, link_seconds / len(numels), latency)
     return Prediction(
-        step_seconds / seconds, seconds, seconds - step_seconds, sent, line_seconds, 1, 1,
-        (sent,) * clusters,
+        step_seconds / seconds, seconds, seconds - step_seconds, sent, link_seconds, 1, 1,
+        (sent,) * num_clusters,
     )  # fmt: skip

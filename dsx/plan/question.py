@@ -10,13 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from dsx.compress.quantized import Quantized
 from dsx.plan.candidates import Question
+from dsx.plan.coding import slowdown_of, slowed
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.link import Costs, Link, read_codec_figures
-from dsx.plan.measured_codec import slowdown_of, slowed
 from dsx.plan.model import PlannedModel, from_files, from_numels, from_parameters, from_sizes
 from dsx.plan.model_files import read_model
-from dsx.plan.scenario import require_number
+from dsx.plan.published.scenario import require_number
 
 USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
@@ -281,21 +282,22 @@ def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
 
 def _with_coding(costs: Costs, run: RunFigures, codec: Path | None, facts: list[str]) -> Costs:
     """Return costs at which a transfer's coding takes what the run's took, if one can say so."""
-    seconds, coding = run.coding_seconds_per_element, run.coding
+    seconds, compression = run.coding_seconds_per_element, run.compression
     assert seconds is not None
     fact = (
         f"coding: the run's took {1e9 * seconds:.3g} ns per element of a rank, copies and sums "
         "with it"
     )
-    slowdown = slowdown_of(coding, run.num_clusters, seconds, costs)
+    slowdown = slowdown_of(compression, run.num_clusters, seconds, costs)
     if codec is not None:
         facts.append(f"{fact}; not planned with, as --codec is given")
     elif slowdown is None or slowdown == 0:
-        facts.append(f"{fact}; not planned with, as it is of {coding.type}, not of one wire format")
+        facts.append(f"{fact}; not planned with, as it is of {run.codec}, not of one wire format")
     else:
-        name = "copies and sums" if coding.type == "dense" else f"{coding.wire}, copies and sums"
+        wire = f"{compression.wire}, " if isinstance(compression, Quantized) else ""
+        name = f"{wire}copies and sums"
         facts.append(f"{fact}; so {name} are planned at {1 / slowdown:.3g} of those speeds")
-        return slowed(costs, coding, slowdown)
+        return slowed(costs, compression, slowdown)
     return costs
 
 

@@ -3,13 +3,13 @@
 What dsx does, and the DAG of `dsx simulate` does not: a fragment leaves when its launch step's
 optimizer has stepped (dreamddp: when its own backward is done), has a thread and a connection of
 its own, and is waited for as a whole at the boundary where it is applied. Fragments under way at
-once therefore *share* the line. The bytes and the end of the last one are those of a FIFO; an
-earlier one ends later. Where all are waited for at one boundary (`periodic`), and where the line is
+once therefore *share* the link. The bytes and the end of the last one are those of a FIFO; an
+earlier one ends later. Where all are waited for at one boundary (`periodic`), and where the link is
 full all the time, nothing changes in the long run. Else, where fragments of unequal size have
 boundaries of their own (`streaming`, `adaptive`), the next one takes its share while the older one
 is being waited for, and steps wait longer than behind a FIFO.
 
-A transfer holds its thread for its coding, the latency of its messages, and its share of the line;
+A transfer holds its thread for its coding, the latency of its messages, and its share of the link;
 transfers of one fragment come one after another.
 """
 
@@ -23,17 +23,17 @@ from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-    """What one transfer of a fragment takes: its thread's seconds before, and after, the line's."""
+    """What one transfer of a fragment takes: its thread's seconds before, and after, the link's."""
 
     before: float
-    line: float
+    link: float
     after: float
     blocking: float = 0.0  # of the training thread, when it is applied
 
     @property
     def alone(self) -> float:
-        """Seconds from launch to arrival on an idle line."""
-        return self.before + self.line + self.after
+        """Seconds from launch to arrival on an idle link."""
+        return self.before + self.link + self.after
 
 
 class Launch(NamedTuple):
@@ -44,12 +44,12 @@ class Launch(NamedTuple):
     early: float = 0.0
 
 
-class SharedLine:
-    """Processor sharing in virtual time: each of n transfers gets 1/n of the line."""
+class SharedLink:
+    """Processor sharing in virtual time: each of n transfers gets 1/n of the link."""
 
     def __init__(self, num_fragments: int) -> None:
         self._now = 0.0
-        self._virtual = 0.0  # seconds of line that each transfer since the start would have had
+        self._virtual = 0.0  # seconds of link that each transfer since the start would have had
         self._coming: list[tuple[float, int]] = []
         self._sending: list[tuple[float, int]] = []  # by the virtual time of their ends
         self._costs: list[Cost] = []
@@ -96,7 +96,7 @@ class SharedLine:
         if is_coming:
             self._pass(at)
             _, number = heapq.heappop(self._coming)
-            ends = self._virtual + self._costs[number].line
+            ends = self._virtual + self._costs[number].link
             heapq.heappush(self._sending, (ends, number))
             return
         self._now, self._virtual, seconds = at, self._sending[0][0], at - self._now
@@ -150,7 +150,7 @@ class _Clock:
         self.now = 0.0
         self._timeline = timeline
         self._step = 0
-        self._line = SharedLine(len(timeline.costs))
+        self._link = SharedLink(len(timeline.costs))
         self._under_way: list[deque[int]] = [deque() for _ in timeline.costs]
         self._waits: deque[tuple[int, int]] = deque()  # step, fragment; in launch order
 
@@ -162,7 +162,7 @@ class _Clock:
         self._compute(step)
         for launch in launches:
             cost = self._timeline.costs[launch.fragment]
-            number = self._line.launch(self.now - launch.early, launch.fragment, cost)
+            number = self._link.launch(self.now - launch.early, launch.fragment, cost)
             self._under_way[launch.fragment].append(number)
             self._waits.append((step + self._timeline.overlap_steps, launch.fragment))
         self._apply()
@@ -177,5 +177,5 @@ class _Clock:
             _, fragment = self._waits.popleft()
             under_way = self._under_way[fragment]
             if len(under_way) > self._timeline.rounds_late:
-                end = self._line.end(under_way.popleft())
+                end = self._link.end(under_way.popleft())
                 self.now = max(self.now, end) + self._timeline.costs[fragment].blocking

@@ -1,26 +1,32 @@
-"""What the fragments of a model send, and what each transfer takes on a line."""
+"""What the fragments of a model send, and what each transfer takes on a link.
+
+The bytes are those that a method's compressor declares (`Compressor.traffic`), with the header of
+every transfer and the sideband behind it; tests compare with runs, to the byte. They are per
+cluster, because slices of a mean and the owners of factors differ from cluster to cluster.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dsx.core.types import Fragment, ParameterShape, Slot
+import numpy as np
+from numpy.typing import NDArray
+
+from dsx.compress.base import Launch
+from dsx.compress.slices import Rounds, exact_rounds
+from dsx.core.exchange import HEADER_BYTES
+from dsx.core.types import Fragment, History, ParameterShape, Slot
 from dsx.method.fragments import Fragmenter, lay_out
-from dsx.plan.link import SWAP_ONE_WAYS, Costs, Link
-from dsx.plan.payload import (
-    GATHERED_UP_TO,
-    Parts,
-    RoundKind,
-    format_of,
-    line_bytes,
-    parts_of,
-    transfer_bytes,
-)
-from dsx.plan.settings import Coding, Notes, Settings
+from dsx.method.method import Method
+from dsx.outer.sideband import sideband_shape
+from dsx.plan.coding import coding_seconds
+from dsx.plan.link import ROUND_ONE_WAYS, Costs, Link
 from dsx.plan.timeline import Cost
 
 Ranks = Sequence[Sequence[Fragment]]
+Sizes = NDArray[np.int64]
+Counted = tuple[int, Rounds]
 
 
 def one_rank(fragmenter: Fragmenter, parameters: Sequence[ParameterShape]) -> list[list[Fragment]]:
@@ -35,141 +41,117 @@ def of_sizes(numels: Iterable[int]) -> list[list[Fragment]]:
     return [[Fragment(i, 0, (Slot(f"fragment.{i}", (1, n), 0),)) for i, n in enumerate(numels)]]
 
 
+class Share(NamedTuple):
+    """What a rank sends of a fragment; `ranks` of them send the same, `shard` is the first's."""
+
+    fragment: Fragment
+    shard: int = 0
+    ranks: int = 1
+
+
 class Load(NamedTuple):
-    """A fragment, as the ranks of a cluster send it: their parts, each so many times."""
+    """A fragment as the ranks of a cluster send it; `num_tensors` are those of the whole one."""
 
     stage: int
     id: int
-    parts: tuple[tuple[Parts, int], ...]
+    num_tensors: int
+    shares: tuple[Share, ...]
 
     @property
     def numel(self) -> int:
         """Elements of all ranks."""
-        return sum(count * parts.numel for parts, count in self.parts)
+        return sum(share.ranks * share.fragment.numel for share in self.shares)
 
 
-def loads_of(ranks: Ranks, coding: Coding) -> list[Load]:
-    """Return every fragment with its parts on all ranks, in the order of stages and numbers."""
+def loads_of(ranks: Ranks) -> list[Load]:
+    """Return every fragment with its shares on all ranks, in the order of stages and numbers."""
     names: dict[tuple[int, int], set[str]] = {}
+    shares: dict[tuple[int, int], list[Share]] = {}
     for fragments in ranks:
         for f in fragments:
-            names.setdefault((f.stage, f.id), set()).update(s.name for s in f.layout)
-    by_id: dict[tuple[int, int], list[tuple[Parts, int]]] = {key: [] for key in sorted(names)}
-    for fragments in ranks:
-        for f in fragments:
-            if f.numel:
-                key = (f.stage, f.id)
-                by_id[key].append((parts_of(f, coding, len(names[key])), 1))
-    return [Load(stage, id, tuple(parts)) for (stage, id), parts in by_id.items()]
+            key = (f.stage, f.id)
+            names.setdefault(key, set()).update(s.name for s in f.layout)
+            own = shares.setdefault(key, [])
+            own.append(Share(f, shard=len(own)))
+    return [
+        Load(*key, len(names[key]), tuple(s for s in shares[key] if s.fragment.numel))
+        for key in sorted(names)
+    ]
+
+
+def initial_rank(method: Method) -> int | None:
+    """Return the rank that low-rank factors start with, None without any."""
+    controlled = method.control.sync_params(method.sync_params, History(0)).rank
+    return controlled or getattr(method.compression, "rank", None)
 
 
 class Traffic:
-    """What every fragment sends, and what its coding takes: of a model, a coding, C clusters."""
+    """What every fragment sends, and what its coding takes: of a model, a method, C clusters.
 
-    def __init__(self, settings: Settings, loads: Sequence[Load], num_clusters: int) -> None:
+    `bytes_sent` are those of a usual transfer, by fragment and cluster.
+    """
+
+    def __init__(self, method: Method, loads: Sequence[Load], num_clusters: int) -> None:
         self.num_clusters = num_clusters
-        self._settings = settings
-        self.coding = settings.coding
+        self._method = method
+        self._rank = initial_rank(method)
         self.loads = list(loads)
         self.num_stages = len({load.stage for load in loads})
-        self.bytes_sent = [_bytes_of(load, settings, num_clusters) for load in loads]
-        self._line_bytes = [
-            line_bytes(load.parts, settings.coding, settings.notes, num_clusters) for load in loads
-        ]
-        self._has_notes = settings.notes != Notes()
+        usual = method.compression.usual_round
+        self._rounds = [self._rounds_of(load, usual) for load in loads]
+        self.bytes_sent = [rounds[:, :, 0].sum(axis=0).tolist() for rounds in self._rounds]
 
-    def beyond_usual(self, index: int, launches: int) -> list[int]:
-        """Return what each cluster sends beyond the usual in a fragment's first launches.
-
-        Low rank has dense rounds, and its first round in factors is cold; further cold ones, after
-        a controller has changed the rank, are not counted.
-        """
-        coding = self.coding
-        if coding.type != "low_rank":
-            return [0] * self.num_clusters
-        every = coding.full_round_every or launches + 1
-        numbers = range(1, launches + 1)
-        dense = sum(number <= coding.dense_rounds or number % every == 0 for number in numbers)
-        counts: dict[RoundKind, int] = {"dense": dense, "cold": int(dense < launches)}
-        beyond = [0] * self.num_clusters
-        for kind, count in counts.items():
-            sent = _bytes_of(self.loads[index], self._settings, self.num_clusters, kind)
-            for m, usual in enumerate(self.bytes_sent[index]):
-                beyond[m] += count * (sent[m] - usual)
-        return beyond
+    def sent_in(self, index: int, number: int) -> list[int]:
+        """Return what each cluster sends in a fragment's `number`-th launch, counted from 1."""
+        return self._rounds_of(self.loads[index], number)[:, :, 0].sum(axis=0).tolist()
 
     def cost(self, index: int, link: Link, costs: Costs) -> Cost:
-        """Return what a transfer of a fragment takes, on the rank with most of it."""
-        parts = [parts for parts, _ in self.loads[index].parts]
-        if not parts or self.num_clusters == 1:
+        """Return what a transfer of a fragment takes, on the rank with most of it.
+
+        Exchange rounds go one after another, and each ends with the cluster that sends or receives
+        most in it.
+        """
+        fragments = [share.fragment for share in self.loads[index].shares]
+        if not fragments or self.num_clusters == 1:
             return Cost(0.0, 0.0, 0.0)
-        largest = max(parts, key=lambda p: p.numel)
-        before, after = coding_seconds(largest, self.coding, self.num_clusters, costs)
-        swaps = _swaps(self.coding, self.num_clusters)
-        swaps += mean_swaps(self.num_clusters) * self._has_notes
-        swap_latency = SWAP_ONE_WAYS * link.latency_seconds
+        largest = max(fragments, key=lambda f: f.numel)
+        compression, rank = self._method.compression, self._rank or 0
+        before, after = coding_seconds(largest, compression, rank, self.num_clusters, costs)
+        held = int(self._rounds[index].max(axis=(1, 2)).sum())
+        num_rounds = len(self._rounds[index]) - 1  # beside the announcement
+        latency = ROUND_ONE_WAYS * link.latency_seconds
         return Cost(
-            before + swap_latency,  # of the announcement
-            self._line_bytes[index] / link.payload_bytes_per_second,
-            after + swaps * swap_latency,
+            before + latency,  # of the announcement
+            held / link.payload_bytes_per_second,
+            after + num_rounds * latency,
             costs.blocking_seconds_per_element * largest.numel,
         )
 
+    def _rounds_of(self, load: Load, number: int) -> Sizes:
+        """Return what a transfer's rounds take of all ranks: the announcement, codes, sideband.
 
-def _bytes_of(
-    load: Load, settings: Settings, num_clusters: int, round_kind: RoundKind = "warm"
-) -> list[int]:
-    """Return what each cluster sends of a fragment, over all of its ranks."""
-    total = [0] * num_clusters
-    for parts, count in load.parts:
-        sent = transfer_bytes(parts, settings.coding, settings.notes, num_clusters, round_kind)
-        for m, of_cluster in enumerate(sent):
-            total[m] += count * of_cluster
+        Bytes by round and cluster, sent and received.
+        """
+        launch, clusters = Launch(number, self._rank), self.num_clusters
+        headers, codes, beside = 0, list[Counted](), list[Counted]()
+        for fragment, shard, ranks in load.shares:
+            headers += ranks * HEADER_BYTES * (clusters - 1)
+            sent = self._method.compression.traffic(fragment, clusters, launch, shard)
+            codes.append((ranks, sent))
+            numel = sideband_shape(self._method, fragment, load.num_tensors, clusters).numel
+            if numel:
+                beside.append((ranks, exact_rounds(numel, clusters)))
+        announcement = np.full((1, clusters, 2), headers)
+        return np.concatenate(
+            [announcement, _together(codes, clusters), _together(beside, clusters)]
+        )
+
+
+def _together(kinds: Sequence[Counted], num_clusters: int) -> Sizes:
+    """Return the rounds of ranks that send at once, of each kind so many."""
+    longest = max((len(rounds) for _, rounds in kinds), default=0)
+    total = np.zeros((longest, num_clusters, 2), dtype=np.int64)
+    for count, rounds in kinds:
+        if rounds:
+            total[: len(rounds)] += count * np.array(rounds, dtype=np.int64)
     return total
-
-
-def mean_swaps(num_clusters: int) -> int:
-    """Return the swaps of an exact mean: none alone, one of two clusters, and of more two.
-
-    Two swap all they have; of more, slices go to their owners, and their means to all.
-    """
-    return min(num_clusters, 3) - 1
-
-
-def _swaps(coding: Coding, num_clusters: int) -> int:
-    """Return a codec's swaps: one after another, each waits for the one before."""
-    if coding.type == "dense":
-        return mean_swaps(num_clusters)
-    if coding.type == "low_rank":
-        return 4  # of either factor to its owner, and of its mean to all
-    return 1 if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO else 2
-
-
-def coding_seconds(
-    parts: Parts, coding: Coding, num_clusters: int, costs: Costs
-) -> tuple[float, float]:
-    """Return a transfer thread's seconds before its first byte leaves, and after the last came.
-
-    A copy, a sum and the guard's hash go at the speed of memory; the small rest is left out.
-    """
-    passes = 4 * parts.numel / costs.copy_bytes_per_second
-    if coding.type == "dense":
-        return passes, 3 * passes  # from the masters; a sum, divided, the hash
-    before, after = passes, 2 * passes
-    if coding.type == "low_rank":
-        rank_flops = sum(2 * m * n * min(coding.rank or 0, m, n) for m, n in parts.matrices)
-        before += rank_flops / costs.flops
-        after += 2 * rank_flops / costs.flops
-    wire = "int8" if coding.type == "top_k" else format_of(coding.wire).name
-    coded = 4 * sum(parts.runs)
-    if wire not in costs.formats:  # fp32 is a copy
-        return before + coded / costs.copy_bytes_per_second, after
-    speeds = costs.formats[wire]
-    has_feedback = coding.error_feedback != "none"
-    before += coded / (speeds.encode_with_feedback if has_feedback else speeds.encode)
-    if coding.type == "top_k" or num_clusters <= GATHERED_UP_TO:
-        return before, after + num_clusters * coded / speeds.decode
-    mean = costs.formats.get(coding.mean_wire, speeds)
-    own = coded / num_clusters
-    after += num_clusters * own / speeds.decode + own / mean.encode + coded / mean.decode
-    return before, after

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
 from dsx.core.exchange import to_all
 from dsx.core.membership import Seat
-from dsx.plan.link import SWAP_ONE_WAYS
+from dsx.plan.link import ROUND_ONE_WAYS
 from tests.distributed import run_distributed
 
 LATENCY, ROUNDS = 0.05, 5
@@ -82,4 +82,4 @@ def seconds_of_swaps() -> float:
 def test_a_swap_takes_two_one_way_latencies() -> None:
     for elapsed in run_distributed(seconds_of_swaps, 2):
         one_ways = elapsed / ROUNDS / LATENCY
-        assert SWAP_ONE_WAYS - 0.1 < one_ways < SWAP_ONE_WAYS + 0.9
+        assert ROUND_ONE_WAYS - 0.1 < one_ways < ROUND_ONE_WAYS + 0.9

@@ -1,4 +1,4 @@
-"""Who averages which factors: as even as can be, and as the planner has it."""
+"""Who averages which factors: as even as can be, and what passes in every swap."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import factor_owners
 from dsx.core.exchange import Exchange, ExchangeRound
 from dsx.core.membership import Seat
-from dsx.plan.payload import HEADERS_BYTES, line_bytes, parts_of
-from dsx.plan.settings import Coding, Notes
 from tests.compress.channels import correlated, drive, fragment_of
 
 RANK = 8
@@ -49,40 +47,31 @@ def test_a_transformers_layer_by_hand() -> None:
     "shards", [[LAYER], [LAYER * 3], [[(96, 64)]], [LAYER[:2], LAYER[2:]], [[(96, 64)]] * 2],
     ids=["layer", "three", "one matrix", "two ranks", "a matrix each"],
 )  # fmt: skip
-def test_the_planner_knows_how_long_swaps_of_factors_hold_the_line(
+def test_what_is_declared_passes_in_every_swap(
     shards: list[list[tuple[int, int]]], num_clusters: int
 ) -> None:
-    """A round ends with the cluster that sends or receives most, over all ranks of a cluster."""
-    coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0)
-    parts = [
-        (parts_of(fragment_of(*shapes, id=1 + shard), coding, 1), 1)
-        for shard, shapes in enumerate(shards)
-    ]
-    by_shard = [
-        swaps_of_second_round(shapes, shard, num_clusters) for shard, shapes in enumerate(shards)
-    ]
-    rounds = [  # per exchange round and cluster: sent and received by all ranks
-        [tuple(map(sum, zip(*ranks, strict=True))) for ranks in zip(*of_swap, strict=True)]
-        for of_swap in zip(*by_shard, strict=True)
-    ]
-    assert len(rounds) == 4
-    announced = len(shards) * HEADERS_BYTES * (num_clusters - 1)
-    measured = announced + sum(max(max(both) for both in round) for round in rounds)
-    assert line_bytes(parts, coding, Notes(), num_clusters) == measured
+    """A swap ends with the cluster that sends or receives most: a plan counts them one by one."""
+    method = LowRank(rank=RANK, min_saving=1.0)
+    for shard, shapes in enumerate(shards):
+        fragment = fragment_of(*shapes, id=1)
+        declared = method.traffic(fragment, num_clusters, Launch(2), shard)
+        assert len(declared) == 4
+        passed = swaps_of_second_round(shapes, shard, num_clusters)
+        assert [list(map(tuple, of_swap)) for of_swap in declared] == passed
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3])
 def test_what_travels_beside_factors_is_counted_once(num_clusters: int) -> None:
     """An embedding in codes and a bias: the same from every cluster, with the first round."""
     fragment = fragment_of((96, 80), (300, 8), (96,), names=["a", "embed", "bias"])
-    coding = Coding("low_rank", rank=RANK, max_rank=RANK, min_saving=1.0, exclude=("embed",))
+    method = LowRank(rank=RANK, min_saving=1.0, exclude=("embed",))
     alone = fragment_of((96, 80), names=["a"])
-    found, less = (
-        line_bytes([(parts_of(f, coding, 1), 1)], coding, Notes(), num_clusters)
-        for f in (fragment, alone)
-    )
+    found, less = (method.traffic(f, num_clusters, Launch(2)) for f in (fragment, alone))
+    assert len(found) == len(less) == 4 and found[1:] == less[1:]
     int4 = 300 * 8 // 2 + 2 * -(-300 * 8 // 64)
-    assert found - less == (num_clusters - 1) * (int4 + 2 * 96)
+    beside = (num_clusters - 1) * (int4 + 2 * 96)
+    for ours, theirs in zip(found[0], less[0], strict=True):
+        assert (ours.sent - theirs.sent, ours.received - theirs.received) == (beside, beside)
 
 
 def swaps_of_second_round(

@@ -60,10 +60,25 @@ def test_importing_dsx_imports_no_engine() -> None:
     assert out.stdout.strip() == "[]"
 
 
-def test_importing_dsx_or_its_command_imports_no_torch() -> None:
-    code = "import sys, dsx, dsx.cli, dsx.plan.predict; print('torch' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
+MODEL = "--megatron configs/qwen_107b.flags --clusters 2 --gbps 1 --gpu a800"
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["--help", f"plan {MODEL} --top 1", "memory configs/qwen_107b.flags --limit 40"],
+    ids=["help", "plan", "memory"],
+)
+def test_dsx_and_its_commands_that_plan_import_no_torch(arguments: str) -> None:
+    code = (
+        "import sys, dsx, dsx.plan.predict; from dsx.cli import app\n"
+        f"sys.argv[1:] = {arguments.split()!r}\n"
+        "try: app()\nfinally: print('torch imported:', 'torch' in sys.modules)"
+    )
+    run = [sys.executable, "-c", code]
+    out = subprocess.run(
+        run, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2]
+    )
+    assert out.stdout.splitlines()[-1] == "torch imported: False"
 
 
 def test_the_world_is_there_without_an_import_of_its_own() -> None:

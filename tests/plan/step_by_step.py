@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsx.plan.scenario import Scenario
+from dsx.plan.published.scenario import Scenario
 
 
 def utilization(scenario: Scenario, bits_per_second: float) -> float:

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
-import shlex
 import time
-from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -148,14 +144,3 @@ def test_a_thousand_layers_and_32_clusters_take_less_than_2_seconds(per_fragment
         "--layers-per-fragment", per_fragment, "--latency-seconds", "0.05",
     )  # fmt: skip
     assert time.process_time() - start < 2
-
-
-def test_the_readme_s_commands_print_what_it_says() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    section = readme.partition("## How fast must the line be?")[2].partition("\n## ")[0]
-    blocks = [dedent(block) for block in re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)]
-    command, needed, given = blocks[:3]
-    arguments = shlex.split(command.replace("\\\n", " "))[1:]
-    for further, printed in (([], needed), (["--gbps", "1"], given)):
-        result = CliRunner().invoke(app, [*arguments, *further])
-        assert [line.rstrip() for line in result.stdout.splitlines()] == printed.splitlines()

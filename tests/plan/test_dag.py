@@ -9,16 +9,20 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from dsx.plan.closed_forms import (
-    data_parallel_step_seconds,
-    diloco_round_seconds,
-    least_bits_per_second,
-    overlapped_round_seconds,
-)
+from dsx.plan.published.closed_forms import data_parallel_step_seconds, least_bits_per_second
 from dsx.plan.published.dag import elapsed_seconds, utilization
+from dsx.plan.published.scenario import (
+    Compute,
+    Granularity,
+    MethodName,
+    Pattern,
+    Scenario,
+    Sync,
+    Wire,
+)
 from dsx.plan.published.search import exactly
-from dsx.plan.scenario import Compute, Granularity, MethodName, Pattern, Scenario, Sync, Wire
 from tests.plan import step_by_step
+from tests.plan.closed_forms import diloco_round_seconds, overlapped_round_seconds
 
 METHODS: list[MethodName] = ["data_parallel", "diloco", "streaming"]
 PATTERNS: list[Pattern] = ["strided", "sequential"]

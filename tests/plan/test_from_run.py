@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.cli import app
+from dsx.config.schema import preset
 from dsx.method.fragments import WholeModel
 from dsx.plan.from_run import read_run
 from dsx.plan.link import Costs
 from dsx.plan.question import Given, read_question
-from dsx.plan.settings import Settings
 from dsx.plan.traffic import Traffic
 
 NUMEL = 4 * 12 * 256**2
@@ -132,12 +132,11 @@ def test_coding_is_planned_to_take_what_the_run_s_took(
 ) -> None:
     block: dict[str, Any] = {"type": "dense"}
     if wire != "fp32":
-        block = {"type": "quantized", "wire": wire, "error_feedback": "fp32", "exclude": []}
+        block = {"type": "quantized", "wire": wire, "error_feedback": "fp32"}
     write_run(tmp_path, 0, axes={"compression": block}, num_clusters=num_clusters)
     read = read_question(Given(from_run=tmp_path))
-    coding, question = read_run(tmp_path).coding, read.question
-    loads = question.model.loads(WholeModel(), coding)
-    traffic = Traffic(Settings("periodic", 10, coding=coding), loads, num_clusters)
+    method, question = preset("diloco", num_clusters, compression=block), read.question
+    traffic = Traffic(method, question.model.loads(WholeModel(), method.compression), num_clusters)
     cost = traffic.cost(0, question.link, question.costs)
     assert cost.before + cost.after == pytest.approx(0.5, rel=1e-3)
     (fact,) = [fact for fact in read.facts if fact.startswith("coding: the run's took 318 ns")]

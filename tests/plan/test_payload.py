@@ -18,7 +18,6 @@ from dsx.method.method import Method
 from dsx.plan.launches import launches_of
 from dsx.plan.link import Costs, Link
 from dsx.plan.predict import has_fixed_traffic, predict, run_bytes
-from dsx.plan.settings import settings_of
 from dsx.plan.traffic import Traffic, loads_of, one_rank
 
 LINK = Link(1e9, 0.01)
@@ -90,8 +89,7 @@ def assert_bytes_agree(method: Method, num_clusters: int, periods: int) -> None:
     """Compare the last of so many periods (the first ones may be dense, or iterate twice)."""
     ranks = one_rank(method.fragments, shapes_of(Net()))
     prediction = predict(method, ranks, STEP, LINK, num_clusters)
-    settings = settings_of(method)
-    traffic = Traffic(settings, loads_of(ranks, settings.coding), num_clusters)
+    traffic = Traffic(method, loads_of(ranks), num_clusters)
     steps = prediction.steps_per_round
     under_way = method.delay.steps + method.delay.rounds_under_way * steps
     events = events_of(method, num_clusters, periods * steps + under_way)
@@ -164,13 +162,12 @@ def test_a_controller_that_is_held_has_a_number() -> None:
 
 def test_measured_times_travel_with_the_transfers() -> None:
     method = method_of("cocodc", 3, schedule={"interval": 12})
-    settings = settings_of(method)
     ranks = one_rank(method.fragments, shapes_of(Net()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         events = events_of(method, 3, 14)
-    traffic = Traffic(settings, loads_of(ranks, settings.coding), 3)
-    assert settings.notes.by_cluster == 3
+    traffic = Traffic(method, loads_of(ranks), 3)
+    assert method.uses_seconds
     for cluster, own in enumerate(events):
         for event in own:
             assert event["bytes_sent"] == traffic.bytes_sent[event["fragment"]][cluster]
@@ -179,12 +176,11 @@ def test_measured_times_travel_with_the_transfers() -> None:
 @pytest.mark.parametrize("name", ["streaming_diloco", "cocodc", "dreamddp"])
 def test_fragments_leave_when_it_is_predicted(name: str) -> None:
     method = method_of(name, 2)
-    settings = settings_of(method)
     ranks = one_rank(method.fragments, shapes_of(Net()))
-    traffic = Traffic(settings, loads_of(ranks, settings.coding), 2)
+    traffic = Traffic(method, loads_of(ranks), 2)
     transfers = [traffic.cost(i, LINK, Costs()) for i in range(len(traffic.loads))]
-    launches = launches_of(settings, traffic, transfers, 1.0)
-    steps = settings.interval
+    launches = launches_of(method, traffic, transfers, 1.0)
+    steps = method.schedule.interval
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         events = events_of(method, 2, 4 * steps + 3)[0]

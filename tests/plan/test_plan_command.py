@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from textwrap import dedent
 from typing import Any
 
 import pytest
@@ -19,15 +17,15 @@ from dsx.cli import app
 from dsx.config.flags import read_flags
 from dsx.config.schema import load_config
 from dsx.core.types import Stage
+from dsx.method.choices import PRESETS
 from dsx.plan.candidates import Question, Search
 from dsx.plan.link import Link
 from dsx.plan.memory.plan import plan_stage
 from dsx.plan.model import from_files, from_sizes
 from dsx.plan.model_files import read_model
 from dsx.plan.offer import block_of, flags_of
+from dsx.plan.predict import at_interval
 from dsx.plan.ranking import best_of_each, harm, ranked
-from dsx.plan.recipes import RECIPES
-from dsx.plan.settings import settings_of
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "configs" / "qwen_107b.flags"
@@ -55,14 +53,14 @@ def test_every_candidate_is_what_its_block_and_its_flags_say() -> None:
     num_clusters = 5
     asked = question(num_clusters=num_clusters, memory_limit=8 * GIB)
     candidates = list(Search(asked).candidates())
-    assert {c.preset for c in candidates} == set(RECIPES)
+    assert {c.preset for c in candidates} == set(PRESETS)
     assert {c.is_state_on_host for c in candidates} == {True, False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for candidate in candidates:
             block = block_of(candidate, asked)
             config = load_config({"dsx": block})
-            assert settings_of(config.method) == candidate.settings
+            assert config.method == candidate.method
             assert (config.state.device == "host") == candidate.is_state_on_host
             assert config.clusters.num_clusters == num_clusters
             patience = config.clusters.deadline_seconds / candidate.prediction.transfer_seconds
@@ -84,11 +82,9 @@ def test_the_target_comes_first_then_the_least_harm() -> None:
 def test_a_smaller_h_no_delay_and_finer_codes_harm_less() -> None:
     candidates = list(Search(question()).candidates())
     by_name = {(c.preset, c.codec.name): c for c in candidates}
-    at_100 = {
-        key: replace(c, settings=replace(c.settings, interval=100)) for key, c in by_name.items()
-    }
+    at_100 = {key: replace(c, method=at_interval(c.method, 100)) for key, c in by_name.items()}
     first = at_100["diloco", "fp32"]
-    assert harm(first) < harm(replace(first, settings=first.settings.at(101)))
+    assert harm(first) < harm(replace(first, method=at_interval(first.method, 101)))
     assert harm(first) < harm(at_100["diloco", "int8"]) < harm(at_100["diloco", "int4"])
     assert harm(first) < harm(at_100["eager", "fp32"]) < harm(at_100["diloco_delayed", "fp32"])
     assert harm(at_100["diloco_delayed", "int4"]) < harm(at_100["dilocox", "low rank"])
@@ -102,10 +98,9 @@ def test_each_takes_the_least_interval_that_reaches_the_target() -> None:
             assert candidate.interval == asked.max_interval
             continue
         allowed = [h for h in asked.intervals if h < candidate.interval]
-        if not allowed or candidate.recipe.is_overlapped:
+        if not allowed or candidate.method.delay.steps:
             continue
-        settings = candidate.settings.at(allowed[-1])
-        less = search.predict(candidate.recipe, candidate.num_fragments, settings)
+        less = search.predict(at_interval(candidate.method, allowed[-1]))
         assert less.utilization < asked.target
 
 
@@ -127,9 +122,8 @@ def test_memory_is_that_of_dsx_memory() -> None:
             warnings.simplefilter("ignore")
             config = load_config({"dsx": block_of(candidate, asked)})
         real = plan_stage(files.model, files.cluster, Stage(0, 10), config, files.batch)
-        is_on_host = candidate.is_state_on_host
-        assert candidate.memory.on_host(is_on_host) == pytest.approx(real.outer_on_host, rel=0.02)
-        assert candidate.memory.on_device(is_on_host) == real.outer_on_device == 0
+        assert candidate.on_host == pytest.approx(real.outer_on_host, rel=0.02)
+        assert candidate.on_device == real.outer_on_device == 0
         assert asked.model.inner_bytes == real.inner.total
 
 
@@ -266,7 +260,7 @@ def test_what_is_no_measured_line_is_said(tmp_path: Path, record: str) -> None:
         ([*SIZES, *STEP, "--link", "nowhere.json"], "no file at nowhere.json"),
         ([*SIZES, *STEP, "--gbps", "1", "--link", "x"], "give the line twice"),
         (["--params", "1e9", "--gbps", "1"], "--params needs --layers N"),
-        (["--from-run", "nowhere"], "nowhere holds no metrics.jsonl"),
+        (["--from-run", "nowhere"], "no run directory at nowhere"),
         ([*SIZES[:-1], "1", *STEP, "--gbps", "1"], "clusters=1 must be 2 to"),
     ],
 )
@@ -276,24 +270,9 @@ def test_mistakes_end_with_one_line(arguments: list[str], message: str) -> None:
     assert message in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_the_example_of_the_readme_prints_what_it_says() -> None:
-    readme = (ROOT / "README.md").read_text()
-    section = readme.partition("`dsx plan` asks the other way")[2].partition("\n## ")[0]
-    blocks = [dedent(block) for block in re.findall(r"(?:^    .*\n)+", section, re.MULTILINE)]
-    command, printed = blocks[:2]
-    result = CliRunner().invoke(app, shlex.split(command.replace("\\\n", " "))[1:])
-    assert result.exit_code == 0, result.output
-    lines = [line.rstrip() for line in result.stdout.splitlines() if line.strip()]
-    for line, expected in zip(lines, printed.splitlines(), strict=True):
-        if expected.endswith("..."):
-            assert line.startswith(expected.removesuffix("..."))
-        else:
-            assert line == expected
-
-
 def test_a_thousand_layers_and_thirty_two_clusters_take_no_two_seconds() -> None:
     sizes = "--params 1e12 --layers 1000 --hidden 8192 --gpus-per-cluster 128 --clusters 32"
     started = time.process_time()
     found = answer(*sizes.split(), "--step-seconds", "60", "--gbps", "10", "--latency-ms", "40")
     assert time.process_time() - started < 2
-    assert len(found["candidates"]) == len(RECIPES)
+    assert len(found["candidates"]) == len(PRESETS)

@@ -9,28 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.plan.closed_forms import data_parallel_step_seconds
+from dsx.config.schema import preset
+from dsx.method.control.adaptive_rank import AdaptiveRank
+from dsx.method.method import Method
 from dsx.plan.link import PAYLOAD_SHARE, Costs, Link, read_codec_figures, wire_bytes
-from dsx.plan.predict import fitting_interval, predict
+from dsx.plan.predict import at_interval, data_parallel, fitting_interval, predict
+from dsx.plan.published.closed_forms import data_parallel_step_seconds
 from dsx.plan.published.dag import elapsed_seconds
-from dsx.plan.scenario import Compute, Scenario, Sync, Wire
-from dsx.plan.settings import DATA_PARALLEL, Coding, Notes, Settings
-from dsx.plan.timeline import Cost, SharedLine
+from dsx.plan.published.scenario import Compute, Scenario, Sync, Wire
+from dsx.plan.timeline import Cost, SharedLink
 from dsx.plan.traffic import of_sizes
 
 FREE = Costs(formats={}, copy_bytes_per_second=1e30)
-BLOCKING = Settings("periodic", 20)
-LATE = Settings("periodic", 20, rounds_late=1)
-STREAMING = Settings("streaming", 20, overlap_steps=2)
+BLOCKING = preset("diloco", schedule={"interval": 20})
+LATE = preset("diloco_delayed", schedule={"interval": 20})
+STREAMING = preset("streaming_diloco", schedule={"interval": 20})
+ADAPTIVE = preset("cocodc", schedule={"interval": 20})
 SIZES = [1_000_000] * 4
-ALL_SETTINGS = [
-    BLOCKING,
-    LATE,
-    STREAMING,
-    Settings("adaptive", 20, overlap_steps=2),
-    Settings("layerwise", 4),
-    DATA_PARALLEL,
-]
+METHODS = {
+    "blocking": BLOCKING,
+    "late": LATE,
+    "streaming": STREAMING,
+    "adaptive": ADAPTIVE,
+    "layerwise": preset("dreamddp", schedule={"interval": 4}),
+}
 
 
 def line_of(seconds: float, numel: int, num_clusters: int = 2) -> Link:
@@ -65,20 +67,20 @@ def test_latency_and_coding_take_their_time() -> None:
         predict(BLOCKING, of_sizes(sizes), 1.0, x, 3, FREE) for x in (line_of(5.0, 10**6), late)
     ]
     assert three[1].round_seconds == pytest.approx(three[0].round_seconds + 3 * 2 * 0.5)
-    noted = replace(BLOCKING, notes=Notes(by_cluster=3))
+    noted = replace(BLOCKING, control=AdaptiveRank(4, max_rank=4))  # whose measurements travel
     found = predict(noted, of_sizes(sizes), 1.0, late, 2, FREE)
     assert found.round_seconds == pytest.approx(base.round_seconds + 3 * 2 * 0.5, rel=1e-4)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, slow)
     assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 1.0)
 
 
-def scenario_of(settings: Settings, layers: int) -> Scenario:
+def scenario_of(method: Method, layers: int) -> Scenario:
     """Return the DAG's counterpart, with fragments that leave as a whole."""
-    is_streaming = settings.schedule == "streaming"
-    overlap = settings.interval if settings.rounds_late else settings.overlap_steps
+    is_streaming, interval = method.schedule.takes_turns, method.schedule.interval
+    overlap = interval if method.delay.rounds_under_way else method.delay.steps
     sync = Sync(
         "streaming" if is_streaming else "diloco",
-        settings.interval,
+        interval,
         overlap,
         granularity="fragment",
         layers_per_fragment=1 if is_streaming else 3,
@@ -86,13 +88,13 @@ def scenario_of(settings: Settings, layers: int) -> Scenario:
     return Scenario(Compute(sum(SIZES), layers, 1.0), sync, Wire(32, 2), rounds=200)
 
 
-@pytest.mark.parametrize("settings", [BLOCKING, LATE, STREAMING])
+@pytest.mark.parametrize("method", [BLOCKING, LATE, STREAMING], ids=["now", "late", "streaming"])
 @pytest.mark.parametrize("seconds", [1.0, 7.0, 18.0])
-def test_as_the_dag_where_nothing_is_shared(settings: Settings, seconds: float) -> None:
+def test_as_the_dag_where_nothing_is_shared(method: Method, seconds: float) -> None:
     line = line_of(seconds, sum(SIZES))
-    scenario = scenario_of(settings, len(SIZES))
+    scenario = scenario_of(method, len(SIZES))
     by_dag = float(elapsed_seconds(scenario, np.array([line.bits_per_second]))[0]) / 200
-    found = predict(settings, of_sizes(SIZES), 1.0, line, 2, FREE)
+    found = predict(method, of_sizes(SIZES), 1.0, line, 2, FREE)
     assert found.round_seconds == pytest.approx(by_dag, rel=0.01)
 
 
@@ -101,32 +103,33 @@ def test_a_large_fragment_that_shares_the_line_ends_later_than_before_it() -> No
 
     A FIFO would end it at 2.9 and lose 0.9 s; sharing with 0.5 s of the small one ends it at 3.4.
     """
-    settings, sizes = Settings("streaming", 4, overlap_steps=2), [500_000, 2_900_000]
-    found = predict(settings, of_sizes(sizes), 1.0, line_of(3.4, sum(sizes)), 2, FREE)
+    method, sizes = at_interval(STREAMING, 4), [500_000, 2_900_000]
+    found = predict(method, of_sizes(sizes), 1.0, line_of(3.4, sum(sizes)), 2, FREE)
     assert found.exposed_seconds == pytest.approx(1.4, rel=1e-3)
 
 
 def test_a_full_line_is_as_slow_however_it_is_shared() -> None:
-    settings = Settings("streaming", 4, overlap_steps=2)
-    found = predict(settings, of_sizes(SIZES), 1.0, line_of(7.2, sum(SIZES)), 2, FREE)
+    method = at_interval(STREAMING, 4)
+    found = predict(method, of_sizes(SIZES), 1.0, line_of(7.2, sum(SIZES)), 2, FREE)
     assert found.round_seconds == pytest.approx(7.2, rel=1e-3)
 
 
 def test_data_parallel_is_the_closed_form() -> None:
     line = Link(1e9, payload_share=1)
-    found = predict(DATA_PARALLEL, of_sizes(SIZES), 0.1, line, 2, FREE)
+    found = data_parallel(SIZES, 2, 0.1, line)
     layer_seconds = 4 * SIZES[0] * 8 / 1e9
     compute = Compute(sum(SIZES), 4, 0.1)
     assert found.round_seconds == pytest.approx(data_parallel_step_seconds(compute, layer_seconds))
 
 
-@pytest.mark.parametrize("settings", ALL_SETTINGS, ids=lambda s: f"{s.schedule} {s.rounds_late}")
-def test_a_better_line_never_harms_and_bits_are_conserved(settings: Settings) -> None:
-    found = [
-        predict(settings, of_sizes(SIZES), 0.2, Link(10**exponent, 0.01), 3)
-        for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 12)
-    ]
-    if settings.schedule != "adaptive":  # which sends more over a better line
+@pytest.mark.parametrize("name", [*METHODS, "data parallel"])
+def test_a_better_line_never_harms_and_bits_are_conserved(name: str) -> None:
+    links = [Link(10**exponent, 0.01) for exponent in (7, 7.5, 8, 8.5, 9, 9.5, 12)]
+    if name in METHODS:
+        found = [predict(METHODS[name], of_sizes(SIZES), 0.2, link, 3) for link in links]
+    else:
+        found = [data_parallel(SIZES, 3, 0.2, link) for link in links]
+    if name != "adaptive":  # which sends more over a better line
         assert [f.round_seconds for f in found] == sorted(
             (f.round_seconds for f in found), reverse=True
         )
@@ -148,20 +151,21 @@ def test_a_stages_transfers_share_the_line_and_take_turns() -> None:
 
 def test_adaptive_sends_as_often_as_gamma_allows() -> None:
     line = line_of(4 * 1.25, sum(SIZES))  # gamma H Tc / Ts = 0.4 * 20 / 1.25
-    found = predict(Settings("adaptive", 20, overlap_steps=2), of_sizes(SIZES), 1.0, line, 2, FREE)
+    found = predict(ADAPTIVE, of_sizes(SIZES), 1.0, line, 2, FREE)
     assert found.transmissions == 6
     assert found.bytes_per_round == pytest.approx(1.5 * 4 * sum(SIZES), rel=1e-4)
 
 
-@pytest.mark.parametrize("settings", [BLOCKING, LATE, STREAMING], ids=["now", "late", "streaming"])
-def test_the_least_interval_fits_and_the_next_less_does_not(settings: Settings) -> None:
+@pytest.mark.parametrize("method", [BLOCKING, LATE, STREAMING], ids=["now", "late", "streaming"])
+def test_the_least_interval_fits_and_the_next_less_does_not(method: Method) -> None:
     line, ranks = line_of(33.0, sum(SIZES)), of_sizes(SIZES)
-    target = 1.0 if settings is LATE else 0.9
-    least = fitting_interval(settings, ranks, 1.0, line, 2, target)
+    target = 1.0 if method is LATE else 0.9
+    least = fitting_interval(method, ranks, 1.0, line, 2, target)
     assert least is not None
-    reached = [predict(settings.at(h), ranks, 1.0, line, 2).utilization for h in (least - 1, least)]
+    tried = [at_interval(method, h) for h in (least - 1, least)]
+    reached = [predict(each, ranks, 1.0, line, 2).utilization for each in tried]
     assert reached[0] < target <= reached[1] + 1e-6
-    if settings is LATE:
+    if method is LATE:
         assert least == 34  # and some bytes of headers
 
 
@@ -184,7 +188,7 @@ def test_intervals_up_to_a_million_are_found(seconds: float) -> None:
 )
 def test_a_shared_line_against_small_steps(sent: list[tuple[float, float]], after: float) -> None:
     sent = sorted(sent)
-    line = SharedLine(len(sent))
+    line = SharedLink(len(sent))
     numbers = [
         line.launch(at, fragment, Cost(0.1, seconds, after))
         for fragment, (at, seconds) in enumerate(sent)
@@ -203,7 +207,7 @@ def test_a_shared_line_against_small_steps(sent: list[tuple[float, float]], afte
 
 
 def test_transfers_of_one_fragment_come_one_after_another() -> None:
-    line = SharedLine(1)
+    line = SharedLink(1)
     numbers = [line.launch(at, 0, Cost(1.0, 2.0, 1.0)) for at in (0.0, 1.0, 20.0)]
     assert [line.end(number) for number in numbers] == [4.0, 8.0, 24.0]
 
@@ -220,9 +224,9 @@ def test_measured_codecs_replace_the_table() -> None:
     assert costs.formats["int4"].encode == 2e9
     assert costs.formats["int8"] == Costs().formats["int8"]
     assert costs.copy_bytes_per_second == 9e9
-    settings = Settings("periodic", 10, coding=Coding("quantized"))
-    slow = predict(settings, of_sizes(SIZES), 1.0, Link(1e12), 2, costs)
-    fast = predict(settings, of_sizes(SIZES), 1.0, Link(1e12), 2)
+    method = preset("diloco", compression={"type": "quantized"})
+    slow = predict(method, of_sizes(SIZES), 1.0, Link(1e12), 2, costs)
+    fast = predict(method, of_sizes(SIZES), 1.0, Link(1e12), 2)
     assert slow.round_seconds > fast.round_seconds
 
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dsx.plan.closed_forms import (
-    num_transmissions,
-    overlap_ratio,
-    tokens_per_second,
-    transfer_seconds,
-)
+from dsx.core.types import History, SyncParams
+from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
+from dsx.plan.published.closed_forms import transfer_seconds
 from dsx.plan.published.dag import utilization
+from dsx.plan.published.scenario import Compute, Scenario, Sync, Wire
 from dsx.plan.published.search import on_paper_grid
-from dsx.plan.scenario import Compute, Scenario, Sync, Wire
+from tests.plan.closed_forms import overlap_ratio, tokens_per_second
 
 TARGETS = [50, 80, 90, 95, 99]
 ONE = Compute(1e9, 24, 0.1)
@@ -75,9 +73,14 @@ def test_co2_table_8(steps: int, percent: float) -> None:
     assert 100 * reached == pytest.approx(percent, abs=0.5)
 
 
-def test_cocodc_sends_eight_fragments() -> None:
-    assert num_transmissions(100, 4, gamma=0.4, step_seconds=1.0, fragment_seconds=5.0) == 8
-    assert num_transmissions(100, 4, gamma=0.4, step_seconds=1.0, fragment_seconds=50.0) == 4
+@pytest.mark.parametrize(("fragment_seconds", "sent"), [(5.0, 8), (50.0, 4)])
+def test_cocodc_sends_eight_fragments(fragment_seconds: float, sent: int) -> None:
+    schedule = AdaptiveTransmission(
+        100, gamma=0.4, step_seconds=1.0, transfer_seconds=fragment_seconds
+    )
+    history = History(4, rounds=[1] * 4)
+    schedule.advance(history, SyncParams(100))
+    assert history.plan["transmissions"] == sent
 
 
 def test_dilocox_throughput_formula() -> None:

@@ -29,10 +29,8 @@ from dsx.bench.testbed import MAX_CLUSTERS, Line, Testbed
 from dsx.core.types import ParameterShape
 from dsx.method.choices import PRESETS
 from dsx.plan.link import Link, wire_bytes
-from dsx.plan.predict import predict
-from dsx.plan.scenario import require_number
-from dsx.plan.settings import DATA_PARALLEL
-from dsx.plan.traffic import of_sizes
+from dsx.plan.predict import data_parallel
+from dsx.plan.published.scenario import require_number
 
 _CEILING_PERIOD = 10  # steps
 _CEILING_SECONDS = 6.0  # before a block and after it
@@ -298,10 +296,8 @@ class Bench:
         self._tell("  data parallel: timed")
         whole = self._run("data_parallel_lifted", "data_parallel", steps)
         step_seconds = timed.step_seconds(1)
-        predicted = predict(
-            DATA_PARALLEL, of_sizes([self._numel]), ceiling, _link_of(line),
-            self._options.num_clusters,
-        )  # fmt: skip
+        clusters = self._options.num_clusters
+        predicted = data_parallel([self._numel], clusters, ceiling, _link_of(line))
         sent = timed.clusters[0]["steps"]
         return Row(
             ratio=self._ratio,

@@ -7,23 +7,22 @@ at the speeds of README's table.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from dsx.config.schema import preset
 from dsx.method.fragments import WholeModel
 from dsx.plan.link import Link
 from dsx.plan.model import from_sizes
-from dsx.plan.predict import fitting_interval, predict
+from dsx.plan.predict import at_interval, fitting_interval, predict
+from dsx.plan.published.scenario import Compute
 from dsx.plan.published.search import require_target
-from dsx.plan.scenario import Compute
-from dsx.plan.settings import Coding, Settings
 from dsx.plan.traffic import one_rank
 
-_INT4 = Coding("quantized", wire="int4", error_feedback="fp32")
-METHODS = {
-    "diloco, fp32": Settings("periodic", 1),
-    "one round late (eager, diloco_delayed), fp32": Settings("periodic", 1, rounds_late=1),
-    "one round late (eager, diloco_delayed), int4": Settings(
-        "periodic", 1, rounds_late=1, coding=_INT4
-    ),
+_INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "diloco, fp32": ("diloco", {}),
+    "one round late (eager, diloco_delayed), fp32": ("diloco_delayed", {}),
+    "one round late (eager, diloco_delayed), int4": ("diloco_delayed", {"compression": _INT4}),
 }
 
 
@@ -56,13 +55,14 @@ def plans(model: Model, clusters: int, bits_per_second: float, latency: float) -
     ranks = one_rank(WholeModel(), shapes)
     link = Link(bits_per_second, latency, payload_share=1)
     found: list[Plan] = []
-    for method, settings in METHODS.items():
+    for name, (row, choices) in METHODS.items():
+        method = preset(row, clusters, **choices)
         interval = fitting_interval(
-            settings, ranks, model.step_seconds, link, clusters, model.target / 100
+            method, ranks, model.step_seconds, link, clusters, model.target / 100
         )
         gives = None
         if interval is not None:
-            at = settings.at(interval)
+            at = at_interval(method, interval)
             gives = predict(at, ranks, model.step_seconds, link, clusters).utilization
-        found.append(Plan(method, interval, gives))
+        found.append(Plan(name, interval, gives))
     return found

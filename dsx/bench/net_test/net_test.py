@@ -31,10 +31,10 @@ from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
+from dsx.compress.slices import exact_rounds
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
-from dsx.plan.link import SWAP_ONE_WAYS
-from dsx.plan.traffic import mean_swaps
+from dsx.plan.link import ROUND_ONE_WAYS
 
 _FIRST_BYTES = 64 * 1024
 _MOST_BYTES = 512 * 2**20
@@ -120,7 +120,7 @@ class _Line:
         for round in exchange:
             group.run(round, label)
         elapsed = time.perf_counter() - started
-        one_ways = mean_swaps(self.seat.num_clusters) * SWAP_ONE_WAYS
+        one_ways = len(exact_rounds(1, self.seat.num_clusters)) * ROUND_ONE_WAYS
         return self._less_latency(max(self._agree(label, elapsed)), one_ways)
 
     def _transfer(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from dsx.comm.multistream import MAX_STREAMS
-from dsx.plan.scenario import require_number
+from dsx.plan.published.scenario import require_number
 
 
 @dataclass(frozen=True)

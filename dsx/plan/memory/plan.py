@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-
 from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
@@ -44,8 +42,7 @@ class RankMemory:
     @property
     def outer_on_host(self) -> int:
         """Bytes of outer training in host memory."""
-        outer = self.outer
-        return outer.total if self.is_state_on_host else outer.codec + outer.transfers
+        return self.outer.on_host(self.is_state_on_host)
 
     @property
     def on_device(self) -> int:
@@ -154,7 +151,7 @@ def _matrix_gathers(
     compression = config.method.compression
     if not compression.needs_whole_matrices:
         layouts, rank = [layouts[rank]], 0
-    return plan_gathers(layouts, rank, compression.takes, torch.device("meta"))
+    return plan_gathers(layouts, rank, compression.takes, None)
 
 
 def _largest(config: DsxConfig, layouts: Sequence[Sequence[Fragment]]) -> int:

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from dsx.plan.scenario import Scenario
+from dsx.plan.published.scenario import Scenario
 
 Array = NDArray[np.float64]
 

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from dsx.plan.closed_forms import least_bits_per_second
+from dsx.plan.published.closed_forms import least_bits_per_second
 from dsx.plan.published.dag import elapsed_seconds, utilization
-from dsx.plan.scenario import Scenario
+from dsx.plan.published.scenario import Scenario
 
 PAPER_GRID_GBPS = np.logspace(-1, 3, 50)
 _TOLERANCE = 1e-6

@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dsx.core.units import format_bytes
-from dsx.plan.closed_forms import transfer_seconds
+from dsx.plan.published.closed_forms import transfer_seconds
 from dsx.plan.published.dag import elapsed_seconds
+from dsx.plan.published.scenario import Scenario, require_number
 from dsx.plan.published.search import exactly, on_paper_grid, require_target
-from dsx.plan.scenario import Scenario, require_number
 
 DEFAULT_TARGETS = "50,80,90,95,99"
 _DAY = 86400.0

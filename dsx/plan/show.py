@@ -12,14 +12,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dsx.compress.low_rank import LowRank
 from dsx.config.files import require_place
 from dsx.core.units import format_bytes
+from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.candidates import Candidate, Question, Search
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
 from dsx.plan.ranking import best_of_each, harm, ranked
 
-_SCALES_WITH_H = ("periodic", "streaming")  # others would send more in a longer period
+_SCALES_WITH_H = (Periodic, Streaming)  # others would send more in a longer period
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ def _print_table(
     for heading in (*first, "sent per\nday", "outer\nmemory", "least\nGbit/s", "harm"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        found, device, host = row.prediction, *_placed(row)
+        found, device, host = row.prediction, row.on_device, row.on_host
         least = search.least_bits_per_second(row)
         table.add_row(
             row.preset,
@@ -135,8 +137,14 @@ def _print_table(
     )
     if any(not row.is_fitting for row in rows):
         _say(console, "(!) beyond --memory-limit even with outer state on the host")
-    if any(row.recipe.is_low_rank for row in rows):
-        _say(console, "dilocox sends its first 5 rounds in int4, and moves H and the rank later")
+    for row in rows:
+        codec = row.method.compression
+        if isinstance(codec, LowRank) and codec.dense_rounds:
+            moves = ", and moves H and the rank later" if row.codec.rank else ""
+            rounds = f"{row.preset} sends its first {codec.dense_rounds} rounds in {codec.wire}"
+            _say(console, rounds + moves)
+    for reason in search.left_out:
+        _say(console, reason)
 
 
 def _print_offer(best: Candidate, question: Question, console: Console) -> None:
@@ -166,7 +174,7 @@ def _what_would(search: Search, candidates: Sequence[Candidate]) -> list[str]:
         lines.append(
             f"- a line of {rate / 1e9:.3g} Gbit/s: {row.preset}, H={row.interval}, {_codec(row)}"
         )
-    plain = [row for row in best_of_each(fitting) if row.settings.schedule in _SCALES_WITH_H]
+    plain = [r for r in best_of_each(fitting) if isinstance(r.method.schedule, _SCALES_WITH_H)]
     waits = [(search.least_interval(row), row) for row in plain]
     longer = [(interval, row) for interval, row in waits if interval is not None]
     if longer:
@@ -191,27 +199,27 @@ def _record(read: Read, search: Search, rows: Sequence[Candidate]) -> dict[str, 
         "facts": read.facts,
         "data_parallel_utilization": search.data_parallel().utilization,
         "candidates": [_candidate(row, search) for row in rows],
+        "left_out": search.left_out,
         "is_target_reached": _meets(rows[0], question),
     }
 
 
 def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
-    device, host = _placed(row)
     least = search.least_bits_per_second(row)
     block = block_of(row, search.question)
     return {
         "preset": row.preset,
         "interval": row.interval,
         "num_fragments": row.num_fragments,
-        "overlap_steps": row.settings.overlap_steps,
-        "rounds_late": row.settings.rounds_late,
+        "overlap_steps": row.method.delay.steps,
+        "rounds_late": row.method.delay.rounds_under_way,
         "codec": row.codec.name,
-        "rank": row.settings.coding.rank,
+        "rank": row.rank,
         **row.prediction.as_json(),
         "bytes_per_day": row.bytes_per_day,
-        "outer_memory": asdict(row.memory),
-        "outer_bytes_on_device": device,
-        "outer_bytes_on_host": host,
+        "outer_memory": {**vars(row.memory), "contributions": row.contributions},
+        "outer_bytes_on_device": row.on_device,
+        "outer_bytes_on_host": row.on_host,
         "is_fitting": row.is_fitting,
         "min_gbps": None if least is None else least / 1e9,
         "harm": harm(row),
@@ -220,24 +228,18 @@ def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
     }
 
 
-def _placed(row: Candidate) -> tuple[int, int]:
-    memory, is_on_host = row.memory, row.is_state_on_host
-    return memory.on_device(is_on_host), memory.on_host(is_on_host)
-
-
 def _meets(row: Candidate, question: Question) -> bool:
     return row.is_fitting and row.prediction.utilization >= question.target
 
 
 def _delay(row: Candidate) -> str:
-    if row.settings.rounds_late:
+    if row.method.delay.rounds_under_way:
         return "round"
-    return str(row.settings.overlap_steps)
+    return str(row.method.delay.steps)
 
 
 def _codec(row: Candidate) -> str:
-    rank = row.settings.coding.rank
-    return row.codec.name if rank is None else f"rank {rank}"
+    return row.codec.name if row.rank is None else f"rank {row.rank}"
 
 
 def _say(console: Console, text: str) -> None:

@@ -93,13 +93,13 @@ def plan(
     """
     from rich.console import Console
 
-    from dsx.plan import question, show_plan
+    from dsx.plan import question, show
 
     given = question.Given(
         from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
         memory_limit, max_interval,
     )  # fmt: skip
-    outputs = show_plan.Outputs(top, json, json_file, plot)
-    if not show_plan.show_plan(question.read_question(given), outputs, Console()):
+    outputs = show.Outputs(top, json, json_file, plot)
+    if not show.show_plan(question.read_question(given), outputs, Console()):
         raise typer.Exit(1)

@@ -92,7 +92,7 @@ def simulate(
     """
     from rich.console import Console
 
-    from dsx.plan import scenario as given
+    from dsx.plan.published import scenario as given
     from dsx.plan.published import show
 
     given.require_number("overlap_steps", overlap_steps, 0, 10**6)

@@ -1,0 +1,83 @@
+"""What coding takes of a transfer's thread: of a codec's choices, at the speeds of one core.
+
+`dsx plan --from-run` takes the speed of a run's own codec from what its coding took.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dsx.compress.base import Compressor, Dense
+from dsx.compress.low_rank import LowRank
+from dsx.compress.owners import two_sides
+from dsx.compress.quantized import Quantized
+from dsx.compress.slices import GATHERED_UP_TO
+from dsx.compress.top_k import TopK
+from dsx.core.types import Fragment, Slot, runs_of
+from dsx.plan.link import Costs
+
+_NUMEL = 10**6  # of the transfer whose coding is compared
+
+
+def coding_seconds(
+    fragment: Fragment, compression: Compressor, rank: int, num_clusters: int, costs: Costs
+) -> tuple[float, float]:
+    """Return a transfer thread's seconds before its first byte leaves, and after the last came.
+
+    A copy, a sum and the parity check's hash go at the speed of memory; the small rest is left out.
+    Of a codec that came from outside, whose speed is not known, they are all that is counted.
+    """
+    passes = 4 * fragment.numel / costs.copy_bytes_per_second
+    if not isinstance(compression, (Quantized, TopK)):
+        return passes, 3 * passes  # from the masters; a sum, divided, the hash
+    before, after, runs = passes, 2 * passes, fragment.coded_runs
+    if isinstance(compression, LowRank):
+        taken, rest = compression.split(fragment)
+        runs = runs_of(rest)
+        flops = sum(2 * m * n * min(rank, m, n) for m, n in map(two_sides, taken))
+        before += flops / costs.flops
+        after += 2 * flops / costs.flops
+    coded = 4 * sum(stop - start for start, stop in runs)
+    wire = "int8" if isinstance(compression, TopK) else compression.wire
+    if wire not in costs.formats:  # fp32 is a copy
+        return before + coded / costs.copy_bytes_per_second, after
+    speeds = costs.formats[wire]
+    has_feedback = compression.error_feedback != "none"
+    before += coded / (speeds.encode_with_feedback if has_feedback else speeds.encode)
+    if isinstance(compression, TopK) or num_clusters <= GATHERED_UP_TO:
+        return before, after + num_clusters * coded / speeds.decode
+    mean = costs.formats.get(compression.mean_wire, speeds)
+    own = coded / num_clusters
+    after += num_clusters * own / speeds.decode + own / mean.encode + coded / mean.decode
+    return before, after
+
+
+def slowdown_of(
+    compression: Compressor, num_clusters: int, seconds_per_element: float, costs: Costs
+) -> float | None:
+    """Return how many times as long a run's coding took as `costs` say.
+
+    None for codecs whose seconds depend on more than elements: factors, and picked ones.
+    """
+    if type(compression) not in (Dense, Quantized):
+        return None
+    fragment = Fragment(0, 0, (Slot("run", (1, _NUMEL), 0),))
+    planned = sum(coding_seconds(fragment, compression, 0, num_clusters, costs))
+    return seconds_per_element * _NUMEL / planned
+
+
+def slowed(costs: Costs, compression: Compressor, slowdown: float) -> Costs:
+    """Return `costs` with that codec, and the copies and sums beside it, so much slower."""
+    formats = dict(costs.formats)
+    is_coded = isinstance(compression, Quantized)
+    for wire in {compression.wire, compression.mean_wire} if is_coded else ():
+        if wire in formats:
+            speeds = formats[wire]
+            formats[wire] = replace(
+                speeds,
+                encode=speeds.encode / slowdown,
+                decode=speeds.decode / slowdown,
+                encode_with_feedback=speeds.encode_with_feedback / slowdown,
+            )
+    copies = costs.copy_bytes_per_second / slowdown
+    return replace(costs, formats=formats, copy_bytes_per_second=copies)

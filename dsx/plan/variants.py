@@ -1,0 +1,127 @@
+"""What a plan varies of a preset: the number of fragments, the codec; and what that costs.
+
+Presets are those that are registered, each as it stands; another one is planned for alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from dsx.compress.base import Compressor, Dense
+from dsx.compress.low_rank import LowRank
+from dsx.compress.quantized import Quantized
+from dsx.method.choices import AXES
+from dsx.method.fragments import ByLayer
+from dsx.method.method import Method
+from dsx.method.outer_optimizer import SGD, Momentum, NoOuterStep
+from dsx.method.schedule.periodic import Streaming
+
+MOST_LAYERWISE = 64  # fragments of a layer each: all have a thread and connections of their own
+_UNKNOWN_LOSS = 0.5  # of a codec that came from outside
+
+
+@dataclass(frozen=True)
+class Codec:
+    """A choice of `compression`, with the keys of blocks that make it, and what it loses.
+
+    `loss` is in doublings of H, like a method's harm (see ranking.py). `rank` is a controller's.
+    """
+
+    name: str
+    compression: Compressor
+    loss: float
+    block: Mapping[str, Any]
+    rank: int | None = None
+
+
+def _quantized(loss: float, **fields: Any) -> Codec:
+    choice = Quantized(**fields)
+    return Codec(choice.wire, choice, loss, {"type": "quantized", **fields})
+
+
+CODECS = (
+    Codec("fp32", Dense(), 0.0, {}),
+    _quantized(0.02, wire="bf16"),
+    _quantized(0.1, wire="int8"),
+    _quantized(0.3, wire="int4", error_feedback="fp32"),
+)
+
+
+def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
+    """Return what a preset may send in; factors need the sizes of matrices, `hidden` wide.
+
+    Every halving of a rank is worth a quarter doubling of H. A codec other than those known here
+    is planned for as the preset has it.
+    """
+    own = method.compression
+    if not method.delay.needs_anchor:  # it sends parameters, which no codec may touch
+        return [CODECS[0]]
+    if isinstance(own, Dense):
+        return list(CODECS)
+    if not isinstance(own, LowRank):
+        known = {codec.compression: codec.loss for codec in CODECS}
+        name = AXES["compression"].choices.of(own)
+        return [Codec(name, own, known.get(own, _UNKNOWN_LOSS), {})]
+    found: list[Codec] = []
+    for halvings in range(2, 8) if hidden else ():
+        rank = (hidden or 0) >> halvings
+        loss = 0.5 + 0.25 * ((hidden or 0) // max(rank, 1)).bit_length() - 0.25
+        if rank >= 16 and method.control.largest_rank:
+            found.append(Codec("low rank", own, loss, {}, rank))
+        elif rank >= 16:
+            compression = replace(own, rank=rank)
+            found.append(Codec("low rank", compression, loss, {"rank": rank}))
+    return found
+
+
+def fragment_counts(method: Method, most: int) -> list[int]:
+    """Return the numbers of fragments of a stage that are tried, at most `most`.
+
+    The preset's own, and where they are sent one by one, twice that.
+    """
+    fragments = method.fragments
+    if not isinstance(fragments, ByLayer):
+        return [fragments.num_fragments or 1]
+    if fragments.num_fragments is None:
+        return [min(MOST_LAYERWISE, most)]
+    twice = 2 if isinstance(method.schedule, Streaming) else 1
+    own = fragments.num_fragments
+    return sorted({min(count, most) for count in (own, twice * own)})
+
+
+def with_fragments(method: Method, count: int) -> Method:
+    """Return a preset cut into so many; a layer each in runs of layers, if there are too many."""
+    fragments = method.fragments
+    if not isinstance(fragments, ByLayer):
+        return method
+    pattern = "sequential" if fragments.num_fragments is None else fragments.pattern
+    return replace(method, fragments=ByLayer(count, pattern))
+
+
+def with_codec(method: Method, codec: Codec) -> Method:
+    """Return a preset that sends in a codec; a controller of the rank is held at the codec's."""
+    control: Any = method.control
+    if codec.rank is not None:
+        control = replace(control, rank=codec.rank, max_rank=codec.rank)
+    return replace(method, compression=codec.compression, control=control)
+
+
+def with_steps(method: Method, steps: int) -> Method:
+    """Return a preset at another tau."""
+    return replace(method, delay=replace(cast(Any, method.delay), steps=steps))
+
+
+def staleness_of(method: Method) -> float:
+    """Return what a method's delay and outer rule cost, in doublings of H, beside tau / H.
+
+    The worst of it: a round late, plain averaging, heavy ball or fragments that step apart.
+    """
+    late = 0.8 if method.delay.splits_update else 1.0
+    found = [0.0, late * method.delay.rounds_under_way]
+    if isinstance(method.outer_optimizer, (SGD, NoOuterStep)):
+        found.append(0.3)
+    if isinstance(method.outer_optimizer, Momentum) or method.schedule.takes_turns:
+        found.append(0.1)
+    return max(found)

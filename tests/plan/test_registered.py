@@ -1,0 +1,135 @@
+"""What is registered from outside is planned for like what ships, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+import dsx
+from dsx.cli import app
+from dsx.compress.averaging import CodedMean
+from dsx.compress.base import Compressor, Launch
+from dsx.compress.slices import Rounds, gathered_rounds
+from dsx.compress.wire.formats import BF16
+from dsx.core import registry
+from dsx.core.exchange import Exchange
+from dsx.core.membership import Seat
+from dsx.core.types import Fragment, History, SyncParams
+from dsx.method import Blocking, Method, Momentum, Periodic, WholeModel
+from dsx.plan.link import Link
+from dsx.plan.predict import predict
+from dsx.plan.traffic import one_rank
+from tests.plan.test_payload import Net, events_of, shapes_of
+
+SIZES = "--params 1e9 --layers 8 --gpus-per-cluster 1 --clusters 3 --step-seconds 1 --gbps 1"
+
+
+class HalvedChannel:
+    """All of a fragment in bf16, to everybody."""
+
+    spectrum: Tensor | None = None
+
+    def __init__(self, numel: int, seat: Seat) -> None:
+        self.slots: Mapping[str, Tensor] = {}
+        self.errors: Mapping[str, object] = {}
+        self._mean = CodedMean(numel, BF16(), BF16(), seat, is_gathered=True)
+
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
+        return self._mean.exchange(x)
+
+
+@pytest.fixture
+def outsiders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    known = {kind: dict(names) for kind, names in registry._known.items()}
+    monkeypatch.setattr(registry, "_known", known)
+
+    @dsx.register("compression")
+    @dataclass(frozen=True)
+    class Halved(Compressor):
+        def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> HalvedChannel:
+            return HalvedChannel(fragment.numel, seat)
+
+        def traffic(
+            self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
+        ) -> Rounds:
+            return gathered_rounds(fragment.numel, BF16(), num_clusters)
+
+    @dsx.register("delay", "patient")
+    @dataclass(frozen=True)
+    class Patient(Blocking):
+        rounds_under_way = 1
+
+        def is_ripe(self, age: int, newer: int) -> bool:
+            return newer >= 1
+
+    @dsx.register("schedule", "whimsical")
+    @dataclass(frozen=True)
+    class Whimsical(Periodic):
+        def due(
+            self, step: int, history: History, sync_params: SyncParams, stage: object
+        ) -> Sequence[int]:
+            return ()
+
+    @dsx.register("preset")
+    def halves(num_clusters: int) -> Method:
+        return Method(
+            WholeModel(), Periodic(40), Blocking(), Momentum(1.0, 0.5), compression=Halved()
+        )
+
+    @dsx.register("preset")
+    def waits(num_clusters: int) -> Method:
+        return Method(WholeModel(), Periodic(40), Patient(), Momentum(0.5, 0.5))
+
+    @dsx.register("preset")
+    def moods(num_clusters: int) -> Method:
+        return Method(WholeModel(), Whimsical(40), Blocking(), Momentum(1.0, 0.5))
+
+    yield
+
+
+@pytest.mark.usefixtures("outsiders")
+def test_presets_from_outside_are_ranked_and_offered() -> None:
+    result = CliRunner().invoke(app, ["plan", *SIZES.split(), "--target", "50", "--json"])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    rows = {row["preset"]: row for row in found["candidates"]}
+    assert rows["halves"]["codec"] == "halved"
+    assert rows["halves"]["bytes_per_round"] == pytest.approx(2 * 2 * 1e9, rel=1e-6)
+    assert rows["waits"]["rounds_late"] == 1
+    assert rows["waits"]["interval"] < rows["slowmo"]["interval"]
+    assert (
+        rows["waits"]["outer_memory"]["transfers"]
+        == 2 * rows["slowmo"]["outer_memory"]["transfers"]
+    )
+    for name in ("halves", "waits"):
+        method = dsx.load_config({"dsx": rows[name]["dsx"]}).method
+        assert method.schedule.interval == rows[name]["interval"]
+
+
+@pytest.mark.usefixtures("outsiders")
+def test_a_schedule_of_which_nothing_is_known_is_refused_by_name() -> None:
+    result = CliRunner().invoke(app, ["plan", *SIZES.split(), "--target", "50"])
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("moods")]
+    assert "moods is left out: schedule Whimsical: a plan knows when Periodic" in line
+    with pytest.raises(ValueError, match="schedule Whimsical: a plan knows when"):
+        predict(dsx.preset("moods"), one_rank(WholeModel(), shapes_of(Net())), 1.0, Link(1e9), 2)
+
+
+@pytest.mark.usefixtures("outsiders")
+@pytest.mark.parametrize("num_clusters", [2, 4])
+def test_what_a_codec_from_outside_declares_is_what_a_run_sends(num_clusters: int) -> None:
+    method = dsx.preset("halves", num_clusters, schedule={"interval": 5})
+    ranks = one_rank(method.fragments, shapes_of(Net()))
+    predicted = predict(method, ranks, 1.0, Link(1e9), num_clusters).bytes_by_cluster
+    for cluster, events in enumerate(events_of(method, num_clusters, 10)):
+        assert [event["bytes_sent"] for event in events] == [predicted[cluster]] * 2
+    torch.manual_seed(0)
+    dense = replace(method, compression=dsx.preset("diloco").compression)
+    assert predict(dense, ranks, 1.0, Link(1e9), num_clusters).bytes_by_cluster != predicted
