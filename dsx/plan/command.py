@@ -49,7 +49,7 @@ Link = Annotated[Path | None, _option("In place of both: the JSON of dsx net-tes
 Clusters = Annotated[int | None, _option("C; default that of --link, or of --from-run.")]
 Target = Annotated[float, _option("Percent of the time that is to be computing.")]
 Codec = Annotated[
-    Path | None, _option("The JSON of dsx bench codec, in place of README's table.", "FILE")
+    Path | None, _option("The JSON of dsx bench codec, in place of the documented speeds.", "FILE")
 ]
 MemoryLimit = Annotated[float | None, _option("GiB of one accelerator.")]
 MaxInterval = Annotated[int, _option("The largest H to consider.")]

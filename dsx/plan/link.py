@@ -21,7 +21,7 @@ from dsx.plan.published.scenario import require_number
 ROUND_ONE_WAYS = 2
 FRAME_BYTES, FRAME_PAYLOAD_BYTES = 1514, 1448
 PAYLOAD_SHARE = FRAME_PAYLOAD_BYTES / FRAME_BYTES
-_MEMCPY = 6.9e9  # bytes per second, of the machine the README's table of codecs was made on
+_MEMCPY = 6.9e9  # bytes per second, of the machine that docs/compression.md tells of
 _PERCENT = {  # of memcpy there: encode, decode, encode with feedback
     "bf16": (102, 105, 37),
     "fp16": (102, 105, 37),
@@ -80,7 +80,7 @@ def _of_readme() -> dict[str, CodecSpeeds]:
 
 @dataclass(frozen=True)
 class Costs:
-    """What one core does beside the line; the defaults are those of the README's table of codecs.
+    """What one core does beside the line; the defaults are those of docs/compression.md.
 
     `copy_bytes_per_second`: of sums and hashes of fp32; `flops`: of the products of low-rank
     factors, per second on one rank's host; `blocking_seconds_per_element`: what the training thread

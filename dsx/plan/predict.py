@@ -170,7 +170,7 @@ def fitting_interval(
     """Return the least H at which the utilization reaches `target`; None if none to a million does.
 
     At 1, the default, nothing is exposed: to a millionth of the period. `least_interval` is for
-    other costs than those of README's table of codecs.
+    other costs than those of docs/compression.md.
     """
     require_number("target", target, 1e-6, 1)
     traffic = Traffic(method, loads_of(ranks), num_clusters)

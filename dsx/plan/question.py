@@ -266,7 +266,7 @@ def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
 def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
     costs = Costs() if given.codec is None else read_codec_figures(_json(given.codec))
     if given.codec is None:
-        facts.append("codecs: one core per rank at the speeds of README's table; --codec measures")
+        facts.append("codecs: one core per rank at the documented speeds; --codec measures")
     if run is None:
         return costs
     if run.coding_seconds_per_element is not None:

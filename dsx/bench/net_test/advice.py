@@ -1,7 +1,7 @@
 """What a measured link means for H: the least interval with which methods reach a utilization.
 
 Asked of the planner (dsx/plan/predict.py), as `dsx plan` does, for one rank per cluster that codes
-at the speeds of README's table.
+at the documented speeds (docs/compression.md).
 """
 
 from __future__ import annotations
