@@ -159,11 +159,15 @@ def test_h_must_not_fall_to_the_overlap() -> None:
 
 @dataclass
 class StageOfTwo:
-    """What an agreement needs of a backend, on one of two threads."""
+    """What an agreement needs of an engine and its ranks, on one of two threads."""
 
     stage: Stage
     shared: list[torch.Tensor]
     meeting: threading.Barrier
+
+    @property
+    def ranks(self) -> StageOfTwo:
+        return self
 
     def max_over_stages(self, values: torch.Tensor) -> torch.Tensor:
         self.meeting.wait(10)
