@@ -188,7 +188,7 @@ class Resharding:
                     mean.residual.write(means[part])
                     means[part] = 0
             moved += int(means.count_nonzero())
-            error.residual.write(values.add_(means, alpha=self._rank_info.num_clusters))
+            error.residual.write(values.add_(means, alpha=self._loop.transport.seat.num_clusters))
         self._tell_of_errors(fragment, missing, moved)
 
     def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int) -> None:
@@ -223,7 +223,7 @@ class Resharding:
         entries = [rank.meta["in_flight"][index] for rank in self._ranks]
         buffers = self._loop.state.take_buffers(fragment.id)
         results = [e["parity"] for e in entries]
-        present = range(self._rank_info.num_clusters)  # the others' lists name nobody any more
+        present = self._loop.transport.seat.ids  # the others' lists name nobody any more
         buffers.parity = ParityResult(
             *(
                 sorted({m for v in results for m in v[key] if m in present})
