@@ -19,16 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsx.compress.base import CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.slices import GATHERED_UP_TO, exact_rounds, mean_bounds, slice_bounds
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
+
+if TYPE_CHECKING:
+    from dsx.compress.base import CodingError, Launch
 
 
 class ExactMean:

@@ -1,6 +1,7 @@
 """A model and how one cluster is cut, out of Megatron's flags or a DeepSpeed JSON.
 
-What plans start from: sizes, shapes, and what the inner engine takes of them. No torch.
+What plans start from: sizes, shapes, and what the inner engine takes of them. Shapes are formulas
+(gpt_shapes.py), not those of a library's model on the meta device, which would need torch.
 """
 
 from __future__ import annotations

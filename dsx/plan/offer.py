@@ -11,7 +11,7 @@ from dsx.method.fragments import ByLayer
 from dsx.plan.candidates import Candidate, Question
 
 OWN_DEADLINE = 600.0  # seconds; clusters.deadline_seconds, unless the block says otherwise
-_PATIENCE = 3  # a swap may share the line with all of a round, and the first rounds may be larger
+_PATIENCE = 3  # one may share the link with all of a round, and the first rounds may be larger
 
 
 def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
