@@ -154,6 +154,7 @@ def test_a_checkpoint_of_a_run_that_the_folder_is_not_of(
         ({"pid": 2**22 + 1}, "; killed)"),  # above any process's number
         ({"host": "elsewhere"}, "; no end recorded: killed, or running on elsewhere)"),
     ],
+    ids=["running", "killed", "elsewhere"],  # not by the process's number, which differs
 )
 def test_the_state_of_a_run_that_said_no_end(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, facts: dict[str, Any], state: str
