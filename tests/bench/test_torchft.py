@@ -59,7 +59,7 @@ def test_torchft_and_dsx_end_at_the_same_loss_with_as_much_payload(tmp_path: Pat
         (texts / f"{i}.txt").write_text(f"text {i}: the quick brown fox {i * i} jumps\n" * 40)
     build([texts], tmp_path / "data")
     results = tmp_path / "torchft.json"
-    size = "--ratio 4 --rounds 1 --interval 16 --shape 4,32,32,8 --max-drift 10"
+    size = "--ratio 4 --rounds 1 --interval 16 --shape 4,32,32,8"
     size += " --fragments 2 --delay 6"
     paths = ["--data", str(tmp_path / "data"), "--out", str(tmp_path), "--json", str(results)]
     done = run([*COMMAND, *size.split(), *paths], timeout=280)
