@@ -1,9 +1,7 @@
 """What a run did, from the records it wrote: numbers, a table, and one figure.
 
-Reads every `metrics*.jsonl` of a run directory, and `summary.json` where the script has written
-one. Records of unknown kind are ignored and any field may be missing or null, so that the files
-of a run under way, of a killed run or of one site alone can be read, too. Where a step occurs
-twice, the later record counts.
+Reads a run's folder as run_folder.py opens it. Any field of a record may be missing or null, so
+that the files of a run under way, of a killed run or of one site alone can be read, too.
 
 Bytes are payload that one cluster hands to the network for the others; all clusters send the same,
 but for rounding. "Synchronous" is what data parallel training across the clusters would have sent
@@ -57,13 +55,6 @@ class RunReport:
     about: list[str] = field(default_factory=list[str])
 
 
-@dataclass(frozen=True)
-class _Rows:
-    cluster: int
-    steps: list[Record]
-    syncs: list[Record]
-
-
 def summarize(run_dir: str | Path) -> RunReport:
     """Return the totals of a run. FileNotFoundError or ValueError says what cannot be read."""
     run, clusters = _open(run_dir)
@@ -110,18 +101,12 @@ def plot(run_dir: str | Path, out_png: str | Path) -> None:
     figure.savefig(out_png, dpi=150)
 
 
-def _open(run_dir: str | Path) -> tuple[Run, list[_Rows]]:
-    run = open_run(run_dir)
-    parts = [_Rows(c.cluster, _rows(c), c.syncs) for c in run.clusters if c.steps]
+def _open(path: str | Path) -> tuple[Run, list[ClusterRun]]:
+    run = open_run(path)
+    parts = [part for part in run.clusters if part.steps]
     if not parts:
         raise ValueError(f"{run.directory} holds no records of inner steps yet: wait for the first")
     return run, parts
-
-
-def _rows(part: ClusterRun) -> list[Record]:
-    """Return the steps, and the end: it counts what was sent last."""
-    is_last = part.finish is not None and part.finish["step"] >= part.steps[-1]["step"]
-    return [*part.steps, part.finish] if part.finish is not None and is_last else part.steps
 
 
 def _series(records: list[Record], name: str) -> Series:
@@ -138,28 +123,28 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _summarize_cluster(records: _Rows) -> ClusterReport:
+def _summarize_cluster(records: ClusterRun) -> ClusterReport:
     losses = [loss for _, loss in _series(records.steps, "loss")]
     tokens, token_seconds = _sums(records.steps, "tokens", "seconds")
     blocked, blocked_of = _sums(records.steps, "blocked_seconds", "seconds")
     transfers = [s["transfer_seconds"] for s in records.syncs if s.get("transfer_seconds")]
     return ClusterReport(
         cluster=records.cluster,
-        steps=int(records.steps[-1]["step"]),
+        steps=int(records.rows[-1]["step"]),
         first_loss=losses[0] if losses else None,
         last_loss=_mean(losses[-10:]),
         tokens=int(tokens),
         seconds=_sums(records.steps, "seconds")[0],
         tokens_per_second=tokens / token_seconds if token_seconds else None,
         utilization=1 - blocked / blocked_of if blocked_of else None,
-        bytes_sent=int(max((b for _, b in _series(records.steps, "bytes_sent")), default=0)),
+        bytes_sent=int(max((b for _, b in _series(records.rows, "bytes_sent")), default=0)),
         syncs=len(records.syncs),
         wait_seconds=_sums(records.syncs, "wait_seconds")[0],
         transfer_seconds_mean=_mean(transfers),
     )
 
 
-def _synchronous_bytes(clusters: list[_Rows], summary: Record) -> int | None:
+def _synchronous_bytes(clusters: list[ClusterRun], summary: Record) -> int | None:
     """Return what one cluster would have sent if every step had been a full exchange."""
     known = summary.get("bytes_sent_synchronous")
     if known is not None:
@@ -171,7 +156,7 @@ def _synchronous_bytes(clusters: list[_Rows], summary: Record) -> int | None:
     return totals.bytes_sent * num_fragments * totals.steps // totals.syncs
 
 
-def _draw_loss(axes: Any, clusters: list[_Rows], summary: Record) -> None:
+def _draw_loss(axes: Any, clusters: list[ClusterRun], summary: Record) -> None:
     validation = summary.get("val_loss_clusters") or []
     for index, records in enumerate(clusters):
         color = _COLORS[index % len(_COLORS)]
@@ -195,13 +180,13 @@ def _draw_loss(axes: Any, clusters: list[_Rows], summary: Record) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _draw_bytes(axes: Any, records: _Rows, synchronous: int | None) -> None:
+def _draw_bytes(axes: Any, records: ClusterRun, synchronous: int | None) -> None:
     from matplotlib.ticker import FuncFormatter
 
-    sent = _series(records.steps, "bytes_sent")
+    sent = _series(records.rows, "bytes_sent")
     axes.step(*_columns(sent), where="post", color="#1f77b4", label="this run")
     if synchronous:
-        last = records.steps[-1]["step"]
+        last = records.rows[-1]["step"]
         line = [1, last], [synchronous / last, synchronous]
         axes.plot(*line, color="#d62728", linestyle="--", label="synchronous data parallel")
     if any(count for _, count in sent):

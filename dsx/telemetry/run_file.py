@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.behind import Behind, RunLog
-from dsx.telemetry.run_folder import cluster_file, names_of_starts, read_about, say_end
+from dsx.telemetry.run_folder import FORMAT, cluster_file, names_of_starts, read_about, say_end
 
 logger = logging.getLogger(__name__)
-FORMAT = 1
 
 
 @dataclass(frozen=True)

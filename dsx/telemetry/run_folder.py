@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
+FORMAT = 1  # of run.json, see run_file.py
 Record = Mapping[str, Any]
 RUN_HELP = "A run's folder (metrics.dir), a file in it, or a checkpoint below it."
 _FILES = re.compile(
@@ -48,6 +49,13 @@ class ClusterRun:
     steps: list[Record] = field(default_factory=list[Record])
     syncs: list[Record] = field(default_factory=list[Record])
     finish: Record | None = None
+
+    @property
+    def rows(self) -> list[Record]:
+        """The steps, and the end behind them, which counts what was sent last."""
+        if not self.steps or self.finish is None or self.finish["step"] < self.steps[-1]["step"]:
+            return self.steps
+        return [*self.steps, self.finish]
 
 
 @dataclass(frozen=True)
@@ -113,8 +121,20 @@ def open_run(path: str | Path) -> Run:
 
 
 def read_about(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what every run*.json of a run's folder says, by cluster."""
-    return {m: _read_object(file) for m, file in sorted(_files(folder, "run").items())}
+    """Return what every run*.json of a run's folder says, by cluster; ValueError if one is not ours."""
+    found = {m: (file, _read_object(file)) for m, file in sorted(_files(folder, "run").items())}
+    for file, about in found.values():
+        if not about.get("starts") or about.get("format") != FORMAT:
+            raise ValueError(
+                f"{file} is no run.json of this version of dsx (format {FORMAT}): move it away, or "
+                "give the run another dsx.metrics.dir"
+            )
+    return {m: about for m, (_, about) in found.items()}
+
+
+def sessions_of(folder: Path) -> set[str]:
+    """Return the names of all starts of a folder's run; none of a run of dsx 0.1."""
+    return _own_sessions(read_about(folder))
 
 
 def read_records(path: Path) -> list[Record]:
@@ -172,18 +192,20 @@ def _files(folder: Path, kind: str) -> dict[int, Path]:
 
 
 def _of_other_runs(abouts: Mapping[int, Record]) -> list[int]:
-    """Return the clusters whose last start is of another run than the newest one here.
+    own = _own_sessions(abouts)
+    return [m for m, about in abouts.items() if not own & names_of_starts(about)]
 
-    A run's starts share a name in all clusters that took part, or one that they resumed from.
-    """
-    names = {m: names_of_starts(about) for m, about in abouts.items()}
-    begun = {m: about["starts"][-1]["time"] for m, about in abouts.items()}
-    if not begun:
-        return []
-    own = set(names[max(begun, key=lambda m: begun[m])])
+
+def _own_sessions(abouts: Mapping[int, Record]) -> set[str]:
+    """Return the names of the run that was started last: other starts are of other runs."""
+    if not abouts:
+        return set()
+    names = [names_of_starts(about) for about in abouts.values()]
+    last = max(abouts.values(), key=lambda about: about["starts"][-1]["time"])
+    own = names_of_starts(last)
     for _ in names:  # a cluster that left early shares a name only with one that was there then
-        own.update(*(each for each in names.values() if own & each))
-    return [m for m, each in names.items() if not own & each]
+        own.update(*(each for each in names if own & each))
+    return own
 
 
 def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:

@@ -20,7 +20,7 @@ def save(base: Path, tag: str = "a") -> Path:
 
 def write_about(run: Path, *paths: str) -> None:
     start = {"session": "s", "time": "2026-01-01T00:00:00Z"}
-    about = {"starts": [start], "checkpoints": [{"path": path} for path in paths]}
+    about = {"format": 1, "starts": [start], "checkpoints": [{"path": path} for path in paths]}
     (run / "run.json").write_text(json.dumps(about))
 
 

@@ -28,7 +28,7 @@ def write_about(folder: Path, cluster: int, *starts: tuple[str, str, str | None]
         {"session": session, "time": f"2026-01-01T{time}Z", "resumed_session": before}
         for session, time, before in starts
     ]
-    about = {"starts": entries, "checkpoints": []}
+    about = {"format": 1, "starts": entries, "checkpoints": []}
     cluster_file(folder, "run", ".json", cluster).write_text(json.dumps(about))
 
 
@@ -118,3 +118,7 @@ def test_a_run_that_has_no_records_yet(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run\.json must hold a JSON object"):
         open_run(tmp_path)
+    for text in ('{"name": "not ours"}', '{"format": 2, "starts": [{"session": "a"}]}'):
+        (tmp_path / "run.json").write_text(text)
+        with pytest.raises(ValueError, match=r"run\.json is no run\.json of this version of dsx"):
+            open_run(tmp_path)

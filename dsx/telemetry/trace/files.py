@@ -15,9 +15,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any, cast
 
+from dsx.telemetry.run_folder import sessions_of
 from dsx.telemetry.trace.recorder import TRAINING
 
 _NAME = re.compile(r"trace\.cluster_(\d+)\.rank_(\d+)\.jsonl")
+_OLD_NAMES = {"announce": "handshake", "judge": "check", "notes": "sideband"}  # of dsx 0.1
 Track = tuple[int, int, str]  # cluster, rank, thread
 
 
@@ -65,11 +67,13 @@ def read_timeline(folder: Path) -> Timeline:
     """Read what a run's ranks wrote into its folder; ValueError if there is nothing."""
     paths = [path for path in sorted(folder.iterdir()) if _NAME.fullmatch(path.name)]
     files = [_read_file(path) for path in paths]
-    written = [(spans[-1].end, session) for session, spans, _ in files if spans]
+    known = sessions_of(folder)
+    written = [(own[-1].end, name) for name, own, _ in files if own and name in (known or {name})]
     if not written:
+        others = f" of this run ({len(files)} files are of another)" if files else ""
         raise ValueError(
-            f'{folder} holds no trace: add "trace": true beside "dir" in the "metrics" of the '
-            '"dsx" block (Megatron: --dsx-metrics-trace true) and run again'
+            f'{folder} holds no trace{others}: add "trace": true beside "dir" in the "metrics" of '
+            'the "dsx" block (Megatron: --dsx-metrics-trace true) and run again'
         )
     newest = max(written)[1]
     kept = [file for file in files if file[0] == newest]
@@ -120,7 +124,7 @@ def clock_offsets(timeline: Timeline) -> dict[int, float]:
     """
     ends: dict[tuple[int, int, int], dict[int, int]] = {}
     for span in timeline.spans:
-        if span.name in ("handshake", "announce"):  # as it was called up to 0.1
+        if span.name == "handshake":
             key = span.track[1], span.facts["fragment"], span.facts["launched"]
             ends.setdefault(key, {})[span.track[0]] = span.end
     apart: dict[int, list[int]] = {}
@@ -156,4 +160,5 @@ def _span(cluster: int, rank: int, record: dict[str, Any]) -> Span:
     facts = dict(record)
     name, category, thread = (facts.pop(key) for key in ("name", "category", "thread"))
     start, duration, step = (facts.pop(key) for key in ("start_us", "duration_us", "step"))
+    name = str(_OLD_NAMES.get(name, name))
     return Span((cluster, rank, thread), name, category, start, start + duration, step, facts)

@@ -37,7 +37,7 @@ def rank_spans(ahead: int) -> list[dict[str, Any]]:
         span("read", "launch", a + 8 * MS, a + 9 * MS, 1, fragment=0),
         span("launch", "launch", a + 8 * MS, a + 9 * MS + 500, 1, **of),
         span("optimizer step", "optimizer", a + 8 * MS, a + 10 * MS, 1),
-        span("announce", "meet", a + 9 * MS, a + 11 * MS, 1, bytes=48, round=0, **sent),
+        span("handshake", "meet", a + 9 * MS, a + 11 * MS, 1, bytes=48, round=0, **sent),
         span("codes", "network", a + 11 * MS, a + 16 * MS, 1, bytes=400, round=1, **sent),
         span("decode", "decode", a + 16 * MS, a + 17 * MS, 1, **thread),
         span("transfer", "transfer", a + 9 * MS, a + 17 * MS, 1, bytes=448, **thread),
@@ -209,3 +209,26 @@ def test_a_directory_without_a_trace_says_what_to_set(tmp_path: Path) -> None:
     assert 'holds no trace: add "trace": true beside "dir"' in result.output
     result = dsx(tmp_path / "none")
     assert result.exit_code == 2 and f"no run directory at {tmp_path / 'none'}" in result.output
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("announce", "handshake"), ("judge", "check"), ("notes", "sideband")]
+)
+def test_a_trace_of_an_earlier_version_shows_today_s_names(
+    tmp_path: Path, old: str, new: str
+) -> None:
+    write(trace_path(tmp_path, 0, 0), [span(old, "decode", 0, MS, 1)])
+    assert [s.name for s in read_timeline(tmp_path).spans] == [new]
+
+
+def test_a_trace_of_the_run_that_was_in_the_folder_before_is_not_this_run_s(run_dir: Path) -> None:
+    starts = [
+        {"session": name, "time": f"2026-01-0{i}T00:00:00Z"} for i, name in enumerate("sx", 1)
+    ]
+    about = run_dir / "run.json"
+    about.write_text(json.dumps({"format": 1, "starts": starts, "checkpoints": []}))
+    assert len(read_timeline(run_dir).ranks) == 4, "of a start of the same run, which goes on"
+    about.write_text(json.dumps({"format": 1, "starts": starts[1:], "checkpoints": []}))
+    result = dsx(run_dir)
+    assert result.exit_code == 2
+    assert "holds no trace of this run (4 files are of another)" in result.output
