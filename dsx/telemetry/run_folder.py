@@ -121,7 +121,7 @@ def open_run(path: str | Path) -> Run:
 
 
 def read_about(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what every run*.json of a run's folder says, by cluster; ValueError if one is not ours."""
+    """Return what every run*.json of a run's folder says, by cluster; ValueError for another's."""
     found = {m: (file, _read_object(file)) for m, file in sorted(_files(folder, "run").items())}
     for file, about in found.values():
         if not about.get("starts") or about.get("format") != FORMAT:
