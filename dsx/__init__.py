@@ -1,8 +1,9 @@
 """dsx: train one DeepSpeed or Megatron run across sites joined by slow links.
 
-Public API: `initialize` (as `deepspeed.initialize`), `attach` (for an engine that exists),
-`attach_megatron`, `init_distributed`, `add_config_arguments`, `add_launch_arguments`,
-`load_config`, `preset`; `SimulatedClusters` runs any method with C clusters in one process.
+Public is what `__all__` names (docs/reference.md): `initialize` (as `deepspeed.initialize`),
+`attach` (for an engine that exists), `attach_megatron` and `init_distributed`, with the `Handle`
+and the `World` that they give; `load_config`, `preset` and `register` for methods;
+`SimulatedClusters`, which runs any of them with C clusters in one process; and what is raised.
 Importing dsx imports neither deepspeed nor megatron, nor torch before a name is used: commands that
 only plan start at once.
 """

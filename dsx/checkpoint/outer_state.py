@@ -169,7 +169,7 @@ def _layouts(loop: OuterLoop) -> dict[str, Any]:
     """Return where elements lie on this rank: as masters, and as they travel."""
     return {
         "layout": layout(loop.adapter.fragments),
-        "wire": layout([route.wire for route in loop.matrix_gathers]),
+        "wire": layout([gather.wire for gather in loop.matrix_gathers]),
     }
 
 

@@ -45,13 +45,13 @@ def begin_tag(directory: Path, tag: str) -> str:
     return f"{tag}{UNFINISHED}"
 
 
-def complete_tag(directory: Path, tag: str, mark: Manifest) -> None:
+def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     """Declare a tag complete; call on one rank after all have written to `begin_tag`'s."""
     unfinished, final = directory / f"{tag}{UNFINISHED}", directory / tag
     for path in unfinished.rglob("*"):
         if path.is_file():
             sync_to_disk(path)
-    write_durably(unfinished / COMPLETE_MARK, json.dumps(asdict(mark)))
+    write_durably(unfinished / COMPLETE_MARK, json.dumps(asdict(manifest)))
     if final.exists():
         replaced = directory / f"{tag}{REPLACED}"
         (replaced / COMPLETE_MARK).unlink(missing_ok=True)
@@ -80,7 +80,7 @@ def sync_to_disk(path: Path) -> None:
 
 
 def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the marks of what is complete below a cluster's directory, by tag."""
+    """Return the manifests of what is complete below a cluster's directory, by tag."""
     found: dict[str, dict[str, Any]] = {}
     for mark in directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ():
         if not mark.parent.name.endswith(UNFINISHED):
@@ -127,7 +127,7 @@ def common_tag(
 
 
 def newest_first(marks: Marks, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
-    """Return tags and their marks, those of most steps first; `wanted` alone, if it is given.
+    """Return tags and their manifests, those of most steps first; `wanted` alone, if it is given.
 
     What a tag held before it was written again counts as that tag.
     """

@@ -58,7 +58,7 @@ class OneRank:
 
 
 class ClusterCollectives:
-    """The collectives that a backend offers (see core/engine.py), over one `group`.
+    """`ClusterRanks` (core/engine.py) by collectives over one `group`.
 
     What is on the host stays there, see `beside`. Creating it is collective in the cluster.
     """

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsx.engines.masters import Piece
 
-_CHUNK = 1 << 24  # elements of all ranks brought together at a time
+_CHUNK = 1 << 24  # elements of all ranks gathered at a time
 
 
 class ReplicaShards:

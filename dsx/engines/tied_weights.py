@@ -20,7 +20,7 @@ from torch import Tensor
 
 from dsx.engines.masters import Piece
 
-_CHUNK = 1 << 24  # elements handed on at a time
+_CHUNK = 1 << 24  # elements sent at a time
 
 
 @dataclass

@@ -163,7 +163,7 @@ class OuterLoop:
     def drain(self) -> bool:
         """Apply everything in flight with its real age; return whether there was anything.
 
-        Every cluster calls it at the same step; masters then need publishing.
+        Every cluster calls it at the same step; then `sync_model_weights` is due.
         """
         started = time.perf_counter()
         pending = [t for t in self.in_flight if isinstance(t, Transfer)]

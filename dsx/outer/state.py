@@ -83,7 +83,7 @@ class StateStore:
         self._scratch: dict[str, Tensor] = {}
 
     def take_buffers(self, fragment: int) -> TransferBuffers:
-        """Return a free buffers of a fragment, and mark it taken."""
+        """Return buffers of a fragment that are free, and mark them taken."""
         free = [buffers for buffers in self._buffers[fragment] if buffers.is_free]
         assert free, f"fragment {fragment} has more transfers under way than its policy said"
         free[0].is_free = False

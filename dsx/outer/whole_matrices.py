@@ -117,7 +117,7 @@ class MatrixGather:
 
 
 def plan_matrix_gathers(method: Method, adapter: EngineAdapter) -> list[MatrixGather]:
-    """Return one route per fragment. Collective over the cluster's ranks."""
+    """Return one gather per fragment. Collective over the cluster's ranks."""
     layouts, rank = [adapter.fragments], 0
     if method.compression.needs_whole_matrices:
         layouts, rank = adapter.ranks.layouts(adapter.fragments)

@@ -1,11 +1,11 @@
 """What a run of dsx will do on a link: utilization, exposed seconds, bytes, for every method.
 
     link = Link(1e9, latency_seconds=0.02)
-    predict(load_config(path).method, [backend.fragments], 2.5, link, num_clusters=2)
+    predict(load_config(path).method, [adapter.fragments], 2.5, link, num_clusters=2)
 
-`ranks` are the fragments of each rank of a cluster *as they travel*: `backend.fragments`, or for a
-low-rank codec under ZeRO `route.wire`. `traffic.one_rank` makes them for a model that one rank
-holds, `traffic.of_sizes` where only numbers of elements are known. Bytes are those that a run
+`ranks` are the fragments of each rank of a cluster *as they travel*: `adapter.fragments`, or for a
+low-rank codec under ZeRO the gathers' `wire`. `traffic.one_rank` makes them for a model that one
+rank holds, `traffic.of_sizes` where only numbers of elements are known. Bytes are those that a run
 counts, in the long run: at the rank a controller starts from, after the dense rounds that a method
 begins with. A transfer is as long as its slowest cluster: the one that sends or receives most, in
 each exchange round anew.

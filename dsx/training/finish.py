@@ -36,7 +36,7 @@ def begin_comparison(loop: OuterLoop) -> list[tuple[ParityResult, Pending]]:
 def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]]) -> None:
     """Act on what the headers told; where this cluster was wrong, its masters take the new anchor.
 
-    Collective over the cluster's ranks. The masters then want publishing.
+    Collective over the cluster's ranks. Then `sync_model_weights` is due.
     """
     for fragment, (parity, pending) in enumerate(started):
         pending.wait()
@@ -49,7 +49,7 @@ def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]])
 
 @contextmanager
 def exported(loop: OuterLoop) -> Generator[None, None, None]:
-    """Hold the exported model in the masters, published; the cluster's own return on exit.
+    """Hold the exported model in masters and weights; the cluster's own return on exit.
 
     Collective over all ranks of all clusters; allocates two copies of this rank's masters at most.
     """
@@ -79,7 +79,7 @@ def begin_export(loop: OuterLoop) -> list[Pending]:
 
 @torch.no_grad()
 def finish_export(loop: OuterLoop, pending: list[Pending]) -> list[Tensor]:
-    """Write the exported model and publish it; return what it replaces."""
+    """Write the exported model, to the weights, too; return the masters that it replaces."""
     fragments = loop.adapter.fragments
     kept = [_read_copy(loop, f.id) for f in fragments]
     sources = [p.wait() for p in pending] if pending else loop.state.anchor

@@ -91,7 +91,7 @@ class Handle:
         self._compare_layouts(adapter, facts or {})
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         pairs = zip(adapter.fragments, matrix_gathers, strict=True)
-        used = [fragment.id for fragment, route in pairs if fragment.numel + route.wire.numel]
+        used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
         transport = world.connect(used, adapter.stage, config.link.streams)
         self.loop = OuterLoop(
             method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
@@ -129,16 +129,16 @@ class Handle:
 
     @property
     def memory(self) -> OuterMemory:
-        """What outer training takes on this rank, by purpose; see memory.py."""
+        """What outer training takes on this rank, by purpose; see outer/memory.py."""
         loop = self.loop
         adapter, matrix_gathers = loop.adapter, loop.matrix_gathers
         return predict(
             loop.method,
             adapter.fragments,
             [len(parameters) for parameters in adapter.fragment_parameters],
-            [route.wire for route in matrix_gathers],
+            [gather.wire for gather in matrix_gathers],
             self.num_clusters,
-            adapter.buffer_bytes + sum(route.buffer_bytes for route in matrix_gathers),
+            adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
         )
 
     def after_inner_step(self) -> bool:

@@ -99,5 +99,5 @@ class Records:
 
 
 def _origin(path: Path) -> Origin:
-    mark = complete_tags(path.parent).get(path.name, {})
-    return Origin(path, mark.get("session"))
+    manifest = complete_tags(path.parent).get(path.name, {})
+    return Origin(path, manifest.get("session"))

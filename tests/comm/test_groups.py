@@ -1,4 +1,4 @@
-"""Collectives inside a cluster: shares brought together in pieces, and agreements on the host."""
+"""Collectives inside a cluster: replica shards gathered in pieces, and agreements on the host."""
 
 from __future__ import annotations
 

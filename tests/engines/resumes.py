@@ -262,7 +262,7 @@ def snapshot(engine: Any) -> dict[str, Any]:
         entry: dict[str, Any] = {"fragment": transfer.fragment}
         if isinstance(transfer, Transfer):
             held[f"in flight.mean/{index}"] = transfer.pending.wait()
-            held[f"in flight.notes/{index}"] = transfer.buffers.sideband.values
+            held[f"in flight.sideband/{index}"] = transfer.buffers.sideband.values
             held[f"in flight.norm/{index}"] = transfer.contribution_norm
             if transfer.buffers.kept is not None:
                 held[f"in flight.kept/{index}"] = transfer.buffers.kept

@@ -162,7 +162,7 @@ def test_a_trace_shows_each_step_once_and_survives_a_resume(recorded: Path) -> N
         for kind in ("transfer", "apply"):
             shown: Counter[tuple[int, int]] = Counter()
             for span in timeline.spans:
-                if span.lane[0] == cluster and span.name == kind:
+                if span.track[0] == cluster and span.name == kind:
                     shown[span.facts["fragment"], span.facts["launched"]] += span.facts["bytes"]
             assert shown == sent
 

@@ -1,4 +1,4 @@
 """Real training over a real slow line, beside what the planner says: `dsx bench e2e`.
 
-Imports bench's testbed and the rooms below bench.
+Imports bench's testbed and line, and the rooms below bench.
 """

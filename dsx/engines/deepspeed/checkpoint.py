@@ -123,8 +123,10 @@ def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: s
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
     if world.rank == 0:
         write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
-        mark = Manifest(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
-        complete_tag(directory, tag, mark)
+        manifest = Manifest(
+            FORMAT, handle.step, world.session, world.num_clusters, world.world_size
+        )
+        complete_tag(directory, tag, manifest)
 
 
 def _describe_module(engine: Any) -> dict[str, Any]:

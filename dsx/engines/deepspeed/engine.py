@@ -7,13 +7,13 @@ carry our change and nothing is sent twice. Traps that the code answers:
 - the hook fires once per parameter group under ZeRO-1/2 and per sub-group under ZeRO-3: we act in
   the last firing, when all masters are fresh, and redo the local bit16 copy of those before;
 - it does not fire on an overflow step: the boundary still counts (`_take_model_step` is wrapped),
-  or the clusters' clocks would drift apart, and what was written is published by a collective;
-- whether to publish is decided from the schedule, never from "do I own something": it is a
-  collective and a rank may own nothing of a fragment;
+  or the clusters' clocks would drift apart, and a collective brings the weights up to date;
+- whether to call that one is decided from the schedule, never from "do I own something": a rank
+  may own nothing of a fragment;
 - the stages of a pipeline launch and apply at steps of their own: every collective of the outer
-  step runs over the ranks of one stage, only tied weights go further (deepspeed_pipeline.py).
+  step runs over the ranks of one stage, only tied weights go further (pipeline.py).
 
-Where the masters are is known in deepspeed_masters.py. Without ZeRO all ranks of a stage hold
+Where the masters are is known in masters.py. Without ZeRO all ranks of a stage hold
 all of its masters, and share the outer step out (replicated.py).
 """
 

@@ -2,7 +2,7 @@
 
 One class per kind of wrapper, found by its attributes and not by the ZeRO stage: the same stage has
 several wrappers, by data types and optimizer (deepspeed/runtime, 0.19). None of them communicates
-except in `publish`. What the code answers:
+except in `sync_model_weights`. What the code answers:
 
 - ZeRO-3 pads every parameter to a multiple of the ranks with *uninitialised* memory, so a piece is
   cut to the parameter's own elements; its shape is `ds_shape`, `shape` is that of a placeholder;

@@ -50,8 +50,10 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     dist.barrier()
     if world.rank == 0:
         write_durably(base / unfinished[0] / MASTERS, json.dumps(sums))
-        mark = Manifest(FORMAT, handle.step, world.session, world.num_clusters, world.world_size)
-        complete_tag(base, tag, mark)
+        manifest = Manifest(
+            FORMAT, handle.step, world.session, world.num_clusters, world.world_size
+        )
+        complete_tag(base, tag, manifest)
     dist.barrier()
     handle.saved(base / tag)
 

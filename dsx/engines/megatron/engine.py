@@ -4,15 +4,15 @@ The outer update happens when the optimizer instance's `step` returns, before th
 masters are written, and copied to the weights as Megatron itself does after a step. Traps that
 the code answers:
 
-- whether to publish is decided from the schedule, never from "do I own something": with the
-  distributed optimizer it is a collective over data-parallel ranks, of which one may own nothing;
+- whether the weights are written is decided from the schedule, never from "do I own something":
+  the distributed optimizer does it by a collective, of whose ranks one may own nothing;
 - with overlap_param_gather the gather belongs to the next forward, which sees what was written;
   outside of a step (at the end, for an export) it is done at once;
 - a step that overflowed returns False and still counts, or the clusters' clocks drift apart.
 
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
-megatron_masters.py, names and slices in megatron_parameters.py, weights that several ranks hold
-alike in megatron_copies.py. Without the distributed optimizer data-parallel ranks hold the same
+masters.py, names and slices in parameters.py, weights that several ranks hold
+alike in copies.py. Without the distributed optimizer data-parallel ranks hold the same
 masters, and share the outer step out (replicated.py).
 """
 

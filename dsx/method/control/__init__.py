@@ -1,4 +1,4 @@
 """What may change H and the rank while training, from values that are equal everywhere.
 
-Imports core, and compress for the matrices whose spectrum is measured.
+Imports core alone.
 """

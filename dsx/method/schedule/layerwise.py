@@ -10,7 +10,7 @@ layers to iterations that takes least time, and fills idle link time with furthe
 paper's order). Whatever a script does to gradients between `backward()` and `optimizer.step()`
 (GradScaler, clipping by the global norm, a closure) then comes too late: use `"before"` with
 those, or clip per layer in `optimizer.register_step_pre_hook`, which sees one layer at a time.
-Both need a backend that sees a layer's gradients complete. `backwards` is the number of backward
+Both need an engine that sees a layer's gradients complete. `backwards` is the number of backward
 passes (micro-batches) per inner step: only the last one counts.
 
 The times come from the run itself. In the first period, before there are any, all layers count

@@ -19,7 +19,7 @@ from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
 from dsx.plan.model_files import Batch, Cluster, inner_of, stage_shapes
 
-_SHARE_CHUNK = 1 << 24  # of shares.py
+_SHARE_CHUNK = 1 << 24  # of engines/replicated.py
 Pieces = Mapping[str, tuple[tuple[int, ...], int]]
 
 
@@ -64,7 +64,7 @@ def plan_stage(
     ]
     rank = _largest(config, layouts)
     matrix_gathers = _matrix_gathers(config, layouts, rank)
-    in_cluster = sum(route.buffer_bytes for route in matrix_gathers)
+    in_cluster = sum(gather.buffer_bytes for gather in matrix_gathers)
     if not _is_sharded(cluster) and cluster.data > 1:
         run = max(sum(_numel(wholes[n]) for n in names) for names in assignment)
         chunk = max(1, min(-(-run // cluster.data), _SHARE_CHUNK // cluster.data))
@@ -73,7 +73,7 @@ def plan_stage(
         method,
         layouts[rank],
         [len(names) for names in assignment],
-        [route.wire for route in matrix_gathers],
+        [gather.wire for gather in matrix_gathers],
         config.clusters.num_clusters,
         in_cluster,
     )

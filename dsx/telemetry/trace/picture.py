@@ -1,4 +1,4 @@
-"""A timeline as a picture: a lane per thread, colours by what is done."""
+"""A timeline as a picture: a track per thread, colours by what is done."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def draw(timeline: Timeline, path: Path) -> None:
     from matplotlib.figure import Figure
 
     ranks = timeline.ranks[:MOST_RANKS]
-    tracks = _lanes(timeline, ranks)
+    tracks = _places(timeline, ranks)
     figure = Figure(figsize=(11, 1.3 + 0.24 * len(tracks)), dpi=110, layout="constrained")
     axes: Any = figure.subplots()
     used: set[str] = set()
@@ -62,7 +62,7 @@ def draw(timeline: Timeline, path: Path) -> None:
     figure.savefig(path)
 
 
-def _lanes(timeline: Timeline, ranks: list[tuple[int, int]]) -> dict[Track, float]:
+def _places(timeline: Timeline, ranks: list[tuple[int, int]]) -> dict[Track, float]:
     """Return where each thread is drawn, from the top, with room between ranks."""
     found = {span.track for span in timeline.spans}
     tracks: dict[Track, float] = {}
