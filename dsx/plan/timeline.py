@@ -56,7 +56,6 @@ class SharedLink:
         self._ends: list[float | None] = []
         self._last: list[int | None] = [None] * num_fragments
         self._queued: dict[int, int] = {}  # what waits for what on one thread
-        self.busy_seconds = 0.0
 
     def launch(self, now: float, fragment: int, cost: Cost) -> int:
         """Start a transfer, or queue it behind the fragment's last; return its number."""
@@ -99,8 +98,7 @@ class SharedLink:
             ends = self._virtual + self._costs[number].link
             heapq.heappush(self._sending, (ends, number))
             return
-        self._now, self._virtual, seconds = at, self._sending[0][0], at - self._now
-        self.busy_seconds += seconds
+        self._now, self._virtual = at, self._sending[0][0]
         _, number = heapq.heappop(self._sending)
         self._ends[number] = end = at + self._costs[number].after
         after = self._queued.pop(number, None)
@@ -110,7 +108,6 @@ class SharedLink:
     def _pass(self, now: float) -> None:
         if self._sending and now > self._now:
             self._virtual += (now - self._now) / len(self._sending)
-            self.busy_seconds += now - self._now
         self._now = max(now, self._now)
 
 
