@@ -41,7 +41,7 @@ def load_installed() -> None:
     for entry in entry_points(group=GROUP):
         try:
             entry.load()
-        except Exception as error:
+        except Exception as error:  # whatever a package of somebody else's raises when imported
             _loaded.discard(GROUP)
             package = entry.dist.name if entry.dist else "an installed package"
             raise ImportError(

@@ -25,16 +25,19 @@ class Behind:
 
     def do(self, work: Callable[[], object]) -> None:
         """Have something done soon; a failure is told on the terminal."""
-        with contextlib.suppress(RuntimeError):  # at the interpreter's very end there is no soon
-            self._thread.submit(work).add_done_callback(_tell_failure)
+        try:
+            done = self._thread.submit(work)
+        except RuntimeError:  # closed, or the interpreter's very end: there is no soon
+            done = _done_now(work)
+        done.add_done_callback(_tell_failure)
 
     def flush(self) -> None:
         """Return once everything has been done."""
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError):  # closed: everything has been done
             self._thread.submit(lambda: None).result()
 
     def close(self) -> None:
-        """Return once everything has been done; nothing more is taken."""
+        """Return once everything has been done; what still comes is done at once."""
         self._thread.shutdown()
 
 
@@ -79,6 +82,16 @@ class RunLog(logging.Handler):
                 file.write(line)
 
         self._behind.do(append)
+
+
+def _done_now(work: Callable[[], object]) -> Future[object]:
+    """Do something on this thread; return how it ended."""
+    done: Future[object] = Future()
+    try:
+        done.set_result(work())
+    except Exception as error:  # as an executor's thread takes it
+        done.set_exception(error)
+    return done
 
 
 def _tell_failure(done: Future[object]) -> None:

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from dsx.method.schedule.layer_assignment import (
     assign_layers,
-    assign_layers_by_search,
     fill_bubbles,
     iteration_seconds,
     layer_table,
     total_seconds,
 )
+from tests.method.layer_search import assign_layers_by_search
 
 Case = tuple[list[float], list[float], int]
 MAX_SPLITS = 2000
