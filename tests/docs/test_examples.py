@@ -81,7 +81,6 @@ class Reader:
         """Run a page's blocks up to this level, once; before it the page that it follows."""
         if page in self._seen:
             return
-        self._seen.add(page)
         if page in commands.AFTER:
             self.read(commands.AFTER[page])
         printed = ""
@@ -96,6 +95,7 @@ class Reader:
                 self._run_together(block)
             else:
                 printed = self._run(block) or printed
+        self._seen.add(page)
 
     def _run(self, block: Block) -> str:
         """Run a block's commands; return what the last one printed if it is always the same."""

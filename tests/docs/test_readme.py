@@ -68,7 +68,7 @@ def test_its_tour_is_of_six_files() -> None:
     assert len(re.findall(r"^\| \[`dsx/", tour, re.M)) == 6
 
 
-@pytest.mark.parametrize("page", [*pages(), *MEGATRON])
+@pytest.mark.parametrize("page", [*(p for p in pages() if p != "CHANGELOG.md"), *MEGATRON])
 def test_every_file_it_names_exists(page: str) -> None:
     named = re.findall(
         r"\b((?:configs|scripts|dsx|tests)/[\w/]+\.(?:json|py|sh|flags))", read(page)
