@@ -18,6 +18,7 @@ import typer
 from dsx.cli import app
 from dsx.config.schema import load_config
 from tests.docs import commands
+from tests.docs.default_port import wait_for_port
 from tests.docs.pages import ROOT, Block, blocks, pages, prose, read
 
 LEVELS = {"default": 0, "ci": 1, "slow": 2}
@@ -104,6 +105,7 @@ class Reader:
             level = commands.level(command)
             if level is None or LEVELS[level] > LEVELS[self.level]:
                 continue
+            wait_for_port(command)
             words = ["bash", "-c", command]
             if block.language == "python":
                 words = [sys.executable, "-W", "error", "-c", command]

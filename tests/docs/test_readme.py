@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.default_port import wait_for_port
 from tests.docs.pages import ROOT, blocks, pages, prose, read
 
 MEGATRON = ["megatron_patches/README.md"]
@@ -23,6 +24,7 @@ def test_it_is_short() -> None:
     assert len(text.splitlines()) <= 200
 
 
+@pytest.mark.timeout(600)  # the port may be taken for a while
 def test_its_script_trains(tmp_path: Path) -> None:
     """That of the page on DeepSpeed is the same."""
     pytest.importorskip("deepspeed")
@@ -46,6 +48,7 @@ def test_its_script_trains(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
+    wait_for_port(command)
     done = subprocess.run(
         command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
