@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import multiprocessing
 import os
 import queue
@@ -11,7 +12,7 @@ import socket
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tests.templates import ForkedRank, environment_of_imports, start_templates
@@ -24,6 +25,14 @@ def free_port() -> int:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+@contextlib.contextmanager
+def the_default_port() -> Iterator[None]:
+    """Wait for the launchers' default port, which what is run as printed takes: one at a time."""
+    with open(os.path.join(tempfile.gettempdir(), "dsx-tests.29500.lock"), "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def run_distributed(

@@ -17,6 +17,7 @@ import typer
 
 from dsx.cli import app
 from dsx.config.schema import load_config
+from tests.distributed import the_default_port
 from tests.docs import commands
 from tests.docs.default_port import wait_for_port
 from tests.docs.pages import ROOT, Block, blocks, pages, prose, read
@@ -109,10 +110,11 @@ class Reader:
             words = ["bash", "-c", command]
             if block.language == "python":
                 words = [sys.executable, "-W", "error", "-c", command]
-            done = subprocess.run(
-                words, cwd=self.folder, env=self.environment, capture_output=True, text=True,
-                timeout=60 * MINUTES[level],
-            )  # fmt: skip
+            with the_default_port():
+                done = subprocess.run(
+                    words, cwd=self.folder, env=self.environment, capture_output=True, text=True,
+                    timeout=60 * MINUTES[level],
+                )  # fmt: skip
             said = f"{block.page}:{block.line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
             if done.returncode == NO_TESTBED and commands.listed(command, commands.NEEDS_ROOT):
                 pytest.skip(done.stderr)

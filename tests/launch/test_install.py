@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import dsx
+from tests.distributed import the_default_port
 
 pytest.importorskip("build")
 pytest.importorskip("deepspeed")
@@ -89,7 +90,8 @@ def test_the_quickstart_runs_from_an_installation(
     assert run([command, "--version"], tmp_path) == f"dsx {dsx.__version__}\n"
     where = run([python, "-c", "import dsx; print(dsx.__file__)"], tmp_path)
     assert where.strip() == str(packages / "dsx" / "__init__.py")
-    printed = run([command, "quickstart", *SHORT], tmp_path)
+    with the_default_port():
+        printed = run([command, "quickstart", *SHORT], tmp_path)
     assert "step    6/6" in printed
     summary = json.loads((tmp_path / "runs" / "quickstart" / "summary.json").read_text())
     assert summary["steps"] == 6 and len(summary["val_loss_clusters"]) == 2

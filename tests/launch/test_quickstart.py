@@ -10,6 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from dsx.examples.gpt import GPT, GPTConfig
+from tests.distributed import the_default_port
 from tests.installed import needs
 
 pytestmark = needs("deepspeed", "megatron")
@@ -20,7 +21,8 @@ RUN = ROOT / "runs" / "quickstart"
 
 def run_quickstart(*arguments: str, timeout_seconds: int) -> str:
     command = ["bash", str(ROOT / "scripts" / "quickstart.sh"), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
+    with the_default_port():
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
