@@ -6,10 +6,13 @@ import json
 
 import typer
 
+from dsx.core.one_line_errors import one_line_errors
+
 app = typer.Typer(no_args_is_help=True, help='The keys of the "dsx" block.')
 
 
 @app.command()
+@one_line_errors("config reference")
 def reference() -> None:
     """Print every key with type, default, allowed values and meaning, as Markdown.
 
@@ -21,6 +24,7 @@ def reference() -> None:
 
 
 @app.command()
+@one_line_errors("config schema")
 def schema() -> None:
     """Print the JSON Schema of a DeepSpeed JSON with a "dsx" block, for editors.
 

@@ -8,13 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from dsx.core.registry import SELECTORS
+from dsx.core.registry import FORMER, SELECTORS
 from dsx.core.renamed import warn_renamed
-
-# axis: {old name of a choice: today's}
-CHOICES: Mapping[str, Mapping[str, str]] = {
-    "delay": {"replace": "blocking", "blend": "streaming"},
-}
 
 
 def with_new_names(axis: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,5 +30,5 @@ def stored_axes(axes: Mapping[str, Any]) -> dict[str, Any]:
 def _renamed(axis: str, choice: Mapping[str, Any]) -> dict[str, Any]:
     selector = SELECTORS.get(axis, "")
     name = choice.get(selector)
-    new = CHOICES.get(axis, {}).get(name) if isinstance(name, str) else None
+    new = FORMER.get(axis, {}).get(name) if isinstance(name, str) else None
     return {**choice, selector: new} if new else dict(choice)

@@ -117,6 +117,8 @@ def resolve_method(
     if num_clusters < 1:
         raise ConfigError(f"num_clusters={num_clusters} must be at least 1")
     base = PRESETS[name](num_clusters)
+    if not isinstance(base, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(f"dsx.preset={name!r} gives {base!r}; a preset has to return a Method")
     axes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for axis in AXES:

@@ -32,6 +32,10 @@ SELECTORS: Mapping[str, str] = {
     "control": "type",
 }
 PRESET = "preset"
+# axis: {old name of a choice: today's}; both mean one choice, wherever either is read.
+FORMER: Mapping[str, Mapping[str, str]] = {
+    "delay": {"replace": "blocking", "blend": "streaming"},
+}
 _KINDS = (*SELECTORS, PRESET)
 _NAME = re.compile(r"[a-z][a-z0-9_]*")
 
@@ -171,7 +175,10 @@ def _require_preset(where: str, choice: Any) -> None:
 
 
 def _require_free(where: str, axis: str, name: str, choice: Any) -> None:
-    """Raise ValueError if the name is another's, or the choice has a name; reloads may replace."""
+    """Raise ValueError if the name is or was another's, or the choice has one; reloads replace."""
+    today = FORMER.get(axis, {}).get(name)
+    if today is not None:
+        raise ValueError(f"{where}: {today!r} had this name before; choose another one")
     taken = _known[axis].get(name)
     if taken is not None and _place(taken) != _place(choice):
         raise ValueError(f"{where}: {_place(taken)} has this name already; choose another one")

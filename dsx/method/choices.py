@@ -23,6 +23,10 @@ GROUP = "dsx.methods"
 _loaded: set[str] = set()
 
 
+class InstalledMethodError(ImportError, ValueError):
+    """What an installed package offers cannot be imported: one line at the end of a command."""
+
+
 class Axis(NamedTuple):
     """The key of a configuration that selects a choice, and the choices by name."""
 
@@ -33,7 +37,7 @@ class Axis(NamedTuple):
 def load_installed() -> None:
     """Import what installed packages offer in the group "dsx.methods", each once per process.
 
-    Raises ImportError, naming package and entry point, if one of them cannot be imported.
+    Raises InstalledMethodError, naming package and entry point, if one of them cannot be imported.
     """
     if GROUP in _loaded:
         return
@@ -44,7 +48,7 @@ def load_installed() -> None:
         except Exception as error:  # whatever a package of somebody else's raises when imported
             _loaded.discard(GROUP)
             package = entry.dist.name if entry.dist else "an installed package"
-            raise ImportError(
+            raise InstalledMethodError(
                 f"{package} offers methods to dsx by the entry point {entry.name} = "
                 f"{entry.value!r}, which fails with {type(error).__name__}: {error}; mend or "
                 "uninstall it"

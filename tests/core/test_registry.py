@@ -6,17 +6,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from dsx.cli import app
+from dsx.config.schema import ConfigError, preset
 from dsx.core import registry
 from dsx.method import choices
 from dsx.method.choices import AXES, PRESETS, register
 from dsx.method.delay.base import Blocking, DelayPolicy
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import Nesterov
+
+FLAGS = Path(__file__).parents[2] / "configs" / "qwen_107b.flags"
 
 
 @pytest.fixture(autouse=True)
@@ -189,3 +195,24 @@ def test_an_installed_package_that_fails_is_named(monkeypatch: pytest.MonkeyPatc
     for _ in range(2):  # and not forgotten
         with pytest.raises(ImportError, match=r"their-package offers .*= 'pkg.theirs'.*gone"):
             "blocking" in PRESETS  # noqa: B015
+    for command in (["config", "schema"], ["config", "reference"], ["memory", str(FLAGS)]):
+        done = CliRunner().invoke(app, command)
+        assert done.exit_code == 2 and done.stderr.startswith(f"dsx {command[0]}")
+        assert "their-package offers" in done.stderr and done.stderr.count("\n") == 1
+
+
+def test_an_old_name_stays_that_of_todays_choice() -> None:
+    with pytest.raises(ValueError, match="'streaming' had this name before; choose another one"):
+
+        @register("delay", "blend")
+        @dataclass(frozen=True)
+        class Blend(Blocking):
+            pass
+
+    assert "blend" not in AXES["delay"].choices
+
+
+def test_a_preset_returns_a_method() -> None:
+    register("preset", "nothing")(lambda num_clusters: None)
+    with pytest.raises(ConfigError, match="dsx.preset='nothing' gives None; a preset has to"):
+        preset("nothing")
