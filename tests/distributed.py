@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import queue
 import random
+import shutil
 import socket
 import tempfile
 import time
@@ -89,6 +90,7 @@ def run_distributed(
         for process in ranks:
             process.kill()
             process.join()
+        shutil.rmtree(extensions, ignore_errors=True)
 
 
 def _collect(results: Any, ranks: list[Any], until: float) -> list[Any]:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import dsx
 from dsx.comm.world import current_world
+from dsx.core import types
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, make_optimizer, quiet
 from tests.engines.pipelines import Kind, make_module, param_groups, train_batch
@@ -45,7 +46,7 @@ def build(
     kind: Kind, block: dict[str, Any], num_stages: int, num_clusters: int = 2, **changes: Any
 ) -> Any:
     config = {**ds_config(kind.stage, kind.precision, "diloco"), **changes}
-    dsx.types.SMALL_NUMEL = 16  # weights of 36 elements are coded, too
+    types.SMALL_NUMEL = 16  # weights of 36 elements are coded, too
     clusters = {"num_clusters": num_clusters, "deadline_seconds": 30}
     config["dsx"] = {**block, "clusters": clusters}
     if current_world() is None:
