@@ -57,6 +57,9 @@ EXACT = {  # what they print is the same everywhere, and stands in the `text` bl
     "dsx plan --megatron",
 }
 
+# They meet at the launchers' default port, so they run one at a time on a host.
+LAUNCHES = ("deepspeed ", "torchrun ", "bash scripts/quickstart.sh", "dsx quickstart")
+
 AFTER = {  # pages whose commands need what another page's have made
     "docs/checkpoints.md": "docs/quickstart.md",
 }

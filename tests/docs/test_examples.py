@@ -9,6 +9,7 @@ import shlex
 import signal
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from dsx.cli import app
 from dsx.config.schema import load_config
 from tests.distributed import the_default_port
 from tests.docs import commands
-from tests.docs.default_port import wait_for_port
 from tests.docs.pages import ROOT, Block, blocks, pages, prose, read
 
 LEVELS = {"default": 0, "ci": 1, "slow": 2}
@@ -106,11 +106,11 @@ class Reader:
             level = commands.level(command)
             if level is None or LEVELS[level] > LEVELS[self.level]:
                 continue
-            wait_for_port(command)
             words = ["bash", "-c", command]
             if block.language == "python":
                 words = [sys.executable, "-W", "error", "-c", command]
-            with the_default_port():
+            is_launch = command.startswith(commands.LAUNCHES)
+            with the_default_port() if is_launch else nullcontext():
                 done = subprocess.run(
                     words, cwd=self.folder, env=self.environment, capture_output=True, text=True,
                     timeout=60 * MINUTES[level],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.default_port import wait_for_port
+from tests.distributed import the_default_port
 from tests.docs.pages import ROOT, blocks, pages, prose, read
 
 MEGATRON = ["megatron_patches/README.md"]
@@ -48,10 +48,11 @@ def test_its_script_trains(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
         "TORCH_EXTENSIONS_DIR": str(tmp_path / "extensions"),
     }
-    wait_for_port(command)
-    done = subprocess.run(
-        command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
-    )
+    with the_default_port():
+        done = subprocess.run(
+            command.split(), cwd=tmp_path, env=environment, capture_output=True, text=True,
+            timeout=240,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     lines = (tmp_path / "runs" / "minimal" / "metrics.jsonl").read_text().splitlines()
     first, kinds = json.loads(lines[0]), [json.loads(line)["kind"] for line in lines]
