@@ -18,9 +18,9 @@ def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         return source
     try:
         document = json.loads(Path(source).read_text())
-    except FileNotFoundError as error:
+    except (FileNotFoundError, IsADirectoryError) as error:
         raise ConfigError(f"no config file at {source}") from error
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source} is not valid JSON: {error}") from error
     if not isinstance(document, Mapping):
         raise ConfigError(f"{source} must hold a JSON object")

@@ -235,7 +235,7 @@ def _read_summary(folder: Path) -> dict[str, Any]:
 def _read_object(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}; remove it") from error
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold a JSON object; remove it")

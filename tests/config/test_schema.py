@@ -207,3 +207,11 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.json")), ids=lambda p: p.name)
 def test_every_config_that_ships_loads(path: Path) -> None:
     load_config(path)
+
+
+def test_what_is_no_text_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"no config file at {tmp_path}"):
+        load_config(tmp_path)
+    (tmp_path / "c.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="c.json is not valid JSON"):
+        load_config(tmp_path / "c.json")

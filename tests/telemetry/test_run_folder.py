@@ -118,6 +118,9 @@ def test_a_run_that_has_no_records_yet(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_text("[]")
     with pytest.raises(ValueError, match=r"run\.json must hold a JSON object"):
         open_run(tmp_path)
+    (tmp_path / "run.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"run\.json is not valid JSON: .*; remove it"):
+        open_run(tmp_path)
     for text in ('{"name": "not ours"}', '{"format": 2, "starts": [{"session": "a"}]}'):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(ValueError, match=r"run\.json is no run\.json of this version of dsx"):
