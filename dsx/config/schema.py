@@ -31,7 +31,7 @@ from dsx.config.sections import (
     check_metrics,
 )
 from dsx.core.checks import nearest
-from dsx.method.choices import AXES, PRESETS
+from dsx.method.choices import AXES, PRESETS, preset_method
 from dsx.method.method import Method
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -116,9 +116,10 @@ def resolve_method(
             raise ConfigError(f"dsx.{axis} is not a known key{nearest(axis, AXES)}")
     if num_clusters < 1:
         raise ConfigError(f"num_clusters={num_clusters} must be at least 1")
-    base = PRESETS[name](num_clusters)
-    if not isinstance(base, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
-        raise ConfigError(f"dsx.preset={name!r} gives {base!r}; a preset has to return a Method")
+    try:
+        base = preset_method(name, num_clusters)
+    except ValueError as error:
+        raise ConfigError(f"dsx.{error}") from error
     axes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for axis in AXES:

@@ -63,9 +63,15 @@ def register(axis: str, name: str | None = None) -> Callable[[T], T]:
     function, or that of the class in lower case with underscores.
 
     Raises ValueError for an axis that does not exist, a name that is none or is taken, and
-    TypeError for what cannot be such a choice: an axis takes frozen dataclasses with the members
-    of its contract, "preset" a function of the number of clusters that returns a `Method`.
+    TypeError for what is no string, or cannot be such a choice: an axis takes frozen dataclasses
+    with the members of its contract, "preset" a function of the number of clusters that returns a
+    `Method`.
     """
+    if not isinstance(axis, str) or not isinstance(name, str | None):  # pyright: ignore
+        raise TypeError(
+            f"register({axis!r}, {name!r}): an axis and a name are strings, as in "
+            '@dsx.register("delay") or @dsx.register("delay", "name")'
+        )
     if axis not in _KINDS:
         raise ValueError(f"register({axis!r}): there is no such axis{nearest(axis, _KINDS)}")
 

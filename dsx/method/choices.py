@@ -59,3 +59,14 @@ AXES: Mapping[str, Axis] = {
     axis: Axis(selector, Names(axis, load_installed)) for axis, selector in SELECTORS.items()
 }
 PRESETS: Names[Callable[[int], Method]] = Names(PRESET, load_installed)
+
+
+def preset_method(name: str, num_clusters: int) -> Method:
+    """Return what a preset makes; ValueError, naming it, if it fails or makes something else."""
+    try:
+        made = PRESETS[name](num_clusters)
+    except Exception as error:  # whatever a function of somebody else's raises
+        raise ValueError(f"preset={name!r} fails with {type(error).__name__}: {error}") from error
+    if not isinstance(made, Method):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ValueError(f"preset={name!r} gives {made!r}; a preset has to return a Method")
+    return made

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsx.compress.base import Dense
-from dsx.method.choices import PRESETS
+from dsx.method.choices import PRESETS, preset_method
 from dsx.method.fragments import ByLayer
 from dsx.method.method import Method
 from dsx.method.schedule.periodic import Streaming
@@ -133,9 +133,9 @@ class Search:
         """Yield one per preset, number of fragments and codec."""
         question = self.question
         most = min(question.model.layers_per_stage, question.max_interval)
-        for preset, make in PRESETS.items():
-            method = make(question.num_clusters)
+        for preset in PRESETS:
             try:
+                method = preset_method(preset, question.num_clusters)
                 require_planned(method)
             except ValueError as error:
                 self.left_out.append(f"{preset} is left out: {error}")

@@ -124,7 +124,7 @@ def read_about(folder: Path) -> dict[int, dict[str, Any]]:
     """Return what every run*.json of a run's folder says, by cluster; ValueError for another's."""
     found = {m: (file, _read_object(file)) for m, file in sorted(_files(folder, "run").items())}
     for file, about in found.values():
-        if not about.get("starts") or about.get("format") != FORMAT:
+        if about.get("format") != FORMAT or not _has_starts(about):
             raise ValueError(
                 f"{file} is no run.json of this version of dsx (format {FORMAT}): move it away, or "
                 "give the run another dsx.metrics.dir"
@@ -189,6 +189,15 @@ def _files(folder: Path, kind: str) -> dict[int, Path]:
         for path, match in found.items()
         if match is not None and match["kind"] == kind
     }
+
+
+def _has_starts(about: Record) -> bool:
+    starts = about.get("starts")
+    return bool(
+        isinstance(starts, list)
+        and starts
+        and all(isinstance(start, dict) and "time" in start for start in starts)
+    )
 
 
 def _of_other_runs(abouts: Mapping[int, Record]) -> list[int]:

@@ -216,3 +216,9 @@ def test_a_preset_returns_a_method() -> None:
     register("preset", "nothing")(lambda num_clusters: None)
     with pytest.raises(ConfigError, match="dsx.preset='nothing' gives None; a preset has to"):
         preset("nothing")
+
+
+@pytest.mark.parametrize(("axis", "name"), [(dict, None), (None, None), ("delay", 3)])
+def test_axis_and_name_are_strings(axis: Any, name: Any) -> None:
+    with pytest.raises(TypeError, match=r"an axis and a name are strings, as in @dsx.register"):
+        register(axis, name)

@@ -133,3 +133,16 @@ def test_what_a_codec_from_outside_declares_is_what_a_run_sends(num_clusters: in
     torch.manual_seed(0)
     dense = replace(method, compression=dsx.preset("diloco").compression)
     assert predict(dense, ranks, 1.0, Link(1e9), num_clusters).bytes_by_cluster != predicted
+
+
+def test_a_preset_that_fails_is_left_out_by_name(outsiders: None) -> None:
+    @dsx.register("preset")
+    def boom(num_clusters: int) -> Method:
+        raise RuntimeError("no clusters today")
+
+    result = CliRunner().invoke(app, ["plan", *SIZES.split(), "--target", "50"])
+    assert result.exit_code == 0, result.output
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("boom")]
+    assert "boom is left out: preset='boom' fails with RuntimeError: no clusters today" in line
+    with pytest.raises(dsx.ConfigError, match="dsx.preset='boom' fails with RuntimeError: no cl"):
+        dsx.preset("boom")

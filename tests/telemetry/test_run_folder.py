@@ -121,7 +121,12 @@ def test_a_run_that_has_no_records_yet(tmp_path: Path) -> None:
     (tmp_path / "run.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ValueError, match=r"run\.json is not valid JSON: .*; remove it"):
         open_run(tmp_path)
-    for text in ('{"name": "not ours"}', '{"format": 2, "starts": [{"session": "a"}]}'):
+    for text in (
+        '{"name": "not ours"}',
+        '{"format": 2, "starts": [{"session": "a"}]}',
+        '{"format": 1, "starts": 5}',
+        '{"format": 1, "starts": [{}]}',
+    ):
         (tmp_path / "run.json").write_text(text)
         with pytest.raises(ValueError, match=r"run\.json is no run\.json of this version of dsx"):
             open_run(tmp_path)
