@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 WORKER = """
@@ -43,15 +44,17 @@ for compression in (
     for round in range(1, 4):
         generator = torch.Generator().manual_seed(100 * round + rank)
         x = torch.randn(fragment.numel, generator=generator)
-        for exchange round in channel.exchange(x, Launch(round)):
-            group.exchange round(exchange round, "test")
+        for messages in channel.exchange(x, Launch(round)):
+            group.run(messages, "test")
         digests.append(hashlib.sha256(x.numpy().tobytes()).hexdigest()[:12])
 print(torch.backends.cpu.get_cpu_capability(), *digests)
 """
 
 
 def test_clusters_on_unequal_machines_apply_the_same_bits(tmp_path: Path) -> None:
-    machines = [("default", 1), ("avx2", 2), ("avx512", 1), ("avx512", 2)]
+    best = torch.backends.cpu.get_cpu_capability().lower()  # asked for more, it ends in SIGILL
+    middle = min("avx2", best, key=["default", "avx2", "avx512"].index)
+    machines = [("default", 1), (middle, 2), (best, 1), (best, 2)]
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", WORKER, str(rank), str(len(machines)), str(threads)]
