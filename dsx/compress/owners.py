@@ -63,15 +63,23 @@ def down_bytes(is_exact: bool, rows: int, length: int) -> int:
     return 4 * rows * length if is_exact else rows * length + length * SCALE_BYTES
 
 
-@lru_cache(maxsize=4096)
 def factor_rounds(
     matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int, first: int
 ) -> Rounds:
     """Return what factors of matrices `(m, n, rank)` take in one power iteration.
 
-    P to its owners, their means to all, then Q likewise; `first` as for `factor_owners`.
+    P to its owners, their means to all, then Q likewise; `first` as for `factor_owners`, whom it
+    turns around and with them what each of them sends.
     """
-    owners = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, first)
+    rounds, turn = _rounds_from_the_first(matrices, wire, num_clusters), first % num_clusters
+    return tuple(of_round[-turn:] + of_round[:-turn] for of_round in rounds) if turn else rounds
+
+
+@lru_cache(maxsize=4096)
+def _rounds_from_the_first(
+    matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int
+) -> Rounds:
+    owners = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, 0)
     rounds: Rounds = ()
     for factor, probes in ((0, NUM_PROBES), (1, 0)):
         up, down = [0] * num_clusters, [0] * num_clusters  # by owner

@@ -51,7 +51,8 @@ def assign_layers(
     exposed = [_exposed_by_stop(profile, start) for start in range(num_layers + 1)]
     best = [row[-1] for row in exposed]  # one iteration left: it takes all that is left
     stops_by_iteration = [[num_layers] * (num_layers + 1)]
-    for _ in range(min(interval, num_layers) - 1):  # more than L runs would not all be non-empty
+    runs_left = min(interval, num_layers) - 1  # more than L runs would not all be non-empty
+    for done in range(runs_left):
         least, stops = [inf] * (num_layers + 1), [num_layers] * (num_layers + 1)
         for start, row in enumerate(exposed):
             for stop, seconds in enumerate(row, start):
@@ -59,6 +60,9 @@ def assign_layers(
                     break  # a longer run exposes no less
                 if seconds + best[stop] <= least[start]:
                     least[start], stops[start] = seconds + best[stop], stop
+        if least == best:  # no further iteration helps: all that are left are cut like this one
+            stops_by_iteration += [stops] * (runs_left - done)
+            break
         best = least
         stops_by_iteration.append(stops)
     runs: list[range] = []
@@ -79,7 +83,14 @@ def fill_bubbles(
     that does not make it longer (beyond float rounding) than the assignment did.
     """
     profile = _profile(backward_seconds, transfer_seconds)
-    return tuple(_filled(profile, _positions(profile, layers)) for layers in assignment)
+    filled: dict[tuple[int, ...], tuple[int, ...]] = {}  # iterations often send the same, or none
+    table: list[tuple[int, ...]] = []
+    for layers in assignment:
+        positions = tuple(_positions(profile, layers))
+        if positions not in filled:
+            filled[positions] = _filled(profile, positions)
+        table.append(filled[positions])
+    return tuple(table)
 
 
 def iteration_seconds(
@@ -165,25 +176,28 @@ def _exposed_by_stop(profile: _Profile, start: int) -> list[float]:
     return exposed
 
 
-def _filled(profile: _Profile, assigned: list[int]) -> tuple[int, ...]:
+def _filled(profile: _Profile, assigned: Sequence[int]) -> tuple[int, ...]:
     """Return the layers of one iteration after filling, in backward order."""
-    num_layers = len(profile.transfer)
+    ready, transfer = profile
+    num_layers = len(transfer)
     own = set(assigned)
     deadline = _seconds(profile, assigned) * (1 + _ROUNDING)
     # latest[p]: when the channel must be free before position p, for the assigned layers from p
     # on to meet the deadline. Waiting for their own backward met it already.
     latest = [deadline] * (num_layers + 1)
-    for position in reversed(range(num_layers)):
-        needed = profile.transfer[position] if position in own else 0.0
-        latest[position] = latest[position + 1] - needed
+    left = deadline
+    for position in range(num_layers - 1, -1, -1):
+        if position in own:
+            left -= transfer[position]
+        latest[position] = left
     sent: list[int] = []
     channel = 0.0
-    for position in range(num_layers):
-        end = _end(profile, position, channel)
-        if position in own or end <= latest[position + 1]:
-            sent.append(position)
+    for position, (is_ready, seconds) in enumerate(zip(ready, transfer, strict=True)):
+        end = (channel if channel > is_ready else is_ready) + seconds  # as in `_end`
+        if end <= latest[position + 1] or position in own:
+            sent.append(num_layers - 1 - position)
             channel = end
-    return tuple(num_layers - 1 - position for position in sent)
+    return tuple(sent)
 
 
 def _layers_of_runs(runs: Sequence[range], num_layers: int, interval: int) -> Table:
