@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,16 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> Non
         assert written[-1]["bytes_sent"] == sum(r["bytes_sent"] for r in syncs)
 
 
+class Trap:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (self._path,)
+
+
 def load_what_is_not_there(base: str) -> list[str]:
     quiet()
     engine = build_engine((1, "fp32", "one", "sgd", "diloco"))
@@ -217,13 +228,21 @@ def load_what_is_not_there(base: str) -> list[str]:
             engine.load_checkpoint(base, **kwargs)
         except (FileNotFoundError, ValueError) as error:
             messages.append(str(error))
+    mine = Trap(f"{base}/sprung") if engine.dsx.cluster_id == 1 else 1
+    engine.save_checkpoint(base, tag="trap", client_state={"mine": mine})
+    try:
+        engine.load_checkpoint(base, tag="trap")
+    except ValueError as error:
+        messages.append(str(error))
     return messages
 
 
 def test_missing_checkpoints_are_hard_errors(tmp_path: Path) -> None:
     for messages in run_distributed(load_what_is_not_there, 4, str(tmp_path), timeout_seconds=240):
-        assert len(messages) == 4
+        assert len(messages) == 5
         assert "no complete checkpoint that all clusters hold" in messages[0]
         assert "no complete checkpoint 'step99' that all clusters hold" in messages[1]
         assert "no outer state at" in messages[2]
         assert "without optimizer states" in messages[3]
+        assert messages[4].startswith("cluster 1: ") and "posix.mkdir" in messages[4]
+    assert not (tmp_path / "sprung").exists()

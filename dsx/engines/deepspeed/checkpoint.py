@@ -37,6 +37,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World
+from dsx.engines.deepspeed.pickles import find_code
 from dsx.engines.deepspeed.pipeline import (
     OF_STAGE,
     describe_layers,
@@ -90,6 +91,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         saved = SavedCluster(directory / tag)
         is_repartitioned = _is_cut_anew(engine, handle, saved)
         own_tag = _engine_tag(engine, directory, tag)
+        _require_no_code(handle, world, directory / own_tag)
         with _hinting_at_universal(saved, directory / tag, world):
             result = load_checkpoint(
                 str(directory), own_tag, load_module_strict, True, load_lr_scheduler_states, False,
@@ -186,6 +188,17 @@ def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[i
     """Return the cluster whose tag to load, and the tag. Collective over all clusters."""
     found = handle.gather(tags_within_reach(base, world.cluster_id))
     return common_tag(found, base, None if tag is None else str(tag))[world.cluster_id]
+
+
+def _require_no_code(handle: Handle, world: World, directory: Path) -> None:
+    """Refuse, in every cluster, what DeepSpeed would run on reading it. Collective over all."""
+    files = sorted(directory.rglob("*.pt"))[world.rank :: world.world_size]
+    everyone: list[Any] = [None] * world.world_size
+    dist.all_gather_object(everyone, find_code(files))
+    found = next((trouble for trouble in everyone if trouble), None)
+    for cluster, trouble in enumerate(handle.gather(found)):
+        if trouble:
+            raise ValueError(f"cluster {cluster}: {trouble}")
 
 
 def _aliases(module: Any) -> dict[str, str]:

@@ -3,8 +3,8 @@
 Known are the files of DeepSpeed 0.19 for ZeRO 0 to 3 without tensor parallelism: `mp_rank_00_
 model_states.pt` with the whole module, or under ZeRO-3 one file per rank with buffers and shards of
 frozen parameters; of pipelines `layer_<place>-model_states.pt`, with a tied layer in the file of
-every place of its; `zero/<parameter>/` in universal checkpoints. They are Python pickles, which can
-run code: read your own only.
+every place of its; `zero/<parameter>/` in universal checkpoints. They are Python pickles, read as
+pickles.py says.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint.averaged_model import SavedModel
+from dsx.engines.deepspeed.pickles import find_code, read_pickle
 
 WHOLE = "mp_rank_00_model_states.pt"
 SHARDS = "zero_pp_rank_*_mp_rank_00_model_states.pt"
@@ -49,14 +50,14 @@ def read_untrained(model: SavedModel) -> dict[str, Tensor]:
 def _read_cluster(model: SavedModel, directory: Path) -> dict[str, Tensor]:
     known = {*model.parameters, *model.aliases}
     if (directory / WHOLE).is_file():
-        module: dict[str, Any] | None = _load(directory / WHOLE)["module"]
+        module: dict[str, Any] | None = read_pickle(directory / WHOLE)["module"]
         if module is None:
             return _read_layers(model, directory, known)
         return {n: t for n, t in module.items() if n not in known and torch.is_tensor(t)}
     files = sorted(directory.glob(SHARDS), key=lambda f: int(f.name.split("_")[3]))
     if not files:
         return {}
-    states = [_load(file) for file in files]
+    states = [read_pickle(file) for file in files]
     first = states[0]
     found = {n: first["module"][n] for n in first["buffer_names"] if n in first["module"]}
     for name, shape in (first["frozen_param_shapes"] or {}).items():
@@ -71,7 +72,7 @@ def _read_layers(model: SavedModel, directory: Path, known: Collection[str]) -> 
     seen: dict[str, tuple[Path, Tensor]] = {}  # what lies in several files
     for file in sorted(directory.glob("layer_*-model_states.pt")):
         place = str(int(file.name.split("-")[0].removeprefix("layer_")))
-        for own_name, tensor in _load(file).items():
+        for own_name, tensor in read_pickle(file).items():
             if not torch.is_tensor(tensor):
                 continue
             name = model.name_at(place, own_name)
@@ -137,6 +138,8 @@ def write_universal(model: SavedModel, untrained: Mapping[str, Tensor], out: Pat
         )
     if target.exists():
         raise ValueError(f"{target} exists already: remove it, or give another --out")
+    if trouble := find_code(sorted(source.glob("*.pt"))):  # the converter reads them unguarded
+        raise ValueError(trouble)
     arguments = argparse.Namespace(
         input_folder=str(source),
         output_folder=str(target),
@@ -171,7 +174,7 @@ def _replace_weights(model: SavedModel, target: Path) -> None:
         path = target / "zero" / name / "fp32.pt"
         if not path.is_file():
             raise ValueError(f"DeepSpeed's converter has written no {path}; use another format")
-        held, average = _load(path), model.tensor(name)
+        held, average = read_pickle(path), model.tensor(name)
         if held["param"].numel() != average.numel():
             raise ValueError(
                 f"{path} has {held['param'].numel()} elements, the averaged parameter "
@@ -180,13 +183,9 @@ def _replace_weights(model: SavedModel, target: Path) -> None:
         torch.save({**held, "param": average.view(held["param"].shape)}, path)
     whole = target / WHOLE
     if whole.is_file():
-        state = _load(whole)
+        state = read_pickle(whole)
         for name, tensor in (state["module"] or {}).items():
             source = model.aliases.get(name, name)
             if source in model.parameters:
                 state["module"][name] = model.tensor(source).to(tensor.dtype)
         torch.save(state, whole)
-
-
-def _load(path: Path) -> dict[str, Any]:
-    return torch.load(path, map_location="cpu", weights_only=False)
