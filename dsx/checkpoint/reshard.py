@@ -224,11 +224,14 @@ class Resharding:
         buffers = self._loop.state.take_buffers(fragment.id)
         results = [e["parity"] for e in entries]
         present = self._loop.transport.seat.ids  # the others' lists name nobody any more
+        refused_by, differing, idle_in = (
+            sorted({m for v in results for m in v.get(key, ()) if m in present})
+            for key in ("refused_by", "differing", "idle_in")
+        )
         buffers.parity = ParityResult(
-            *(
-                sorted({m for v in results for m in v[key] if m in present})
-                for key in ("refused_by", "differing")
-            ),
+            refused_by,
+            differing,
+            idle_in=idle_in,
             round=max(v["round"] for v in results),
             is_refused=any(v["is_refused"] for v in results),
         )

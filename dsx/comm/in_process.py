@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -113,8 +113,8 @@ class InProcessTransport:
 class TwoPass(Protocol):
     """The loop's two verbs at a step boundary."""
 
-    def launch_due(self) -> None:
-        """Advance the clock and launch."""
+    def launch_due(self, is_skipped: bool = False) -> None:
+        """Advance the clock and launch; whether the inner step was skipped."""
         ...
 
     def apply_ripe(self) -> bool:
@@ -122,10 +122,13 @@ class TwoPass(Protocol):
         ...
 
 
-def step_together(loops: Sequence[TwoPass]) -> None:
-    """Pass one step boundary of all clusters: every launch before any apply."""
-    for loop in loops:
-        loop.launch_due()
+def step_together(loops: Sequence[TwoPass], skipped: Collection[int] = ()) -> None:
+    """Pass one step boundary of all clusters: every launch before any apply.
+
+    `skipped` are the places of those whose optimizer did not step.
+    """
+    for place, loop in enumerate(loops):
+        loop.launch_due(place in skipped)
     for loop in loops:
         loop.apply_ripe()
 

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 
-PROTOCOL = 2  # of what clusters send each other; counted up where another dsx would not read it
+PROTOCOL = 3  # of what clusters send each other; counted up where another dsx would not read it
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)

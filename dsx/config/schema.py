@@ -99,7 +99,11 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         metrics=block.metrics,
         state=block.state,
         link=block.link,
-        method=dataclasses.replace(method, on_mismatch=block.clusters.on_mismatch),
+        method=dataclasses.replace(
+            method,
+            on_mismatch=block.clusters.on_mismatch,
+            max_idle_rounds=block.clusters.max_idle_rounds,
+        ),
         axes=axes,
         given=document,
     )

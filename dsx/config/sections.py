@@ -46,6 +46,11 @@ class ClustersConfig(BaseModel):
     """What to do when clusters have decoded different means: send the outer state of cluster 0 once
     more and go on, or stop with ParityError."""
 
+    max_idle_rounds: int | None = Field(default=None, ge=0)
+    """After how many rounds in a row in which a cluster took no inner step all clusters stop, with
+    NonFiniteError. A round lasts from a launch of a fragment to its next one; an optimizer skips
+    steps whose gradients are not finite. null: 3, or as many as 50 steps take; 0: never."""
+
     interface: str | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's
     name stands for."""

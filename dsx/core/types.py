@@ -130,21 +130,21 @@ class Stage:
 
 
 @dataclass
-class Refusals:
-    """Rounds of one fragment refused one after another because of the same clusters."""
+class RoundsInARow:
+    """Rounds of one fragment that went wrong one after another because of the same clusters."""
 
     in_a_row: int = 0
-    since: int = 0  # launched at that step
+    since: int = 0  # a step: the first one's launch, or its beginning
     because_of: list[int] = field(default_factory=list[int])
 
-    def count(self, refused_by: list[int], launched: int) -> None:
-        """Take a round into account: refused because of these clusters, or not refused."""
-        again = sorted(set(refused_by) & set(self.because_of))
+    def count(self, because_of: list[int], step: int) -> None:
+        """Take a round into account: wrong because of these clusters, or not wrong."""
+        again = sorted(set(because_of) & set(self.because_of))
         if again:
             self.in_a_row, self.because_of = self.in_a_row + 1, again
         else:
-            self.in_a_row, self.because_of = int(bool(refused_by)), list(refused_by)
-            self.since = launched if refused_by else 0
+            self.in_a_row, self.because_of = int(bool(because_of)), list(because_of)
+            self.since = step if because_of else 0
 
 
 @dataclass
@@ -156,7 +156,7 @@ class History:
 
     - `launched`, `applied`: step of the last launch and of the last apply;
     - `launches`: transfers launched; `rounds`: outer steps taken; `refusals`: of those, rounds
-      refused since the last one that was not;
+      refused since the last one that was not; `idle`: rounds in which a cluster took no step;
     - `intervals`: launch to launch, of the transfer applied last;
     - `under_way`: launched and not applied, beyond those the delay policy always keeps;
     - `mean_norm`: L2 norm of the mean applied last, over all shards, if the schedule asks;
@@ -174,7 +174,8 @@ class History:
     applied: list[int] = field(default_factory=list[int])
     launches: list[int] = field(default_factory=list[int])
     rounds: list[int] = field(default_factory=list[int])
-    refusals: list[Refusals] = field(default_factory=list["Refusals"])
+    refusals: list[RoundsInARow] = field(default_factory=list[RoundsInARow])
+    idle: list[RoundsInARow] = field(default_factory=list[RoundsInARow])
     intervals: list[int] = field(default_factory=list[int])
     under_way: list[int] = field(default_factory=list[int])
     mean_norm: list[float | None] = field(default_factory=list[float | None])
@@ -187,8 +188,9 @@ class History:
 
     def __post_init__(self) -> None:
         clocks = (self.launched, self.applied, self.intervals, self.fragment_numel)
-        if not self.refusals:
-            self.refusals = [Refusals() for _ in range(self.num_fragments)]
+        for in_a_row in (self.refusals, self.idle):
+            if not in_a_row:
+                in_a_row.extend(RoundsInARow() for _ in range(self.num_fragments))
         for counts in (*clocks, self.launches, self.rounds, self.under_way):
             if not counts:
                 counts.extend([0] * self.num_fragments)
@@ -204,7 +206,10 @@ class History:
     def from_state_dict(cls, state: Mapping[str, Any]) -> History:
         """Rebuild what `state_dict` returned."""
         history = cls(**state)
-        history.refusals = [Refusals(**entry) for entry in state["refusals"]]
+        for name in ("refusals", "idle"):
+            entries: list[Any] = getattr(history, name)  # those of dsx 0.2 know nothing of idle
+            if name in state:
+                setattr(history, name, [RoundsInARow(**entry) for entry in entries])
         return history
 
 

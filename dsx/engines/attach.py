@@ -8,6 +8,7 @@ torch.distributed world per cluster and must run before anything else touches to
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -56,7 +57,8 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     keys = ("cluster_id", "rendezvous", "store", "interface")
     given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
     clusters = with_launch_arguments(load_config(config), given).clusters
-    world = join(RendezvousConfig(**clusters.model_dump(exclude={"on_mismatch"})))
+    meeting = {field.name for field in dataclasses.fields(RendezvousConfig)}
+    world = join(RendezvousConfig(**clusters.model_dump(include=meeting)))
     if "deepspeed" in sys.modules:
         from dsx.engines.deepspeed.engine import adopt_world
 

@@ -13,7 +13,7 @@ each cluster's model as ever, then let the clusters pass the step boundary toget
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,9 +107,12 @@ class SimulatedClusters:
         """Fragments applied so far, per cluster."""
         return self.loops[0].totals.syncs
 
-    def step(self) -> None:
-        """Pass one inner step boundary, after `optimizer.step()` of every cluster."""
-        step_together(self.loops)
+    def step(self, skipped: Collection[int] = ()) -> None:
+        """Pass one inner step boundary, after `optimizer.step()` of every cluster.
+
+        `skipped` are the clusters whose optimizer did not step, as a `GradScaler` has it.
+        """
+        step_together(self.loops, skipped)
         for adapter in self._adapters:
             adapter.end_inner_step()
 

@@ -89,12 +89,16 @@ class TorchAdapter:
         """Return the first parameter group's rate."""
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def on_inner_step(self, callback: Callable[[], object]) -> None:
-        """Call back after every `optimizer.step()`."""
+    def on_inner_step(self, callback: Callable[[bool], object]) -> None:
+        """Call back after every `optimizer.step()`, with whether it left the parameters alone.
+
+        A fused optimizer is called by a `GradScaler` for a step to be skipped, too, and told so.
+        """
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if not self._is_stepping_fragment:
-                callback()
+                found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+                callback(found_inf is not None and bool(found_inf.item()))
                 self.end_inner_step()
 
         self._optimizer.register_step_post_hook(after_step)

@@ -7,6 +7,7 @@ of settings that are known to diverge or to need more rounds.
 
 from __future__ import annotations
 
+import math
 import warnings
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
@@ -22,6 +23,7 @@ from dsx.method.stability import largest_stable_rate, too_few_rounds
 from dsx.method.staleness import NoPenalty, Staleness
 
 _SAFE_SHARE = 0.8  # of the largest stable outer rate
+_IDLE_ROUNDS, _IDLE_STEPS = 3, 50
 
 
 class SettingWarning(UserWarning):
@@ -52,11 +54,24 @@ class Method:
     """How pseudo-gradients are coded on the wire."""
     on_mismatch: Literal["resend", "stop"] = "resend"
     """What to do when clusters have decoded different means (outer/parity_check.py)."""
+    max_idle_rounds: int | None = None
+    """Rounds in a row without an inner step of a cluster, after which all stop; 0: never."""
 
     @property
     def sync_params(self) -> SyncParams:
         """The initial H."""
         return SyncParams(interval=self.schedule.interval)
+
+    @property
+    def idle_rounds_allowed(self) -> int:
+        """After how many idle rounds in a row all clusters stop; 0: never.
+
+        Not said: at least 3, and as many as 50 steps take, since the first steps of fp16 are
+        skipped until a loss scale is found.
+        """
+        if self.max_idle_rounds is not None:
+            return self.max_idle_rounds
+        return max(_IDLE_ROUNDS, math.ceil(_IDLE_STEPS / self.schedule.interval))
 
     @property
     def max_in_flight(self) -> int:

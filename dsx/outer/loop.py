@@ -75,6 +75,7 @@ class OuterLoop:
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
+        self._idle: set[int] = set(range(len(fragments)))  # no inner step since their launch
         per_tensor = [
             ShardedTensors(
                 fragment,
@@ -110,9 +111,12 @@ class OuterLoop:
         if self.method.schedule.when is not None:
             self.adapter.watch_backward(self.launch_in_backward, self.method.schedule.when)
 
-    def after_inner_step(self) -> bool:
-        """Pass one boundary; return whether masters were written (the same on every rank)."""
-        self.launch_due()
+    def after_inner_step(self, is_skipped: bool = False) -> bool:
+        """Pass one boundary; return whether masters were written (the same on every rank).
+
+        `is_skipped`: the inner optimizer did not take the step, on any rank of the cluster.
+        """
+        self.launch_due(is_skipped)
         return self.apply_ripe()
 
     @torch.no_grad()
@@ -133,9 +137,12 @@ class OuterLoop:
         self.totals.blocked_seconds += time.perf_counter() - started
 
     @torch.no_grad()
-    def launch_due(self) -> None:
+    def launch_due(self, is_skipped: bool = False) -> None:
         """Advance the clock by one inner step and launch what the schedule says."""
         started = time.perf_counter()
+        self.totals.skipped_steps += is_skipped
+        if not is_skipped:
+            self._idle.clear()
         self.measurements.begin_boundary(started)
         step = self.history.step + 1
         due = [p for p in self._due(step) if self.history.launched[p] < step]
@@ -178,6 +185,7 @@ class OuterLoop:
         """Go on from a checkpoint whose buffers have been copied into `state`."""
         self.history = history
         self.in_flight = in_flight
+        self._idle.clear()  # what was skipped of a round before the checkpoint is not known
 
     def _sync_params(self) -> SyncParams:
         return self.method.control.sync_params(self.method.sync_params, self.history)
@@ -208,6 +216,8 @@ class OuterLoop:
         timer.mark("contribution")
         host_copy = self._host_copies.start(fragment, contribution, sideband, buffers)
         timer.mark("copy")
+        buffers.parity = ParityResult(is_idle=fragment in self._idle)
+        self._idle.add(fragment)
         pending = self._submit(Submission(fragment, step), buffers, host_copy)
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
@@ -223,7 +233,6 @@ class OuterLoop:
         timer.end(launched=step)
 
     def _submit(self, what: Submission, buffers: TransferBuffers, host_copy: HostCopy) -> Pending:
-        buffers.parity = ParityResult()
         if not self.state.is_sent(what.fragment):
             return Arrived(buffers.wire)
         sync_params = self._sync_params()
@@ -271,6 +280,7 @@ class OuterLoop:
         wait_seconds = time.perf_counter() - waited
         arrival.timer.mark("wait", "wait")
         self.recovery.act_on(fragment, transfer.launched, parity, self.history)
+        self.recovery.count_idle(transfer, self.history)
         mean = self.state.scratch(fragment, "mean")
         self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
         arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)

@@ -1,11 +1,13 @@
 """Before a transfer: does everybody send finite numbers, and did all apply the same mean last time?
 
 A header goes to every peer ahead of a fragment's codes, in the launch handshake: whether this
-cluster's values are finite, and the round and a 64-bit hash of the mean it decoded last. Everyone
-so knows the same:
+cluster's values are finite and it took a step at all, the round and a 64-bit hash of the mean it
+decoded last. Everyone so knows the same:
 
 - a cluster with a NaN or an infinity: the round is refused by all, nothing is applied, and the
   message names it;
+- a cluster that skipped every inner step of the round, its gradients not being finite: it has
+  nothing new, and recovery.py tells of it;
 - a different hash: a mean was decoded differently, so outer parameters have come apart, which no
   later round would mend. The message names fragment, round and clusters; the fragment's outer
   state is sent again, in fp32, by the first member, or the run stops, as the configuration says.
@@ -41,6 +43,8 @@ class ParityResult:
     differing: list[int] = field(default_factory=list[int])
     round: int = 0  # of the mean that differed
     is_refused: bool = False
+    idle_in: list[int] = field(default_factory=list[int])  # took no inner step in the round
+    is_idle: bool = False  # this cluster's own
 
 
 class ParityCheck:
@@ -58,7 +62,7 @@ class ParityCheck:
         self, is_finite: bool, parity: ParityResult
     ) -> Generator[ExchangeRound, None, None]:
         """Tell the peers, and fill `parity` from what they told."""
-        self._own[0] = is_finite
+        self._own[0] = is_finite | parity.is_idle << 1
         self._own[1:] = self.memory
         self._theirs[self._seat.position].copy_(self._own)
         if self._seat.num_clusters > 1:
@@ -66,7 +70,8 @@ class ParityCheck:
         headers = {
             id: header.tolist() for id, header in zip(self._seat.ids, self._theirs, strict=True)
         }
-        parity.refused_by = [id for id, header in headers.items() if not header[0]]
+        parity.refused_by = [id for id, header in headers.items() if not header[0] & 1]
+        parity.idle_in = [id for id, header in headers.items() if header[0] & 2]
         parity.is_refused = bool(parity.refused_by)
         first = headers[self._seat.ids[0]][1:]
         parity.differing = [id for id, header in headers.items() if header[1:] != first]

@@ -2,7 +2,8 @@
 
 A cluster whose values are not finite has lost its progress and goes on from the anchors. Where
 that does not help (say, its inner optimizer's moments are not finite either), all clusters stop
-after some rounds, rather than train on without it unnoticed; at once, where there is no anchor.
+after some rounds, rather than train on without it unnoticed; at once, where there is no anchor. So
+they do where a cluster skips all its inner steps, round after round: it has nothing to send.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 
 from dsx.core.engine import EngineAdapter
 from dsx.core.transport import Transport
-from dsx.core.types import History, Refusals
+from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.state import StateStore
@@ -29,7 +30,7 @@ class ParityError(RuntimeError):
 
 
 class NonFiniteError(RuntimeError):
-    """A cluster keeps sending values that are not finite: its training has diverged."""
+    """A cluster's values, or all its gradients, stay not finite: its training has diverged."""
 
 
 class Recovery:
@@ -50,16 +51,16 @@ class Recovery:
         shard what the others do not. NonFiniteError after too many refusals in a row.
         """
         membership = self._transport.seat.membership
-        flags = torch.zeros(3, membership.num_clusters)
-        for row, clusters in enumerate((parity.refused_by, parity.differing)):
+        flags = torch.zeros(4, membership.num_clusters)
+        for row, clusters in enumerate((parity.refused_by, parity.differing, parity.idle_in)):
             flags[row, [membership.position_of(id) for id in clusters]] = 1
-        flags[2] = parity.round
+        flags[3] = parity.round
         flags = self._adapter.ranks.max_over_ranks(flags)
-        parity.refused_by, parity.differing = (
+        parity.refused_by, parity.differing, parity.idle_in = (
             [id for id, flag in zip(membership.ids, row, strict=True) if flag]
-            for row in flags[:2].tolist()
+            for row in flags[:3].tolist()
         )
-        parity.round = int(flags[2, 0])
+        parity.round = int(flags[3, 0])
         parity.is_refused = parity.is_refused or bool(parity.refused_by)
         what = f"{self._adapter.stage.name_of(fragment)} launched at step {launched}"
         refusals = history.refusals[fragment]
@@ -68,6 +69,30 @@ class Recovery:
             self._refuse(what, parity.refused_by, refusals)
         if parity.differing:
             self._mend(fragment, parity, what)
+
+    def count_idle(self, transfer: Transfer, history: History) -> None:
+        """Warn of clusters that took no inner step in a round; stop after too many such rounds.
+
+        After `act_on`, which has agreed on whose they are; NonFiniteError on every rank alike.
+        """
+        idle, limit = history.idle[transfer.fragment], self._method.idle_rounds_allowed
+        idle.count(transfer.buffers.parity.idle_in, transfer.launched - transfer.interval)
+        skipped = transfer.launched - idle.since
+        who = f"{_names(idle.because_of)} took none of the last {skipped} inner steps, since step"
+        what = f"{self._adapter.stage.name_of(transfer.fragment)}: {who} {idle.since}"
+        if limit and idle.in_a_row >= limit:
+            raise NonFiniteError(
+                f"{what}, and so has nothing to send, for {idle.in_a_row} rounds in a row "
+                f"(clusters.max_idle_rounds allows less than {limit}): the optimizer skips a step "
+                "whose gradients are not finite; resume from a checkpoint of before that step, "
+                "with a lower learning rate or other data"
+            )
+        if idle.in_a_row == 1:
+            logger.warning(
+                "%s, and so sends nothing new: its optimizer skipped all of them, as it does where "
+                "gradients are not finite%s", what,
+                f"; all clusters stop after {limit} such rounds in a row" if limit else "",
+            )  # fmt: skip
 
     def restarts(self, parity: ParityResult) -> bool:
         """Whether this cluster has lost its progress and goes on from the anchor."""
@@ -95,7 +120,7 @@ class Recovery:
     def _has_anchor(self) -> bool:
         return self._method.outer_optimizer.keeps_anchor
 
-    def _refuse(self, what: str, refused_by: list[int], refusals: Refusals) -> None:
+    def _refuse(self, what: str, refused_by: list[int], refusals: RoundsInARow) -> None:
         """Tell of a refusal; NonFiniteError where the cluster is not going to recover."""
         what = f"{what}: {_names(refused_by)} sent values that are not finite"
         if not self._has_anchor:

@@ -71,8 +71,8 @@ class Totals:
     """Running sums of this rank since the loop started; seconds are the training thread's.
 
     `blocked_seconds` is all time spent in the loop, `wait_seconds` the part of it spent waiting
-    for other clusters, `refused` the rounds left out because of a NaN. Bytes are counted from the
-    buffers handed to the network.
+    for other clusters, `refused` the rounds left out because of a NaN, `skipped_steps` the inner
+    steps that the optimizer did not take. Bytes are counted from the buffers handed to the network.
     """
 
     bytes_sent: int = 0
@@ -80,6 +80,7 @@ class Totals:
     blocked_seconds: float = 0.0
     syncs: int = 0
     refused: int = 0
+    skipped_steps: int = 0
 
 
 def sync_event(
@@ -113,4 +114,6 @@ def sync_event(
         event["refused_by"] = parity.refused_by
     if parity.differing:
         event["differed_in"] = parity.differing
+    if parity.idle_in:
+        event["idle_in"] = parity.idle_in
     return event

@@ -288,6 +288,11 @@ def _about_lines(run: Run) -> list[str]:
         if saved:
             last = there[-1] if there else "none of those saved is still there"
             lines.append(f"last checkpoint: {last}")
+    for part in run.clusters:
+        skipped = part.steps[-1].get("skipped_steps") if part.steps else None
+        if skipped:
+            taken = part.steps[-1]["step"]
+            lines.append(f"cluster {part.cluster}: {skipped} of {taken} inner steps were skipped")
     if run.left_out:
         lines.append(f"left out: {', '.join(run.left_out)}, whose records are of another run")
     return lines

@@ -141,17 +141,17 @@ class Handle:
             adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
         )
 
-    def after_inner_step(self) -> bool:
+    def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
         with self._naming_last_checkpoint():
-            was_written = self.loop.after_inner_step()
+            was_written = self.loop.after_inner_step(is_skipped)
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
         return was_written
 
     def skip_inner_step(self) -> None:
         """Count a step that a `GradScaler` skipped; plain PyTorch only, DeepSpeed's are seen."""
-        self.after_inner_step()
+        self.after_inner_step(is_skipped=True)
         self.loop.adapter.end_inner_step()
 
     def log_step(self, **fields: Any) -> None:
@@ -194,7 +194,11 @@ class Handle:
                 end_comparison(self.loop, begin_comparison(self.loop))
             # whatever this stage had under way: all stages take part
             self.loop.adapter.sync_model_weights()
-        self.log("finish", bytes_sent=self._syncs.bytes_sent)
+        self.log(
+            "finish",
+            bytes_sent=self._syncs.bytes_sent,
+            skipped_steps=self.totals.skipped_steps,
+        )
         if len(set(steps)) > 1:
             taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
             raise ValueError(
@@ -230,7 +234,10 @@ class Handle:
                 "weights or moments may not be finite in it", self.step,
             )  # fmt: skip
         states = {name: thing.state_dict() for name, thing in self._tracked.items()}
-        states[_COUNTERS] = {"bytes_sent": self._syncs.bytes_sent}
+        states[_COUNTERS] = {
+            "bytes_sent": self._syncs.bytes_sent,
+            "skipped_steps": self.totals.skipped_steps,
+        }
         rank_info, session, axes = self._world.rank_info, self._world.session, self._config.axes
         with self._naming_last_checkpoint():
             save_state(self.loop, directory, rank_info, session, axes, states)
@@ -252,6 +259,7 @@ class Handle:
         states = dict(load_state(self.loop, directory, rank_info, axes, is_repartitioned))
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
+        self.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
         if DATA_POSITION not in states and DATA_POSITION in self._tracked:
             logger.warning("%s has no position in training_data: it starts anew", directory)
         elif DATA_POSITION not in self._tracked:

@@ -63,6 +63,7 @@ class Records:
             "blocked_seconds": blocked_seconds,
             "utilization": 1 - blocked_seconds / seconds,
             "bytes_sent": bytes_sent,
+            "skipped_steps": totals.skipped_steps,
         }
         self._metrics.step(record)
         self.trace.end_step(step)

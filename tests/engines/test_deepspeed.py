@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import dsx
 from tests.distributed import run_distributed
 from tests.engines.engines import (
     RANKS_PER_CLUSTER,
@@ -215,14 +216,57 @@ def overflow_on_a_due_step(kinds: list[Kind]) -> list[dict[str, Any]]:
                 skipped.append(step)
             apart.append(max_bit16_difference(engine))
         results.append({**outcome(engine, apart), "skipped": skipped})
+        results[-1]["counted"] = engine.dsx.totals.skipped_steps
         engine.dsx.close()
         engine.destroy()
     return results
 
 
+def overflow_for_good() -> list[dict[str, Any]]:
+    """Cluster 0 gets gradients that are not finite from step 7 on; return how each run ends."""
+    quiet()
+    results = []
+    clusters = {"num_clusters": 2, "deadline_seconds": 30, "max_idle_rounds": 2}
+    block = {"preset": "diloco", "schedule": {"interval": 4}, "clusters": clusters}
+    for kind in (Kind(1, "bf16"), Kind(3, "fp32")):
+        engine = build_engine(kind, dsx=block)
+        ended = "no error"
+        try:
+            for step in range(1, 25):
+                train_step(engine, step, engine.dsx.cluster_id == 0 and step >= 7)
+        except dsx.NonFiniteError as error:
+            ended = str(error)
+        results.append({"ended": ended, "step": engine.dsx.step})
+        results[-1]["counted"] = engine.dsx.totals.skipped_steps
+        engine.dsx.close()
+        engine.destroy()
+    return results
+
+
+def overflow(kinds: list[Kind]) -> Any:
+    return overflow_on_a_due_step(kinds), overflow_for_good()
+
+
 @pytest.fixture(scope="module")
-def overflown() -> list[list[dict[str, Any]]]:
-    return run_distributed(overflow_on_a_due_step, 4, OVERFLOWS, timeout_seconds=240)
+def overflown_and_ended() -> Any:
+    return run_distributed(overflow, 4, OVERFLOWS, timeout_seconds=280)
+
+
+@pytest.fixture(scope="module")
+def overflown(overflown_and_ended: Any) -> list[list[dict[str, Any]]]:
+    return [rank[0] for rank in overflown_and_ended]
+
+
+def test_all_clusters_stop_where_one_takes_no_step_any_more(overflown_and_ended: Any) -> None:
+    for number, (_, runs) in enumerate(overflown_and_ended):
+        for run in runs:
+            assert (
+                "fragment 0: cluster 0 took none of the last 8 inner steps, since" in run["ended"]
+            )
+            assert "since step 8, and so has nothing to send, for 2 rounds in a row" in run["ended"]
+            assert "clusters.max_idle_rounds" in run["ended"]
+            assert run["step"] == 16
+            assert run["counted"] == (10 if number < 2 else 0)
 
 
 @pytest.mark.parametrize("kind", OVERFLOWS, ids=name_of)
@@ -238,6 +282,7 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(
             if kind.stage:  # without ZeRO, DeepSpeed 0.19.8's own fp16 step is off by the scale
                 torch.testing.assert_close(got, value, rtol=0, atol=5e-3, msg=name)
         assert result["skipped"] == ([4, 6] if result["cluster"] == 0 else [])
+        assert result["counted"] == len(result["skipped"])
         assert result["step"] == NUM_STEPS
         assert result["bit16_difference"] == 0.0
     assert_anchors_agree(results)

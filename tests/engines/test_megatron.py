@@ -84,6 +84,7 @@ def train(kind: Kind, skipped: Sequence[int] = (), **changes: Any) -> dict[str, 
         "losses": losses,
         "taken": taken,
         "steps": engine.handle.step,
+        "counted": engine.handle.totals.skipped_steps,
         "rounds": engine.handle.loop.history.rounds,
         "anchors": [anchor.numpy() for anchor in engine.handle.loop.state.anchor],
         "difference": difference_of_weights(engine),
@@ -179,6 +180,7 @@ def test_a_step_that_overflows_in_one_cluster_counts(two_ranks: Any) -> None:
         assert result["steps"] == NUM_STEPS
         missed = [step for step, was_taken in enumerate(result["taken"], 1) if not was_taken]
         assert missed == ([] if result["cluster"] else list(SKIPPED))
+        assert result["counted"] == len(missed)
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from dsx.comm.topology import RankInfo
 from dsx.compress.quantized import Quantized
 from dsx.config.schema import preset
 from dsx.core.membership import Seat
-from dsx.core.types import Refusals
+from dsx.core.types import RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.parity_check import ParityCheck
 from dsx.outer.recovery import NonFiniteError, ParityError
@@ -212,7 +212,7 @@ def test_without_an_anchor_the_run_ends_at_once(name: str) -> None:
 
 
 def test_refusals_are_counted_per_cluster() -> None:
-    refusals = Refusals()
+    refusals = RoundsInARow()
     for refused_by, launched, expected in [
         ([1], 4, (1, 4, [1])),
         ([0, 1], 8, (2, 4, [1])),

@@ -112,6 +112,13 @@ def test_finish_record_counts_what_was_sent_last(run_dir: Path) -> None:
     assert first.steps == 20
 
 
+def test_skipped_steps_are_told(run_dir: Path) -> None:
+    assert summarize(run_dir).about == []
+    with (run_dir / "metrics.cluster_1.jsonl").open("a") as file:
+        file.write(json.dumps(step_record(1, 20, skipped_steps=7)) + "\n")
+    assert summarize(run_dir).about == ["cluster 1: 7 of 20 inner steps were skipped"]
+
+
 def test_later_record_of_a_step_counts(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(step_record(0, 20, tokens=1500)) + "\n")

@@ -116,8 +116,11 @@ class DeepSpeedAdapter(MultiRankAdapter):
 
         engine.allreduce_gradients = reduce
 
-    def on_inner_step(self, callback: Callable[[], bool]) -> None:
-        """Call back once per step boundary; it returns whether it wrote masters."""
+    def on_inner_step(self, callback: Callable[[bool], bool]) -> None:
+        """Call back once per step boundary, with whether the step was skipped.
+
+        The callback returns whether it wrote masters.
+        """
         engine = self._engine
         take_model_step = engine._take_model_step
 
@@ -127,7 +130,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             if self._stepped >= self._expected:
                 self._is_passed = True
-                if self._pass_on(callback()):
+                if self._pass_on(callback(False)):
                     self._place.refresh()
 
         def take(*args: Any, **kwargs: Any) -> None:
@@ -136,7 +139,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._is_passed = False
             take_model_step(*args, **kwargs)
             self._expected = None
-            if not self._is_passed and self._pass_on(callback()):
+            if not self._is_passed and self._pass_on(callback(True)):
                 self._place.sync_model_weights()  # overflow: the optimizer did not step
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)

@@ -142,13 +142,17 @@ class MegatronAdapter(MultiRankAdapter):
             watch.follow(chunk)
         self._optimizer.step = watch.around_step(self._optimizer.step)
 
-    def on_inner_step(self, callback: Callable[[], bool]) -> None:
-        """Call back once per `optimizer.step()`; it returns whether it wrote masters."""
+    def on_inner_step(self, callback: Callable[[bool], bool]) -> None:
+        """Call back once per `optimizer.step()`, with whether Megatron skipped it.
+
+        The callback returns whether it wrote masters.
+        """
         take_step = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
             result = take_step(*args, **kwargs)
-            if self._pass_on(callback()):
+            was_taken, *_ = result
+            if self._pass_on(callback(not was_taken)):
                 self._copy()
                 if self.is_sharded and not self._chunks[0].ddp_config.overlap_param_gather:
                     gather(self._chunks)
