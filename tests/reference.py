@@ -44,6 +44,8 @@ class Recipe:
     adaptive: Adaptive | None = None
     table: Sequence[Sequence[int]] | None = None
     moves: tuple[int, int] | None = None  # after so many transfers applied, H is this
+    code: Callable[[Tensor], Tensor] | None = None  # what is decoded of a tensor that is sent
+    feedback: bool = False  # x = D + e is sent, and e is what its code has lost
 
 
 @dataclass
@@ -75,6 +77,7 @@ class Reference:
     last_update: Tensors = field(default_factory=dict)
     in_flight: list[Flight] = field(default_factory=list)
     past: dict[int, list[Flight]] = field(default_factory=dict)  # by fragment, for eager
+    residual: list[Tensors] = field(default_factory=list)  # what codes have lost, by cluster
 
     def __post_init__(self) -> None:
         self.anchor = {n: p.detach().clone() for n, p in self.local[0].items()}
@@ -83,6 +86,7 @@ class Reference:
         self.own_buffer = [copy.deepcopy(self.buffer) for _ in self.local]
         self.start = [copy.deepcopy(self.anchor) for _ in self.local]
         self.past = {p: [] for p in range(len(self.recipe.fragments))}
+        self.residual = [copy.deepcopy(self.buffer) for _ in self.local]
 
     def boundary(self, step: int, before: list[Tensors]) -> None:
         """Launch what is due, then apply what is ripe; `before`: the weights before this step."""
@@ -122,6 +126,7 @@ class Reference:
                 own.append({n: self.start[m][n] - theta[n] for n in names})
             else:
                 own.append({n: self.anchor[n] - theta[n] for n in names})
+        own = [{n: self.coded(m, n, d[n]) for n in names} for m, d in enumerate(own)]
         mean = {n: sum(d[n] for d in own) / len(own) for n in names}
         interval = step - self.clock.launched[p]
         first = {n: self.first_step[n] for n in names} if recipe.penalty else {}
@@ -138,6 +143,17 @@ class Reference:
             self.clock.under_way[p] = 0
         if recipe.delay == "eager":
             self.eager_step(p)
+
+    def coded(self, m: int, n: str, x: Tensor) -> Tensor:
+        """What everybody decodes of a tensor that cluster m sends."""
+        if self.recipe.code is None:
+            return x
+        if self.recipe.feedback:
+            x = x + self.residual[m][n]
+        decoded = self.recipe.code(x)
+        if self.recipe.feedback:
+            self.residual[m][n] = x - decoded
+        return decoded
 
     def is_ripe(self, flight: Flight, step: int) -> bool:
         if self.recipe.delay == "delayed":

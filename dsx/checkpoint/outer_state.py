@@ -72,6 +72,7 @@ def save_state(
         "history": loop.history.state_dict(),
         "in_flight": in_flight,
         **_layouts(loop),
+        "encodes_at_launch": loop.method.encodes_at_launch,
         "codec_errors": [_errors(loop, fragment) for fragment in loop.adapter.fragments],
         "state": _state_shape(loop),
         "kinds": _kinds(loop),
@@ -145,6 +146,7 @@ def _find(
             _require_same_buffers(reference, loop)
             own, outcome = reference, 0.0
         _warn_of_changes(reference, axes)
+        _warn_of_uncoded_shares(reference, loop)
     except (ValueError, FileNotFoundError) as error:
         trouble, outcome = error, 2.0
     agreed = float(loop.adapter.ranks.max_over_ranks(torch.tensor([outcome])))
@@ -306,6 +308,16 @@ def _require_same_method(
     if difference:
         where, ours, theirs = difference
         raise ValueError(f"{saved.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")
+
+
+def _warn_of_uncoded_shares(saved: SavedRank, loop: OuterLoop) -> None:
+    """Tell of a run that has looked ahead by shares that were not what the wire carried."""
+    if loop.method.encodes_at_launch and not saved.meta.get("encodes_at_launch", False):
+        logger.warning(
+            "%s is of a run whose eager overlap looked ahead by its own share as it was before "
+            "coding: what coding lost of it is in the look-ahead, and fades with the momentum",
+            saved.path,
+        )
 
 
 def _warn_of_changes(saved: SavedRank, current: Mapping[str, Any]) -> None:

@@ -84,6 +84,8 @@ class CodedMean:
 
     `mean_wire` is the format of the owner's mean where C >= 4, unless everybody is to gather all
     codes for any C (`is_gathered`, for what is short). Buffers are allocated here, once.
+    `at_launch`: so many messages may lie encoded by `encode`, ahead of their exchanges; else an
+    exchange encodes its own.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class CodedMean:
         seat: Seat,
         kernels: Kernels = "auto",
         is_gathered: bool = False,
+        at_launch: int = 0,
     ) -> None:
         seat.membership.require_equal_weights()
         self._seat = seat
@@ -101,19 +104,37 @@ class CodedMean:
         cpu = torch.device("cpu")
         self._codec = wire.codec(numel, cpu, kernels)
         self.backend = self._codec.backend
-        num_clusters, own = seat.num_clusters, seat.position
+        num_clusters = seat.num_clusters
         whole = [(0, numel)]
         self._bounds = (
             whole if self._is_gathered else mean_bounds(numel, wire, mean_wire, num_clusters)
         )
         lengths = [stop - start for start, stop in self._bounds]
-        own_length = numel if self._is_gathered else lengths[own]
-        self._outgoing = [_buffer(wire.num_bytes(length)) for length in lengths]
-        self._incoming = [_buffer(wire.num_bytes(own_length)) for _ in range(num_clusters)]
-        self._incoming[own] = self._outgoing[0 if self._is_gathered else own]
+        own_length = numel if self._is_gathered else lengths[seat.position]
+        self._outgoing = [
+            [_buffer(wire.num_bytes(length)) for length in lengths]
+            for _ in range(max(at_launch, 1))
+        ]
+        self._incoming = [_buffer(wire.num_bytes(own_length)) for _ in range(num_clusters - 1)]
+        # the training thread encodes while this channel's thread may be decoding
+        self._encoder = wire.codec(numel, cpu, kernels) if at_launch else None
         if not self._is_gathered:
             self._mean_codec = mean_wire.codec(max(lengths), cpu, kernels)
             self._means = [_buffer(mean_wire.num_bytes(length)) for length in lengths]
+
+    def encode(
+        self, x: Tensor, residual: Residual | None = None, seed: int = 0, number: int = 0
+    ) -> None:
+        """Encode launch `number` now; `x`, in place, becomes what is decoded of it everywhere.
+
+        On another thread than that of the exchanges. `residual` is as for `exchange`.
+        """
+        assert self._encoder is not None, "opened for codes that are made by the exchange"
+        outgoing = self._outgoing_of(number)
+        with _opened(residual) as lost:
+            self._encode(self._encoder, x, lost, seed, outgoing)
+        for data, (start, stop) in zip(outgoing, self._bounds, strict=True):
+            self._encoder.decode(data, x[start:stop])
 
     def exchange(
         self,
@@ -121,22 +142,27 @@ class CodedMean:
         residual: Residual | None = None,
         seed: int = 0,
         of_mean: Residual | None = None,
+        number: int = 0,
     ) -> Exchange:
-        """Average `x`, fp32 `[numel]` on the CPU, in place.
+        """Average `x`, fp32 `[numel]` on the CPU, in place; launch `number`, if encoded before.
 
         With a residual, it is added before encoding and becomes what encoding lost; so is
         `of_mean` to the mean that this cluster encodes, of as many elements.
         """
-        with _opened(residual) as lost:
-            self._encode(x, lost, seed)
-        if self._is_gathered:
-            yield to_all([self._outgoing[0]], [[data] for data in self._incoming])
-            self._decode_mean(x)
-            return x
+        outgoing = self._outgoing_of(number)
+        if self._encoder is None:
+            with _opened(residual) as lost:
+                self._encode(self._codec, x, lost, seed, outgoing)
         own = self._seat.position
-        yield ExchangeRound([[out] for out in self._outgoing], [[data] for data in self._incoming])
+        incoming = list(self._incoming)
+        incoming.insert(own, outgoing[0 if self._is_gathered else own])
+        if self._is_gathered:
+            yield to_all(outgoing, [[data] for data in incoming])
+            self._decode_mean(incoming, x)
+            return x
+        yield ExchangeRound([[out] for out in outgoing], [[data] for data in incoming])
         start, stop = self._bounds[own]
-        self._decode_mean(x[start:stop])
+        self._decode_mean(incoming, x[start:stop])
         with _opened(of_mean) as lost:
             _encode(self._mean_codec, x[start:stop], lost, self._means[own], seed)
         yield to_all([self._means[own]], [[mean] for mean in self._means])
@@ -144,15 +170,20 @@ class CodedMean:
             self._mean_codec.decode(mean, x[start:stop])
         return x
 
-    def _encode(self, x: Tensor, residual: Tensor | None, seed: int) -> None:
+    def _outgoing_of(self, number: int) -> list[Tensor]:
+        return self._outgoing[number % len(self._outgoing)]
+
+    def _encode(
+        self, codec: Codec, x: Tensor, residual: Tensor | None, seed: int, outgoing: list[Tensor]
+    ) -> None:
         for m, (start, stop) in enumerate(self._bounds):
             lost = None if residual is None else residual[start:stop]
-            _encode(self._codec, x[start:stop], lost, self._outgoing[m], seed + 7_919 * m)
+            _encode(codec, x[start:stop], lost, outgoing[m], seed + 7_919 * m)
 
-    def _decode_mean(self, out: Tensor) -> None:
+    def _decode_mean(self, incoming: list[Tensor], out: Tensor) -> None:
         """Write the mean of the received codes into `out`, summed in cluster order."""
-        self._codec.decode(self._incoming[0], out)
-        for data in self._incoming[1:]:
+        self._codec.decode(incoming[0], out)
+        for data in incoming[1:]:
             self._codec.decode_add(data, out)
         out.div_(self._seat.num_clusters)
 

@@ -75,6 +75,18 @@ class Channel(Protocol):
         ...
 
 
+class EncodingChannel(Channel, Protocol):
+    """A channel that has been opened to encode at the launch."""
+
+    def encode(self, x: Tensor, launch: Launch) -> None:
+        """Make the codes that the exchange of `launch` then sends, whatever its `x` holds.
+
+        `x`, in place, becomes what everybody decodes of them; residuals become what they lost.
+        Called by the training thread, at times while an earlier launch is being exchanged.
+        """
+        ...
+
+
 @contract("compression")
 class Compressor(Protocol):
     """How pseudo-gradients travel; frozen, and all but `open` from numbers alone.
@@ -89,6 +101,8 @@ class Compressor(Protocol):
     """Whether shards have to be put together before coding."""
     captures_spectrum: ClassVar[bool] = False
     """Whether its channels tell of the rank, by `spectrum`."""
+    encodes_at_launch: ClassVar[bool] = False
+    """Whether `open` takes `at_launch`, and what of a cluster all others decode is known then."""
 
     @property
     def usual_round(self) -> int:
@@ -103,8 +117,12 @@ class Compressor(Protocol):
         """Raise ValueError for values that cannot work."""
 
     @abstractmethod
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
-        """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`."""
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
+        """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`.
+
+        `at_launch`: an `EncodingChannel`, with so many launches encoded and not yet exchanged.
+        Given to those only who say `encodes_at_launch`.
+        """
         ...
 
     @abstractmethod
@@ -136,7 +154,7 @@ class Dense(Compressor):
 
     is_exact = True
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
         """Return a channel that averages in fp32."""
         from dsx.compress.averaging import DenseChannel
 

@@ -72,6 +72,7 @@ class LowRank(Quantized):
 
     captures_spectrum = True
     needs_whole_matrices = True
+    encodes_at_launch = False  # what factors carry of a cluster is known once the mean P is there
 
     def validate(self) -> None:
         """Require what `Quantized` does, a rank of at least 1, and sensible rounds."""
@@ -137,7 +138,7 @@ class LowRank(Quantized):
     def _first_in_factors(self) -> int:
         return next(r for r in count(1) if not self.is_dense_round(r))
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
         """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
         from dsx.compress.low_rank_channel import LowRankChannel
 

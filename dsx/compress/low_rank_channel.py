@@ -68,7 +68,7 @@ class LowRankChannel:
             parts += [part.exchange(x, launch) for part in self._dense]
         elif self._matrices:
             parts.append(self._exchange_factors(x, launch))
-        yield from together(*parts, self._small.exchange(x))
+        yield from together(*parts, self._small.exchange(x, launch))
         return x
 
     def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[ExchangeRound, None, None]:

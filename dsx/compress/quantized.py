@@ -56,6 +56,8 @@ class Quantized(Compressor):
     """How codes are computed: by a compiled kernel where it pays (auto), always by one, or by plain
     tensor operations (eager)."""
 
+    encodes_at_launch = True
+
     def validate(self) -> None:
         """Require known formats, sizes that they take, and a decay in (0, 1]."""
         require_choice("compression.wire", self.wire, WireName)
@@ -115,11 +117,11 @@ class Quantized(Compressor):
         """The format of the mean that a slice's owner sends."""
         return FORMATS[self.mean_wire]()
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
         """Return the channel of one fragment."""
         from dsx.compress.quantized_channel import QuantizedChannel
 
-        return QuantizedChannel(self, fragment, seat)
+        return QuantizedChannel(self, fragment, seat, at_launch)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

@@ -25,12 +25,17 @@ class QuantizedChannel:
 
     spectrum: Tensor | None = None
 
-    def __init__(self, method: Quantized, fragment: Fragment, seat: Seat) -> None:
+    def __init__(
+        self, method: Quantized, fragment: Fragment, seat: Seat, at_launch: int = 0
+    ) -> None:
         self._parts = [
-            CodedPart(method, start, stop, seat, seed=part_seed(fragment.id, index, seat))
+            CodedPart(
+                method, start, stop, seat,
+                seed=part_seed(fragment.id, index, seat), at_launch=at_launch,
+            )
             for index, (start, stop) in enumerate(fragment.coded_runs)
-        ]
-        self._small = SmallPart(method.small_wire, fragment, seat)
+        ]  # fmt: skip
+        self._small = SmallPart(method.small_wire, fragment, seat, at_launch)
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
@@ -45,8 +50,14 @@ class QuantizedChannel:
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in place; all clusters decode the same bytes."""
         parts = [part.exchange(x, launch) for part in self._parts]
-        yield from together(*parts, self._small.exchange(x))
+        yield from together(*parts, self._small.exchange(x, launch))
         return x
+
+    def encode(self, x: Tensor, launch: Launch) -> None:
+        """Make the codes of a launch, and of `x`, in place, what is decoded of them."""
+        for part in self._parts:
+            part.encode(x, launch)
+        self._small.encode(x, launch)
 
 
 class CodedPart:
@@ -64,10 +75,13 @@ class CodedPart:
         seat: Seat,
         seed: int,
         keeps_mean: bool = True,
+        at_launch: int = 0,
     ) -> None:
         self.start, self.stop = start, stop
         self._seed = seed
-        self._mean = CodedMean(stop - start, method.up, method.down, seat, method.kernels)
+        self._mean = CodedMean(
+            stop - start, method.up, method.down, seat, method.kernels, at_launch=at_launch
+        )
         self.residual = _residual(method, stop - start)
         bounds = method.mean_bounds(stop - start, seat.num_clusters)[seat.position]
         self.mean_bounds = first, last = bounds if keeps_mean else (0, 0)
@@ -75,14 +89,22 @@ class CodedPart:
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
-        seed = self._seed + 1_000_003 * launch.round
-        return self._mean.exchange(x[self.start : self.stop], self.residual, seed, self.of_mean)
+        run, seed = x[self.start : self.stop], self._seed_of(launch)
+        return self._mean.exchange(run, self.residual, seed, self.of_mean, launch.round)
+
+    def encode(self, x: Tensor, launch: Launch) -> None:
+        """Encode the run inside `x`, in place of it what is decoded."""
+        run, seed = x[self.start : self.stop], self._seed_of(launch)
+        self._mean.encode(run, self.residual, seed, launch.round)
 
     def add_residual(self, x: Tensor) -> None:
         """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""
         if self.residual is not None:
             with self.residual.opened() as residual:
                 x[self.start : self.stop].add_(residual)
+
+    def _seed_of(self, launch: Launch) -> int:
+        return self._seed + 1_000_003 * launch.round
 
 
 def coding_errors(kind: str, parts: Sequence[CodedPart]) -> dict[str, CodingError]:
@@ -101,24 +123,40 @@ def coding_errors(kind: str, parts: Sequence[CodedPart]) -> dict[str, CodingErro
 class SmallPart:
     """The vectors and small matrices of a fragment, in one message to all."""
 
-    def __init__(self, wire: SmallWire, fragment: Fragment, seat: Seat) -> None:
+    def __init__(self, wire: SmallWire, fragment: Fragment, seat: Seat, at_launch: int = 0) -> None:
         self._ranges = fragment.small_runs
         numel = sum(stop - start for start, stop in self._ranges)
         self._values = torch.zeros(numel)
+        self._encoded = torch.zeros(numel if at_launch else 0)
         format = FORMATS[wire]()
-        self._mean = CodedMean(numel, format, format, seat, is_gathered=True)
+        self._mean = CodedMean(numel, format, format, seat, is_gathered=True, at_launch=at_launch)
 
-    def exchange(self, x: Tensor) -> Exchange:
+    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the small slots inside `x`, in place."""
         if not self._values.numel():
             return x
-        parts = self._values.split([stop - start for start, stop in self._ranges])
-        for part, (start, stop) in zip(parts, self._ranges, strict=True):
-            part.copy_(x[start:stop])
-        yield from self._mean.exchange(self._values)
-        for part, (start, stop) in zip(parts, self._ranges, strict=True):
-            x[start:stop].copy_(part)
+        self._take(x, self._values)
+        yield from self._mean.exchange(self._values, number=launch.round)
+        self._put(x, self._values)
         return x
+
+    def encode(self, x: Tensor, launch: Launch) -> None:
+        """Encode the small slots inside `x`, in place of them what is decoded."""
+        if self._encoded.numel():
+            self._take(x, self._encoded)
+            self._mean.encode(self._encoded, number=launch.round)
+            self._put(x, self._encoded)
+
+    def _take(self, x: Tensor, values: Tensor) -> None:
+        for part, (start, stop) in zip(self._parts(values), self._ranges, strict=True):
+            part.copy_(x[start:stop])
+
+    def _put(self, x: Tensor, values: Tensor) -> None:
+        for part, (start, stop) in zip(self._parts(values), self._ranges, strict=True):
+            x[start:stop].copy_(part)
+
+    def _parts(self, values: Tensor) -> tuple[Tensor, ...]:
+        return values.split([stop - start for start, stop in self._ranges])
 
 
 def part_seed(fragment: int, part: int, seat: Seat) -> int:

@@ -65,6 +65,8 @@ class TopK(Compressor):
     feedback_decay: float = 0.95
     """The share of what was not sent that is kept each round, above 0 and at most 1."""
 
+    encodes_at_launch = True
+
     def validate(self) -> None:
         """Require indices of 12 bits, at least one value a chunk, and a decay in (0, 1]."""
         if not 1 <= self.chunk <= LARGEST_CHUNK:
@@ -91,11 +93,11 @@ class TopK(Compressor):
         """The format of what clusters send."""
         return SparseFormat(self.k, self.chunk)
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int) -> Channel:
+    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
         """Return the channel of one fragment."""
         from dsx.compress.top_k_channel import TopKChannel
 
-        return TopKChannel(self, fragment, seat)
+        return TopKChannel(self, fragment, seat, at_launch)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

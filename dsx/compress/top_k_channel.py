@@ -33,12 +33,15 @@ class TopKChannel:
 
     spectrum: Tensor | None = None
 
-    def __init__(self, method: TopK, fragment: Fragment, seat: Seat) -> None:
+    def __init__(self, method: TopK, fragment: Fragment, seat: Seat, at_launch: int = 0) -> None:
         self._runs = fragment.coded_runs
         form, storage, decay = method.format, method.error_feedback, method.feedback_decay
-        self._means = [CodedMean(b - a, form, form, seat, is_gathered=True) for a, b in self._runs]
+        self._means = [
+            CodedMean(b - a, form, form, seat, is_gathered=True, at_launch=at_launch)
+            for a, b in self._runs
+        ]
         self._residuals = [Residual(b - a, storage, decay) for a, b in self._runs]
-        self._small = SmallPart(method.small_wire, fragment, seat)
+        self._small = SmallPart(method.small_wire, fragment, seat, at_launch)
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
@@ -54,13 +57,21 @@ class TopKChannel:
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in place; all clusters decode the same bytes."""
         parts = [
-            mean.exchange(x[start:stop], residual)
-            for (start, stop), mean, residual in zip(
-                self._runs, self._means, self._residuals, strict=True
-            )
+            mean.exchange(x[start:stop], residual, number=launch.round)
+            for (start, stop), mean, residual in self._coded
         ]
-        yield from together(*parts, self._small.exchange(x))
+        yield from together(*parts, self._small.exchange(x, launch))
         return x
+
+    def encode(self, x: Tensor, launch: Launch) -> None:
+        """Make the messages of a launch, and of `x`, in place, what is decoded of them."""
+        for (start, stop), mean, residual in self._coded:
+            mean.encode(x[start:stop], residual, number=launch.round)
+        self._small.encode(x, launch)
+
+    @property
+    def _coded(self) -> list[tuple[tuple[int, int], CodedMean, Residual]]:
+        return list(zip(self._runs, self._means, self._residuals, strict=True))
 
 
 @dataclass(frozen=True)

@@ -222,7 +222,8 @@ class SyncView:
     - `anchor`: the outer parameters, the outer step taken;
     - `local`: the inner parameters now, if the policy needs them;
     - `kept`: what the policy kept of this transfer at its launch;
-    - `own`: the contributions of this cluster that are still under way, oldest first, if kept;
+    - `own`: the contributions of this cluster that are still under way, as all decode them from the
+      wire, oldest first, if kept;
     - `slots`: the policy's own state of this fragment, changed in place;
     - `scratch`: free work space;
     - `outer_update(w)`: what the outer rule would subtract from the anchor for gradient `w`, with

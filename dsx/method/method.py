@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from dsx.compress.base import Compressor, Dense
+from dsx.core.registry import registered
 from dsx.core.types import History, SyncParams
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy
@@ -88,6 +89,11 @@ class Method:
         """Whether the parameters at the start of a round have to be kept for the penalty."""
         return self.staleness.is_active and not self.delay.restarts_from_anchor
 
+    @property
+    def encodes_at_launch(self) -> bool:
+        """Whether the training thread makes the codes: the delay needs what is decoded of them."""
+        return self.delay.keeps == "contribution" and not self.compression.is_exact
+
     def validate(
         self,
         num_clusters: int | None = None,
@@ -120,6 +126,7 @@ class Method:
         self._validate_rank()
         self._validate_anchor()
         self._validate_rule()
+        self._validate_own_share()
         for text in self._concerns(num_clusters, num_steps):
             warnings.warn(text, SettingWarning, stacklevel=2)
 
@@ -219,6 +226,18 @@ class Method:
             raise ValueError(
                 "staleness.type='gap' weighs what goes into a momentum: use "
                 "outer_optimizer.type='momentum' (momentum 0 is plain sgd) or 'nesterov'"
+            )
+
+    def _validate_own_share(self) -> None:
+        """Require a codec whose share is known at the launch, where the delay needs it there."""
+        compression = self.compression
+        if self.encodes_at_launch and not compression.encodes_at_launch:
+            names = {kind: name for name, kind in registered("compression").items()}
+            name = names.get(type(compression), type(compression).__name__)
+            raise ValueError(
+                f"compression.type={name!r}: delay.type='eager' goes on from what the wire carries "
+                "of this cluster, which is not known here before a mean has come back; use "
+                "compression.type='dense', 'quantized' or 'top_k', or delay.type='one_step'"
             )
 
     def _concerns(self, num_clusters: int | None, num_steps: int | None) -> list[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dsx.compress.averaging import ExactMean
-from dsx.compress.base import Channel, CodingError, Compressor, Launch
+from dsx.compress.base import Channel, CodingError, Compressor, EncodingChannel, Launch
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
@@ -22,20 +23,28 @@ logger = logging.getLogger(__name__)
 class FragmentChannel:
     """The parity check and the codec of one fragment on this rank, and what a checkpoint keeps.
 
-    All of its buffers are those of one membership, until it is opened under another.
+    All of its buffers are those of one membership, until it is opened under another. `at_launch`
+    as for `Compressor.open`.
     """
 
     def __init__(
-        self, compressor: Compressor, fragment: Fragment, max_rank: int, seat: Seat
+        self,
+        compressor: Compressor,
+        fragment: Fragment,
+        max_rank: int,
+        seat: Seat,
+        at_launch: int = 0,
     ) -> None:
         self._compressor = compressor
         self._fragment = fragment
         self._max_rank = max_rank
+        self._at_launch = at_launch
         self._open(seat)
 
     def _open(self, seat: Seat) -> None:
         self.seat = seat
-        self.codec: Channel = self._compressor.open(self._fragment, seat, self._max_rank)
+        also = {"at_launch": self._at_launch} if self._at_launch else {}
+        self.codec: Channel = self._compressor.open(self._fragment, seat, self._max_rank, **also)
         self.parity_check = ParityCheck(seat)
         self._sideband_mean = ExactMean(seat, "sideband")
 
@@ -84,6 +93,23 @@ class FragmentChannel:
             )
         average = self._checked(x, is_finite, launch, parity)
         return with_sideband(average, sideband, measure, self._sideband_mean)
+
+    def encode(self, x: Tensor, launch: Launch) -> None:
+        """Encode a launch before its exchange; `x`, in place, becomes this cluster's share.
+
+        What the wire carries of it: everybody decodes the same of this cluster's codes.
+        """
+        cast(EncodingChannel, self.codec).encode(x, launch)
+
+    def take_back(self, share: Tensor) -> None:
+        """Keep a share that nobody has applied, `[numel]`, to be sent again, if residuals are kept.
+
+        Of a round that is refused, when later ones may have been encoded.
+        """
+        for error in self.codec.errors.values():
+            if not error.is_of_mean:
+                own = share[error.start : error.stop].to("cpu")
+                error.residual.write(error.residual.read().add_(own))
 
     def confirm(self, parity: ParityResult) -> Exchange:
         """Exchange headers alone, after the last transfer: no later one tells of its mean."""

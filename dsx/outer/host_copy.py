@@ -35,9 +35,18 @@ class HostCopy:
         self._buffers = buffers
         self._copied = copied
         self._agreed = agreed
+        self._is_finite: bool | None = None
 
     def is_finite(self) -> bool:
-        """Wait for the values; whether they are finite. Called once, on the transfer's thread."""
+        """Wait for the values; whether they are finite.
+
+        On the transfer's thread, but where a policy needs the codes at the launch: there first.
+        """
+        if self._is_finite is None:
+            self._is_finite = self._look()
+        return self._is_finite
+
+    def _look(self) -> bool:
         if self._copied is not None:
             self._copied.synchronize()
         self.norm.copy_(torch.linalg.vector_norm(self._buffers.wire))

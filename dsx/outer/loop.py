@@ -210,7 +210,8 @@ class OuterLoop:
         if buffers.kept is not None and delay.keeps == "local":
             buffers.kept.copy_(local)
         contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
-        if buffers.kept is not None and delay.keeps == "contribution":
+        is_coded_here = self.method.encodes_at_launch
+        if buffers.kept is not None and delay.keeps == "contribution" and not is_coded_here:
             buffers.kept.copy_(contribution)
         sideband = self.method.staleness.sideband(slots.staleness)
         timer.mark("contribution")
@@ -218,13 +219,18 @@ class OuterLoop:
         timer.mark("copy")
         buffers.parity = ParityResult(is_idle=fragment in self._idle)
         self._idle.add(fragment)
-        pending = self._submit(Submission(fragment, step), buffers, host_copy)
+        sync_params = self._sync_params()
+        launch = Launch(self.history.launches[fragment] + 1, sync_params.rank)
+        if is_coded_here and self.state.is_sent(fragment):
+            self._encode(fragment, buffers, host_copy, launch)
+            timer.mark("encode")
+        pending = self._submit(Submission(fragment, step), buffers, host_copy, launch)
         interval = step - self.history.launched[fragment]
         self.history.launched[fragment] = step
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         is_early = is_in_backward and self.method.schedule.when == "before"
-        sync_params, norm = self._sync_params(), host_copy.norm
+        norm = host_copy.norm
         self.in_flight.append(
             Transfer(
                 fragment, step, interval, pending, buffers, norm, sync_params, is_early, shared_by
@@ -232,14 +238,28 @@ class OuterLoop:
         )
         timer.end(launched=step)
 
-    def _submit(self, what: Submission, buffers: TransferBuffers, host_copy: HostCopy) -> Pending:
+    def _encode(
+        self, fragment: int, buffers: TransferBuffers, host_copy: HostCopy, launch: Launch
+    ) -> None:
+        """Encode at the launch, and keep what the wire carries of this cluster.
+
+        The training thread waits for the copy to the host. What is not finite is sent as such, and
+        refused by all.
+        """
+        assert buffers.kept is not None
+        if host_copy.is_finite():
+            self.state.channels[fragment].encode(buffers.wire, launch)
+        buffers.kept.copy_(buffers.wire)
+
+    def _submit(
+        self, what: Submission, buffers: TransferBuffers, host_copy: HostCopy, launch: Launch
+    ) -> Pending:
         if not self.state.is_sent(what.fragment):
             return Arrived(buffers.wire)
         sync_params = self._sync_params()
         self.measurements.post(buffers.sideband, what.fragment, self.history)
         channel = self.state.channels[what.fragment]
         measure = self.measurements.owner_measure(what.fragment, sync_params, channel.codec)
-        launch = Launch(self.history.launches[what.fragment] + 1, sync_params.rank)
         exchange = channel.exchange(
             buffers.wire, host_copy.is_finite, launch, buffers.parity, buffers.sideband, measure
         )
@@ -295,11 +315,19 @@ class OuterLoop:
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1
+            self._take_back(transfer)
         else:
             self.history.rounds[fragment] += 1
             self.history.intervals[fragment] = transfer.interval
             arrival.mean = mean
         return wait_seconds
+
+    def _take_back(self, transfer: Transfer) -> None:
+        """Give what a refused round carried back to the residuals, if it was encoded before."""
+        kept, parity = transfer.buffers.kept, transfer.buffers.parity
+        was_encoded = self.transport.seat.cluster_id not in parity.refused_by
+        if self.method.encodes_at_launch and was_encoded and kept is not None:
+            self.state.channels[transfer.fragment].take_back(kept)
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
         self.totals.bytes_sent += transfer.pending.bytes_sent

@@ -75,9 +75,12 @@ class StateStore:
             for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
         ]
         self.channels = [
-            FragmentChannel(method.compression, f, method.control.largest_rank, seat)
+            FragmentChannel(
+                method.compression, f, method.control.largest_rank, seat,
+                at_launch=method.max_in_flight if method.encodes_at_launch else 0,
+            )
             for f in on_the_wire
-        ]
+        ]  # fmt: skip
         self._wire_numel = [wire.numel for wire in on_the_wire]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}

@@ -52,6 +52,23 @@ def coding_seconds(
     return before, after
 
 
+def share_seconds(
+    fragment: Fragment, compression: Compressor, num_clusters: int, costs: Costs
+) -> float:
+    """Return what the training thread takes to encode at a launch, and to decode its own share.
+
+    Where a delay needs the share (`Method.encodes_at_launch`); copies to the host and back are in.
+    """
+    before, _ = coding_seconds(fragment, compression, 0, num_clusters, costs)
+    seconds = before + 4 * fragment.numel / costs.copy_bytes_per_second
+    if not isinstance(compression, (Quantized, TopK)):
+        return seconds
+    wire = "int8" if isinstance(compression, TopK) else compression.wire
+    coded = 4 * sum(stop - start for start, stop in fragment.coded_runs)
+    speed = costs.formats[wire].decode if wire in costs.formats else costs.copy_bytes_per_second
+    return seconds + coded / speed
+
+
 def slowdown_of(
     compression: Compressor, num_clusters: int, seconds_per_element: float, costs: Costs
 ) -> float | None:

@@ -20,7 +20,7 @@ from dsx.core.types import Fragment, History, ParameterShape, Slot
 from dsx.method.fragments import Fragmenter, lay_out
 from dsx.method.method import Method
 from dsx.outer.sideband import sideband_shape
-from dsx.plan.coding import coding_seconds
+from dsx.plan.coding import coding_seconds, share_seconds
 from dsx.plan.link import ROUND_ONE_WAYS, Costs, Link
 from dsx.plan.timeline import Cost
 
@@ -117,6 +117,10 @@ class Traffic:
         largest = max(fragments, key=lambda f: f.numel)
         compression, rank = self._method.compression, self._rank or 0
         before, after = coding_seconds(largest, compression, rank, self.num_clusters, costs)
+        blocking = costs.blocking_seconds_per_element * largest.numel
+        if self._method.encodes_at_launch:  # which a run of such a method has measured, too
+            at_launch = share_seconds(largest, compression, self.num_clusters, costs)
+            blocking = max(blocking, at_launch)
         held = int(self._rounds[index].max(axis=(1, 2)).sum())
         num_rounds = len(self._rounds[index]) - 1  # beside the announcement
         latency = ROUND_ONE_WAYS * link.latency_seconds
@@ -124,7 +128,7 @@ class Traffic:
             before + latency,  # of the announcement
             held / link.payload_bytes_per_second,
             after + num_rounds * latency,
-            costs.blocking_seconds_per_element * largest.numel,
+            blocking,
         )
 
     def _rounds_of(self, load: Load, number: int) -> Sizes:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dsx.checkpoint.files import first_difference, rank_file
@@ -98,6 +100,26 @@ def test_a_file_of_another_layout_is_refused_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=r"belongs to another model or fragmentation: par"):
         load_state(other.loops[0], tmp_path, rank_info(0), {})
+
+
+def test_a_look_ahead_by_what_was_not_sent_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Eager in codes kept its share before coding, up to a version that says nothing of it."""
+    method = preset("eager", compression={"type": "quantized"}, schedule={"interval": 2})
+    run = Simulated(TinyNet(), adamw, method, 1)
+    for _ in range(5):
+        run.train_step(mean_loss)
+    save_state(run.loops[0], tmp_path, rank_info(0, 1), "run-a", {}, {})
+    load_state(run.loops[0], tmp_path, rank_info(0, 1), {})
+    assert not caplog.text
+    with safe_open(path := rank_file(tmp_path, 0), "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = json.loads(file.metadata()["dsx"])
+    del meta["encodes_at_launch"]
+    save_file(tensors, path, {"dsx": json.dumps(meta)})
+    load_state(run.loops[0], tmp_path, rank_info(0, 1), {})
+    assert "looked ahead by its own share as it was before coding" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -111,11 +111,18 @@ ROWS = {
             },
         },
     ),
-    "eager, low rank": Row(
-        "eager",
+    "delayed, low rank": Row(
+        "diloco_delayed",
         {
             "schedule": EVERY_H,
             "compression": {"type": "low_rank", "rank": 4, "full_round_every": 3},
+        },
+    ),
+    "eager, int4, feedback": Row(
+        "eager",
+        {
+            "schedule": EVERY_H,
+            "compression": {"type": "quantized", "error_feedback": "fp32"},
         },
     ),
     "cocodc, top-k": Row(

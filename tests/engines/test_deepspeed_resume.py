@@ -60,11 +60,12 @@ PAIRS = (  # after a pipeline DeepSpeed makes no ordinary engine in the same pro
     ("cocodc", "zero2"),
     ("diloco_delayed", "zero0"),
     ("eager", "zero3"),
+    ("eager, int4, feedback", "zero2"),
     ("dreamddp", "zero1, bf16"),
     ("streaming, int4, feedback", "zero3"),
     ("diloco", "pipeline, zero0"),
     ("co2", "pipeline, zero1"),
-    ("eager, low rank", "pipeline, zero1, bf16"),
+    ("delayed, low rank", "pipeline, zero1, bf16"),
 )
 COVER = [every_stop(*PAIRS[0]), *(one_stop(*pair) for pair in PAIRS[1:])]
 

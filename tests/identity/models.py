@@ -86,8 +86,12 @@ VARIANTS: dict[str, Row] = {
             },
         },
     ),
-    "eager, low rank": Row(
-        "eager", {**EVERY_4, "compression": {"type": "low_rank", "rank": 4, "full_round_every": 3}}
+    "delayed, low rank": Row(
+        "diloco_delayed",
+        {**EVERY_4, "compression": {"type": "low_rank", "rank": 4, "full_round_every": 3}},
+    ),
+    "eager, int4, feedback": Row(
+        "eager", {**EVERY_4, "compression": {"type": "quantized", "error_feedback": "fp32"}}
     ),
     "cocodc, top-k": Row(
         "cocodc",

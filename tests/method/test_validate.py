@@ -81,6 +81,18 @@ def test_what_cannot_go_together_is_refused(
         preset(name, **overrides)
 
 
+@pytest.mark.parametrize("preset_name", ["eager", "dilocox"])
+def test_a_share_that_is_known_after_the_mean_is_no_look_ahead(preset_name: str) -> None:
+    more: dict[str, Any] = {"delay": {"type": "eager"}, "compression": {"type": "low_rank"}}
+    if preset_name == "eager":
+        more["compression"]["rank"] = 4
+    with pytest.raises(
+        ConfigError, match=r"type='low_rank'.*use compression.type='dense', 'quantized' or 'top_k'"
+    ):
+        preset(preset_name, **more)
+    preset(preset_name, **more | {"delay": {"type": "one_step"}})
+
+
 def test_more_fragments_than_the_lowest_h_go_with_a_periodic_schedule() -> None:
     preset("dilocox", fragments={"num_fragments": 12}).validate(num_fragments=12)
 

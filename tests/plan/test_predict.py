@@ -230,6 +230,20 @@ def test_measured_codecs_replace_the_table() -> None:
     assert slow.round_seconds > fast.round_seconds
 
 
+def test_codes_made_at_the_launch_hold_the_step() -> None:
+    """Copied, encoded, decoded and copied back, 2 MB/s each: 2 + 2 + 2 + 2 s of 1 M elements."""
+    speeds = replace(Costs().formats["int4"], encode=2e6, decode=2e6)
+    costs = Costs({"int4": speeds}, copy_bytes_per_second=2e6)
+
+    def round_seconds(name: str, compression: dict[str, str]) -> float:
+        method = preset(name, schedule={"interval": 40}, compression=compression)
+        return predict(method, of_sizes([10**6]), 1.0, Link(1e12), 2, costs).round_seconds
+
+    assert round_seconds("eager", {"type": "quantized"}) == pytest.approx(48.0, rel=1e-4)
+    assert round_seconds("eager", {"type": "dense"}) == pytest.approx(40.0, rel=1e-4)
+    assert round_seconds("diloco_delayed", {"type": "quantized"}) == pytest.approx(40.0, rel=1e-4)
+
+
 def test_nonsense_is_refused() -> None:
     with pytest.raises(ValueError, match="bits_per_second=0 must be"):
         Link(0)

@@ -32,7 +32,9 @@ class DelayPolicy(Protocol):
     """Pure decisions about one transfer; what most policies share is said here.
 
     - `steps`: tau, the inner steps between launch and apply; 0 for next-sync policies;
-    - `keeps`: what to keep of each transfer until it is applied: one vector `[numel]`, or nothing;
+    - `keeps`: what to keep of each transfer until it is applied: one vector `[numel]`, or nothing.
+      A "contribution" is this cluster's, as all decode it from the wire: codes are made at the
+      launch then, by the training thread, which waits for them;
     - `export`: what a finished run hands out: the drained anchor, or the mean of the clusters'
       parameters;
     - `needs_local`: whether `merge` reads the inner parameters as they are at apply time;

@@ -12,6 +12,13 @@ exactly into a shared part and a local look-ahead, which is what runs here:
 Deviation: the shared form, because anchors then stay bit-identical, a joining cluster copies S,
 and a checkpoint holds one model. D_k^m is measured from where the cluster itself started the
 round (its look-ahead), not from S. n = `outer_steps` transfers of a fragment stay under way.
+
+"As decoded from the wire": in codes, D_k^m is what everybody decodes of this cluster's message, the
+residual of earlier rounds in it, so one cluster alone is DiLoCo to the bit. It takes the encoding
+into the launch, where the training thread waits for it. With four clusters or more the mean of
+these is encoded once more by its owners (averaging.py): half a step of `mean_wire` in each element
+at most, and with error feedback half a step of the round before, is the one difference that is left
+between the look-ahead and what is applied.
 """
 
 from __future__ import annotations
