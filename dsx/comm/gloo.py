@@ -14,7 +14,8 @@ a rank that comes second send half its data ahead of its requests while the othe
 and so takes 3/2 of the time (payload at 61 to 64 % of a tbf line of 2 or 20 Mbit/s with one rank
 50 ms late; these rounds 93 to 95 %, TCP's ceiling 95.6).
 Every wait has the transport's deadline; a peer that closes its connection or misses it becomes
-`PeerLost`. Before each transfer the clusters tell each other what it is (handshake.py).
+`PeerLost`, which names the first one lost (farewell.py). Before each transfer the clusters tell
+each other what it is (handshake.py).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.comm.coalescing import Incoming, outgoing
+from dsx.comm.farewell import Farewells
 from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
 from dsx.core.exchange import HEADER, Exchange, ExchangeRound
@@ -89,15 +91,21 @@ class Fifo:
 class FragmentGroups:
     """One fragment's connections to its peers: one of each group to every other cluster."""
 
-    def __init__(self, groups: Sequence[Any], seat: Seat, deadline: float) -> None:
+    def __init__(
+        self,
+        groups: Sequence[Any],
+        seat: Seat,
+        deadline: float,
+        farewells: Farewells | None = None,
+    ) -> None:
         self._groups = groups
         self._seat = seat
+        self._farewells = farewells
         self._deadline_seconds = deadline
 
     def run(self, round: ExchangeRound, label: str) -> int:
         """Send and receive what `round` says; return the payload bytes sent."""
-        until = time.monotonic() + self._deadline_seconds
-        messages = PointToPoint(self._groups, self._seat, label, until, self._deadline_seconds)
+        messages = self._messages(label)
         arriving = {peer: Incoming(round.incoming[peer]) for peer in self._seat.others}
         for peer, incoming in arriving.items():
             for message in incoming.messages:
@@ -114,10 +122,16 @@ class FragmentGroups:
             incoming.deliver()
         return round.bytes_sent(self._seat)
 
+    def _messages(self, label: str) -> PointToPoint:
+        seconds = self._deadline_seconds
+        until = time.monotonic() + seconds
+        return PointToPoint(
+            self._groups, self._seat, label, until, seconds, farewells=self._farewells
+        )
+
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with the first member's."""
-        until = time.monotonic() + self._deadline_seconds
-        messages = PointToPoint(self._groups, self._seat, label, until, self._deadline_seconds)
+        messages = self._messages(label)
         if self._seat.position == 0:
             for peer in self._seat.others:
                 messages.send(x, peer)
@@ -130,6 +144,7 @@ class GlooTransport:
     """Connects this rank to its peers of the same shard coordinate in the other clusters.
 
     `connect(what, n)` makes n groups of all of them; it is not called where there is no peer.
+    `notes` is this cluster's own store, if it has several ranks (farewell.py).
     """
 
     def __init__(
@@ -140,6 +155,7 @@ class GlooTransport:
         deadline_seconds: float,
         stage: Stage = _WHOLE,
         streams: int = 1,
+        notes: dist.Store | None = None,
     ) -> None:
         self._stage = stage
         self.seat = seat
@@ -147,10 +163,11 @@ class GlooTransport:
         self._fifos: dict[int, Fifo] = {}
         is_alone = seat.num_clusters == 1
         group = None if is_alone or not fragments else connect("launch handshake", 1)[0]
-        self._handshake = LaunchHandshake(group, seat, deadline_seconds, stage)
+        self._farewells = Farewells(group, seat, notes)
+        self._handshake = LaunchHandshake(group, seat, deadline_seconds, stage, self._farewells)
         for fragment in fragments:
             groups = [] if is_alone else connect(stage.name_of(fragment), streams)
-            self._groups[fragment] = FragmentGroups(groups, seat, deadline_seconds)
+            self._groups[fragment] = FragmentGroups(groups, seat, deadline_seconds, self._farewells)
             self._fifos[fragment] = Fifo(f"dsx-fragment-{fragment}")
 
     def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
@@ -186,6 +203,8 @@ class GlooTransport:
         for fifo in self._fifos.values():
             fifo.close()
         self._groups.clear()
+        self._farewells.close()
+        self._handshake.close()
 
 
 def open_device(interface: str | None) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from dsx.comm.farewell import Farewells
 from dsx.comm.point_to_point import PointToPoint
 from dsx.core.exchange import ExchangeRound
 from dsx.core.membership import Seat
@@ -25,12 +26,19 @@ class LaunchHandshake:
     The number of a launch is the message's tag, so fragments' threads need not take turns.
     """
 
-    def __init__(self, group: Any, seat: Seat, deadline: float, stage: Stage) -> None:
+    def __init__(
+        self, group: Any, seat: Seat, deadline: float, stage: Stage, farewells: Farewells
+    ) -> None:
         self._group = group
+        self._farewells = farewells
         self._stage = stage
         self._seat = seat
         self._deadline_seconds = deadline
         self._launches = 0
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        self._group = None
 
     def take_number(self) -> int:
         """Return the number of a launch; called in launch order."""
@@ -46,7 +54,7 @@ class LaunchHandshake:
         until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)
         messages = PointToPoint(
-            [self._group], self._seat, label, until, self._deadline_seconds, tag=number
+            [self._group], self._seat, label, until, self._deadline_seconds, number, self._farewells
         )
         own = torch.tensor([what.fragment, what.step, what.purpose, 0, 0, 0])
         theirs = {peer: torch.empty_like(own) for peer in self._seat.others}

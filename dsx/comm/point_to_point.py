@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from dsx.comm.farewell import Farewells
 from dsx.comm.multistream import pieces
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
@@ -17,7 +18,7 @@ from dsx.core.transport import PeerLost
 class PointToPoint:
     """Sends and receives of one phase, striped over `groups`; their failures become `PeerLost`.
 
-    Peers are given by position in the membership.
+    Peers are given by position in the membership. `farewells` knows who was lost first.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class PointToPoint:
         until: float,
         deadline_seconds: float,
         tag: int = 0,
+        farewells: Farewells | None = None,
     ) -> None:
         self._groups = groups
         self._seat = seat
@@ -35,6 +37,7 @@ class PointToPoint:
         self._label = label
         self._until = until
         self._deadline_seconds = deadline_seconds
+        self._farewells = farewells
         self._posted: list[tuple[int, Any]] = []
 
     def send(self, tensor: Tensor, peer: int) -> None:
@@ -71,6 +74,14 @@ class PointToPoint:
         if time.monotonic() >= self._until:
             what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
         reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
+        gone = self._seat.ids[peer]
+        lost, told_by = (
+            (gone, gone) if self._farewells is None else self._farewells.first_lost(peer)
+        )
+        if lost == gone:
+            return PeerLost(f"{self._label}: cluster {gone} {what} (gloo: {reason or error})")
+        by = "another rank here" if told_by == self._seat.cluster_id else f"cluster {told_by}"
         return PeerLost(
-            f"{self._label}: cluster {self._seat.ids[peer]} {what} (gloo: {reason or error})"
+            f"{self._label}: cluster {lost} was lost first, says {by}, and cluster {gone} "
+            f"{what} after it (gloo: {reason or error})"
         )

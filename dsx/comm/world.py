@@ -128,8 +128,16 @@ class World:
                     f"{str(error).splitlines()[0]}"
                 ) from error
 
-        deadline_seconds = config.deadline_seconds
-        return GlooTransport(fragments, connect, self.seat, deadline_seconds, stage, streams)
+        notes = dist.PrefixStore(f"transport_{self._transports}", self._cluster_store)
+        return GlooTransport(
+            fragments,
+            connect,
+            self.seat,
+            config.deadline_seconds,
+            stage,
+            streams,
+            notes if self.world_size > 1 else None,
+        )
 
 
 _world: World | None = None

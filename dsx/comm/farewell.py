@@ -1,0 +1,119 @@
+"""Which cluster was lost first: one that ends because it lost another says which before it leaves.
+
+A survivor that ends closes its connections, and whoever looks next would name it for the one that
+was lost. So every rank has a receive posted from each peer from the start on, over the handshake's
+connections: what a peer says in leaving lies here whenever this rank comes to look, even if the
+rendezvous store went with its host. Ranks of one cluster tell each other over their own store, as
+the peer of one may have been ended by its launcher, without a word.
+
+Looking takes up to `_GRACE_SECONDS`, on the transfer's thread: what was said may still be on its
+way when another connection has closed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsx.core.membership import Seat
+
+_GRACE_SECONDS = 1.0
+_POLL_SECONDS = 0.02
+_TAG = 0  # launches, whose handshakes share the group, count from 1
+_NOTE = "lost first"
+logger = logging.getLogger(__name__)
+
+
+class Farewells:
+    """What peers have said in leaving, and what this rank says; for one transport.
+
+    `group` is the handshake's, None where there is no peer. `notes` is a key space of this
+    cluster, where its ranks find what another of them has heard; None: there is only one rank.
+    """
+
+    def __init__(self, group: Any, seat: Seat, notes: dist.Store | None = None) -> None:
+        self._group: Any = group
+        self._seat = seat
+        self._notes = notes
+        self._lock = threading.Lock()
+        self._first: tuple[int, int] | None = None
+        others = seat.others if group else []
+        self._heard = {peer: torch.zeros(2, dtype=torch.int64) for peer in others}
+        self._posted: list[Any] = []
+        for peer in others:
+            with suppress(RuntimeError):  # gone already: the first transfer says so
+                self._posted.append(group.recv([self._heard[peer]], peer, _TAG))
+
+    def first_lost(self, peer: int) -> tuple[int, int]:
+        """Return the id of the cluster lost first, and of who said so, as `peer` is gone.
+
+        Tells the others, who will find this cluster gone. Any thread; all get the same answer.
+        """
+        with self._lock:
+            if self._first is None:
+                self._first = self._look(peer)
+                self._say(self._first[0])
+        return self._first
+
+    def close(self) -> None:
+        """Let go of the connections."""
+        del self._group
+        self._posted.clear()
+
+    def _look(self, peer: int) -> tuple[int, int]:
+        own = self._seat.cluster_id
+        until = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < until:
+            for other in (peer, *self._heard):
+                lost = _unpack(self._heard[other])
+                if lost not in (None, own):
+                    return self._note(lost), self._seat.ids[other]
+            noted = self._noted()
+            if noted is not None:
+                return noted, own
+            time.sleep(_POLL_SECONDS)
+        return self._note(self._seat.ids[peer]), own
+
+    def _say(self, lost: int) -> None:
+        """Tell every peer that is left; those that are gone cannot be told."""
+        word = torch.tensor([lost + 1, ~(lost + 1)])
+        for peer in self._heard:
+            with suppress(RuntimeError):  # gone, too
+                self._group.send([word], peer, _TAG).wait(timedelta(seconds=_GRACE_SECONDS))
+
+    def _noted(self) -> int | None:
+        if self._notes is None:
+            return None
+        try:
+            return int(self._notes.get(_NOTE)) if self._notes.check([_NOTE]) else None
+        except RuntimeError as error:
+            self._leave_notes(error)
+            return None
+
+    def _note(self, lost: int) -> int:
+        """Return what the first rank of this cluster to know has noted; `lost`, if this one is."""
+        try:
+            return lost if self._notes is None else int(
+                self._notes.compare_set(_NOTE, "", str(lost))
+            )  # fmt: skip
+        except RuntimeError as error:
+            self._leave_notes(error)
+            return lost
+
+    def _leave_notes(self, error: RuntimeError) -> None:
+        logger.info("this cluster's store has ended: %s", str(error).splitlines()[0])
+        self._notes = None
+
+
+def _unpack(word: Tensor) -> int | None:
+    """Return what was said; None if nothing has come, or not all of it."""
+    value, check = word.tolist()
+    return value - 1 if value == ~check else None
