@@ -25,8 +25,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dsx.checkpoint.checksums import require_intact
 from dsx.checkpoint.files import SavedCluster, SavedRank, put_together, shard_ranges, vector_sources
-from dsx.checkpoint.tags import cluster_directory, complete_tags, newest_first, same_content
+from dsx.checkpoint.tags import (
+    cluster_directory,
+    complete_tags,
+    newest_first,
+    require_readable,
+    same_content,
+)
 from dsx.core.types import Slot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -52,6 +59,8 @@ class SavedModel:
     def __init__(self, directories: Sequence[Path]) -> None:
         self.directory = directories[0]
         self.directories = directories
+        for directory in directories:
+            require_intact(directory)
         clusters = [SavedCluster(directory) for directory in directories]
         self.num_saved_clusters = clusters[0].num_clusters
         ranks = [cluster.ranks() for cluster in clusters]
@@ -151,6 +160,8 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
             "e.g. runs/quickstart/checkpoints"
         )
     tables = {m: complete_tags(cluster_directory(base, m)) for m in found}
+    for table in tables.values():
+        require_readable(table, tag)
     skipped: list[str] = []
     for name, mark in newest_first(tables[found[0]], tag):
         members = [m for m in found if m < mark["num_clusters"]]  # others are of another run

@@ -15,6 +15,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from dsx.checkpoint.checksums import earlier_tags, of_text
 from dsx.compress.error_feedback import Residual
 from dsx.config.renames import stored_axes
 from dsx.core.renamed import warn_renamed
@@ -22,6 +23,7 @@ from dsx.core.types import Fragment, Slot, Stage
 from dsx.method.fragments import in_a_row
 
 FORMAT = 7
+META_CHECKSUM = "dsx.sha256"  # read alone, before a whole file is looked over
 _FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
 _TENSORS_6 = {"in_flight.notes/": "in_flight.sideband/", "guard.memory/": "parity_check.memory/"}
 
@@ -55,10 +57,16 @@ class SavedRank:
             )
         try:
             self._file: Any = safe_open(str(path), framework="pt")
-            self.meta: dict[str, Any] = json.loads((self._file.metadata() or {}).get("dsx", "{}"))
+            told: dict[str, str] = self._file.metadata() or {}
+            text = told.get("dsx", "{}")
+            if told.get(META_CHECKSUM, of_text(text)) != of_text(text):
+                raise ValueError("its checksum is another")
+            self.meta: dict[str, Any] = json.loads(text)
             self._names = {name: name for name in self._file.keys()}  # noqa: SIM118 - no mapping
-        except (SafetensorError, json.JSONDecodeError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
+        except (SafetensorError, ValueError) as error:
+            raise ValueError(
+                f"{path} cannot be read: {error}; {earlier_tags(path.parent)}"
+            ) from error
         if self.meta.get("format") == 6:
             self._translate()
         if self.meta.get("format") != FORMAT:

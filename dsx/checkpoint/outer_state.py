@@ -21,8 +21,10 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from dsx.checkpoint.checksums import leave_checksum, of_text, require_intact
 from dsx.checkpoint.files import (
     FORMAT,
+    META_CHECKSUM,
     SavedCluster,
     SavedRank,
     first_difference,
@@ -84,9 +86,11 @@ def save_state(
     path = rank_file(directory, rank_info.rank)
     unfinished = path.with_suffix(".tmp")
     copies = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
-    save_file(copies, str(unfinished), metadata={"dsx": json.dumps(meta)})
+    text = json.dumps(meta)
+    save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
     sync_to_disk(unfinished)
     unfinished.replace(path)
+    leave_checksum(path)
 
 
 def load_state(
@@ -135,6 +139,7 @@ def _find(
     """
     saved, own, trouble, outcome = None, None, None, 1.0
     try:
+        require_intact(directory, rank_info.rank, rank_info.world_size)
         saved = SavedCluster(directory, None if is_repartitioned else loop.adapter.stage)
         reference = saved.reference(rank_info.rank)
         if is_repartitioned:

@@ -18,8 +18,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-COMPLETE_MARK = "dsx.json"
-UNFINISHED, REPLACED = ".unfinished", ".replaced"
+from dsx.checkpoint.checksums import (
+    COMPLETE_MARK,
+    DAMAGED,
+    REPLACED,
+    UNFINISHED,
+    read_mark,
+    take_checksums,
+)
+
 Marks = Mapping[str, Mapping[str, Any]]  # by tag
 
 
@@ -51,7 +58,9 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     for path in unfinished.rglob("*"):
         if path.is_file():
             sync_to_disk(path)
-    write_durably(unfinished / COMPLETE_MARK, json.dumps(asdict(manifest)))
+    write_durably(
+        unfinished / COMPLETE_MARK, json.dumps(take_checksums(unfinished, asdict(manifest)))
+    )
     if final.exists():
         replaced = directory / f"{tag}{REPLACED}"
         (replaced / COMPLETE_MARK).unlink(missing_ok=True)
@@ -80,11 +89,14 @@ def sync_to_disk(path: Path) -> None:
 
 
 def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
-    """Return the manifests of what is complete below a cluster's directory, by tag."""
+    """Return the manifests of what is complete below a cluster's directory, by tag.
+
+    `DAMAGED` takes the place of one that cannot be trusted; see `require_readable`.
+    """
     found: dict[str, dict[str, Any]] = {}
     for mark in directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ():
         if not mark.parent.name.endswith(UNFINISHED):
-            found[mark.parent.name] = json.loads(mark.read_text())
+            found[mark.parent.name] = read_mark(mark)
     return found
 
 
@@ -100,8 +112,12 @@ def common_tag(
 
     `found` is `tags_within_reach` of every cluster. All clusters of the run that wrote the tag
     must hold it from that same run, as far as they take part now; a cluster that it did not have
-    takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses.
+    takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses;
+    ValueError names a manifest that is damaged.
     """
+    for own, first in found:
+        require_readable(own, wanted)
+        require_readable(first, wanted)
     missing = ""
     for tag, mark in newest_first(found[0][0], wanted):
         count = mark.get("num_clusters", len(found))
@@ -126,17 +142,31 @@ def common_tag(
     )
 
 
+def require_readable(marks: Marks, wanted: str | None) -> None:
+    """Raise ValueError for a damaged manifest: of the wanted tag, else of any, as all may be it."""
+    for tag, mark in marks.items():
+        if DAMAGED in mark and wanted in (None, tag):
+            raise ValueError(
+                f"{mark[DAMAGED]}; name the checkpoint to load (tag=...), an earlier one, or "
+                "delete the folder"
+            )
+
+
 def newest_first(marks: Marks, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
     """Return tags and their manifests, those of most steps first; `wanted` alone, if it is given.
 
     What a tag held before it was written again counts as that tag.
     """
-    fitting = [e for e in marks.items() if wanted in (None, e[0], e[0].removesuffix(REPLACED))]
+    fitting = [
+        e
+        for e in marks.items()
+        if wanted in (None, e[0], e[0].removesuffix(REPLACED)) and DAMAGED not in e[1]
+    ]
     return sorted(fitting, key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
 
 
 def same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:
     """Return the tag of the same step and run, if there is one; by preference `tag` itself."""
     key = (wanted["step"], wanted["session"])
-    names = [name for name, mark in marks.items() if (mark["step"], mark["session"]) == key]
+    names = [n for n, mark in marks.items() if (mark.get("step"), mark.get("session")) == key]
     return tag if tag in names else min(names, default=None)

@@ -1,0 +1,120 @@
+"""Checksums of the files of an outer state: a bit that has flipped is refused, not trained on.
+
+A rank leaves the SHA-256 of its file beside it, as `sha256sum` writes it. Where a tag is completed,
+`dsx.json` takes these in, with those of the small files beside them and one of its own. At a load
+the ranks of a cluster read a share of the files each and agree before anything is changed.
+
+A state of dsx 0.2 or earlier has none: a warning says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+COMPLETE_MARK = "dsx.json"
+UNFINISHED, REPLACED = ".unfinished", ".replaced"
+DAMAGED = "damaged"  # in place of what a mark held
+_SUFFIX = ".sha256"
+_FILES, _OWN = "checksums", "checksum"
+_CHUNK_BYTES = 1 << 20
+logger = logging.getLogger(__name__)
+
+
+def checksum(path: Path) -> str:
+    """Return the SHA-256 of a file's content."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def leave_checksum(path: Path) -> None:
+    """Write the checksum of a file that has just been written, beside it."""
+    path.with_name(path.name + _SUFFIX).write_text(f"{checksum(path)}  {path.name}\n")
+
+
+def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the checksums of a tag and its own; removes those left by ranks."""
+    files = {path.name: checksum(path) for path in sorted(directory.glob("*.json"))}
+    for left in sorted(directory.glob(f"*{_SUFFIX}")):
+        digest, name = left.read_text().split()
+        files[name] = digest
+        left.unlink()
+    whole = {**manifest, _FILES: files}
+    return {**whole, _OWN: of_mark(whole)}
+
+
+def read_mark(path: Path) -> dict[str, Any]:
+    """Return what a `dsx.json` says of its tag; what is wrong with it, under `DAMAGED`."""
+    try:
+        mark = json.loads(path.read_text())
+        expected = mark.pop(_OWN, None)
+    except (ValueError, AttributeError) as error:
+        return {DAMAGED: f"{path} cannot be read ({error})"}
+    if expected is not None and expected != of_mark(mark):
+        return {DAMAGED: f"{path} has changed since it was written: its checksum is another"}
+    mark.pop(_FILES, None)
+    return mark
+
+
+def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
+    """Raise ValueError if a file of a tag is not as it was saved; of `num_ranks`, this one's share.
+
+    A rank's own file is in its share.
+    """
+    expected = _expected(directory)
+    if expected is None:
+        if rank == 0:
+            logger.warning(
+                "%s has no checksums, as dsx 0.2 wrote none: a file that has changed since would "
+                "not be seen; the next save has them", directory,
+            )  # fmt: skip
+        return
+    for name in sorted(expected, key=lambda n: (n.endswith(".json"), n))[rank::num_ranks]:
+        path = directory / name
+        if path.exists() and checksum(path) != expected[name]:
+            raise ValueError(
+                f"{path} has changed since it was saved: its SHA-256 is not {expected[name]}; "
+                f"{earlier_tags(directory)}"
+            )
+
+
+def earlier_tags(directory: Path) -> str:
+    """Return what to do where a tag is damaged."""
+    marks = sorted(directory.parent.glob(f"*/{COMPLETE_MARK}"), key=lambda p: p.stat().st_mtime)
+    tags = [
+        mark.parent.name
+        for mark in marks
+        if mark.parent != directory and not mark.parent.name.endswith(UNFINISHED)
+    ]
+    there = f"there: {', '.join(tags)}" if tags else "there is none beside it"
+    return f"load an earlier checkpoint, in all clusters ({there}), or an intact copy of this one"
+
+
+def _expected(directory: Path) -> dict[str, str] | None:
+    """Return the checksums by file; None if the state has none."""
+    mark = directory / COMPLETE_MARK
+    if mark.is_file():
+        told = read_mark(mark)
+        if DAMAGED in told:
+            raise ValueError(f"{told[DAMAGED]}; {earlier_tags(directory)}")
+        files: dict[str, str] | None = json.loads(mark.read_text()).get(_FILES)
+        return files
+    left = (path.read_text().split() for path in directory.glob(f"*{_SUFFIX}"))
+    return {name: digest for digest, name in left} or None
+
+
+def of_mark(values: Mapping[str, Any]) -> str:
+    """Return the checksum of what a `dsx.json` holds beside it."""
+    return of_text(json.dumps(values, sort_keys=True))
+
+
+def of_text(text: str) -> str:
+    """Return the SHA-256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()

@@ -1,0 +1,119 @@
+"""A bit that has flipped in a saved outer state is refused, with the file, and what to do."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model
+from dsx.checkpoint.checksums import COMPLETE_MARK
+from dsx.checkpoint.files import FORMAT, rank_file
+from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.tags import (
+    Manifest,
+    begin_tag,
+    cluster_directory,
+    common_tag,
+    complete_tag,
+    tags_within_reach,
+)
+from dsx.cli import app
+from dsx.comm.topology import RankInfo
+from tests.simulated import Simulated
+from tests.tiny import ALL_CASES, TinyNet, mean_loss
+
+STEPS = (4, 8)
+
+
+def sgd(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def rank_info(cluster: int) -> RankInfo:
+    return RankInfo(cluster, 2, 0, 1)
+
+
+def save_two(base: Path) -> Simulated:
+    """A run of two clusters, saved twice as an engine does; its state is that of the second."""
+    run = Simulated(TinyNet(), sgd, ALL_CASES["co2"].method(2), 2)
+    for step in range(1, STEPS[-1] + 1):
+        run.train_step(mean_loss)
+        for m, loop in enumerate(run.loops) if step in STEPS else ():
+            directory, tag = cluster_directory(base, m), f"step{step}"
+            unfinished = directory / begin_tag(directory, tag)
+            save_state(loop, unfinished, rank_info(m), "a run", {}, {})
+            (unfinished / MODULE_FACTS).write_text(json.dumps({"aliases": {"tied": "weight"}}))
+            complete_tag(directory, tag, Manifest(FORMAT, step, "a run", 2, 1))
+    return run
+
+
+def resume(base: Path, run: Simulated, tag: str | None = None) -> list[str]:
+    """As the engines do; return the tags."""
+    chosen = common_tag([tags_within_reach(base, m) for m in range(2)], base, tag)
+    for m, (loop, (source, found)) in enumerate(zip(run.loops, chosen, strict=True)):
+        load_state(loop, cluster_directory(base, source) / found, rank_info(m), {})
+    return [found for _, found in chosen]
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("cluster", [0, 1])
+@pytest.mark.parametrize("name", ["dsx_rank_00000.safetensors", MODULE_FACTS, COMPLETE_MARK])
+def test_one_flipped_bit_in_any_file_is_refused(cluster: int, name: str, tmp_path: Path) -> None:
+    run = save_two(tmp_path)
+    before = [anchor.clone() for loop in run.loops for anchor in loop.state.anchor]
+    path = cluster_directory(tmp_path, cluster) / "step8" / name
+    bits = 8 * path.stat().st_size
+    drawn = random.Random(cluster).sample(range(bits), 12)
+    for bit in (0, bits - 1, *drawn):
+        flip(path, bit)
+        with pytest.raises(ValueError, match="an earlier") as refused:
+            resume(tmp_path, run)
+        assert str(path) in str(refused.value), refused.value
+        flip(path, bit)
+        after = [anchor for loop in run.loops for anchor in loop.state.anchor]
+        assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
+    flip(path, bits // 2)
+    assert "step4" in str(refused.value) or name == COMPLETE_MARK
+    with pytest.raises(ValueError, match="an earlier"):
+        find_model(tmp_path, None)
+    assert resume(tmp_path, run, "step4") == ["step4"] * 2
+    assert find_model(tmp_path, "step4").step == 4
+    result = CliRunner().invoke(app, ["export", str(tmp_path), "--out", str(tmp_path / "out")])
+    assert result.exit_code and not (tmp_path / "out").exists()
+
+
+def test_a_state_saved_without_a_tag_is_looked_over_too(tmp_path: Path) -> None:
+    """Plain PyTorch: `handle.save(directory)`."""
+    run = save_two(tmp_path)
+    save_state(run.loops[0], tmp_path / "own", rank_info(0), "a run", {}, {})
+    load_state(run.loops[0], tmp_path / "own", rank_info(0), {})
+    path = rank_file(tmp_path / "own", 0)
+    flip(path, 8 * path.stat().st_size - 5)
+    with pytest.raises(ValueError, match=f"{path} has changed since it was saved"):
+        load_state(run.loops[0], tmp_path / "own", rank_info(0), {})
+
+
+def test_what_has_no_checksums_loads_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = save_two(tmp_path)
+    for mark in tmp_path.glob(f"*/*/{COMPLETE_MARK}"):
+        told = json.loads(mark.read_text())
+        del told["checksum"], told["checksums"]
+        mark.write_text(json.dumps(told))
+    with caplog.at_level(logging.WARNING):
+        load_state(run.loops[0], tmp_path / "cluster_0" / "step8", rank_info(0), {})
+    assert [record.message.partition(",")[0] for record in caplog.records] == [
+        f"{tmp_path}/cluster_0/step8 has no checksums"
+    ]
