@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from dsx.engines.attach import attach_megatron
 from dsx.engines.megatron.features import refuse_arguments
+from dsx.engines.megatron.settings import settings_of_arguments
 from megatron_patches import probe
 from megatron_patches.checkpoint import claim_directory
 from megatron_patches.run import Run
@@ -55,7 +56,12 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
     facts = {name: getattr(arguments, name, None) for name in _EQUAL}
     resume = (arguments.load, arguments.iteration) if arguments.iteration else None
     run.handle = attach_megatron(
-        model, optimizer, config=run.block, resume=resume, facts={"arguments": facts}
+        model,
+        optimizer,
+        config=run.block,
+        resume=resume,
+        facts={"arguments": facts},
+        settings={"arguments": settings_of_arguments(arguments)},
     )
     start = f"goes on from iteration {arguments.iteration}" if resume else "starts"
     method = run.config

@@ -128,7 +128,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
     """Set every flag to what is in force, the preset's values included, so that dumps tell."""
     sections: dict[str, Any] = {
         "": {"preset": config.preset, "config": getattr(namespace, "dsx_config", None)},
-        "clusters": config.clusters.model_dump(),
+        "clusters": config.clusters.model_dump(mode="json"),
         "metrics": config.metrics.model_dump(),
         "state": config.state.model_dump(),
         "link": config.link.model_dump(),

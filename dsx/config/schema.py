@@ -22,6 +22,7 @@ from dsx.config.errors import explain_section
 from dsx.config.files import ConfigError, read_json
 from dsx.config.renames import with_new_names
 from dsx.config.sections import (
+    COMMON,
     Block,
     ClustersConfig,
     LinkConfig,
@@ -53,6 +54,11 @@ class DsxConfig:
     axes: dict[str, Any]
     given: Mapping[str, Any]
 
+    def common(self) -> dict[str, Any]:
+        """Return what of it has to be the same in all clusters."""
+        clusters = self.clusters.model_dump(mode="json", include=set(COMMON))
+        return {**self.axes, "link": self.link.model_dump(), "clusters": clusters}
+
     def block(self) -> dict[str, Any]:
         """Return the "dsx" block with every default in it: reading it again gives the same."""
         metrics = self.metrics.model_dump(
@@ -60,7 +66,7 @@ class DsxConfig:
         )
         return {
             "preset": self.preset,
-            "clusters": self.clusters.model_dump(),
+            "clusters": self.clusters.model_dump(mode="json"),
             "metrics": metrics,
             "state": self.state.model_dump(),
             "link": self.link.model_dump(),

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dsx.comm.multistream import MAX_STREAMS
 from dsx.config.files import ConfigError
 
+COMMON = ("num_clusters", "on_mismatch", "max_idle_rounds", "may_differ")  # of "clusters"
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -50,6 +51,11 @@ class ClustersConfig(BaseModel):
     """After how many rounds in a row in which a cluster took no inner step all clusters stop, with
     NonFiniteError. A round lasts from a launch of a fragment to its next one; an optimizer skips
     steps whose gradients are not finite. null: 3, or as many as 50 steps take; 0: never."""
+
+    may_differ: tuple[str, ...] = ()
+    """Settings of the inner training that are meant to differ between clusters, by the names that
+    the message of a difference has, such as "optimizer.lr" or "deepspeed.gradient_clipping"; a name
+    stands for all that is below it. Everything else that is compared has to be equal."""
 
     interface: str | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's

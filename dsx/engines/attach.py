@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 
 from dsx.comm.world import RendezvousConfig, World, current_world, join
 from dsx.config.schema import DsxConfig, load_config, read_json, with_launch_arguments
+from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import TorchAdapter
 from dsx.training.handle import Handle
 
@@ -124,26 +125,32 @@ def initialize(
 
 
 def attach(
-    engine: Any, optimizer: torch.optim.Optimizer | None = None, *, config: Config
+    engine: Any,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    config: Config,
+    facts: Mapping[str, Any] | None = None,
 ) -> Handle:
     """Add outer training to an engine that exists; `engine.dsx` is the handle returned.
 
     `engine` is a DeepSpeedEngine, or an ordinary module together with its `optimizer`. The
     world must be `init_distributed`'s. Collective over all ranks of all clusters: it compares
-    the layouts and takes cluster 0's weights everywhere.
+    layouts and settings and takes cluster 0's weights everywhere. `facts` are plain values of your
+    own that must be equal in all clusters, such as those of a schedule that dsx cannot see.
     """
     world = current_world()
     if world is None:
         raise RuntimeError("call dsx.init_distributed(config) before creating the engine")
     settings = load_config(config)
     if optimizer is None:
-        return _attach_deepspeed(engine, world, settings)
+        return _attach_deepspeed(engine, world, settings, facts or {})
     method = settings.method
     is_on_host = settings.state.device == "host"
     adapter = TorchAdapter(
         engine, optimizer, method.fragments, method.schedule.backwards, is_on_host
     )
-    handle = Handle(adapter, world, settings)
+    told = {"facts": dict(facts)} if facts else {}
+    handle = Handle(adapter, world, settings, told, settings=_settings_of(engine, [optimizer]))
     adapter.on_inner_step(handle.after_inner_step)
     return handle
 
@@ -155,11 +162,14 @@ def attach_megatron(
     config: Config,
     resume: tuple[str | Path, int] | None = None,
     facts: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None,
 ) -> Handle:
     """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
 
     `model_chunks` is the list of chunks that `get_megatron_optimizer` was given, or the only one.
-    `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size).
+    `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size), and
+    `settings`, too, but for those in `clusters.may_differ`; without them those of the optimizer's
+    and the model's configurations are compared.
     The world must be `init_distributed`'s, and Megatron's parallel state initialised in it.
     Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
 
@@ -169,18 +179,20 @@ def attach_megatron(
     """
     from dsx.engines.megatron.checkpoint import load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
+    from dsx.engines.megatron.settings import settings_of_configs
 
     world = current_world()
     if world is None:
         raise RuntimeError("call dsx.init_distributed(config) before Megatron's own initialisation")
     if hasattr(optimizer, "dsx"):
         raise ValueError("this optimizer has a dsx handle already: attach it once")
-    settings = load_config(config)
+    resolved = load_config(config)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    is_on_host = settings.state.device == "host"
-    adapter = MegatronAdapter(chunks, optimizer, settings.method.fragments, is_on_host)
+    is_on_host = resolved.state.device == "host"
+    adapter = MegatronAdapter(chunks, optimizer, resolved.method.fragments, is_on_host)
     all_facts = {**adapter.facts(), **(facts or {})}
-    handle = Handle(adapter, world, settings, all_facts, keeps_masters=resume is not None)
+    compared = settings_of_configs(chunks, optimizer) if settings is None else settings
+    handle = Handle(adapter, world, resolved, all_facts, resume is not None, compared)
     adapter.on_inner_step(handle.after_inner_step)
     if resume:
         directory, iteration = resume
@@ -189,9 +201,19 @@ def attach_megatron(
     return handle
 
 
-def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
+def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
+    return {
+        "optimizer": settings_of_optimizers(optimizers),
+        "model": settings_of_modules(model.named_modules()),
+    }
+
+
+def _attach_deepspeed(
+    engine: Any, world: World, settings: DsxConfig, told: Mapping[str, Any]
+) -> Handle:
     from dsx.engines.deepspeed.checkpoint import carry_outer_state
     from dsx.engines.deepspeed.engine import DeepSpeedAdapter
+    from dsx.engines.deepspeed.settings import settings_of_engine
 
     if not hasattr(engine, "basic_optimizer"):
         raise ValueError(
@@ -205,8 +227,9 @@ def _attach_deepspeed(engine: Any, world: World, settings: DsxConfig) -> Handle:
     facts = {
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
+        "facts": dict(told),
     }
-    handle = Handle(adapter, world, settings, facts)
+    handle = Handle(adapter, world, settings, facts, settings=settings_of_engine(engine))
     adapter.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, handle, world)
     engine.dsx = handle

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from dsx.checkpoint.files import first_difference, layout
+from dsx.checkpoint.files import layout
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
@@ -26,6 +26,7 @@ from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
+from dsx.training.agreement import require_alike
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported
 from dsx.training.records import Records
@@ -57,7 +58,11 @@ class Handle:
         config: DsxConfig,
         facts: Mapping[str, Any] | None = None,
         keeps_masters: bool = False,
+        settings: Mapping[str, Any] | None = None,
     ) -> None:
+        """Compare and connect. All clusters must have equal `facts`, and equal `settings`, too,
+        but for those that `clusters.may_differ` names.
+        """
         if config.clusters.num_clusters != world.num_clusters:
             raise ValueError(
                 f"clusters.num_clusters={config.clusters.num_clusters}, but this process is one of "
@@ -88,7 +93,8 @@ class Handle:
         if world.rank == 0 and world.cluster_id == 0:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
-        self._compare_layouts(adapter, facts or {})
+        alike = {"dsx": config.common(), **(facts or {}), "fragments": layout(adapter.fragments)}
+        require_alike(world.rendezvous, alike, settings or {}, config.clusters.may_differ)
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         pairs = zip(adapter.fragments, matrix_gathers, strict=True)
         used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
@@ -300,21 +306,6 @@ class Handle:
                     "the mean pseudo-gradient of %s equals this cluster's own: do all "
                     "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
                     self.loop.adapter.stage.name_of(event["fragment"]),
-                )
-
-    def _compare_layouts(self, adapter: EngineAdapter, facts: Mapping[str, Any]) -> None:
-        """Refuse clusters whose models, fragments or methods differ, naming what and whose."""
-        fragments = layout(adapter.fragments)
-        settings = {**self._config.axes, "link": self._config.link.model_dump()}
-        ours = {"dsx": settings, **facts, "fragments": fragments}
-        everyone = self._world.rendezvous.compare("layout", ours)
-        for cluster in range(1, len(everyone)):
-            difference = first_difference(everyone[0], everyone[cluster])
-            if difference:
-                where, first, other = difference
-                raise ValueError(
-                    f"clusters do not match at {where}: cluster 0 has {first}, cluster {cluster} "
-                    f"has {other}; give all clusters the same model and the same configuration"
                 )
 
     @contextmanager

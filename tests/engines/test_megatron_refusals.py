@@ -135,6 +135,12 @@ def try_attaching() -> dict[str, str]:
     batches = build_inner(Kind(), 0)
     facts = {"global_batch_size": 8 + cluster}
     messages["facts"] = attach(batches.chunks, batches.optimizer, facts=facts)
+    clipped = build_inner(Kind(), 0)
+    clipped.optimizer.chained_optimizers[0].config.clip_grad = 1.0 + cluster
+    messages["clipping"] = attach(clipped.chunks, clipped.optimizer)
+    normed = build_inner(Kind(), 0)
+    normed.chunks[0].config.layernorm_epsilon = 1e-5 / (1 + cluster)
+    messages["epsilon"] = attach(normed.chunks, normed.optimizer)
     return messages
 
 
@@ -198,3 +204,5 @@ def test_an_attachment_is_refused_in_all_clusters_alike(outcomes: Any) -> None:
         assert "launches a layer inside the backward" in messages["layerwise"]
         assert messages["differs"].startswith("clusters do not match at megatron.masters[0]")
         assert messages["facts"].startswith("clusters do not match at global_batch_size")
+        assert "optimizer.clip_grad: cluster 0 has 1.0, cluster 1 has 2.0;" in messages["clipping"]
+        assert "transformer.layernorm_epsilon: cluster 0 has 1e-05," in messages["epsilon"]
