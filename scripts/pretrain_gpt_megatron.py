@@ -148,7 +148,6 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     config = json.loads(arguments.dsx_config.read_text())
     metrics = config["dsx"].setdefault("metrics", {})
     arguments.run_dir = arguments.run_dir or Path(metrics.get("dir") or "runs/pretrain_gpt")
-    arguments.save = arguments.save or arguments.run_dir / "checkpoints"
     metrics["dir"] = str(arguments.run_dir)
     return config
 
@@ -180,10 +179,6 @@ def set_up(arguments: argparse.Namespace) -> Run:
     from gpt_megatron import build_engine, padded_vocab_size
     from megatron.core import parallel_state
 
-    if world.rank == 0 and not arguments.load:
-        (arguments.run_dir / "summary.json").unlink(missing_ok=True)
-        set_aside(arguments.save / f"cluster_{world.cluster_id}")
-        set_aside(arguments.save / "dsx" / f"cluster_{world.cluster_id}")
     engine = build_engine(arguments, padded_vocab_size(arguments, dataset.vocab_size))
     state: Any = parallel_state
     data_rank = state.get_data_parallel_rank()
@@ -202,6 +197,12 @@ def set_up(arguments: argparse.Namespace) -> Run:
     handle.track(data=batches)
     if arguments.load:
         load(arguments, engine, handle)
+    arguments.run_dir = handle.run_dir  # another one where that of the config is used
+    arguments.save = arguments.save or arguments.run_dir / "checkpoints"
+    if world.rank == 0 and not arguments.load:
+        (arguments.run_dir / "summary.json").unlink(missing_ok=True)
+        set_aside(arguments.save / f"cluster_{world.cluster_id}")
+        set_aside(arguments.save / "dsx" / f"cluster_{world.cluster_id}")
     rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")
     reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
     console = Console(highlight=False, soft_wrap=True) if reports else None

@@ -68,8 +68,8 @@ class MetricsConfig(BaseModel):
     model_config = _STRICT
 
     dir: str | None = None
-    """The directory for the run's records, which `dsx report` and `dsx trace` read; null: none are
-    written."""
+    """The directory for the run's records, which `dsx report` and `dsx trace` read; the next free
+    name (`dir-2`) where another run has used it; null: none are written."""
 
     tensorboard: bool = False
     """Whether to write TensorBoard events beside the records; needs `dir`, and tensorboard."""

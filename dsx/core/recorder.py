@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dsx.core.exchange import Exchange
@@ -36,8 +37,12 @@ class Recorder(Protocol):
         """Return an exchange that is about to be submitted, to be run in its place."""
         ...
 
-    def begin(self, step: int) -> None:
-        """Go on from `step`."""
+    def begin(self, step: int, path: Path) -> None:
+        """Go on from `step`, in a file that is not written before a boundary has been passed."""
+        ...
+
+    def confirm(self) -> None:
+        """Write from now on."""
         ...
 
     def end_step(self, step: int) -> None:
@@ -85,7 +90,10 @@ class Untraced:
         """Return the exchange itself."""
         return exchange
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, path: Path) -> None:
+        """Do nothing."""
+
+    def confirm(self) -> None:
         """Do nothing."""
 
     def end_step(self, step: int) -> None:

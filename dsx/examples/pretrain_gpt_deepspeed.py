@@ -142,10 +142,6 @@ def set_up(arguments: argparse.Namespace) -> Run:
     model: Any = GPT(shape, arguments.seed)
     num_parameters = model.num_parameters()
     world = dsx.init_distributed(config, args=arguments)
-    checkpoints = arguments.run_dir / "checkpoints"
-    if world.rank == 0 and not arguments.resume:
-        (arguments.run_dir / "summary.json").unlink(missing_ok=True)
-        set_aside(checkpoints / f"cluster_{world.cluster_id}")
     if arguments.pipeline_stages > 1:
         model = as_pipeline(model, arguments.pipeline_stages)
     engine, *_ = dsx.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -163,12 +159,17 @@ def set_up(arguments: argparse.Namespace) -> Run:
     reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
     console = Console(highlight=False, soft_wrap=True) if reports else None
     if arguments.resume:
-        engine.load_checkpoint(str(checkpoints))
+        engine.load_checkpoint(str(arguments.run_dir / "checkpoints"))
         if engine.dsx.step >= arguments.steps:
             raise ValueError(
                 f"the checkpoint stands at step {engine.dsx.step}: --steps {arguments.steps} "
                 "leaves nothing to do; give a larger number"
             )
+    arguments.run_dir = engine.dsx.run_dir  # another one where that of the config is used
+    checkpoints = arguments.run_dir / "checkpoints"
+    if world.rank == 0 and not arguments.resume:
+        (arguments.run_dir / "summary.json").unlink(missing_ok=True)
+        set_aside(checkpoints / f"cluster_{world.cluster_id}")
     return Run(
         arguments, dataset, validation, world, engine, shape, num_parameters, batches,
         str(checkpoints), console,

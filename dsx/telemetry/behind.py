@@ -44,9 +44,9 @@ class Behind:
 class RunLog(logging.Handler):
     """What the logger "dsx" lets through, in a file; lines are collected until `begin`."""
 
-    def __init__(self, path: Path, behind: Behind) -> None:
+    def __init__(self, behind: Behind) -> None:
         super().__init__()
-        self.path = path
+        self._path: Path | None = None
         self._behind = behind
         self._early: deque[str] | None = deque(maxlen=_MOST_EARLY)
         lines = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -55,10 +55,10 @@ class RunLog(logging.Handler):
         self.setFormatter(lines)
         logging.getLogger("dsx").addHandler(self)
 
-    def begin(self, appends: bool) -> None:
-        """Write from now on, behind what an earlier start of the same run has written."""
-        if not appends:
-            self._behind.do(lambda: self.path.write_text(""))
+    def begin(self, path: Path) -> None:
+        """Write from now on, behind what the file holds."""
+        self._path = path
+        self._behind.do(path.touch)
         early, self._early = self._early or (), None
         for line in early:
             self._write(line)
@@ -77,8 +77,11 @@ class RunLog(logging.Handler):
         super().close()
 
     def _write(self, line: str) -> None:
+        path = self._path
+
         def append() -> None:
-            with self.path.open("a") as file:
+            assert path is not None
+            with path.open("a") as file:
                 file.write(line)
 
         self._behind.do(append)

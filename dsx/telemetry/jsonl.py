@@ -10,11 +10,16 @@ from typing import TextIO
 logger = logging.getLogger(__name__)
 
 
-def reopen(path: Path, step: int) -> TextIO:
-    """Open for appending after the records up to `step`; the others are dropped, atomically."""
+def reopen(path: Path, step: int | None) -> TextIO:
+    """Open for appending after the records up to `step`; the others are dropped, atomically.
+
+    None: after all there are.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
+    if step is None:
+        return path.open("a")
     rewritten = path.with_suffix(".tmp")
-    rewritten.write_text("".join(_lines_up_to(path, step) if step else []))
+    rewritten.write_text("".join(_lines_up_to(path, step)))
     rewritten.replace(path)
     return path.open("a")
 

@@ -17,62 +17,48 @@ reader never sees half of one. Nothing but a start waits for a disk on the train
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.behind import Behind, RunLog
-from dsx.telemetry.run_folder import FORMAT, cluster_file, names_of_starts, read_about, say_end
-
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run goes on from, and the start (session) that wrote it, if known."""
-
-    path: Path
-    session: str | None
+from dsx.telemetry.folder_choice import Origin
+from dsx.telemetry.run_folder import FORMAT, cluster_file, read_about
 
 
 class RunFile:
     """Keeps one cluster's run.json and log; every method is a no-op without a directory.
 
-    `facts` describe this start. `begin`, once or more, says where it starts from, and `confirm`
-    that it has taken a step, from which on the folder is this run's.
+    `facts` describe this start. `begin`, once or more, says in which folder and where it starts
+    from, and `confirm` that it has taken a step, from which on the folder is this run's.
     """
 
     def __init__(
         self,
-        directory: Path | None,
+        is_kept: bool,
         cluster: int,
         files: Mapping[str, str],
         facts: Mapping[str, Any],
     ) -> None:
-        self._directory = directory
+        self._directory: Path | None = None
         self._cluster = cluster
         self._files = files
         self._facts = facts
         self._document: dict[str, Any] = {}
         self._pending: dict[str, Any] | None = None
-        self._replaced = ""
         self._behind = Behind()
-        self._log: RunLog | None = None
-        if directory is not None:
-            self._log = RunLog(cluster_file(directory, "log", ".txt", cluster), self._behind)
+        self._log = RunLog(self._behind) if is_kept else None
 
-    def begin(self, step: int, origin: Origin | None) -> bool:
-        """Start from `step`; return whether what the folder holds is of the same run."""
-        if self._directory is None:
-            return False
-        found = self._read()
-        known = names_of_starts(found) if found else set[str]()
-        continues = origin is not None and (not known or origin.session in {None, *known})
-        self._document = found if found and continues else self._new()
-        self._replaced = "" if continues else self._say_whose(found, origin)
+    def begin(
+        self, directory: Path | None, step: int, origin: Origin | None, continues: bool
+    ) -> None:
+        """Start from `step`; `continues`: what the folder holds is of the same run."""
+        if self._log is None or directory is None:
+            return
+        self.flush()
+        self._directory = directory
+        self._document = (self._read() if continues else None) or self._new()
         self._pending = {
             "step": step,
             "resumed_from": None if origin is None else self._relative(origin.path),
@@ -80,7 +66,6 @@ class RunFile:
             "end": None,
             **self._facts,
         }
-        return continues
 
     def confirm(self) -> None:
         """Enter this start: a first step has been taken. Later calls take an end back."""
@@ -89,13 +74,12 @@ class RunFile:
                 self._document["starts"][-1]["end"] = None
                 self._write()
             return
-        if self._replaced:
-            logger.warning("%s", self._replaced)
         assert self._directory is not None and self._log is not None
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._document["files"] = {**self._files, "log": self._log.path.name}
+        log = cluster_file(self._directory, "log", ".txt", self._cluster)
+        self._document["files"] = {**self._files, "log": log.name}
         self._document["starts"].append({"time": _now(), **self._pending})
-        self._log.begin(appends=len(self._document["starts"]) > 1)
+        self._log.begin(log)
         self._pending = None
         self._write()
 
@@ -147,21 +131,6 @@ class RunFile:
         assert self._directory is not None
         folder, whole = self._directory.absolute(), path.absolute()
         return str(whole.relative_to(folder) if whole.is_relative_to(folder) else whole)
-
-    def _say_whose(self, found: Mapping[str, Any] | None, origin: Origin | None) -> str:
-        """Say of which other run the records here are that are about to go; by one cluster."""
-        assert self._directory is not None
-        records = cluster_file(self._directory, "metrics", ".jsonl", self._cluster)
-        first = cluster_file(self._directory, "metrics", ".jsonl", 0)
-        if not records.exists() or (self._cluster and first.exists()):
-            return ""
-        what = f"{self._directory} holds records of another run"
-        if found:
-            last = found["starts"][-1]
-            what += f" (begun {last['time']}; {say_end(last)})"
-        if origin is not None:
-            what += f" than {origin.path}"
-        return f"{what}: this run takes their place; to keep both, give it another dsx.metrics.dir"
 
 
 def replace_file(path: Path, text: str) -> None:

@@ -129,6 +129,14 @@ class Handle:
         return self.loop.history.step
 
     @property
+    def run_dir(self) -> Path | None:
+        """The run's folder, the same in all clusters: `metrics.dir`, or the next free name.
+
+        Known once a checkpoint has been loaded, if one is; None without `metrics.dir`.
+        """
+        return self._records.folder
+
+    @property
     def totals(self) -> Totals:
         """This rank's running sums: bytes sent, seconds waited and blocked, syncs."""
         return self.loop.totals
@@ -200,6 +208,7 @@ class Handle:
                 end_comparison(self.loop, begin_comparison(self.loop))
             # whatever this stage had under way: all stages take part
             self.loop.adapter.sync_model_weights()
+        self._records.confirm()
         self.log(
             "finish",
             bytes_sent=self._syncs.bytes_sent,

@@ -2,58 +2,92 @@
 
 Rank 0 of a cluster writes the metrics, run.json and the log into the run's folder (see
 telemetry/run_folder.py), every rank its own spans where a trace is asked for. Nothing is written
-before the first step, as only then is it known whether the run goes on from a checkpoint.
+before the first step, as only then is it known whether the run goes on from a checkpoint, and so
+in which folder (telemetry/folder_choice.py); what is logged before is held until then.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dsx.checkpoint.tags import complete_tags
+from dsx.checkpoint.files import SavedRank, rank_file
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.outer.transfer import Totals
+from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
-from dsx.telemetry.run_file import Origin, RunFile
+from dsx.telemetry.run_file import RunFile
+from dsx.telemetry.trace.recorder import trace_path
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace
+
+logger = logging.getLogger(__name__)
 
 
 class Records:
-    """One rank's records; no-ops where the run has no folder, or another rank writes."""
+    """One rank's records; no-ops where the run has no folder, or another rank writes.
+
+    Creating it is collective over all ranks of all clusters, which agree on the folder.
+    """
 
     def __init__(self, config: DsxConfig, world: World, adapter: EngineAdapter) -> None:
-        named = config.metrics.dir if world.rank == 0 else None
-        directory = None if named is None else Path(named)
         cluster = world.cluster_id
+        self._choice = _choose(config, world)
+        self._place = cluster, world.rank
+        self._writes = world.rank == 0
         self.trace = start_trace(config.metrics, world, adapter)
-        self._metrics = Metrics(directory, cluster, config.metrics.tensorboard)
+        self._metrics = Metrics(cluster, config.metrics.tensorboard and self._writes)
         self._run = RunFile(
-            directory,
+            self._writes and self.folder is not None,
             cluster,
             files_of_run(config, cluster),
             start_facts(adapter, world, config),
         )
-        self._first_record = lambda: start_record(adapter, world, config)
-        self._has_begun = False
+        self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
+        self._first_record: Any = lambda: start_record(adapter, world, config)
+        self._origin: Origin | None = None
+        self._is_confirmed = False
 
-    def begin(self, step: int, totals: Totals, origin: Path | None = None) -> None:
+    @property
+    def folder(self) -> Path | None:
+        """The run's folder, as far as is known: a checkpoint that is loaded may name another."""
+        return self._choice.folder
+
+    def begin(self, step: int, totals: Totals, checkpoint: Path | None = None) -> None:
         """Go on from `step`, and from a checkpoint if there is one."""
-        continues = self._run.begin(step, None if origin is None else _origin(origin))
-        self._metrics.begin(step if continues else 0)
-        self.trace.begin(step)
+        self._origin = None if checkpoint is None else _origin(checkpoint)
+        self._choice.begin(self._origin)
+        own = self.folder if self._writes else None
+        self._run.begin(own, step, self._origin, self._choice.continues)
+        self._metrics.begin(own, step)
+        if self.folder is not None:
+            self.trace.begin(step, trace_path(self.folder, *self._place))
         self._passed = time.perf_counter()
         self._blocked = totals.blocked_seconds
+        self._is_confirmed = False
+
+    def confirm(self) -> None:
+        """Take the folder: a step has been taken, or training ends. Later calls undo an end."""
+        why = "" if self._is_confirmed else self._choice.claim(self._origin, self._writes)
+        if why:
+            logger.warning("%s", why)
+        self._run.confirm()
+        self.trace.confirm()
+        if self._is_confirmed:
+            return
+        self._is_confirmed = True
+        if self._first_record is not None:
+            self._metrics.event("start", self._first_record())
+            self._first_record = None
+        self._write_early()
 
     def pass_boundary(self, step: int, totals: Totals, bytes_sent: int) -> None:
         """Write the step before, and hold the record of this one."""
-        self._run.confirm()
-        if not self._has_begun:
-            self._metrics.event("start", self._first_record())
-            self._has_begun = True
+        self.confirm()
         now, blocked = time.perf_counter(), totals.blocked_seconds
         seconds, blocked_seconds = now - self._passed, blocked - self._blocked
         self._passed, self._blocked = now, blocked
@@ -74,12 +108,12 @@ class Records:
 
     def sync(self, record: Mapping[str, Any]) -> None:
         """Write the record of a sync."""
-        self._metrics.event("sync", record)
+        self._event("sync", record)
 
     def log(self, kind: str, record: Mapping[str, Any]) -> None:
         """Write a record of the script's own, behind that of the step just taken."""
         self._metrics.flush()
-        self._metrics.event(kind, record)
+        self._event(kind, record)
 
     def saved(self, path: Path, step: int) -> None:
         """Enter a checkpoint that is complete."""
@@ -94,11 +128,40 @@ class Records:
 
     def close(self) -> None:
         """Write what there is and close the files."""
+        if self._early and self._writes:  # no step was taken: nothing that is there is dropped
+            self._metrics.begin(self.folder, None)
+            self._write_early()
         self._metrics.close()
         self.trace.close()
         self._run.close()
 
+    def _event(self, kind: str, record: Mapping[str, Any]) -> None:
+        if self._is_confirmed:
+            self._metrics.event(kind, record)
+        elif self._writes and self.folder is not None:
+            self._early.append((kind, record))
 
-def _origin(path: Path) -> Origin:
-    manifest = complete_tags(path.parent).get(path.name, {})
-    return Origin(path, manifest.get("session"))
+    def _write_early(self) -> None:
+        early, self._early = self._early, []
+        for kind, record in early:
+            self._metrics.event(kind, record)
+
+
+def _choose(config: DsxConfig, world: World) -> FolderChoice:
+    """Let all clusters tell what they have in folders of the run's name. Collective over all."""
+    base = None if config.metrics.dir is None else Path(config.metrics.dir)
+    found: Any = {}
+    if base is not None and world.rank == 0:
+        try:
+            found = look(base, world.cluster_id)
+        except ValueError as error:
+            found = str(error)
+    everyone = world.rendezvous.gather("the run's folder", found)
+    for cluster, one in enumerate(everyone):
+        if isinstance(one, str):
+            raise ValueError(f"cluster {cluster}: {one}")
+    return FolderChoice(base, world.cluster_id, world.session, everyone)
+
+
+def _origin(checkpoint: Path) -> Origin:
+    return Origin(checkpoint, SavedRank(rank_file(checkpoint, 0)).meta["session"])

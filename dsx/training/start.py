@@ -78,7 +78,7 @@ def start_trace(metrics: MetricsConfig, world: World, adapter: EngineAdapter) ->
     """Return this rank's recorder; the engine tells it of its steps from now on."""
     if not metrics.trace or metrics.dir is None:
         return UNTRACED
-    path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)
+    path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)  # `begin` names another
     trace = Trace(path, world.session, world.seat, metrics.trace_steps, logs=world.rank == 0)
     adapter.trace_compute(trace)
     return trace

@@ -15,8 +15,8 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def write_steps(metrics: Metrics, first: int, last: int) -> None:
-    metrics.begin(first - 1)
+def write_steps(directory: Path | None, metrics: Metrics, first: int, last: int) -> None:
+    metrics.begin(directory, first - 1)
     for step in range(first, last + 1):
         metrics.event("sync", {"applied_step": step, "fragment": 0, "mean_norm": 2.5})
         metrics.step({"step": step, "seconds": 0.5})
@@ -25,7 +25,7 @@ def write_steps(metrics: Metrics, first: int, last: int) -> None:
 
 
 def test_one_record_per_step_and_per_sync(tmp_path: Path) -> None:
-    write_steps(Metrics(tmp_path, 1), 1, 3)
+    write_steps(tmp_path, Metrics(1), 1, 3)
     written = records(tmp_path / "metrics.cluster_1.jsonl")
     steps = [r for r in written if r["kind"] == "step"]
     syncs = [r for r in written if r["kind"] == "sync"]
@@ -35,27 +35,43 @@ def test_one_record_per_step_and_per_sync(tmp_path: Path) -> None:
 
 
 def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
-    write_steps(Metrics(tmp_path, 0), 1, 6)
+    write_steps(tmp_path, Metrics(0), 1, 6)
     with metrics_path(tmp_path, 0).open("a") as file:
         file.write('{"kind": "step", "st')  # killed while writing
-    metrics = Metrics(tmp_path, 0)
-    metrics.begin(0)  # a handle begins before it knows that it will resume
-    write_steps(metrics, 5, 7)
+    metrics = Metrics(0)
+    metrics.begin(tmp_path, 0)  # a handle begins before it knows that it will resume
+    write_steps(tmp_path, metrics, 5, 7)
     steps = [r["step"] for r in records(tmp_path / "metrics.jsonl") if r["kind"] == "step"]
     assert steps == [1, 2, 3, 4, 5, 6, 7]
 
 
-def test_a_new_run_starts_a_new_file(tmp_path: Path) -> None:
-    write_steps(Metrics(tmp_path, 0), 1, 6)
-    write_steps(Metrics(tmp_path, 0), 1, 2)
-    assert len(records(tmp_path / "metrics.jsonl")) == 4
+def test_a_run_that_goes_back_to_its_start_drops_all_but_what_was_before(tmp_path: Path) -> None:
+    before = Metrics(0)
+    before.begin(tmp_path, 0)
+    before.event("start", {"step": 0})
+    before.close()
+    write_steps(tmp_path, Metrics(0), 1, 6)
+    write_steps(tmp_path, Metrics(0), 1, 2)
+    assert len(records(tmp_path / "metrics.jsonl")) == 5  # with the first record
+
+
+def test_what_is_written_where_no_step_is_taken_drops_nothing(tmp_path: Path) -> None:
+    write_steps(tmp_path, Metrics(0), 1, 6)
+    metrics = Metrics(0)
+    metrics.begin(tmp_path, None)
+    metrics.event("validation", {"step": 4})
+    metrics.close()
+    assert len(records(tmp_path / "metrics.jsonl")) == 13
 
 
 def test_without_a_directory_nothing_is_written() -> None:
-    write_steps(Metrics(None, 0), 1, 2)
+    write_steps(None, Metrics(0), 1, 2)
 
 
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    write_steps(Metrics(tmp_path, 0, tensorboard=True), 1, 2)
+    metrics = Metrics(0, tensorboard=True)
+    metrics.begin(tmp_path, 0)
+    assert not (tmp_path / "tensorboard").exists()  # before it is known whose folder it is
+    write_steps(tmp_path, metrics, 1, 2)
     assert list((tmp_path / "tensorboard" / "cluster_0").glob("events.*"))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
@@ -15,6 +16,7 @@ from dsx.cli import app
 from dsx.telemetry.run_folder import open_run, read_about
 from tests.distributed import run_distributed
 from tests.engines.engines import build_engine, quiet, train_step
+from tests.tiny import batch
 
 pytest.importorskip("deepspeed")
 KIND = (1, "fp32", "one", "json")
@@ -40,6 +42,37 @@ def train(run: str, resumes: bool) -> int:
     while not resumes and not read_about(Path(run))[engine.dsx.cluster_id]["checkpoints"]:
         time.sleep(0.01)  # until what is written behind is there: the test kills this process
     return first
+
+
+def start_again(run: str) -> dict[str, Any]:
+    """Start as before in a folder that is used, and go on from there, logging before the load."""
+    quiet()
+    block = dsx_block({"dir": run, "trace": True})
+    first = build_engine(KIND, dsx=block)
+    first.dsx.log("note", text="of a new run")
+    for step in (1, 2, 3):
+        train_step(first, step)
+        if step == 2:
+            first.save_checkpoint(f"{first.dsx.run_dir}/checkpoints", tag="two")
+    first.dsx.close()
+    second = build_engine(KIND, dsx=block)
+    second.dsx.log("note", text="before the load")
+    folders = [str(first.dsx.run_dir), str(second.dsx.run_dir)]
+    train_forward(second)  # a span before it is known whose folder it is
+    second.load_checkpoint(f"{first.dsx.run_dir}/checkpoints")
+    train_step(second, 3)
+    third = build_engine(KIND, dsx=block)
+    third.load_checkpoint(f"{run}/checkpoints", tag=f"step{SAVED}")
+    third.dsx.log("validation", loss=2.0)
+    for handle in (second.dsx, third.dsx):
+        handle.close()
+        folders.append(str(handle.run_dir))
+    return {"folders": folders, "left": sorted(path.name for path in Path(run).parent.iterdir())}
+
+
+def train_forward(engine: Any) -> None:
+    with torch.no_grad():
+        engine(*batch(0, 1, 0))
 
 
 def dsx_block(metrics: dict[str, Any]) -> dict[str, Any]:
@@ -88,6 +121,34 @@ def test_records_go_on_where_the_checkpoint_was(run: Path) -> None:
     for part in open_run(run).clusters:
         assert [step["step"] for step in part.steps] == list(range(1, LAST + 1))
         assert part.finish is not None and part.finish["step"] == LAST
+
+
+def test_another_run_takes_nothing_away(run: Path) -> None:
+    def files() -> dict[str, str]:
+        return {p.name: p.read_text() for p in run.iterdir() if p.suffix in (".jsonl", ".json")}
+
+    before = files()
+    everyone = run_distributed(start_again, 2, str(run))
+    second = f"{run}-2"
+    for found in everyone:
+        assert found["folders"] == [second, f"{run}-3", second, str(run)]
+        assert found["left"] == [run.name, f"{run.name}-2"]
+    noted = json.dumps({"step": SAVED, "loss": 2.0})[1:-1]
+    for name, text in files().items():
+        assert text.startswith(before[name])
+        more = text.removeprefix(before[name])
+        assert (noted in more and more.count("\n") == 1) if "metrics" in name else not more, name
+    for part in open_run(second).clusters:
+        assert [step["step"] for step in part.steps] == [1, 2, 3]
+        assert [start["step"] for start in part.about["starts"]] == [0, 2]
+    written = [json.loads(line) for line in (Path(second) / "metrics.jsonl").open()]
+    notes = [record["text"] for record in written if record["kind"] == "note"]
+    assert notes == ["of a new run", "before the load"]
+    assert f"{run} holds another run" in (Path(second) / "log.txt").read_text()
+    spans = (Path(second) / "trace.cluster_1.rank_0.jsonl").read_text()
+    assert [json.loads(line)["step"] for line in spans.splitlines() if "session" in line] == [0, 2]
+    assert "steps 1 to 3" in invoke("trace", second)
+    assert "started 2 times" in invoke("report", second)
 
 
 @pytest.mark.parametrize("inside", [".", "checkpoints", f"checkpoints/cluster_1/step{SAVED}"])

@@ -53,15 +53,20 @@ class Trace:
         self._logs = logs
         self._offset = time.time_ns() - now()
         self._begins_at = 0
+        self._is_held = False
         self._file: TextIO | None = None
         self._is_past = False
         self._spans: deque[_Span] = deque()  # any thread appends, one takes
         self._free_since: dict[int, int] = {}  # a fragment's thread, after a transfer
         self.step = 1  # the one being taken
 
-    def begin(self, step: int) -> None:
-        """Go on from `step`: what an earlier run wrote beyond it goes with the first record."""
+    def begin(self, step: int, path: Path | None = None) -> None:
+        """Go on from `step`: what an earlier start wrote beyond it goes with the first record.
+
+        With a path, in that file, and not before a boundary has been passed (or `confirm`).
+        """
         self.close()
+        self._path, self._is_held = path or self._path, path is not None
         self._begins_at, self.step, self._is_past = step, step + 1, False
         if step >= self._last:
             self._tell("nothing is traced any more")
@@ -125,8 +130,13 @@ class Trace:
             at = self.add(*names, at, step, counts)
             rounds += 1
 
+    def confirm(self) -> None:
+        """Write from now on."""
+        self._is_held = False
+
     def end_step(self, step: int) -> None:
         """Write what there is; a boundary has been passed."""
+        self.confirm()
         self.step = step + 1
         self.flush()
         if step >= self._last and not self._is_past:
@@ -134,7 +144,7 @@ class Trace:
 
     def flush(self) -> None:
         """Write what there is."""
-        if not self._spans:
+        if self._is_held or not self._spans:
             return
         if self._file is None:
             self._file = reopen(self._path, self._begins_at)

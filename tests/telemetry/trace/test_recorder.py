@@ -98,7 +98,24 @@ def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
     assert [s["step"] for s in written if s.get("name") == "forward"] == [1, 2, 3, 4, 5, 6, 7]
     assert [s["session"] for s in written if "session" in s] == ["one", "two"]
     take_steps(new_trace(path, session="three"), 1, 2)
-    assert len(lines(path)) == 9  # a new run starts a new file
+    written = lines(path)
+    assert [s["step"] for s in written if s.get("name") == "forward"] == [1, 2]
+    assert [s["session"] for s in written if "session" in s] == ["one", "three"]
+
+
+def test_nothing_is_written_before_it_is_known_whose_folder_it_is(tmp_path: Path) -> None:
+    earlier, later = tmp_path / "t.jsonl", tmp_path / "2" / "t.jsonl"
+    take_steps(new_trace(earlier, session="one"), 1, 6)
+    before = earlier.read_text()
+    trace = new_trace(earlier, session="two")
+    for path in (earlier, later):  # begun, and begun again
+        trace.begin(0, path)
+        trace.add("forward", "forward", now())
+        trace.flush()
+    assert earlier.read_text() == before and not later.exists()
+    trace.end_step(1)
+    trace.close()
+    assert [line["name"] for line in lines(later)[1:]] == ["forward", "forward"]
 
 
 def test_only_the_steps_asked_for_are_kept(
