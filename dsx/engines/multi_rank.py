@@ -14,6 +14,7 @@ from dsx.core.types import Fragment
 from dsx.engines.cluster_collectives import ClusterCollectives
 from dsx.engines.masters import Masters
 from dsx.engines.replicated import ReplicaShards
+from dsx.engines.tied_weights import TiedWeights
 
 
 class MultiRankAdapter:
@@ -23,6 +24,7 @@ class MultiRankAdapter:
     ranks: ClusterCollectives
     _masters: Masters
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
+    _tied_weights: TiedWeights
     _written: dict[int, None]  # fragments, since they were gathered last
 
     def read(self, fragment: int, out: Tensor) -> None:
@@ -45,3 +47,16 @@ class MultiRankAdapter:
     def backward_seconds(self, fragment: int) -> float | None:
         """Return None: the backward is the engine's own."""
         return None
+
+    def _synchronize_masters(self, was_written: bool) -> bool:
+        """Give what this stage has written to all who hold it; return whether masters changed."""
+        written = list(self._written)
+        if was_written:
+            self._all_gather(written)
+        return self._tied_weights.broadcast(written) or was_written
+
+    def _all_gather(self, fragments: Sequence[int]) -> None:
+        """Give every rank what the others have written. Collective: all wrote the same ones."""
+        if self._replica_shards is not None:
+            self._replica_shards.all_gather(fragments)
+        self._written.clear()

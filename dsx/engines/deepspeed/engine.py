@@ -19,7 +19,7 @@ all of its masters, and share the outer step out (replicated.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -127,7 +127,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             if self._stepped >= self._expected:
                 self._is_passed = True
-                if self._pass_on(callback()):
+                if self._synchronize_masters(callback()):
                     self._place.refresh()
 
         def take(*args: Any, **kwargs: Any) -> None:
@@ -136,24 +136,11 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._is_passed = False
             take_model_step(*args, **kwargs)
             self._expected = None
-            if not self._is_passed and self._pass_on(callback()):
+            if not self._is_passed and self._synchronize_masters(callback()):
                 self._place.sync_model_weights()  # overflow: the optimizer did not step
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)
         engine._take_model_step = take
-
-    def _pass_on(self, was_written: bool) -> bool:
-        """Give what this stage has written to all who hold it; return whether masters changed."""
-        written = list(self._written)
-        if was_written:
-            self._all_gather(written)
-        return self._tied_weights.broadcast(written) or was_written
-
-    def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Give every rank what the others have written. Collective: all wrote the same ones."""
-        if self._replica_shards is not None:
-            self._replica_shards.all_gather(fragments)
-        self._written.clear()
 
 
 def adopt_world() -> None:

@@ -148,7 +148,7 @@ class MegatronAdapter(MultiRankAdapter):
 
         def step(*args: Any, **kwargs: Any) -> Any:
             result = take_step(*args, **kwargs)
-            if self._pass_on(callback()):
+            if self._synchronize_masters(callback()):
                 self._copy()
                 if self.is_sharded and not self._chunks[0].ddp_config.overlap_param_gather:
                     gather(self._chunks)
@@ -156,19 +156,10 @@ class MegatronAdapter(MultiRankAdapter):
 
         self._optimizer.step = step
 
-    def _pass_on(self, was_written: bool) -> bool:
-        """Give what this stage has written to all who hold it; return whether masters changed."""
-        written = list(self._written)
-        if was_written:
-            self._all_gather(written)
-        return self._tied_weights.broadcast(written) or was_written
-
     def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Give every rank of the stage what the others have written. Collective."""
-        if self._replica_shards is not None:
-            self._replica_shards.all_gather(fragments)
+        """Give tensor-parallel ranks their copies, too. Collective in the stage."""
+        super()._all_gather(fragments)
         self._copies.broadcast(fragments)
-        self._written.clear()
 
     def _copy(self) -> None:
         with torch.no_grad():
