@@ -14,6 +14,7 @@ from dsx.comm.world import current_world
 from dsx.config.schema import preset
 from tests.distributed import run_distributed
 from tests.engines.engines import weights
+from tests.held_memory import held_bytes
 from tests.installed import needs
 from tests.simulated import Simulated
 
@@ -134,7 +135,7 @@ def train_all() -> dict[str, Any]:
             "moved": loop.matrix_gathers[0].is_needed,
             "bytes": loop.totals.bytes_sent,
             "refused": loop.totals.refused,
-            "memory": (engine.dsx.memory, loop.state.num_bytes - 4 * loop.state.scratch_numel),
+            "memory": (engine.dsx.memory, held_bytes(loop.state)),
             "state": [t.clone().numpy() for t in loop.state.named_state(0).values()],
             "sent": [f.numel for f in (route.wire for route in loop.matrix_gathers)],
             "held": [f.numel for f in loop.adapter.fragments],

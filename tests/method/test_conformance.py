@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from dsx.method.choices import PRESETS
+from tests.held_memory import held_bytes, scratch_bytes
 from tests.reference import train_reference
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, CASES, WIDTH, TinyNet, mean_loss
@@ -84,7 +85,7 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     case = ALL_CASES[name]
     run = new_run(name, 2)
     loop = run.loops[0]
-    before = loop.state.num_bytes
+    before = held_bytes(loop.state) + scratch_bytes(loop.state)
     for _ in range(NUM_STEPS):
         run.train_step(mean_loss)
     numel = sum(p.numel() for p in run.models[0].parameters())
@@ -97,13 +98,13 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     expected = case.vectors * numel
     expected += (2 + buffers) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
     if case.preset == "dilocox":
-        expected += num_fragments * buffers * (6 + 1)  # notes: a spectrum and a norm
+        expected += num_fragments * buffers * (6 + 1)  # sideband: a spectrum and a norm
     if run.method.schedule.uses_norms:
-        expected += num_fragments * buffers  # a norm in the notes
-    scratch = loop.state.scratch_numel
-    assert loop.state.num_bytes == 4 * (expected + scratch)
-    assert scratch <= 4 * longest
-    assert loop.state.num_bytes - before <= 3 * longest * 4  # scratch, on first use; nothing else
+        expected += num_fragments * buffers  # a norm in the sideband
+    held, scratch = held_bytes(loop.state), scratch_bytes(loop.state)
+    assert held == 4 * expected
+    assert scratch <= 16 * longest
+    assert held + scratch - before <= 3 * longest * 4  # scratch, on first use; nothing else
 
 
 class Constant(torch.nn.Module):
