@@ -100,7 +100,6 @@ class CodedMean:
         self._is_gathered = is_gathered or seat.num_clusters <= GATHERED_UP_TO
         cpu = torch.device("cpu")
         self._codec = wire.codec(numel, cpu, kernels)
-        self.backend = self._codec.backend
         num_clusters, own = seat.num_clusters, seat.position
         whole = [(0, numel)]
         self._bounds = (

@@ -96,7 +96,7 @@ class SparseCodec:
     k / chunk of the vector. With feedback, the residual's memory is the work space for all of it.
     """
 
-    backend = "eager"
+    kernels = "eager"
 
     def __init__(
         self, form: SparseFormat, numel: int, device: torch.device, kernels: Kernels
