@@ -18,9 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-COMPLETE_MARK = "dsx.json"
+MANIFEST = "dsx.json"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
-Marks = Mapping[str, Mapping[str, Any]]  # by tag
+Manifests = Mapping[str, Mapping[str, Any]]  # by tag
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     for path in unfinished.rglob("*"):
         if path.is_file():
             sync_to_disk(path)
-    write_durably(unfinished / COMPLETE_MARK, json.dumps(asdict(manifest)))
+    write_durably(unfinished / MANIFEST, json.dumps(asdict(manifest)))
     if final.exists():
         replaced = directory / f"{tag}{REPLACED}"
-        (replaced / COMPLETE_MARK).unlink(missing_ok=True)
+        (replaced / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     unfinished.rename(final)
@@ -82,9 +82,9 @@ def sync_to_disk(path: Path) -> None:
 def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
     """Return the manifests of what is complete below a cluster's directory, by tag."""
     found: dict[str, dict[str, Any]] = {}
-    for mark in directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ():
-        if not mark.parent.name.endswith(UNFINISHED):
-            found[mark.parent.name] = json.loads(mark.read_text())
+    for manifest in directory.glob(f"*/{MANIFEST}") if directory.is_dir() else ():
+        if not manifest.parent.name.endswith(UNFINISHED):
+            found[manifest.parent.name] = json.loads(manifest.read_text())
     return found
 
 
@@ -94,7 +94,7 @@ def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, dict[
 
 
 def common_tag(
-    found: Sequence[Sequence[Marks]], base: str | Path, wanted: str | None
+    found: Sequence[Sequence[Manifests]], base: str | Path, wanted: str | None
 ) -> list[tuple[int, str]]:
     """Return `(source cluster, its tag)` per cluster: `wanted`, or else the one of most steps.
 
@@ -103,12 +103,12 @@ def common_tag(
     takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses.
     """
     missing = ""
-    for tag, mark in newest_first(found[0][0], wanted):
-        count = mark.get("num_clusters", len(found))
+    for tag, manifest in newest_first(found[0][0], wanted):
+        count = manifest.get("num_clusters", len(found))
         sources: list[tuple[int, str]] = []
         for cluster, (own, first) in enumerate(found):
             source = cluster if cluster < count else 0
-            same = same_content(own if cluster < count else first, tag, mark)
+            same = same_content(own if cluster < count else first, tag, manifest)
             if same is not None:
                 sources.append((source, same))
             elif cluster >= count:
@@ -126,17 +126,17 @@ def common_tag(
     )
 
 
-def newest_first(marks: Marks, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
+def newest_first(manifests: Manifests, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
     """Return tags and their manifests, those of most steps first; `wanted` alone, if it is given.
 
     What a tag held before it was written again counts as that tag.
     """
-    fitting = [e for e in marks.items() if wanted in (None, e[0], e[0].removesuffix(REPLACED))]
+    fitting = [e for e in manifests.items() if wanted in (None, e[0], e[0].removesuffix(REPLACED))]
     return sorted(fitting, key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
 
 
-def same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:
+def same_content(manifests: Manifests, tag: str, wanted: Mapping[str, Any]) -> str | None:
     """Return the tag of the same step and run, if there is one; by preference `tag` itself."""
     key = (wanted["step"], wanted["session"])
-    names = [name for name, mark in marks.items() if (mark["step"], mark["session"]) == key]
+    names = [name for name, m in manifests.items() if (m["step"], m["session"]) == key]
     return tag if tag in names else min(names, default=None)

@@ -133,8 +133,8 @@ def try_foreign(base: Path) -> dict[str, str]:
             shutil.copytree(base / "dsx", copy / "dsx")
         tag = Path("dsx") / "cluster_1" / f"iter_{iteration:07d}"
         (copies["one rank"] / tag / "dsx_rank_00001.safetensors").unlink()
-        mark = copies["other run"] / tag / "dsx.json"
-        mark.write_text(json.dumps({**json.loads(mark.read_text()), "session": "another"}))
+        manifest = copies["other run"] / tag / "dsx.json"
+        manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "session": "another"}))
     engine.handle.gather(None)
     messages["other run"] = load(copies["other run"])
     engine.handle.close()
