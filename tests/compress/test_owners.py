@@ -1,4 +1,4 @@
-"""Who averages which factors: as even as can be, and what passes in every swap."""
+"""Who averages which factors: as even as can be, and what is sent in every exchange round."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def test_a_transformers_layer_by_hand() -> None:
     "shards", [[LAYER], [LAYER * 3], [[(96, 64)]], [LAYER[:2], LAYER[2:]], [[(96, 64)]] * 2],
     ids=["layer", "three", "one matrix", "two ranks", "a matrix each"],
 )  # fmt: skip
-def test_what_is_declared_passes_in_every_swap(
+def test_what_is_declared_is_sent_in_every_exchange_round(
     shards: list[list[tuple[int, int]]], num_clusters: int
 ) -> None:
-    """A swap ends with the cluster that sends or receives most: a plan counts them one by one."""
+    """A round ends with the cluster that sends or receives most; a plan counts them one by one."""
     method = LowRank(rank=RANK, min_saving=1.0)
     for shard, shapes in enumerate(shards):
         fragment = fragment_of(*shapes, id=1)

@@ -172,14 +172,14 @@ class _Line:
     def _agree(self, label: str, value: float) -> list[float]:
         """Return every cluster's value, in cluster order, on all of them."""
         values = torch.full((self.seat.num_clusters,), value, dtype=torch.float64)
-        self._swap_with(self.seat.others, values, label, _AGREED)
+        self._exchange_with(self.seat.others, values, label, _AGREED)
         return values.tolist()
 
     def _get_ready(self, others: list[int], label: str) -> None:
         """Return once the others have come to the same point."""
-        self._swap_with(others, torch.zeros(self.seat.num_clusters), label, _READY)
+        self._exchange_with(others, torch.zeros(self.seat.num_clusters), label, _READY)
 
-    def _swap_with(self, others: list[int], values: Tensor, label: str, tag: int) -> None:
+    def _exchange_with(self, others: list[int], values: Tensor, label: str, tag: int) -> None:
         """Send the others the own one of the values, and fill in theirs."""
         messages, own = self._point_to_point(label, tag), self.seat.position
         for other in others:
