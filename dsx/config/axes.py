@@ -41,9 +41,7 @@ def read_choice(axis: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], A
     return {selector: name, **dataclasses.asdict(choice)}, choice
 
 
-def choice_model(
-    axis: str, name: str, kind: type[Any], meanings: Mapping[str, str] | None = None
-) -> type[BaseModel]:
+def choice_model(axis: str, name: str, kind: type[Any]) -> type[BaseModel]:
     """Return the model of one choice: its selector, and the fields of its dataclass."""
     hints = get_type_hints(kind)
     fields: dict[str, Any] = {AXES[axis].selector: (Literal[name], name)}
@@ -51,8 +49,7 @@ def choice_model(
         default: Any = ... if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        meaning = (meanings or {}).get(field.name)
-        fields[field.name] = (hints[field.name], Field(default, description=meaning))
+        fields[field.name] = (hints[field.name], default)
     return create_model(f"{axis}_{name}", __config__=_STRICT, **fields)
 
 
