@@ -49,14 +49,14 @@ class MultiRankAdapter:
         return None
 
     def _synchronize_masters(self, was_written: bool) -> bool:
-        """Give what this stage has written to all who hold it; return whether masters changed."""
+        """Send what this stage has written to all who hold it; return whether masters changed."""
         written = list(self._written)
         if was_written:
             self._all_gather(written)
         return self._tied_weights.broadcast(written) or was_written
 
     def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Give every rank what the others have written. Collective: all wrote the same ones."""
+        """All-gather what the ranks have written. Collective: all have written the same ones."""
         if self._replica_shards is not None:
             self._replica_shards.all_gather(fragments)
         self._written.clear()

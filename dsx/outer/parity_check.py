@@ -6,7 +6,7 @@ so knows the same:
 
 - a cluster with a NaN or an infinity: the round is refused by all, nothing is applied, and the
   message names it;
-- a different hash: a mean was decoded differently, so outer parameters have come apart, which no
+- a different hash: a mean was decoded differently, so outer parameters have diverged, which no
   later round would mend. The message names fragment, round and clusters; the fragment's outer
   state is sent again, in fp32, by the first member, or the run stops, as the configuration says.
 

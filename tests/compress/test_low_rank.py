@@ -87,7 +87,7 @@ def test_what_int8_factors_lose_of_a_matrix_of_that_rank() -> None:
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("factor_wire", ["int8", "int4", "fp32"])
-def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> None:
+def test_equal_bits_and_declared_bytes(factor_wire: Any, num_clusters: int) -> None:
     """`average` compares the bits; the first round has two iterations and sends factors twice."""
     shapes = [(96, 80), (50,), (100, 99), (20, 60), (30, 40)]
     fragment = fragment_of(*shapes, names=["a", "b", "c", "embed", "d"], id=3)
@@ -275,7 +275,7 @@ def test_any_layout(
     feedback: Any,
     scale: float,
 ) -> None:
-    """Equal bits, announced bytes, zero for zero, and always nearer than nothing."""
+    """Equal bits, declared bytes, zero for zero, and always nearer than nothing."""
     fragment = fragment_of(*shapes)
     method = plain_low_rank(
         rank=rank, factor_wire=factor_wire, wire=wire, error_feedback=feedback, min_saving=1.0

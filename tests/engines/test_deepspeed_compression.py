@@ -179,7 +179,7 @@ def test_a_nan_in_one_shard_is_refused_by_all_ranks(trained: list[dict[str, Any]
 def test_some_rank_holds_a_shard_of_a_fragment_and_sends_nothing_of_it(
     trained: list[dict[str, Any]],
 ) -> None:
-    """The run below must agree in that case too: its notes still have to travel."""
+    """The run below must agree in that case too: its sideband still has to travel."""
     pairs = [
         pair
         for result in trained

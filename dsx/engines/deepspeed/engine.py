@@ -14,7 +14,7 @@ carry our change and nothing is sent twice. Traps that the code answers:
   step runs over the ranks of one stage, only tied weights go further (pipeline.py).
 
 Where the masters are is known in masters.py. Without ZeRO all ranks of a stage hold
-all of its masters, and share the outer step out (replicated.py).
+all of its masters, and divide the outer step among them (replicated.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Weights that several ranks of a Megatron cluster hold alike, beside data parallelism.
 
 Megatron keeps both kinds equal by giving them the same gradients. Sent from every rank that holds
-them they would travel several times, and come apart where codecs cut the shards at other places.
-So each belongs to one rank, and is handed on bit for bit:
+them they would travel several times, and diverge where codecs cut the shards at other places.
+So each belongs to one rank, which broadcasts it bit for bit:
 
 - what tensor-parallel ranks hold alike (norms, biases), by the first of them, whenever its fragment
   is written: they are of one stage, which decides as one;
@@ -80,16 +80,16 @@ def find_tied_weights(parameters: Sequence[Parameter], place: Coordinates) -> li
     It makes a process group for each tensor-parallel rank: the first and the last stage.
     """
     holds = any(parameter.is_tied_copy for parameter in parameters)
-    cards: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(cards, (place, holds))
-    if not any(holds for _, holds in cards):
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, (place, holds))
+    if not any(holds for _, holds in everyone):
         return []
     found: list[TiedWeight] = []
     last = place.pipeline[1] - 1
     for slice_number in range(place.tensor[1]):
         ranks = [
             rank
-            for rank, (other, _) in enumerate(cards)
+            for rank, (other, _) in enumerate(everyone)
             if other.tensor[0] == slice_number and other.pipeline[0] in (0, last)
         ]
         groups = new_groups(ranks)

@@ -13,7 +13,7 @@ the code answers:
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
 masters.py, names and slices in parameters.py, weights that several ranks hold
 alike in copies.py. Without the distributed optimizer data-parallel ranks hold the same
-masters, and share the outer step out (replicated.py).
+masters, and divide the outer step among them (replicated.py).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class MegatronAdapter(MultiRankAdapter):
         self.device = torch.device("cpu") if keeps_state_on_host else masters
 
     def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> None:
-        """Find this rank's masters, and which of them it serves, hands on, or is handed."""
+        """Find this rank's masters: what it synchronises, and what it broadcasts or receives."""
         place, device = self.coordinates, collective_device()
         names = {id(parameter.tensor): parameter.name for parameter in parameters}
         located: dict[str, Piece] = {}
@@ -103,7 +103,7 @@ class MegatronAdapter(MultiRankAdapter):
         self._masters = Masters(shapes, self.assignment, own, self.stage.index)
 
     def sync_model_weights(self) -> None:
-        """Bring all masters into the weights of every rank; collective in the cluster."""
+        """Copy all masters to the weights of every rank; collective in the cluster."""
         everything = range(len(self.fragments))
         self._all_gather(everything)
         self._tied_weights.broadcast(everything)
@@ -157,7 +157,7 @@ class MegatronAdapter(MultiRankAdapter):
         self._optimizer.step = step
 
     def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Give tensor-parallel ranks their copies, too. Collective in the stage."""
+        """Broadcast what tensor-parallel ranks hold alike, too. Collective in the stage."""
         super()._all_gather(fragments)
         self._copies.broadcast(fragments)
 

@@ -139,7 +139,7 @@ class Shards(MasterPlace):
 
 
 def gather(chunks: Sequence[Any]) -> None:
-    """Bring every rank's ranges of the parameter buffers together, at once.
+    """All-gather the parameter buffers, at once.
 
     Collective over the data-parallel ranks. With overlap_param_gather a gather may be under way,
     which Megatron then only waits for: it is of before.
