@@ -10,30 +10,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dsx.core.types import Fragment
 from dsx.engines.cluster_collectives import ClusterCollectives
-from dsx.engines.masters import Masters
+from dsx.engines.masters import MastersAdapter
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 
 
-class MultiRankAdapter:
+class MultiRankAdapter(MastersAdapter):
     """The masters of one rank; its stage's collectives are `ranks`."""
 
-    fragments: Sequence[Fragment]
     ranks: ClusterCollectives
-    _masters: Masters
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
     _tied_weights: TiedWeights
     _written: dict[int, None]  # fragments, since they were gathered last
 
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy this rank's masters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
-
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite this rank's masters of a fragment, in place."""
-        self._masters.write(fragment, source)
+        super().write(fragment, source)
         self._written[fragment] = None
 
     @property

@@ -22,8 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape
 from dsx.engines.cluster_collectives import ClusterCollectives, collective_device
@@ -63,9 +61,6 @@ class DeepSpeedAdapter(MultiRankAdapter):
             if n not in self._tied_weights.replicas
         ]
         assignment = assign_stage(fragmenter, shapes, self.stage)
-        masters = self._place.optimizer_tensors()[0].device
-        self.pins_host_memory = masters.type == "cuda"
-        self.device = torch.device("cpu") if keeps_state_on_host else masters
         located = self._place.pieces(parameters)
         require_fp32(located)
         copies = {n: piece for n, piece in located.items() if n in self._tied_weights.replicas}
@@ -75,10 +70,9 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._replica_shards = ReplicaShards(assignment, pieces, group, collective_device())
             pieces = self._replica_shards.pieces
         self._tied_weights.locate(assignment, {**copies, **pieces})
-        self._masters = Masters(shapes, assignment, pieces, self.stage.index)
-        self.fragments = self._masters.fragments
-        self.fragment_numel = self._masters.fragment_numel
-        self.fragment_parameters = self._masters.fragment_parameters
+        device = self._place.optimizer_tensors()[0].device
+        masters = Masters(shapes, assignment, pieces, self.stage.index)
+        self._hold(masters, device, keeps_state_on_host)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()

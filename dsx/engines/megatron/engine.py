@@ -69,16 +69,11 @@ class MegatronAdapter(MultiRankAdapter):
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
         self.is_sharded = any(place.is_sharded for place in self.places)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
-        self._take_pieces(parameters, shapes)
-        self.fragments = self._masters.fragments
-        self.fragment_numel = self._masters.fragment_numel
-        self.fragment_parameters = self._masters.fragment_parameters
-        masters = next(iter(chunks[0].parameters())).device
-        self.pins_host_memory = masters.type == "cuda"
-        self.device = torch.device("cpu") if keeps_state_on_host else masters
+        masters = self._take_pieces(parameters, shapes)
+        self._hold(masters, next(iter(chunks[0].parameters())).device, keeps_state_on_host)
 
-    def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> None:
-        """Find this rank's masters: what it synchronises, and what it broadcasts or receives."""
+    def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> Masters:
+        """Return this rank's masters; find what it synchronises, and broadcasts or receives."""
         place, device = self.coordinates, collective_device()
         names = {id(parameter.tensor): parameter.name for parameter in parameters}
         located: dict[str, Piece] = {}
@@ -100,7 +95,7 @@ class MegatronAdapter(MultiRankAdapter):
         self._tied_weights.locate(
             self.assignment, {**{n: located[n] for n in tied & set(located)}, **own}
         )
-        self._masters = Masters(shapes, self.assignment, own, self.stage.index)
+        return Masters(shapes, self.assignment, own, self.stage.index)
 
     def sync_model_weights(self) -> None:
         """Copy all masters to the weights of every rank; collective in the cluster."""
