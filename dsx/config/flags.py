@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from dsx.config.files import ConfigError, read_json
-from dsx.config.schema import DsxConfig, load_config
+from dsx.config.schema import DsxConfig
 from dsx.config.sections import ClustersConfig, LinkConfig, MetricsConfig, StateConfig
 from dsx.method.choices import AXES, PRESETS
 
@@ -78,11 +78,6 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         metavar = "FILE" if flag.key == "config" else flag.key.upper()
         group.add_argument(flag.name, metavar=metavar, help=flag.help.replace("%", "%%"))
     return parser
-
-
-def read_flags(arguments: Sequence[str]) -> DsxConfig:
-    """Return what the flags among `arguments` say, resolved."""
-    return load_config(block_of_flags(arguments))
 
 
 def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:

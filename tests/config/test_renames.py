@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 
-from dsx.config.flags import read_flags
 from dsx.config.renames import stored_axes
 from dsx.config.schema import ConfigError, load_config, resolve_method
 from dsx.core.renamed import RenamedWarning, warn_renamed
+from tests.flags import read_flags
 
 
 @pytest.fixture(autouse=True)
