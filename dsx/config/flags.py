@@ -80,6 +80,16 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of dsx that differ from launcher to launcher, without DeepSpeed's."""
+    add = parser.add_argument_group("dsx", "one launcher per cluster: which one, where to meet")
+    add.add_argument("--dsx-cluster-id", type=int, metavar="M", help="0..num_clusters-1")
+    add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
+    add.add_argument("--dsx-store", help="cluster_0, or standalone for `dsx rendezvous`")
+    add.add_argument("--dsx-interface", help="network interface towards the other clusters")
+    return parser
+
+
 def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
     """Return `{"dsx": block}` of the flags among `arguments`; ConfigError for one not known.
 
