@@ -196,6 +196,15 @@ def test_a_mistake_is_named_with_what_is_allowed(config: Any, said: str) -> None
         load_config(config)
 
 
+@pytest.mark.parametrize("source", [None, [], 5, b"ds_config.json", {"dsx"}], ids=repr)
+def test_what_is_neither_a_path_nor_a_dict_is_named(source: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="is no DeepSpeed configuration: .* path of .* a dict"
+    ) as e:
+        load_config(source)
+    assert str(e.value).startswith(repr(source))
+
+
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no config file at"):
         load_config(tmp_path / "none.json")
