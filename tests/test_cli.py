@@ -61,9 +61,14 @@ def test_a_mistake_ends_with_one_line_and_status_2() -> None:
     def command(kind: str) -> None:
         if kind == "exit":
             raise typer.Exit(7)
-        raise {"value": ValueError, "key": KeyError, "other": TypeError}[kind](kind)
+        kinds = {"value": ValueError, "file": PermissionError, "key": KeyError, "other": TypeError}
+        raise kinds[kind](kind)
 
-    for kind, said in (("value", "dsx tried: value\n"), ("key", "dsx tried: 'key'\n")):
+    for kind, said in (
+        ("value", "dsx tried: value\n"),
+        ("file", "dsx tried: file\n"),
+        ("key", "dsx tried: 'key'\n"),
+    ):
         done = CliRunner().invoke(tried, [kind])
         assert (done.exit_code, done.stderr) == (2, said)
     assert CliRunner().invoke(tried, ["exit"]).exit_code == 7

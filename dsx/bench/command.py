@@ -28,7 +28,7 @@ app.command()(torchft)
 
 
 @app.command()
-@one_line_errors("bench codec", OSError, RuntimeError)
+@one_line_errors("bench codec", RuntimeError)
 def codec(
     formats: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="Formats to measure; default: all.")
@@ -97,7 +97,7 @@ def launch(
 
 
 @app.command()
-@one_line_errors("bench pseudo-gradients", OSError)
+@one_line_errors("bench pseudo-gradients")
 def pseudo_gradients(
     out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="Where they go.")],
     data: Annotated[Path, typer.Option(help="A dataset of `dsx data build`.")] = Path(
