@@ -19,7 +19,7 @@ from dsx.bench.e2e.command import e2e
 from dsx.bench.torchft.command import torchft
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
-from dsx.core.renamed import warn_renamed
+from dsx.core.renamed import COMMAND_LINE, warn_renamed
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
@@ -180,5 +180,5 @@ def line(
 @app.command("link", hidden=True)
 @wraps(line)
 def _line_as_it_was_called(*args: Any, **kwargs: Any) -> None:
-    warn_renamed("dsx bench link", "dsx bench line")
+    warn_renamed("dsx bench link", "dsx bench line", COMMAND_LINE)
     line(*args, **kwargs)
