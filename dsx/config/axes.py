@@ -41,9 +41,14 @@ def read_choice(axis: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], A
     return {selector: name, **dataclasses.asdict(choice)}, choice
 
 
-def choice_model(axis: str, name: str, kind: type[Any]) -> type[BaseModel]:
-    """Return the model of one choice: its selector, and the fields of its dataclass."""
-    hints = get_type_hints(kind)
+def choice_model(
+    axis: str, name: str, kind: type[Any], has_limits: bool = False
+) -> type[BaseModel]:
+    """Return the model of one choice: its selector, and the fields of its dataclass.
+
+    Limits of numbers are left to the choice's own `validate` when one is read, whose words say why.
+    """
+    hints = get_type_hints(kind, include_extras=has_limits)
     fields: dict[str, Any] = {AXES[axis].selector: (Literal[name], name)}
     for field in dataclasses.fields(kind):
         default: Any = ... if field.default is dataclasses.MISSING else field.default

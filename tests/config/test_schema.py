@@ -143,7 +143,7 @@ def test_launch_arguments_override_the_file() -> None:
         ),
         (
             block(schedule={"interval": 20}, delay={"steps": 20}),
-            r"delay.steps=20 must be at least 0 and below schedule.interval=20.*use steps <= 19",
+            r"delay.steps=20 must be below schedule.interval=20.*use steps <= 19",
         ),
         (block(delay={"steps": -1}), r"delay.steps=-1 must be at least 0"),
         (block(delay={"alpha": 0}), r"delay.alpha=0.0 must be above 0 and at most 1"),
