@@ -230,6 +230,7 @@ def test_compiled_kernels_that_cannot_be_had(
     assert "nothing can be compiled on cpu: no g++" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_missing_compiler_is_noticed(tmp_path: Path) -> None:
     code = "from dsx.compress.wire.compiled import unavailable; print(unavailable('cpu'))"
     environment = {**os.environ, "CXX": "/nonexistent/g++", "PATH": "/nonexistent"}
