@@ -50,7 +50,8 @@ class Trained:
 def trained(name: str, num_clusters: int) -> Trained:
     """Train once for all tests."""
     run = new_run(name, num_clusters)
-    seen = Trained(run, run.loops[0].state.num_bytes, [], [])
+    state = run.loops[0].state
+    seen = Trained(run, held_bytes(state) + scratch_bytes(state), [], [])
     for step in range(1, NUM_STEPS + 1):
         seen.losses.append(run.train_step(mean_loss))
         if not all(are_alike(run.loops[0], loop) for loop in run.loops[1:]):
