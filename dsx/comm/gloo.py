@@ -96,8 +96,7 @@ class FragmentGroups:
 
     def run(self, round: ExchangeRound, label: str) -> int:
         """Send and receive what `round` says; return the payload bytes sent."""
-        until = time.monotonic() + self._deadline_seconds
-        messages = PointToPoint(self._groups, self._seat, label, until, self._deadline_seconds)
+        messages = PointToPoint(self._groups, self._seat, label, self._deadline_seconds)
         arriving = {peer: Incoming(round.incoming[peer]) for peer in self._seat.others}
         for peer, incoming in arriving.items():
             for message in incoming.messages:
@@ -116,8 +115,7 @@ class FragmentGroups:
 
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with the first member's."""
-        until = time.monotonic() + self._deadline_seconds
-        messages = PointToPoint(self._groups, self._seat, label, until, self._deadline_seconds)
+        messages = PointToPoint(self._groups, self._seat, label, self._deadline_seconds)
         if self._seat.position == 0:
             for peer in self._seat.others:
                 messages.send(x, peer)

@@ -164,10 +164,7 @@ class _Line:
         return taken
 
     def _point_to_point(self, label: str, tag: int = 0, streams: int = 1) -> PointToPoint:
-        until = time.monotonic() + self.deadline_seconds
-        return PointToPoint(
-            self.groups[:streams], self.seat, label, until, self.deadline_seconds, tag
-        )
+        return PointToPoint(self.groups[:streams], self.seat, label, self.deadline_seconds, tag)
 
     def _agree(self, label: str, value: float) -> list[float]:
         """Return every cluster's value, in cluster order, on all of them."""
