@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dsx.engines.cluster_collectives import new_groups
+from dsx.engines.cluster_collectives import gather_objects, new_groups
 from dsx.engines.masters import Piece
 from dsx.engines.megatron.parameters import EMBEDDING, Coordinates, Parameter
 from dsx.engines.tied_weights import TiedWeight
@@ -62,8 +62,7 @@ class TensorParallelCopies:
     def _require_alike(self, pieces: Mapping[str, Piece]) -> None:
         """Raise ValueError unless all tensor-parallel ranks hold the same, before training."""
         own = [(name, p.start, p.numel, bit_sum(p.view())) for name, p in pieces.items()]
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, own, group=self._group)
+        everyone = gather_objects(own, self._group)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 entries = [b[0] for a, b in zip(everyone[0], other, strict=False) if a != b]
@@ -80,8 +79,7 @@ def find_tied_weights(parameters: Sequence[Parameter], place: Coordinates) -> li
     It makes a process group for each tensor-parallel rank: the first and the last stage.
     """
     holds = any(parameter.is_tied_copy for parameter in parameters)
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (place, holds))
+    everyone = gather_objects((place, holds))
     if not any(holds for _, holds in everyone):
         return []
     found: list[TiedWeight] = []
