@@ -8,6 +8,7 @@ A mistake of the user ends with one line on stderr and exit code 2.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -170,7 +171,7 @@ def line(
         raise typer.Exit(status) from None
     show_results(results, Console())
     if json_file is not None:
-        json_file.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n")
+        json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     failed = [r for r in results if r.status]
     if failed:  # the others were ended because of the first
         status = min(failed, key=lambda r: r.seconds).status
