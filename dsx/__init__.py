@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dsx.comm.world import World
+    from dsx.config.flags import add_launch_arguments
     from dsx.config.schema import ConfigError, load_config, preset
     from dsx.core.renamed import RenamedWarning
     from dsx.core.transport import PeerLost
     from dsx.engines.attach import (
         add_config_arguments,
-        add_launch_arguments,
         attach,
         attach_megatron,
         init_distributed,
@@ -58,7 +58,6 @@ __version__ = "0.2.0"
 _NAMES = {  # no public name may be that of a module here, which would take its place
     "engines.attach": (
         "add_config_arguments",
-        "add_launch_arguments",
         "attach",
         "attach_megatron",
         "init_distributed",
@@ -67,6 +66,7 @@ _NAMES = {  # no public name may be that of a module here, which would take its 
     "core.renamed": ("RenamedWarning",),
     "core.transport": ("PeerLost",),
     "comm.world": ("World",),
+    "config.flags": ("add_launch_arguments",),
     "config.schema": ("ConfigError", "load_config", "preset"),
     "training.handle": ("Handle",),
     "outer.recovery": ("NonFiniteError", "ParityError"),

@@ -35,13 +35,13 @@ from safetensors.torch import save_file
 import dsx
 from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
+from dsx.examples.arguments import positive
 from dsx.examples.training_run import (
     Counters,
     Meter,
     Results,
     conclude_run,
     open_bar,
-    positive,
     set_aside,
 )
 

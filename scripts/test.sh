@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 bash scripts/setup.sh
 export PATH="$PWD/.venv/bin:$PATH" OMP_NUM_THREADS=1
+unset PYTHONDONTWRITEBYTECODE  # or every worker, rank and command compiles what it imports
 python -m ruff check .
 python -m ruff format --check --quiet .
 exec python -m pytest -n logical --maxprocesses 8 --dist loadfile --no-loadscope-reorder "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 
@@ -60,13 +61,28 @@ def test_a_mistake_ends_with_one_line_and_status_2() -> None:
     def command(kind: str) -> None:
         if kind == "exit":
             raise typer.Exit(7)
-        raise {"value": ValueError, "key": KeyError, "other": TypeError}[kind](kind)
+        kinds = {"value": ValueError, "file": PermissionError, "key": KeyError, "other": TypeError}
+        raise kinds[kind](kind)
 
-    for kind, said in (("value", "dsx tried: value\n"), ("key", "dsx tried: 'key'\n")):
+    for kind, said in (
+        ("value", "dsx tried: value\n"),
+        ("file", "dsx tried: file\n"),
+        ("key", "dsx tried: 'key'\n"),
+    ):
         done = CliRunner().invoke(tried, [kind])
         assert (done.exit_code, done.stderr) == (2, said)
     assert CliRunner().invoke(tried, ["exit"]).exit_code == 7
     assert isinstance(CliRunner().invoke(tried, ["other"]).exception, TypeError)
+
+
+def test_where_nobody_can_listen_the_rendezvous_ends_as_any_mistake_does() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for host in ("127.0.0.1", "192.0.2.1", "no.such.host.invalid"):
+            done = CliRunner().invoke(app, ["rendezvous", "--host", host, "--port", str(port)])
+            assert done.exit_code == 2 and done.stderr.count("\n") == 1
+            assert done.stderr.startswith(f"dsx rendezvous: cannot listen on {host}:{port}: ")
+    assert CliRunner().invoke(app, ["rendezvous", "--port", "65536"]).exit_code == 2
 
 
 def test_an_old_spelling_works_and_names_the_new_one() -> None:

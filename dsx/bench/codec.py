@@ -71,7 +71,7 @@ class CodecFigures:
 
     format: str
     device: str
-    backend: str
+    kernels: str
     bytes_per_element: float
     nmse_gaussian: float
     nmse_pseudo_gradients: float | None
@@ -161,7 +161,7 @@ def print_table(figures: list[CodecFigures]) -> None:
         errors = [figure.nmse_gaussian, figure.nmse_pseudo_gradients]
         table.add_row(
             figure.format if figure.device == "cpu" else f"{figure.format} {figure.device}",
-            figure.backend,
+            figure.kernels,
             *(f"{figure.speeds[op]:.1f} {figure.percent(op):3.0f}%" for op in OPERATIONS),
             f"{figure.memcpy:.1f}",
             f"{figure.bytes_per_element:.4f}",
@@ -198,7 +198,7 @@ def _measure(
     return CodecFigures(
         format=wire.name,
         device=device.type,
-        backend=codec.backend,
+        kernels=codec.kernels,
         bytes_per_element=wire.num_bytes(options.numel) / options.numel,
         nmse_gaussian=gaussian,
         nmse_pseudo_gradients=None if real is None else nmse(wire, real.to(device)),

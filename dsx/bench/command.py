@@ -8,6 +8,7 @@ A mistake of the user ends with one line on stderr and exit code 2.
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,7 +20,7 @@ from dsx.bench.e2e.command import e2e
 from dsx.bench.torchft.command import torchft
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
-from dsx.core.renamed import warn_renamed
+from dsx.core.renamed import COMMAND_LINE, warn_renamed
 
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
@@ -28,7 +29,7 @@ app.command()(torchft)
 
 
 @app.command()
-@one_line_errors("bench codec", OSError, RuntimeError)
+@one_line_errors("bench codec", RuntimeError)
 def codec(
     formats: Annotated[
         str | None, typer.Option(metavar="NAME,NAME", help="Formats to measure; default: all.")
@@ -97,7 +98,7 @@ def launch(
 
 
 @app.command()
-@one_line_errors("bench pseudo-gradients", OSError)
+@one_line_errors("bench pseudo-gradients")
 def pseudo_gradients(
     out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="Where they go.")],
     data: Annotated[Path, typer.Option(help="A dataset of `dsx data build`.")] = Path(
@@ -170,7 +171,7 @@ def line(
         raise typer.Exit(status) from None
     show_results(results, Console())
     if json_file is not None:
-        json_file.write_text(json.dumps([r.as_json() for r in results], indent=2) + "\n")
+        json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     failed = [r for r in results if r.status]
     if failed:  # the others were ended because of the first
         status = min(failed, key=lambda r: r.seconds).status
@@ -180,5 +181,5 @@ def line(
 @app.command("link", hidden=True)
 @wraps(line)
 def _line_as_it_was_called(*args: Any, **kwargs: Any) -> None:
-    warn_renamed("dsx bench link", "dsx bench line")
+    warn_renamed("dsx bench link", "dsx bench line", COMMAND_LINE)
     line(*args, **kwargs)

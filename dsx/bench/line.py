@@ -13,8 +13,8 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import IO, Any
+from dataclasses import dataclass
+from typing import IO
 
 from rich.console import Console
 from rich.table import Table
@@ -58,10 +58,6 @@ class ClusterResult:
     seconds: float
     bytes_sent: int
     bytes_received: int
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 class ProbeFailed(RuntimeError):

@@ -163,9 +163,9 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
     for table in tables.values():
         require_readable(table, tag)
     skipped: list[str] = []
-    for name, mark in newest_first(tables[found[0]], tag):
-        members = [m for m in found if m < mark["num_clusters"]]  # others are of another run
-        held = [(m, same_content(tables[m], name, mark)) for m in members]
+    for name, manifest in newest_first(tables[found[0]], tag):
+        members = [m for m in found if m < manifest["num_clusters"]]  # others are of another run
+        held = [(m, same_content(tables[m], name, manifest)) for m in members]
         lacking = [m for m, same in held if same is None]
         if not lacking:
             for line in skipped:

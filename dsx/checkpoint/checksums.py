@@ -16,9 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-COMPLETE_MARK = "dsx.json"
+MANIFEST = "dsx.json"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
-DAMAGED = "damaged"  # in place of what a mark held
+DAMAGED = "damaged"  # in place of what a manifest held
 _SUFFIX = ".sha256"
 _FILES, _OWN = "checksums", "checksum"
 _CHUNK_BYTES = 1 << 20
@@ -47,20 +47,20 @@ def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
         files[name] = digest
         left.unlink()
     whole = {**manifest, _FILES: files}
-    return {**whole, _OWN: of_mark(whole)}
+    return {**whole, _OWN: of_manifest(whole)}
 
 
-def read_mark(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """Return what a `dsx.json` says of its tag; what is wrong with it, under `DAMAGED`."""
     try:
-        mark = json.loads(path.read_text())
-        expected = mark.pop(_OWN, None)
+        manifest = json.loads(path.read_text())
+        expected = manifest.pop(_OWN, None)
     except (ValueError, AttributeError) as error:
         return {DAMAGED: f"{path} cannot be read ({error})"}
-    if expected is not None and expected != of_mark(mark):
+    if expected is not None and expected != of_manifest(manifest):
         return {DAMAGED: f"{path} has changed since it was written: its checksum is another"}
-    mark.pop(_FILES, None)
-    return mark
+    manifest.pop(_FILES, None)
+    return manifest
 
 
 def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
@@ -87,11 +87,11 @@ def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 def earlier_tags(directory: Path) -> str:
     """Return what to do where a tag is damaged."""
-    marks = sorted(directory.parent.glob(f"*/{COMPLETE_MARK}"), key=lambda p: p.stat().st_mtime)
+    manifests = sorted(directory.parent.glob(f"*/{MANIFEST}"), key=lambda p: p.stat().st_mtime)
     tags = [
-        mark.parent.name
-        for mark in marks
-        if mark.parent != directory and not mark.parent.name.endswith(UNFINISHED)
+        manifest.parent.name
+        for manifest in manifests
+        if manifest.parent != directory and not manifest.parent.name.endswith(UNFINISHED)
     ]
     there = f"there: {', '.join(tags)}" if tags else "there is none beside it"
     return f"load an earlier checkpoint, in all clusters ({there}), or an intact copy of this one"
@@ -99,18 +99,18 @@ def earlier_tags(directory: Path) -> str:
 
 def _expected(directory: Path) -> dict[str, str] | None:
     """Return the checksums by file; None if the state has none."""
-    mark = directory / COMPLETE_MARK
-    if mark.is_file():
-        told = read_mark(mark)
+    manifest = directory / MANIFEST
+    if manifest.is_file():
+        told = read_manifest(manifest)
         if DAMAGED in told:
             raise ValueError(f"{told[DAMAGED]}; {earlier_tags(directory)}")
-        files: dict[str, str] | None = json.loads(mark.read_text()).get(_FILES)
+        files: dict[str, str] | None = json.loads(manifest.read_text()).get(_FILES)
         return files
     left = (path.read_text().split() for path in directory.glob(f"*{_SUFFIX}"))
     return {name: digest for digest, name in left} or None
 
 
-def of_mark(values: Mapping[str, Any]) -> str:
+def of_manifest(values: Mapping[str, Any]) -> str:
     """Return the checksum of what a `dsx.json` holds beside it."""
     return of_text(json.dumps(values, sort_keys=True))
 

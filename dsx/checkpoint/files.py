@@ -68,7 +68,7 @@ class SavedRank:
                 f"{path} cannot be read: {error}; {earlier_tags(path.parent)}"
             ) from error
         if self.meta.get("format") == 6:
-            self._translate()
+            self._translate(path)
         if self.meta.get("format") != FORMAT:
             raise ValueError(
                 f"{path} is not an outer state of format {FORMAT} (or 6): found "
@@ -84,9 +84,10 @@ class SavedRank:
             return self._file.get_tensor(self._names[name])
         return self._file.get_slice(self._names[name])[start:stop]
 
-    def _translate(self) -> None:
+    def _translate(self, path: Path) -> None:
         """Give what dsx 0.1 has written the names of today, in place."""
-        warn_renamed("outer state of format 6 (dsx 0.1)", "of format 7, which the next save writes")
+        old, new = "outer state of format 6 (dsx 0.1)", "of format 7, which the next save writes"
+        warn_renamed(old, new, str(path))
 
         def today(entry: Mapping[str, Any]) -> dict[str, Any]:
             return {_FORMAT_6.get(key, key): value for key, value in entry.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsx.checkpoint.tags import COMPLETE_MARK
+from dsx.checkpoint.tags import MANIFEST
 from dsx.telemetry.run_folder import find_run, read_about
 
 
@@ -29,7 +29,7 @@ def find_saved(path: Path, tag: str | None = None) -> Saved:
         return Saved(path, tag)
     within = path if path.is_dir() else path.parent
     for folder in (within, within.parent):  # a tag may hold directories of the engine's
-        if (folder / COMPLETE_MARK).is_file() and _is_cluster(folder.parent):
+        if (folder / MANIFEST).is_file() and _is_cluster(folder.parent):
             if tag not in (None, folder.name):
                 raise ValueError(f"--tag {tag} and {path} are two checkpoints: give one of them")
             return Saved(folder.parent.parent, folder.name)
@@ -65,8 +65,8 @@ def _bases(run: Path) -> list[Path]:
     saved = [entry["path"] for about in read_about(run).values() for entry in about["checkpoints"]]
     named = {(run / path).parent.parent for path in saved}  # <base>/cluster_<m>/<tag>
     there = {base for base in named if _clusters_in(base)}
-    marks = (mark for levels in ("*", "*/*") for mark in run.glob(f"{levels}/*/*/{COMPLETE_MARK}"))
-    below = {mark.parents[2] for mark in marks if _is_cluster(mark.parents[1])}
+    manifests = (path for levels in ("*", "*/*") for path in run.glob(f"{levels}/*/*/{MANIFEST}"))
+    below = {path.parents[2] for path in manifests if _is_cluster(path.parents[1])}
     return sorted(there or below)
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import (
-    COMPLETE_MARK,
     DAMAGED,
+    MANIFEST,
     REPLACED,
     UNFINISHED,
-    read_mark,
+    read_manifest,
     take_checksums,
 )
 
-Marks = Mapping[str, Mapping[str, Any]]  # by tag
+Manifests = Mapping[str, Mapping[str, Any]]  # by tag
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,10 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     for path in unfinished.rglob("*"):
         if path.is_file():
             sync_to_disk(path)
-    write_durably(
-        unfinished / COMPLETE_MARK, json.dumps(take_checksums(unfinished, asdict(manifest)))
-    )
+    write_durably(unfinished / MANIFEST, json.dumps(take_checksums(unfinished, asdict(manifest))))
     if final.exists():
         replaced = directory / f"{tag}{REPLACED}"
-        (replaced / COMPLETE_MARK).unlink(missing_ok=True)
+        (replaced / MANIFEST).unlink(missing_ok=True)
         shutil.rmtree(replaced, ignore_errors=True)
         final.rename(replaced)
     unfinished.rename(final)
@@ -94,9 +92,9 @@ def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
     `DAMAGED` takes the place of one that cannot be trusted; see `require_readable`.
     """
     found: dict[str, dict[str, Any]] = {}
-    for mark in directory.glob(f"*/{COMPLETE_MARK}") if directory.is_dir() else ():
-        if not mark.parent.name.endswith(UNFINISHED):
-            found[mark.parent.name] = read_mark(mark)
+    for manifest in directory.glob(f"*/{MANIFEST}") if directory.is_dir() else ():
+        if not manifest.parent.name.endswith(UNFINISHED):
+            found[manifest.parent.name] = read_manifest(manifest)
     return found
 
 
@@ -106,7 +104,7 @@ def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, dict[
 
 
 def common_tag(
-    found: Sequence[Sequence[Marks]], base: str | Path, wanted: str | None
+    found: Sequence[Sequence[Manifests]], base: str | Path, wanted: str | None
 ) -> list[tuple[int, str]]:
     """Return `(source cluster, its tag)` per cluster: `wanted`, or else the one of most steps.
 
@@ -119,12 +117,12 @@ def common_tag(
         require_readable(own, wanted)
         require_readable(first, wanted)
     missing = ""
-    for tag, mark in newest_first(found[0][0], wanted):
-        count = mark.get("num_clusters", len(found))
+    for tag, manifest in newest_first(found[0][0], wanted):
+        count = manifest.get("num_clusters", len(found))
         sources: list[tuple[int, str]] = []
         for cluster, (own, first) in enumerate(found):
             source = cluster if cluster < count else 0
-            same = same_content(own if cluster < count else first, tag, mark)
+            same = same_content(own if cluster < count else first, tag, manifest)
             if same is not None:
                 sources.append((source, same))
             elif cluster >= count:
@@ -142,31 +140,31 @@ def common_tag(
     )
 
 
-def require_readable(marks: Marks, wanted: str | None) -> None:
+def require_readable(manifests: Manifests, wanted: str | None) -> None:
     """Raise ValueError for a damaged manifest: of the wanted tag, else of any, as all may be it."""
-    for tag, mark in marks.items():
-        if DAMAGED in mark and wanted in (None, tag):
+    for tag, manifest in manifests.items():
+        if DAMAGED in manifest and wanted in (None, tag):
             raise ValueError(
-                f"{mark[DAMAGED]}; name the checkpoint to load (tag=...), an earlier one, or "
+                f"{manifest[DAMAGED]}; name the checkpoint to load (tag=...), an earlier one, or "
                 "delete the folder"
             )
 
 
-def newest_first(marks: Marks, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
+def newest_first(manifests: Manifests, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
     """Return tags and their manifests, those of most steps first; `wanted` alone, if it is given.
 
     What a tag held before it was written again counts as that tag.
     """
     fitting = [
         e
-        for e in marks.items()
+        for e in manifests.items()
         if wanted in (None, e[0], e[0].removesuffix(REPLACED)) and DAMAGED not in e[1]
     ]
     return sorted(fitting, key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
 
 
-def same_content(marks: Marks, tag: str, wanted: Mapping[str, Any]) -> str | None:
+def same_content(manifests: Manifests, tag: str, wanted: Mapping[str, Any]) -> str | None:
     """Return the tag of the same step and run, if there is one; by preference `tag` itself."""
     key = (wanted["step"], wanted["session"])
-    names = [n for n, mark in marks.items() if (mark.get("step"), mark.get("session")) == key]
+    names = [n for n, m in manifests.items() if (m.get("step"), m.get("session")) == key]
     return tag if tag in names else min(names, default=None)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import signal
-from datetime import timedelta
+import socket
 from typing import Annotated
 
 import typer
 
+from dsx.core.one_line_errors import one_line_errors
 
+
+@one_line_errors("rendezvous", RuntimeError)
 def rendezvous(
-    port: Annotated[int, typer.Option(help="TCP port to listen on; 0 picks a free one.")] = 29400,
+    port: Annotated[
+        int, typer.Option(help="TCP port to listen on; 0 picks a free one.", min=0, max=65535)
+    ] = 29400,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "0.0.0.0",
 ) -> None:
     """Hold the clusters' meeting point, so that none of them owns it.
@@ -18,17 +23,19 @@ def rendezvous(
     Use it with "clusters": {"rendezvous": "tcp://HOST:PORT", "store": "standalone"}. Ctrl-C ends
     it.
     """
-    import torch.distributed as dist
+    from dsx.comm.rendezvous import open_store
 
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store's threads inherit the mask
     try:
-        store = dist.TCPStore(
-            host, port, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-        )
-    except RuntimeError as error:
-        typer.echo(f"cannot listen on {host}:{port}: {str(error).splitlines()[0]}", err=True)
-        raise typer.Exit(2) from error
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()  # the store would wait a minute
+    except OSError as error:
+        raise ValueError(
+            f"cannot listen on {host}:{port}: {error.strerror}; give a free --port, and as --host "
+            "an address of this host"
+        ) from error
+    store = open_store(host, port, is_host=True, deadline_seconds=30)
     typer.echo(f"rendezvous store listening on {host}:{store.port}; Ctrl-C ends it")
     received = signal.sigwait(ends)
     typer.echo(f"{signal.Signals(received).name}: closed")

@@ -35,21 +35,18 @@ from dsx.comm.coalescing import Incoming, outgoing
 from dsx.comm.farewell import Farewells
 from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
-from dsx.core.exchange import HEADER, Exchange, ExchangeRound
+from dsx.core.exchange import HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.membership import Seat
-from dsx.core.transport import Submission
+from dsx.core.transport import Pending, Submission
 from dsx.core.types import Stage
 
 _WHOLE = Stage()
 
 
-class GlooPending:
+class GlooPending(Pending):
     """An exchange running on its fragment's thread."""
 
     def __init__(self) -> None:
-        self.bytes_sent = 0
-        self.seconds = 0.0
-        self.coding_seconds = 0.0
         self.future: Future[Tensor] = Future()
 
     def wait(self) -> Tensor:
@@ -105,7 +102,9 @@ class FragmentGroups:
 
     def run(self, round: ExchangeRound, label: str) -> int:
         """Send and receive what `round` says; return the payload bytes sent."""
-        messages = self._messages(label)
+        messages = PointToPoint(
+            self._groups, self._seat, label, self._deadline_seconds, farewells=self._farewells
+        )
         arriving = {peer: Incoming(round.incoming[peer]) for peer in self._seat.others}
         for peer, incoming in arriving.items():
             for message in incoming.messages:
@@ -122,16 +121,11 @@ class FragmentGroups:
             incoming.deliver()
         return round.bytes_sent(self._seat)
 
-    def _messages(self, label: str) -> PointToPoint:
-        seconds = self._deadline_seconds
-        until = time.monotonic() + seconds
-        return PointToPoint(
-            self._groups, self._seat, label, until, seconds, farewells=self._farewells
-        )
-
     def broadcast_(self, x: Tensor, label: str) -> None:
         """Overwrite `x` in place with the first member's."""
-        messages = self._messages(label)
+        messages = PointToPoint(
+            self._groups, self._seat, label, self._deadline_seconds, farewells=self._farewells
+        )
         if self._seat.position == 0:
             for peer in self._seat.others:
                 messages.send(x, peer)
@@ -248,28 +242,20 @@ def _drive(
 ) -> Tensor:
     """Run one exchange to its end: the launch handshake, then each round that it yields."""
     started = time.perf_counter()
-    round, mean = _next_round(exchange)
+    round, mean = next_round(exchange)
     header = round if round is not None and round.what == HEADER else None
     since = time.perf_counter()
     pending.bytes_sent += shake_hands(header)
     meeting_seconds = time.perf_counter() - since
     if header is not None:
-        round, mean = _next_round(exchange)
+        round, mean = next_round(exchange)
     message_seconds = 0.0
     while round is not None:
         since = time.perf_counter()
         pending.bytes_sent += group.run(round, label)
         message_seconds += time.perf_counter() - since
-        round, mean = _next_round(exchange)
+        round, mean = next_round(exchange)
     assert mean is not None
     pending.seconds = time.perf_counter() - started - meeting_seconds
     pending.coding_seconds = pending.seconds - message_seconds
     return mean
-
-
-def _next_round(exchange: Exchange) -> tuple[ExchangeRound | None, Tensor | None]:
-    """Return an exchange's next round, or at its end what it returns."""
-    try:
-        return next(exchange), None
-    except StopIteration as stop:
-        return None, stop.value

@@ -7,7 +7,6 @@ which most exchanges begin with, travels in that message.
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import torch
@@ -51,10 +50,9 @@ class LaunchHandshake:
         `header` is a round of three int64 that goes along. Returns the bytes sent. Costs a round:
         two one-way latencies, on the fragment's own thread.
         """
-        until = time.monotonic() + self._deadline_seconds
         label = what.on(self._stage)
         messages = PointToPoint(
-            [self._group], self._seat, label, until, self._deadline_seconds, number, self._farewells
+            [self._group], self._seat, label, self._deadline_seconds, number, self._farewells
         )
         own = torch.tensor([what.fragment, what.step, what.purpose, 0, 0, 0])
         theirs = {peer: torch.empty_like(own) for peer in self._seat.others}

@@ -14,9 +14,9 @@ from typing import Protocol
 
 from torch import Tensor
 
-from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, ExchangeRound
+from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange, ExchangeRound, next_round
 from dsx.core.membership import Membership, Seat
-from dsx.core.transport import PeerLost, Submission
+from dsx.core.transport import PeerLost, Pending, Submission
 
 
 class InProcessHub:
@@ -70,16 +70,13 @@ class InProcessHub:
             tensor.copy_(waiting[seat.position].popleft())
 
 
-class InProcessPending:
+class InProcessPending(Pending):
     """One cluster's side of an exchange."""
 
     def __init__(self, seat: Seat, what: Submission, exchange: Exchange) -> None:
         self.seat = seat
         self.what = what
         self.exchange = exchange
-        self.bytes_sent = 0
-        self.seconds = 0.0
-        self.coding_seconds = 0.0
         self.result: Tensor | None = None
 
     def wait(self) -> Tensor:
@@ -139,7 +136,10 @@ def _run(group: list[InProcessPending]) -> None:
     for pending in group:
         pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
     for number in itertools.count():
-        rounds = [_next_round(pending) for pending in group]
+        rounds: list[ExchangeRound | None] = []
+        for pending in group:
+            round, pending.result = next_round(pending.exchange)
+            rounds.append(round)
         if None in rounds:
             assert rounds.count(None) == num_clusters, (
                 "clusters disagree about an exchange's rounds"
@@ -154,12 +154,3 @@ def _run(group: list[InProcessPending]) -> None:
         for pending, round in zip(group, rounds, strict=True):
             if round is not None and not (number == 0 and round.what == HEADER):
                 pending.bytes_sent += round.bytes_sent(pending.seat)
-
-
-def _next_round(pending: InProcessPending) -> ExchangeRound | None:
-    """Take one cluster's exchange to its next round; None at its end."""
-    try:
-        return next(pending.exchange)
-    except StopIteration as stop:
-        pending.result = stop.value
-        return None

@@ -26,7 +26,6 @@ class PointToPoint:
         groups: Sequence[Any],
         seat: Seat,
         label: str,
-        until: float,
         deadline_seconds: float,
         tag: int = 0,
         farewells: Farewells | None = None,
@@ -35,7 +34,7 @@ class PointToPoint:
         self._seat = seat
         self._tag = tag
         self._label = label
-        self._until = until
+        self._until = time.monotonic() + deadline_seconds
         self._deadline_seconds = deadline_seconds
         self._farewells = farewells
         self._posted: list[tuple[int, Any]] = []

@@ -194,26 +194,26 @@ def meet(store: dist.Store, rank_info: RankInfo, deadline_seconds: float) -> str
     protocols.
     """
     nonce = uuid.uuid4().hex
-    card = {
+    hello = {
         "nonce": nonce,
         "protocol": PROTOCOL,
         "num_clusters": rank_info.num_clusters,
         "world_size": rank_info.world_size,
     }
     store = dist.PrefixStore("dsx/join", store)
-    store.set(f"here/{rank_info.cluster_id}", json.dumps(card))
+    store.set(f"here/{rank_info.cluster_id}", json.dumps(hello))
     peers = [m for m in range(rank_info.num_clusters) if m != rank_info.cluster_id]
     answered: dict[int, str] = {}
-    met = {rank_info.cluster_id: card}
+    met = {rank_info.cluster_id: hello}
     until = time.monotonic() + deadline_seconds
     while len(met) < rank_info.num_clusters:
         for peer in peers:
             answer = f"answer/{nonce}/{peer}"
             has_answered = peer not in met and store.check([answer])
-            _answer(store, rank_info, card, peer, answered)  # whoever has answered can be answered
+            _answer(store, rank_info, hello, peer, answered)  # whoever has answered can be answered
             if has_answered:
                 met[peer] = json.loads(store.get(answer))
-                _require_alike(rank_info, peer, card, met[peer])
+                _require_alike(rank_info, peer, hello, met[peer])
         missing = [m for m in peers if m not in met]
         if missing and time.monotonic() > until:
             raise PeerLost(
@@ -228,7 +228,7 @@ def meet(store: dist.Store, rank_info: RankInfo, deadline_seconds: float) -> str
 def _answer(
     store: dist.Store,
     rank_info: RankInfo,
-    card: dict[str, Any],
+    hello: dict[str, Any],
     peer: int,
     answered: dict[int, str],
 ) -> None:
@@ -237,7 +237,7 @@ def _answer(
         return
     nonce = json.loads(store.get(f"here/{peer}"))["nonce"]
     if answered.get(peer) != nonce:
-        store.set(f"answer/{nonce}/{rank_info.cluster_id}", json.dumps(card))
+        store.set(f"answer/{nonce}/{rank_info.cluster_id}", json.dumps(hello))
         answered[peer] = nonce
 
 
@@ -254,7 +254,7 @@ def _require_alike(
 def _difference(
     rank_info: RankInfo, peer: int, own: dict[str, Any], theirs: dict[str, Any]
 ) -> str | None:
-    """Return what differs. A dsx of protocol 1, which has no number on its card, does not look."""
+    """Return what differs. A dsx of protocol 1, which has no number in its hello, does not look."""
     protocol = theirs.get("protocol", 1)
     if own["protocol"] != protocol:
         return (

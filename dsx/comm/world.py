@@ -56,7 +56,7 @@ class World:
         self.rendezvous = rendezvous
         self._config = config
         self._transports = 0
-        self._attachments = 0
+        self._handles = 0
 
     @property
     def cluster_id(self) -> int:
@@ -93,15 +93,15 @@ class World:
         """How long to wait for another process before giving up."""
         return self._config.deadline_seconds
 
-    def attachment_store(self) -> dist.Store:
-        """Return a fresh key space of this cluster; its ranks attach in the same order."""
-        self._attachments += 1
-        return dist.PrefixStore(f"attachment_{self._attachments}", self._cluster_store)
+    def new_handle_store(self) -> dist.Store:
+        """Return the key space in this cluster of one more handle; all ranks make the same ones."""
+        self._handles += 1
+        return dist.PrefixStore(f"handle_{self._handles}", self._cluster_store)
 
     @property
-    def num_attachments(self) -> int:
-        """Key spaces handed out so far, the same on every rank of every cluster."""
-        return self._attachments
+    def num_handles(self) -> int:
+        """The handles made so far, the same number on every rank of every cluster."""
+        return self._handles
 
     def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.

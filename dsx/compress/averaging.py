@@ -4,7 +4,7 @@ A vector of n elements is cut into C slices at multiples of what the wire format
 
 - exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
   of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
-  bytes per cluster, as a ring, in two rounds of an exchange. Two clusters swap whole vectors in
+  bytes per cluster, as a ring, in two rounds of an exchange. Two clusters exchange whole vectors in
   one, which is as many bytes and the same sums: both compute them, in cluster order.
 - coded, C <= 3: everybody sends its codes of the whole vector to all; each decodes them all, its
   own too, and sums in cluster order. One round, one error of the order 1/C.
@@ -54,7 +54,7 @@ class ExactMean:
         if num_clusters == 1:
             return x
         if num_clusters == 2:
-            return (yield from self._swap_whole(x))
+            return (yield from self._of_two(x))
         slices = [x[a:b] for a, b in slice_bounds(x.numel(), num_clusters)]
         own = slices[seat.position]
         copies = list(self._buffer(num_clusters * own.numel()).view(num_clusters, -1))
@@ -67,7 +67,7 @@ class ExactMean:
         yield to_all([own], [[s] for s in slices], self._what)
         return x
 
-    def _swap_whole(self, x: Tensor) -> Exchange:
+    def _of_two(self, x: Tensor) -> Exchange:
         theirs = self._buffer(x.numel())
         yield to_all([x], [[theirs], [theirs]], self._what)
         first, second = (x, theirs) if self._seat.position == 0 else (theirs, x)
@@ -103,7 +103,6 @@ class CodedMean:
         self._is_gathered = is_gathered or seat.num_clusters <= GATHERED_UP_TO
         cpu = torch.device("cpu")
         self._codec = wire.codec(numel, cpu, kernels)
-        self.backend = self._codec.backend
         num_clusters = seat.num_clusters
         whole = [(0, numel)]
         self._bounds = (

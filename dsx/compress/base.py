@@ -58,7 +58,7 @@ class Channel(Protocol):
     @property
     def slots(self) -> Mapping[str, Tensor]:
         """State that a checkpoint has to carry, by name; on the CPU, changed in place."""
-        ...
+        return {name: error.residual.stored for name, error in self.errors.items()}
 
     @property
     def errors(self) -> Mapping[str, CodingError]:
@@ -68,7 +68,7 @@ class Channel(Protocol):
     @property
     def spectrum(self) -> Tensor | None:
         """Return what the round just ended tells of the rank (see low_rank.py), if anything."""
-        ...
+        return None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x`, fp32 `[numel]` on the CPU, in place; every cluster gets the same bits."""

@@ -27,7 +27,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
 from dsx.compress.owners import factor_rounds, two_sides
@@ -57,15 +59,19 @@ class LowRank(Quantized):
 
     error_feedback: Feedback = "fp32"
     """How what codes and factors miss is kept to be sent later; none: it is lost."""
-    rank: int | None = None
+    rank: Annotated[int | None, Ge(1)] = None
     """The rank r of the factors, at least 1; null: a controller chooses it."""
     factor_wire: FactorWire = "int8"
     """The format of the factors that a cluster sends."""
-    dense_rounds: int = 0
+    dense_rounds: Annotated[int, Ge(0)] = 0
     """The first rounds that send everything as `quantized` does."""
-    full_round_every: int | None = None
+    full_round_every: Annotated[
+        int | None, Ge(2), "every round would be dense; use type 'quantized' for that"
+    ] = None
     """Every so many rounds one sends everything as `quantized` does, at least 2; null: none."""
-    min_saving: float = 1.3
+    min_saving: Annotated[float, Ge(1), "below that, factors are larger than what they replace"] = (
+        1.3
+    )
     """Factors are for matrices that they make smaller by this factor or more, at least 1."""
     exclude: tuple[str, ...] = HEADS
     """Matrices whose name contains one of these texts travel as `quantized`, not in factors."""
@@ -78,24 +84,10 @@ class LowRank(Quantized):
         """Require what `Quantized` does, a rank of at least 1, and sensible rounds."""
         super().validate()
         require_choice("compression.factor_wire", self.factor_wire, FactorWire)
-        if self.rank is not None and self.rank < 1:
-            raise ValueError(f"compression.rank={self.rank} must be at least 1")
-        if self.dense_rounds < 0:
-            raise ValueError(f"compression.dense_rounds={self.dense_rounds} must be at least 0")
-        if self.full_round_every is not None and self.full_round_every < 2:
-            raise ValueError(
-                f"compression.full_round_every={self.full_round_every} must be at least 2: every "
-                "round would be dense; use type 'quantized' for that"
-            )
         if not all(self.exclude):
             raise ValueError(
                 f"compression.exclude={self.exclude!r}: an empty text is part of every name; give "
                 "parts of parameters' names, or an empty list"
-            )
-        if not self.min_saving >= 1:
-            raise ValueError(
-                f"compression.min_saving={self.min_saving} must be at least 1: below that, factors "
-                "are larger than what they replace"
             )
 
     @property

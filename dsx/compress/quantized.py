@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from annotated_types import Gt, Le
 
 from dsx.compress.base import Channel, Compressor, Launch
 from dsx.compress.slices import (
@@ -22,7 +24,7 @@ from dsx.compress.slices import (
 )
 from dsx.compress.wire.base import Kernels, Rounding, Wire
 from dsx.compress.wire.formats import FORMATS
-from dsx.core.checks import require_choice
+from dsx.core.checks import require_bounds, require_choice
 from dsx.core.membership import Seat
 from dsx.core.registry import register
 from dsx.core.types import Fragment
@@ -31,6 +33,7 @@ Feedback = Literal["none", "fp32", "bf16", "int8"]
 WireName = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary"]
 CASTS = ("fp32", "bf16", "fp16")
 SmallWire = Literal["fp32", "bf16"]
+Decay = Annotated[float, Gt(0), Le(1), "SparseLoCo uses 0.95, and 1 keeps everything"]
 
 
 @register("compression", "quantized")
@@ -50,7 +53,7 @@ class Quantized(Compressor):
     """The format of vectors and small matrices, which coding hurts most."""
     error_feedback: Feedback = "none"
     """How what coding lost is kept to be sent later; none: it is lost."""
-    feedback_decay: float = 1.0
+    feedback_decay: Decay = 1.0
     """The share of what was lost that is kept each round, above 0 and at most 1."""
     kernels: Kernels = "auto"
     """How codes are computed: by a compiled kernel where it pays (auto), always by one, or by plain
@@ -65,11 +68,7 @@ class Quantized(Compressor):
         require_choice("compression.small_wire", self.small_wire, SmallWire)
         require_choice("compression.error_feedback", self.error_feedback, Feedback)
         require_choice("compression.kernels", self.kernels, Kernels)
-        if not 0 < self.feedback_decay <= 1:
-            raise ValueError(
-                f"compression.feedback_decay={self.feedback_decay} must be above 0 and at most 1; "
-                "SparseLoCo uses 0.95, and 1 keeps everything"
-            )
+        require_bounds("compression", self)
         if self.error_feedback == "none" and self.feedback_decay != 1:
             raise ValueError(
                 f"compression.feedback_decay={self.feedback_decay} has no effect while "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dsx.compress.averaging import CodedMean
-from dsx.compress.base import CodingError, Launch
+from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.exchange import Exchange, together
@@ -20,10 +20,8 @@ if TYPE_CHECKING:
     from dsx.compress.quantized import Quantized, SmallWire
 
 
-class QuantizedChannel:
+class QuantizedChannel(Channel):
     """Runs of matrices, each one coded vector, and the small rest."""
-
-    spectrum: Tensor | None = None
 
     def __init__(
         self, method: Quantized, fragment: Fragment, seat: Seat, at_launch: int = 0
@@ -36,11 +34,6 @@ class QuantizedChannel:
             for index, (start, stop) in enumerate(fragment.coded_runs)
         ]  # fmt: skip
         self._small = SmallPart(method.small_wire, fragment, seat, at_launch)
-
-    @property
-    def slots(self) -> Mapping[str, Tensor]:
-        """The residuals of the runs."""
-        return {name: error.residual.stored for name, error in self.errors.items()}
 
     @property
     def errors(self) -> Mapping[str, CodingError]:

@@ -49,7 +49,7 @@ def mean_bounds(
 
 @lru_cache(maxsize=4096)
 def exact_rounds(numel: int, num_clusters: int) -> Rounds:
-    """Return what a mean in fp32 takes: two clusters swap all, of more each owns a slice."""
+    """Return what a mean in fp32 takes: two clusters exchange all, of more each owns a slice."""
     if num_clusters == 1:
         return ()
     if num_clusters == 2:

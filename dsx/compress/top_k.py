@@ -25,14 +25,16 @@ others on the next. Only the encoder has to choose.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from annotated_types import Ge, Le
 
 from dsx.compress.base import Channel, Compressor, Launch
-from dsx.compress.quantized import SmallWire, small_rounds
+from dsx.compress.quantized import Decay, SmallWire, small_rounds
 from dsx.compress.slices import Rounds, gathered_rounds, side_by_side
 from dsx.compress.wire.base import Codec, Kernels
 from dsx.compress.wire.formats import FORMATS, Storage
-from dsx.core.checks import require_choice
+from dsx.core.checks import require_bounds, require_choice
 from dsx.core.membership import Seat
 from dsx.core.registry import register
 from dsx.core.types import Fragment
@@ -52,9 +54,11 @@ class TopK(Compressor):
     Without a residual most of a pseudo-gradient would never arrive, so there is always one.
     """
 
-    k: int = 64
+    k: Annotated[int, Ge(1)] = 64
     """How many values of every chunk are sent, at least 1."""
-    chunk: int = 4096
+    chunk: Annotated[
+        int, Ge(1), Le(LARGEST_CHUNK), f"a 12-bit index reaches no further; try {LARGEST_CHUNK}"
+    ] = LARGEST_CHUNK
     """The elements of one chunk, from 1 to 4096."""
     bits: Bits = 2
     """The bits of each value, beside the 12 of its index."""
@@ -62,31 +66,22 @@ class TopK(Compressor):
     """The format of vectors and small matrices, which coding hurts most."""
     error_feedback: Storage = "fp32"
     """How what has not been sent is kept to be sent later."""
-    feedback_decay: float = 0.95
+    feedback_decay: Decay = 0.95
     """The share of what was not sent that is kept each round, above 0 and at most 1."""
 
     encodes_at_launch = True
 
     def validate(self) -> None:
         """Require indices of 12 bits, at least one value a chunk, and a decay in (0, 1]."""
-        if not 1 <= self.chunk <= LARGEST_CHUNK:
+        require_bounds("compression", self)
+        if self.k > self.chunk:
             raise ValueError(
-                f"compression.chunk={self.chunk} must be between 1 and {LARGEST_CHUNK}, what a "
-                f"12-bit index reaches; try {LARGEST_CHUNK}"
-            )
-        if not 1 <= self.k <= self.chunk:
-            raise ValueError(
-                f"compression.k={self.k} must be between 1 and chunk={self.chunk}; try "
+                f"compression.k={self.k} must be at most chunk={self.chunk}; try "
                 f"{max(1, self.chunk // 64)}, a 64th of it"
             )
         require_choice("compression.bits", self.bits, Bits)
         require_choice("compression.small_wire", self.small_wire, SmallWire)
         require_choice("compression.error_feedback", self.error_feedback, Storage)
-        if not 0 < self.feedback_decay <= 1:
-            raise ValueError(
-                f"compression.feedback_decay={self.feedback_decay} must be above 0 and at most 1; "
-                "SparseLoCo uses 0.95, and 1 keeps everything"
-            )
 
     @property
     def format(self) -> SparseFormat:

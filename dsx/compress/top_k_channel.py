@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsx.compress.averaging import CodedMean
-from dsx.compress.base import CodingError, Launch
+from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.quantized_channel import SmallPart
 from dsx.compress.wire.base import Kernels
@@ -28,10 +28,8 @@ if TYPE_CHECKING:
 RATIO = 1.5  # the larger level over the smaller one
 
 
-class TopKChannel:
+class TopKChannel(Channel):
     """Runs of matrices, each one sparse vector, and the small rest."""
-
-    spectrum: Tensor | None = None
 
     def __init__(self, method: TopK, fragment: Fragment, seat: Seat, at_launch: int = 0) -> None:
         self._runs = fragment.coded_runs
@@ -42,11 +40,6 @@ class TopKChannel:
         ]
         self._residuals = [Residual(b - a, storage, decay) for a, b in self._runs]
         self._small = SmallPart(method.small_wire, fragment, seat, at_launch)
-
-    @property
-    def slots(self) -> Mapping[str, Tensor]:
-        """The residuals of the runs."""
-        return {name: error.residual.stored for name, error in self.errors.items()}
 
     @property
     def errors(self) -> Mapping[str, CodingError]:
@@ -107,7 +100,7 @@ class SparseCodec:
     k / chunk of the vector. With feedback, the residual's memory is the work space for all of it.
     """
 
-    backend = "eager"
+    kernels = "eager"
 
     def __init__(
         self, form: SparseFormat, numel: int, device: torch.device, kernels: Kernels

@@ -42,17 +42,19 @@ def read_choice(axis: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], A
 
 
 def choice_model(
-    axis: str, name: str, kind: type[Any], meanings: Mapping[str, str] | None = None
+    axis: str, name: str, kind: type[Any], has_limits: bool = False
 ) -> type[BaseModel]:
-    """Return the model of one choice: its selector, and the fields of its dataclass."""
-    hints = get_type_hints(kind)
+    """Return the model of one choice: its selector, and the fields of its dataclass.
+
+    Limits of numbers are left to the choice's own `validate` when one is read, whose words say why.
+    """
+    hints = get_type_hints(kind, include_extras=has_limits)
     fields: dict[str, Any] = {AXES[axis].selector: (Literal[name], name)}
     for field in dataclasses.fields(kind):
         default: Any = ... if field.default is dataclasses.MISSING else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        meaning = (meanings or {}).get(field.name)
-        fields[field.name] = (hints[field.name], Field(default, description=meaning))
+        fields[field.name] = (hints[field.name], default)
     return create_model(f"{axis}_{name}", __config__=_STRICT, **fields)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from os import PathLike
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +17,11 @@ def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a DeepSpeed JSON as it is written; ConfigError if there is none."""
     if isinstance(source, Mapping):
         return source
+    if not isinstance(source, str | PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ConfigError(
+            f"{source!r} is no DeepSpeed configuration: give the path of its JSON file, or its "
+            'content as a dict, {"dsx": {...}}'
+        )
     try:
         document = json.loads(Path(source).read_text())
     except (FileNotFoundError, IsADirectoryError) as error:

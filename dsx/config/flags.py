@@ -19,8 +19,10 @@ from typing import Any
 from pydantic import BaseModel
 
 from dsx.config.files import ConfigError, read_json
-from dsx.config.schema import DsxConfig, load_config
+from dsx.config.renames import with_new_names
+from dsx.config.schema import DsxConfig
 from dsx.config.sections import ClustersConfig, LinkConfig, MetricsConfig, StateConfig
+from dsx.core.renamed import COMMAND_LINE
 from dsx.method.choices import AXES, PRESETS
 
 _PREFIX = "--dsx-"
@@ -80,9 +82,14 @@ def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
-def read_flags(arguments: Sequence[str]) -> DsxConfig:
-    """Return what the flags among `arguments` say, resolved."""
-    return load_config(block_of_flags(arguments))
+def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the arguments of dsx that differ from launcher to launcher, without DeepSpeed's."""
+    add = parser.add_argument_group("dsx", "one launcher per cluster: which one, where to meet")
+    add.add_argument("--dsx-cluster-id", type=int, metavar="M", help="0..num_clusters-1")
+    add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
+    add.add_argument("--dsx-store", help="cluster_0, or standalone for `dsx rendezvous`")
+    add.add_argument("--dsx-interface", help="network interface towards the other clusters")
+    return parser
 
 
 def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
@@ -108,6 +115,7 @@ def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
     for flag, text in texts.items():
         if flag.key == "config":
             block = _block_of(text)
+            _rename(block, text)
     for flag, text in texts.items():
         if flag.section:
             section = block.setdefault(flag.section, {})
@@ -116,12 +124,20 @@ def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
             section[flag.key] = _value(flag, text)
         elif flag.key == "preset":
             block["preset"] = text
+    _rename(block, COMMAND_LINE)
     if "preset" not in block:
         raise ConfigError(f"--dsx-preset is missing; choose one of {', '.join(PRESETS)}")
     clusters = block.get("clusters", {})  # what is no object is refused with the block
     if isinstance(clusters, dict) and "num_clusters" not in clusters:
         raise ConfigError("--dsx-num-clusters is missing, the number of clusters in this run")
     return {"dsx": block}
+
+
+def _rename(block: dict[str, Any], file: str) -> None:
+    """Give choices today's names, in place, while it is known where they were written."""
+    for axis in AXES:
+        if isinstance(block.get(axis), dict):  # what is no object is refused with the block
+            block[axis] = with_new_names(axis, block[axis], file)
 
 
 def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from dsx.config.axes import choice_model
 from dsx.config.schema import resolve_method
 from dsx.config.sections import Block
+from dsx.core.registry import FORMER
 from dsx.method.choices import AXES, PRESETS
 
 _SECTIONS = ("clusters", "state", "link", "metrics")
@@ -144,7 +145,7 @@ def _axis(axis: str) -> Iterator[str]:
     rows += [[f"`{name}`", _first_line(kind)] for name, kind in choices.items()]
     yield _markdown_table(rows)
     for name, kind in choices.items():
-        model = choice_model(axis, name, kind)
+        model = choice_model(axis, name, kind, has_limits=True)
         keys = _properties(model, meanings(kind))
         keys.pop(selector)
         if keys:
@@ -154,9 +155,14 @@ def _axis(axis: str) -> Iterator[str]:
 
 def _variant(axis: str, name: str, kind: type[Any]) -> _Schema:
     """Return one choice's schema; a key that is left out is the preset's."""
-    schema = _described(choice_model(axis, name, kind).model_json_schema(), meanings(kind))
+    model = choice_model(axis, name, kind, has_limits=True)
+    schema = _described(model.model_json_schema(), meanings(kind))
     schema.pop("required", None)
-    schema["properties"][AXES[axis].selector] = {"const": name}
+    names: list[_Schema] = [{"const": name}]
+    for former, today in FORMER.get(axis, {}).items():
+        if today == name:
+            names.append({"const": former, "deprecated": True})
+    schema["properties"][AXES[axis].selector] = {"anyOf": names} if names[1:] else names[0]
     return {**schema, "title": f"{axis}: {name}", "description": _first_line(kind)}
 
 
@@ -204,6 +210,7 @@ def _allowed(value: _Schema) -> str:
     if "enum" in one or "const" in one:
         return ", ".join(f"`{json.dumps(v)}`" for v in one.get("enum", [one.get("const")]))
     limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}
+    limits["exclusiveMaximum"] = "below"
     return ", ".join(f"{words} {one[key]:g}" for key, words in limits.items() if key in one)
 
 

@@ -5,21 +5,37 @@ Each was documented once and goes on working; where a user wrote it, one warning
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dsx.core.registry import FORMER, SELECTORS
 from dsx.core.renamed import warn_renamed
 
 
-def with_new_names(axis: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a user wrote for an axis with today's names; warns of old ones."""
+def with_new_names(axis: str, given: Mapping[str, Any], file: str | None = None) -> dict[str, Any]:
+    """Return what a user wrote for an axis with today's names; warns of old ones.
+
+    `file` is the JSON they were read from, or the command line; None: the program gave them.
+    """
     selector = SELECTORS[axis]
     renamed = _renamed(axis, given)
     if renamed != given:
-        key = f"dsx.{axis}.{selector}"
-        warn_renamed(f"{key}={given[selector]!r}", repr(renamed[selector]))
+        old, new = given[selector], renamed[selector]
+        line = _line_of(file, axis, selector, old)
+        warn_renamed(f"dsx.{axis}.{selector}={old!r}", repr(new), file, line)
     return renamed
+
+
+def _line_of(file: str | None, axis: str, selector: str, name: str) -> int:
+    """Return the line of a JSON file where a choice is named, the first if that is not found."""
+    if file is None or not Path(file).is_file():
+        return 1
+    said = rf'"{axis}"\s*:\s*{{[^{{}}]*"{selector}"\s*:\s*"{name}"'
+    text = Path(file).read_text()
+    found = re.search(said, text)
+    return 1 + text.count("\n", 0, found.end()) if found else 1
 
 
 def stored_axes(axes: Mapping[str, Any]) -> dict[str, Any]:

@@ -97,7 +97,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         raise ConfigError(f'"dsx" must be an object, not {document["dsx"]!r}')
     block = _section("dsx", Block, cast(Mapping[str, Any], document["dsx"]))
     overrides = {axis: getattr(block, axis) for axis in AXES}
-    method, axes = resolve_method(block.preset, overrides, block.clusters.num_clusters)
+    file = None if isinstance(source, Mapping) else str(source)
+    method, axes = resolve_method(block.preset, overrides, block.clusters.num_clusters, file)
     check_metrics(block.metrics)
     return DsxConfig(
         preset=block.preset,
@@ -116,9 +117,12 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
 
 
 def resolve_method(
-    name: Any, overrides: Mapping[str, Any], num_clusters: int = 2
+    name: Any, overrides: Mapping[str, Any], num_clusters: int = 2, file: str | None = None
 ) -> tuple[Method, dict[str, Any]]:
-    """Return a preset with overrides applied, as a validated method and as plain values."""
+    """Return a preset with overrides applied, as a validated method and as plain values.
+
+    `file` is where the overrides stand, if in one.
+    """
     if not isinstance(name, str) or name not in PRESETS:
         raise ConfigError(f"dsx.preset={name!r} is not known{nearest(str(name), PRESETS)}")
     for axis in overrides:
@@ -133,7 +137,11 @@ def resolve_method(
     axes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
     for axis in AXES:
-        axes[axis], chosen[axis] = _resolve_axis(axis, getattr(base, axis), overrides.get(axis, {}))
+        override = overrides.get(axis, {})
+        if not isinstance(override, Mapping):
+            raise ConfigError(f"dsx.{axis} must be an object, not {override!r}")
+        given = with_new_names(axis, cast(Mapping[str, Any], override), file)
+        axes[axis], chosen[axis] = _resolve_axis(axis, getattr(base, axis), given)
     method = dataclasses.replace(base, **chosen)
     try:
         method.validate()
@@ -150,12 +158,9 @@ def with_launch_arguments(config: DsxConfig, given: Mapping[str, Any]) -> DsxCon
     return dataclasses.replace(config, clusters=clusters)
 
 
-def _resolve_axis(axis: str, default: Any, override: Any) -> tuple[dict[str, Any], Any]:
+def _resolve_axis(axis: str, default: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
     """Merge an override into a preset's choice; another type starts from its own defaults."""
     selector, choices = AXES[axis]
-    if not isinstance(override, Mapping):
-        raise ConfigError(f"dsx.{axis} must be an object, not {override!r}")
-    given = with_new_names(axis, cast(Mapping[str, Any], override))
     default_name = choices.of(default)
     is_same = given.setdefault(selector, default_name) == default_name
     return read_choice(axis, {**(dataclasses.asdict(default) if is_same else {}), **given})

@@ -111,7 +111,7 @@ class EngineAdapter(Protocol):
         ...
 
     def sync_model_weights(self) -> None:
-        """Bring written masters into the model's weights outside an optimizer step.
+        """Copy written masters to the model's weights outside an optimizer step.
 
         Collective inside the cluster: every rank calls it, also one that wrote nothing.
         """

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsx.core.membership import Seat
 
 if TYPE_CHECKING:  # what only plans is started without torch
     from torch import Tensor
 
+_Result = TypeVar("_Result")
 Exchange = Generator["ExchangeRound", None, "Tensor"]
 HEADER_BYTES = 48  # launch handshake and parity header, int64s, once per exchange and peer
 HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in the handshake
@@ -74,8 +75,18 @@ def _advance(
     results: list[Any],
 ) -> None:
     """Take one exchange to its next round, or to its end."""
-    try:
-        running[index] = next(exchange)
-    except StopIteration as stop:
+    round, results[index] = next_round(exchange)
+    if round is None:
         running.pop(index, None)
-        results[index] = stop.value
+    else:
+        running[index] = round
+
+
+def next_round(
+    exchange: Generator[ExchangeRound, None, _Result],
+) -> tuple[ExchangeRound | None, _Result | None]:
+    """Return an exchange's next round, or at its end what it returns."""
+    try:
+        return next(exchange), None
+    except StopIteration as stop:
+        return None, stop.value

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,11 @@ class Member:
 
     id: int
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        _require_integer("a member's id", self.id)
+        if isinstance(self.weight, bool) or not isinstance(self.weight, int | float):  # pyright: ignore
+            raise TypeError(f"weight={self.weight!r} of cluster {self.id} must be a number")
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Membership:
     members: tuple[Member, ...]
 
     def __post_init__(self) -> None:
+        _require_integer("the epoch of a membership", self.epoch)
+        _require_members(self.members)
         if self.epoch < 0:
             raise ValueError(f"epoch={self.epoch} of a membership must be at least 0")
         what = f"the membership of epoch {self.epoch}"
@@ -49,6 +57,7 @@ class Membership:
     @classmethod
     def of(cls, num_clusters: int) -> Membership:
         """Return the clusters 0..num_clusters-1, of one weight, from the beginning on."""
+        _require_integer("num_clusters", num_clusters)
         if num_clusters < 1:
             raise ValueError(f"num_clusters={num_clusters} must be at least 1")
         return cls(0, tuple(Member(id) for id in range(num_clusters)))
@@ -95,6 +104,13 @@ class Seat:
     shard: int = 0
 
     def __post_init__(self) -> None:
+        if not isinstance(self.membership, Membership):  # pyright: ignore
+            raise TypeError(
+                f"membership={self.membership!r} of a seat must be a Membership; "
+                "Seat.of(cluster_id, num_clusters) makes one"
+            )
+        _require_integer("cluster_id", self.cluster_id)
+        _require_integer("shard", self.shard)
         self.membership.position_of(self.cluster_id)  # is a member
 
     @classmethod
@@ -125,3 +141,17 @@ class Seat:
     def of_shard(self, shard: int) -> Seat:
         """Return the place of another rank of the same cluster."""
         return replace(self, shard=shard)
+
+
+def _require_members(members: Any) -> None:
+    if not isinstance(members, tuple) or not all(isinstance(m, Member) for m in members):  # pyright: ignore
+        raise TypeError(
+            f"members={members!r} of a membership must be a tuple of Member, as in "
+            "Membership(0, (Member(0), Member(1)))"
+        )
+
+
+def _require_integer(what: str, value: Any) -> None:
+    """Raise TypeError for what only compares like one: True, 1.0, "1"."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{what} must be an integer, not {value!r}")

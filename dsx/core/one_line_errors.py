@@ -15,7 +15,7 @@ _R = TypeVar("_R")
 def one_line_errors(
     command: str, *kinds: type[Exception]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Decorate the function of `dsx <command>`: ValueError, and `kinds`, say what is wrong."""
+    """Decorate the function of `dsx <command>`: its ValueError, OSError and `kinds` end it."""
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         @wraps(function)
@@ -24,7 +24,7 @@ def one_line_errors(
                 return function(*args, **kwargs)
             except typer.Exit:  # a RuntimeError, which may be among the kinds
                 raise
-            except (ValueError, *kinds) as error:
+            except (ValueError, OSError, *kinds) as error:
                 typer.echo(f"dsx {command}: {error}", err=True)
                 raise typer.Exit(2) from error
 

@@ -14,48 +14,47 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 from dsx.core.exchange import Exchange
 
 
-class SpanTimer(Protocol):
-    """A span made of parts that follow one another."""
+class SpanTimer:
+    """A span made of parts that follow one another; this one is not recorded."""
 
     def mark(self, name: str, category: str | None = None) -> None:
         """Record what ran since the mark before, or the start."""
-        ...
 
     def end(self, **facts: Any) -> None:
         """Record the whole."""
-        ...
 
 
-class Recorder(Protocol):
-    """What the loop tells; `Untraced` where nobody asked."""
+_NO_TIMER = SpanTimer()
+
+
+class Recorder:
+    """What the loop tells; this one, where nobody asked, records nothing and costs nothing."""
 
     def span_timer(self, name: str, fragment: int, step: int) -> SpanTimer:
         """Begin a span of the training thread that concerns a fragment."""
-        ...
+        return _NO_TIMER
 
     def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
         """Return an exchange that is about to be submitted, to be run in its place."""
-        ...
+        return exchange
 
     def begin(self, step: int, path: Path) -> None:
         """Go on from `step`, in a file that is not written before a boundary has been passed."""
-        ...
 
     def confirm(self) -> None:
         """Write from now on."""
-        ...
 
     def end_step(self, step: int) -> None:
         """Write what there is; a boundary has been passed."""
-        ...
 
     def flush(self) -> None:
         """Write what there is."""
-        ...
 
     def close(self) -> None:
         """Write what there is and close the file."""
-        ...
+
+
+UNTRACED = Recorder()
 
 
 class ComputeRecorder(Protocol):
@@ -77,45 +76,6 @@ class ComputeRecorder(Protocol):
     def span(self, name: str, category: str) -> AbstractContextManager[None]:
         """Record what runs inside."""
         ...
-
-
-class Untraced:
-    """Records nothing, and costs nothing."""
-
-    def span_timer(self, name: str, fragment: int, step: int) -> SpanTimer:
-        """Return what ignores its marks."""
-        return _NO_TIMER
-
-    def follow(self, exchange: Exchange, fragment: int, step: int) -> Exchange:
-        """Return the exchange itself."""
-        return exchange
-
-    def begin(self, step: int, path: Path) -> None:
-        """Do nothing."""
-
-    def confirm(self) -> None:
-        """Do nothing."""
-
-    def end_step(self, step: int) -> None:
-        """Do nothing."""
-
-    def flush(self) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-class _NoTimer:
-    def mark(self, name: str, category: str | None = None) -> None:
-        pass
-
-    def end(self, **facts: Any) -> None:
-        pass
-
-
-_NO_TIMER = _NoTimer()
-UNTRACED = Untraced()
 
 
 class Timed(Protocol):

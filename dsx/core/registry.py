@@ -94,11 +94,6 @@ def register(axis: str, name: str | None = None) -> Callable[[T], T]:
     return enter
 
 
-def registered(axis: str) -> Mapping[str, Any]:
-    """Return what is known so far on an axis, or as "preset", by name."""
-    return _known[axis]
-
-
 class Names(Mapping[str, T]):
     """What is registered on one axis, as it is at every look; `prepare` is called before each."""
 

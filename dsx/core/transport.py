@@ -7,6 +7,7 @@ such a group must submit the same fragments in the same order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,30 +41,22 @@ class Submission:
         return f"{stage.name_of(self.fragment)} {VERBS[self.purpose]} at step {self.step}"
 
 
-class Pending(Protocol):
-    """A transfer under way."""
+class Pending(ABC):
+    """A transfer under way.
 
-    @property
-    def bytes_sent(self) -> int:
-        """Payload bytes this rank has handed to the network for other clusters so far."""
-        ...
+    - `bytes_sent`: the payload this rank has handed to the network for other clusters so far;
+    - `seconds`: from the exchange's start to its end without the launch handshake; 0 before. The
+      wait until all have come is so left out, and with it the handshake's two latencies;
+    - `coding_seconds`: those of them that were not spent on messages: copies awaited, coding, sums.
+    """
 
-    @property
-    def seconds(self) -> float:
-        """From the exchange's start to its end without the launch handshake; 0 before it has ended.
+    bytes_sent = 0
+    seconds = 0.0
+    coding_seconds = 0.0
 
-        The wait until all have come is so left out, and with it the handshake's two latencies.
-        """
-        ...
-
-    @property
-    def coding_seconds(self) -> float:
-        """Those of them that were not spent on messages: copies awaited, coding, sums."""
-        ...
-
+    @abstractmethod
     def wait(self) -> Tensor:
         """Block until the mean is there and return it; may be called again. Raises `PeerLost`."""
-        ...
 
 
 class Transport(Protocol):

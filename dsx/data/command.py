@@ -29,7 +29,7 @@ def data() -> None:
 
 
 @app.command()
-@one_line_errors("data build", OSError, ModuleNotFoundError)
+@one_line_errors("data build", ModuleNotFoundError)
 def build(
     sources: Annotated[
         list[str],

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dsx.comm.world import RendezvousConfig, World, current_world, join
+from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import DsxConfig, load_config, read_json, with_launch_arguments
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import TorchAdapter
@@ -34,16 +35,6 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
 
     deepspeed.add_config_arguments(parser)
     return add_launch_arguments(parser)
-
-
-def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add the arguments of dsx that differ from launcher to launcher, without DeepSpeed's."""
-    add = parser.add_argument_group("dsx", "one launcher per cluster: which one, where to meet")
-    add.add_argument("--dsx-cluster-id", type=int, metavar="M", help="0..num_clusters-1")
-    add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
-    add.add_argument("--dsx-store", help="cluster_0, or standalone for `dsx rendezvous`")
-    add.add_argument("--dsx-interface", help="network interface towards the other clusters")
-    return parser
 
 
 def init_distributed(config: Config, args: argparse.Namespace | None = None) -> World:

@@ -106,10 +106,7 @@ class ClusterCollectives:
 
     def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return every rank's fragments, and this rank's place among them."""
-        rank, count = self.shard
-        everyone: list[Any] = [None] * count
-        dist.all_gather_object(everyone, own, group=self._group)
-        return everyone, rank
+        return gather_objects(own, self._group), self.shard[0]
 
     def all_to_all(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         """Exchange shards over the ranks that share them, on the device of their backend."""
@@ -148,6 +145,20 @@ def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+def gather_objects(value: Any, group: Any = None) -> list[Any]:
+    """Return every rank's value, in rank order. Collective over `group`, or the cluster."""
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, value, group=group)
+    return everyone
+
+
+def from_first(value: Any) -> Any:
+    """Return rank 0's value on every rank of the cluster; nobody goes on before rank 0 has."""
+    values = [value]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
+
+
 def beside(group: Any) -> Any:
     """Return a group of the same ranks whose collectives take host memory: gloo's, or `group`.
 
@@ -156,9 +167,7 @@ def beside(group: Any) -> Any:
     if dist.get_backend(group) == dist.Backend.GLOO:
         return group
     own = tuple(dist.get_process_group_ranks(group))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own)
-    made = {ranks: new_host_group(ranks) for ranks in sorted(set(everyone))}
+    made = {ranks: new_host_group(ranks) for ranks in sorted(set(gather_objects(own)))}
     return made[own]
 
 

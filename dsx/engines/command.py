@@ -10,7 +10,7 @@ import typer
 from dsx.core.one_line_errors import one_line_errors
 
 
-@one_line_errors("export", FileNotFoundError)
+@one_line_errors("export")
 def export(
     run: Annotated[
         Path,

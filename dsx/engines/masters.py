@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dsx.core.types import ParameterShape
@@ -76,3 +77,24 @@ class Masters:
         """Overwrite the masters of a fragment, in place, with `source` `[numel]`."""
         for offset, piece in self._pieces[fragment]:
             piece.view().copy_(source[offset : offset + piece.numel])
+
+
+class MastersAdapter:
+    """The part of an adapter (core/engine.py) that follows from its rank's masters alone."""
+
+    def _hold(self, masters: Masters, device: torch.device, keeps_state_on_host: bool) -> None:
+        """Take the masters, which are on `device`."""
+        self._masters = masters
+        self.fragments = masters.fragments
+        self.fragment_numel = masters.fragment_numel
+        self.fragment_parameters = masters.fragment_parameters
+        self.pins_host_memory = device.type == "cuda"
+        self.device = torch.device("cpu") if keeps_state_on_host else device
+
+    def read(self, fragment: int, out: Tensor) -> None:
+        """Copy the masters of a fragment into `out`, in place."""
+        self._masters.read(fragment, out)
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite the masters of a fragment, in place."""
+        self._masters.write(fragment, source)

@@ -10,28 +10,23 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from dsx.core.types import Fragment
 from dsx.engines.cluster_collectives import ClusterCollectives
-from dsx.engines.masters import Masters
+from dsx.engines.masters import MastersAdapter
 from dsx.engines.replicated import ReplicaShards
+from dsx.engines.tied_weights import TiedWeights
 
 
-class MultiRankAdapter:
+class MultiRankAdapter(MastersAdapter):
     """The masters of one rank; its stage's collectives are `ranks`."""
 
-    fragments: Sequence[Fragment]
     ranks: ClusterCollectives
-    _masters: Masters
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
+    _tied_weights: TiedWeights
     _written: dict[int, None]  # fragments, since they were gathered last
-
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy this rank's masters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite this rank's masters of a fragment, in place."""
-        self._masters.write(fragment, source)
+        super().write(fragment, source)
         self._written[fragment] = None
 
     @property
@@ -45,3 +40,16 @@ class MultiRankAdapter:
     def backward_seconds(self, fragment: int) -> float | None:
         """Return None: the backward is the engine's own."""
         return None
+
+    def _synchronize_masters(self, was_written: bool) -> bool:
+        """Send what this stage has written to all who hold it; return whether masters changed."""
+        written = list(self._written)
+        if was_written:
+            self._all_gather(written)
+        return self._tied_weights.broadcast(written) or was_written
+
+    def _all_gather(self, fragments: Sequence[int]) -> None:
+        """All-gather what the ranks have written. Collective: all have written the same ones."""
+        if self._replica_shards is not None:
+            self._replica_shards.all_gather(fragments)
+        self._written.clear()

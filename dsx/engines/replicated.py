@@ -1,11 +1,10 @@
-"""Masters that every rank of a cluster holds, shared out: each does its part of the outer step.
+"""Masters that every rank of a cluster holds, as shards: each does its part of the outer step.
 
 Without ZeRO all ranks of a cluster have the same masters. If each of them synchronised all of
 them, a site with n ranks would send everything n times over its slow link, and keep n copies of
 the outer state. So rank r serves the r-th of n equal runs of every fragment as if it were a shard:
-it sends, keeps and writes 1/n. What was written is brought together by all-gathers inside the
-cluster, whose links are fast, a piece of every run at a time; the copies have the same bits
-afterwards.
+it sends, keeps and writes 1/n. What was written is all-gathered inside the cluster, whose links are
+fast, a piece of every run at a time; the copies have the same bits afterwards.
 
 Runs are cut in the order of the assignment, through parameters, with the last one the shortest.
 """
@@ -73,7 +72,7 @@ class ReplicaShards:
                 self._gather(fragment, first, min(self._chunk, run - first), *self._buffers)
 
     def _gather(self, fragment: int, first: int, numel: int, own: Tensor, everyone: Tensor) -> None:
-        """Bring together the same elements of every rank's run, `numel` from `first` on."""
+        """All-gather the same elements of every rank's run, `numel` from `first` on."""
         run, wholes = self._runs[fragment], self._wholes[fragment]
         own, parts = own[:numel], everyone[: numel * self._count].split(numel)
         for place, piece in _overlaps(wholes, self._rank * run + first, numel):

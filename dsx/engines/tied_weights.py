@@ -1,11 +1,10 @@
-"""Weights that several pipeline stages hold (ties): decided upon once, the same bits everywhere.
+"""Tied weights of a pipeline, on several stages: decided upon once, the same bits everywhere.
 
 A tied weight belongs to the first of its stages: it is in a fragment there and nowhere else, so it
 travels once and is decided upon once. At every step boundary the owner tells the other stages, in
-one number per weight, whether it has written it, and hands it on bit for bit if so. (The same
-transfer on every stage would travel several times, and the copies would come apart where stages
-decide differently, from measured times, or code differently, their shards being cut at other
-places.)
+one number per weight, whether it has written it, and broadcasts it bit for bit if so. (Sent by
+every stage it would travel several times, and the copies would diverge where stages decide
+differently, from measured times, or code differently, their shards being cut at other places.)
 """
 
 from __future__ import annotations
@@ -64,7 +63,7 @@ class TiedWeights:
         return {tied_weight.name for tied_weight in self._tied_weights if not tied_weight.is_owner}
 
     def locate(self, assignment: Sequence[Sequence[str]], pieces: Mapping[str, Piece]) -> None:
-        """Take note of where this rank's pieces of the tied weights are.
+        """Record where this rank's pieces of the tied weights are.
 
         An element must be in one piece only of all the owner's ranks.
         """
@@ -74,7 +73,7 @@ class TiedWeights:
             tied_weight.piece = pieces.get(tied_weight.name)
 
     def broadcast(self, written: Collection[int]) -> bool:
-        """Give the other stages the weights in these fragments; return whether any came here.
+        """Broadcast the weights in these fragments between stages; return whether any came here.
 
         Collective over the stages that share a weight, whatever was written; all ranks of a stage
         get the same answer.

@@ -16,18 +16,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape, Stage
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
-from dsx.engines.masters import Masters, Piece
+from dsx.engines.masters import Masters, MastersAdapter, Piece
 from dsx.method.fragments import Fragmenter
 
 
-class TorchAdapter:
+class TorchAdapter(MastersAdapter):
     """A module and its optimizer in one process; this rank owns every parameter whole."""
 
     buffer_bytes = 0
@@ -58,7 +58,6 @@ class TorchAdapter:
         shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
         pieces = {n: Piece(p, tuple(p.shape)) for n, p in parameters.items()}
         assignment = fragmenter.assign(shapes)
-        self._masters = Masters(shapes, assignment, pieces)
         self._model = model
         self._optimizer = optimizer
         self._members = [[parameters[name] for name in names] for names in assignment]
@@ -67,20 +66,8 @@ class TorchAdapter:
         self._is_stepping_fragment = False
         self.stage = Stage()
         self.ranks = OneRank()
-        self.fragments = self._masters.fragments
-        self.fragment_numel = self._masters.fragment_numel
-        self.fragment_parameters = self._masters.fragment_parameters
-        masters = next(iter(parameters.values())).device
-        self.pins_host_memory = masters.type == "cuda"
-        self.device = torch.device("cpu") if keeps_state_on_host else masters
-
-    def read(self, fragment: int, out: Tensor) -> None:
-        """Copy the parameters of a fragment into `out`, in place."""
-        self._masters.read(fragment, out)
-
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite the parameters of a fragment, in place."""
-        self._masters.write(fragment, source)
+        device = next(iter(parameters.values())).device
+        self._hold(Masters(shapes, assignment, pieces), device, keeps_state_on_host)
 
     def sync_model_weights(self) -> None:
         """Nothing to do: the parameters are the masters."""
@@ -97,7 +84,7 @@ class TorchAdapter:
 
         def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             if not self._is_stepping_fragment:
-                found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+                found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
                 callback(found_inf is not None and bool(found_inf.item()))
                 self.end_inner_step()
 

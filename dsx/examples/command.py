@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import NoReturn
 
 import typer
 
+import dsx
 from dsx.core.one_line_errors import one_line_errors
+from dsx.examples.arguments import pretraining_arguments
 
 _RANKS = 4
 _DATA = "data/stdlib"
@@ -38,12 +44,31 @@ def quickstart(context: typer.Context) -> None:
         )
     if "--help" in context.args:
         _replace_process(["-m", _SCRIPT, "--help"], dict(os.environ))
+    _require_known(context.args)
     from dsx.data.command import build
 
     build(["stdlib"], _DATA)
     launch = ["-m", "deepspeed.launcher.runner", "--num_gpus", str(_RANKS), "--module", _SCRIPT]
     launch += ["--deepspeed_config", str(_CONFIG), *context.args]
     _replace_process(launch, environment())
+
+
+def _require_known(arguments: Sequence[str]) -> None:
+    """Raise ValueError for what the training script would refuse, before anything is made."""
+    parser = dsx.add_launch_arguments(pretraining_arguments())
+    for name in ("--deepspeed", "--deepscale"):  # DeepSpeed's own: it takes seconds to be asked
+        parser.add_argument(name, action="store_true")
+        parser.add_argument(f"{name}_config")
+
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message}; dsx quickstart -- --help lists what the script takes")
+
+    parser.error = refuse
+    unknown = parser.parse_known_args(arguments)[1]
+    if unknown:
+        known = re.findall(r"--[\w-]+", parser.format_usage())
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        refuse(f"{unknown[0]} is not an option" + (f", did you mean {near[0]}?" if near else ""))
 
 
 def environment() -> dict[str, str]:

@@ -7,7 +7,6 @@ steps, waiting for other clusters; each step counts its slowest rank), elapsed t
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import time
@@ -103,13 +102,6 @@ class Meter:
             blocked_seconds=max(blocked),
             bytes_sent=int(sum(sent)),
         )
-
-
-def positive(text: str) -> int:
-    """Read a whole number above 0, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
-    return int(text)
 
 
 def set_aside(directory: Path) -> None:

@@ -17,7 +17,9 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
+
+from annotated_types import Ge
 
 from dsx.core.registry import contract, register
 from dsx.core.types import Fragment, ParameterShape, Slot, Stage
@@ -57,7 +59,7 @@ class WholeModel(Fragmenter):
 class ByLayer(Fragmenter):
     """Whole layers, strided over the fragments or in contiguous runs."""
 
-    num_fragments: int | None = None
+    num_fragments: Annotated[int | None, Ge(1)] = None
     """The number of fragments (P), at most the layers of the model; null: one per layer."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers share a fragment: every P-th one (strided), or neighbours (sequential)."""
@@ -81,7 +83,7 @@ class ByLayer(Fragmenter):
 class BySize(Fragmenter):
     """Contiguous runs of whole parameters with about equal numbers of elements."""
 
-    num_fragments: int  # pyright: ignore[reportIncompatibleVariableOverride]
+    num_fragments: Annotated[int, Ge(1)]  # pyright: ignore[reportIncompatibleVariableOverride]
     """The number of fragments (P), at most the parameters of the model."""
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:

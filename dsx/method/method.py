@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, cast
 
 from dsx.compress.base import Compressor, Dense
-from dsx.core.registry import registered
+from dsx.core.checks import require_bounds
+from dsx.core.registry import Names
 from dsx.core.types import History, SyncParams
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy
@@ -106,9 +107,8 @@ class Method:
         0.8 of what is stable; given the number of inner steps to be taken, for too few rounds.
         `num_fragments` is the model's, where the fragmenter alone cannot know it.
         """
+        require_bounds("fragments", self.fragments)
         count = num_fragments if num_fragments is not None else self.fragments.num_fragments
-        if count is not None and count < 1:
-            raise ValueError(f"fragments.num_fragments={count} must be at least 1")
         self.schedule.validate(count)
         self.control.validate(self.sync_params)
         self.delay.validate(self.schedule.interval)
@@ -232,7 +232,7 @@ class Method:
         """Require a codec whose share is known at the launch, where the delay needs it there."""
         compression = self.compression
         if self.encodes_at_launch and not compression.encodes_at_launch:
-            names = {kind: name for name, kind in registered("compression").items()}
+            names = {kind: name for name, kind in Names("compression", lambda: None).items()}
             name = names.get(type(compression), type(compression).__name__)
             raise ValueError(
                 f"compression.type={name!r}: delay.type='eager' goes on from what the wire carries "

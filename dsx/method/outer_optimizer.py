@@ -20,9 +20,11 @@ import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
-from dsx.core.checks import require_choice
+from annotated_types import Ge, Gt, Lt
+
+from dsx.core.checks import require_bounds, require_choice
 from dsx.core.registry import contract, register
 from dsx.core.types import PerTensor
 from dsx.method.stability import LinearRule
@@ -31,6 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ClipUnit = Literal["absolute", "rms"]
+Positive = Annotated[float, Gt(0)]
+Fraction = Annotated[float, Ge(0), Lt(1)]
 
 
 @dataclass(frozen=True)
@@ -102,7 +106,7 @@ class NoOuterStep(OuterOptimizer):
 class SGD(OuterOptimizer):
     """`anchor -= lr * D`; LocalSGD / FedAvg is `lr=1` (the anchor becomes the mean)."""
 
-    lr: float
+    lr: Positive
     """The outer learning rate, above 0; at 1 the anchor becomes the mean of the clusters."""
 
     stability_rule = "sgd"
@@ -114,7 +118,7 @@ class SGD(OuterOptimizer):
 
     def validate(self) -> None:
         """Require a positive rate."""
-        _require_positive("lr", self.lr)
+        require_bounds("outer_optimizer", self)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return `lr * D`, in place of `grad`."""
@@ -132,13 +136,13 @@ class Momentum(OuterOptimizer):
     `clip_unit="rms"` as a multiple of the root mean square of buf over its tensor.
     """
 
-    lr: float
+    lr: Positive
     """The outer learning rate, above 0."""
-    momentum: float
+    momentum: Fraction
     """The momentum (mu), from 0 and below 1."""
     scale_by_lr: bool = False
     """Whether to scale by the inner learning rate of the step, as SlowMo is written."""
-    clip: float | None = None
+    clip: Annotated[float | None, Gt(0)] = None
     """The largest size of a direction's element, above 0; null: no limit."""
     clip_unit: ClipUnit = "absolute"
     """The unit of `clip`: that of the parameters, or the root mean square of each tensor."""
@@ -156,8 +160,7 @@ class Momentum(OuterOptimizer):
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
-        _require_positive("lr", self.lr)
-        _require_fraction("momentum", self.momentum)
+        require_bounds("outer_optimizer", self)
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
@@ -184,11 +187,11 @@ class Nesterov(OuterOptimizer):
     `clip` clamps the whole direction `D + mu*buf`; see `Momentum`.
     """
 
-    lr: float
+    lr: Positive
     """The outer learning rate, above 0."""
-    momentum: float
+    momentum: Fraction
     """The momentum (mu), from 0 and below 1."""
-    clip: float | None = None
+    clip: Annotated[float | None, Gt(0)] = None
     """The largest size of a direction's element, above 0; null: no limit."""
     clip_unit: ClipUnit = "absolute"
     """The unit of `clip`: that of the parameters, or the root mean square of each tensor."""
@@ -204,8 +207,7 @@ class Nesterov(OuterOptimizer):
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
-        _require_positive("lr", self.lr)
-        _require_fraction("momentum", self.momentum)
+        require_bounds("outer_optimizer", self)
         _require_clip(self.clip, self.clip_unit)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
@@ -222,11 +224,11 @@ class Nesterov(OuterOptimizer):
 class Adam(OuterOptimizer):
     """FedAdam with bias correction: the standard Adam update with gradient D."""
 
-    lr: float
+    lr: Positive
     """The outer learning rate, above 0."""
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple[Fraction, Fraction] = (0.9, 0.99)
     """The decays of the two moving averages, each from 0 and below 1."""
-    eps: float = 1e-8
+    eps: Positive = 1e-8
     """What is added to the root of the second average, above 0."""
 
     slots = ("exp_avg", "exp_avg_sq")
@@ -238,10 +240,7 @@ class Adam(OuterOptimizer):
 
     def validate(self) -> None:
         """Require positive lr and eps, and both betas in [0, 1)."""
-        _require_positive("lr", self.lr)
-        _require_positive("eps", self.eps)
-        for index, beta in enumerate(self.betas):
-            _require_fraction(f"betas[{index}]", beta)
+        require_bounds("outer_optimizer", self)
 
     def update(self, grad: Tensor, slots: Mapping[str, Tensor], context: OuterContext) -> Tensor:
         """Return the bias-corrected step, in place of `grad`."""
@@ -272,21 +271,9 @@ def _clip(direction: Tensor, clip: float | None, unit: str, context: OuterContex
     return torch.maximum(direction, bound.neg_(), out=direction)
 
 
-def _require_positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise ValueError(f"outer_optimizer.{name}={value} must be a finite number above 0")
-
-
-def _require_fraction(name: str, value: float) -> None:
-    if not 0 <= value < 1:
-        raise ValueError(f"outer_optimizer.{name}={value} must be at least 0 and below 1")
-
-
 def _require_clip(clip: float | None, unit: str) -> None:
     require_choice("outer_optimizer.clip_unit", unit, ClipUnit)
-    if clip is not None:
-        _require_positive("clip", clip)
-    elif unit != "absolute":
+    if clip is None and unit != "absolute":
         raise ValueError(
             f"outer_optimizer.clip_unit={unit!r} has no effect without outer_optimizer.clip; "
             "set clip, e.g. 3.0 (times the RMS), or leave clip_unit out"

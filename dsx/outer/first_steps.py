@@ -26,7 +26,7 @@ class FirstSteps:
         self._state = state
         self._per_tensor = per_tensor
 
-    def observe_first_steps(self, history: History) -> None:
+    def observe(self, history: History) -> None:
         """Measure how far the first inner step of a round has gone."""
         if not self._method.staleness.is_active:
             return

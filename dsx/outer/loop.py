@@ -148,7 +148,7 @@ class OuterLoop:
         due = [p for p in self._due(step) if self.history.launched[p] < step]
         self.history.step = step
         self._complete.clear()
-        self._first_steps.observe_first_steps(self.history)
+        self._first_steps.observe(self.history)
         for fragment in due:
             self._launch(fragment, step, shared_by=len(due))
         self.totals.blocked_seconds += time.perf_counter() - started

@@ -8,7 +8,7 @@ decoded last. Everyone so knows the same:
   message names it;
 - a cluster that skipped every inner step of the round, its gradients not being finite: it has
   nothing new, and recovery.py tells of it;
-- a different hash: a mean was decoded differently, so outer parameters have come apart, which no
+- a different hash: a mean was decoded differently, so outer parameters have diverged, which no
   later round would mend. The message names fragment, round and clusters; the fragment's outer
   state is sent again, in fp32, by the first member, or the run stops, as the configuration says.
 

@@ -129,22 +129,6 @@ class StateStore:
         """Return how many numbers travel beside each transfer of a fragment."""
         return self._buffers[fragment][0].sideband.values.numel()
 
-    @property
-    def scratch_numel(self) -> int:
-        """Elements of the shared work vectors used so far."""
-        return sum(t.numel() for t in self._scratch.values())
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes held in total, scratch included; without the buffers of codecs."""
-        buffers = [b for fragment in self._buffers for b in fragment]
-        tensors = [*self.anchor, *self._scratch.values()]
-        tensors += [t for slots in self.slots for t in slots.named().values()]
-        tensors += [b.wire for b in buffers] + [b.sideband.values for b in buffers]
-        tensors += [b.kept for b in buffers if b.kept is not None]
-        tensors += [t for channel in self.channels for t in channel.codec.slots.values()]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
 
 @dataclass(frozen=True)
 class _Zeros:

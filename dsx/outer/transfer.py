@@ -52,14 +52,13 @@ class NothingYet:
     fragment: int
 
 
-class Arrived:
+class Arrived(Pending):
     """A transfer that has ended: restored from a checkpoint, or empty on this rank."""
 
     def __init__(self, mean: Tensor, bytes_sent: int = 0, seconds: float = 0.0) -> None:
         self._mean = mean
         self.bytes_sent = bytes_sent
         self.seconds = seconds
-        self.coding_seconds = 0.0
 
     def wait(self) -> Tensor:
         """Return the mean at once."""

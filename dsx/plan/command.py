@@ -59,7 +59,7 @@ JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
 Plot = Annotated[Path | None, _option("Draw utilization against bandwidth there.", "FILE.png")]
 
 
-@one_line_errors("plan", OSError)
+@one_line_errors("plan")
 def plan(
     from_run: FromRun = None,
     megatron: Megatron = None,

@@ -6,7 +6,7 @@ TCP and 12 of its timestamps are not. Acknowledgements go the other way, about o
 and are left out, as are retransmissions and the first round trips in which TCP finds its window.
 
 An exchange round takes `ROUND_ONE_WAYS` latencies, not one: a receive is announced to its sender,
-and gloo sends what was asked for. A dense transfer is three rounds (announcement, two of the mean),
+and gloo sends what was asked for. A dense transfer is three rounds (handshake, two of the mean),
 its sideband two more; between two clusters a mean is one.
 """
 

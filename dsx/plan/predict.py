@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from dsx.compress.slices import exact_rounds
@@ -54,10 +54,6 @@ class Prediction:
     steps_per_round: int
     transmissions: int
     bytes_by_cluster: tuple[float, ...]
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def predict(

@@ -215,7 +215,7 @@ def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
         "rounds_late": row.method.delay.rounds_under_way,
         "codec": row.codec.name,
         "rank": row.rank,
-        **row.prediction.as_json(),
+        **asdict(row.prediction),
         "bytes_per_day": row.bytes_per_day,
         "outer_memory": {**vars(row.memory), "contributions": row.contributions},
         "outer_bytes_on_device": row.on_device,

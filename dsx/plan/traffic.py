@@ -122,17 +122,17 @@ class Traffic:
             at_launch = share_seconds(largest, compression, self.num_clusters, costs)
             blocking = max(blocking, at_launch)
         held = int(self._rounds[index].max(axis=(1, 2)).sum())
-        num_rounds = len(self._rounds[index]) - 1  # beside the announcement
+        num_rounds = len(self._rounds[index]) - 1  # beside the handshake
         latency = ROUND_ONE_WAYS * link.latency_seconds
         return Cost(
-            before + latency,  # of the announcement
+            before + latency,  # of the handshake
             held / link.payload_bytes_per_second,
             after + num_rounds * latency,
             blocking,
         )
 
     def _rounds_of(self, load: Load, number: int) -> Sizes:
-        """Return what a transfer's rounds take of all ranks: the announcement, codes, sideband.
+        """Return what a transfer's rounds take of all ranks: the handshake, codes, sideband.
 
         Bytes by round and cluster, sent and received.
         """
@@ -145,10 +145,8 @@ class Traffic:
             numel = sideband_shape(self._method, fragment, load.num_tensors, clusters).numel
             if numel:
                 beside.append((ranks, exact_rounds(numel, clusters)))
-        announcement = np.full((1, clusters, 2), headers)
-        return np.concatenate(
-            [announcement, _together(codes, clusters), _together(beside, clusters)]
-        )
+        handshake = np.full((1, clusters, 2), headers)
+        return np.concatenate([handshake, _together(codes, clusters), _together(beside, clusters)])
 
 
 def _together(kinds: Sequence[Counted], num_clusters: int) -> Sizes:

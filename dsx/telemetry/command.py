@@ -11,14 +11,17 @@ from dsx.core.one_line_errors import one_line_errors
 from dsx.telemetry.run_folder import RUN_HELP
 
 
-@one_line_errors("report", FileNotFoundError)
+@one_line_errors("report")
 def report(
     run: Annotated[Path, typer.Argument(help=RUN_HELP)],
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE.png", help="Default: plot.png in the folder.")
+    ] = None,
 ) -> None:
     """Show the records of a run as a table and a plot.
 
-    The plot is plot.png in its folder.
+    The plot goes to plot.png in the run's folder, in place of the last one, or where --plot says.
     """
     from dsx.telemetry.report import report as write_report
 
-    write_report(run)
+    write_report(run, plot)

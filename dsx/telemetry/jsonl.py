@@ -28,12 +28,12 @@ def _lines_up_to(path: Path, step: int) -> list[str]:
     if not path.exists():
         return []
     kept: list[str] = []
-    for line in path.read_text().splitlines(keepends=True):
+    for line in path.read_bytes().splitlines(keepends=True):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, UnicodeDecodeError):
             logger.warning("dropping an incomplete record from %s", path)
             continue
         if record.get("step", record.get("applied_step", 0)) <= step:
-            kept.append(line)
+            kept.append(line.decode())
     return kept

@@ -69,17 +69,30 @@ def summarize(run_dir: str | Path) -> RunReport:
     )
 
 
-def report(run_dir: str | Path) -> None:
-    """Print a table of the run and write `plot.png` into its directory."""
+def report(run_dir: str | Path, figure: Path | None = None) -> None:
+    """Print a table of the run, and draw into `figure`; without one into plot.png in its folder.
+
+    A folder that cannot be written to is told of; OSError for a `figure` that cannot.
+    """
     from rich.console import Console
 
     totals = summarize(run_dir)
-    figure = Path(totals.run_dir) / "plot.png"
-    plot(run_dir, figure)
     console = Console(highlight=False)
     console.print(_table(totals))
-    for line in _closing_lines(totals, figure):
+    for line in [*_closing_lines(totals), _draw(run_dir, figure, Path(totals.run_dir))]:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _draw(run_dir: str | Path, figure: Path | None, folder: Path) -> str:
+    """Draw the run; return what to say of it."""
+    usual = folder / "plot.png"
+    try:
+        plot(run_dir, figure or usual)
+    except OSError as error:
+        if figure is not None:
+            raise
+        return f"no figure: {usual} cannot be written ({error.strerror}); --plot FILE.png can"
+    return f"figure written to {figure or usual}"
 
 
 def plot(run_dir: str | Path, out_png: str | Path) -> None:
@@ -98,7 +111,7 @@ def plot(run_dir: str | Path, out_png: str | Path) -> None:
         axes.grid(color="#dddddd", linewidth=0.6)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(out_png, dpi=150)
+    figure.savefig(out_png, dpi=150, format="png")
 
 
 def _open(path: str | Path) -> tuple[Run, list[ClusterRun]]:
@@ -253,7 +266,7 @@ def _number(value: float | None, style: str) -> str:
     return "-" if value is None else format(value, style)
 
 
-def _closing_lines(totals: RunReport, figure: Path) -> list[str]:
+def _closing_lines(totals: RunReport) -> list[str]:
     lines: list[str] = []
     entropy = totals.summary.get("unigram_entropy")
     if entropy is not None:
@@ -262,7 +275,7 @@ def _closing_lines(totals: RunReport, figure: Path) -> list[str]:
         ratio = totals.bytes_sent_synchronous / totals.bytes_sent
         sent = format_bytes(totals.bytes_sent_synchronous)
         lines.append(f"synchronous data parallel would have sent {sent}: {ratio:.1f} times as much")
-    return [*totals.about, *lines, f"figure: {figure}"]
+    return [*totals.about, *lines]
 
 
 def _about_lines(run: Run) -> list[str]:

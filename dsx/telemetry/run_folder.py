@@ -140,16 +140,16 @@ def sessions_of(folder: Path) -> set[str]:
 def read_records(path: Path) -> list[Record]:
     """Parse a file of records; an incomplete last line is what a killed run leaves."""
     records: list[Record] = []
-    lines = path.read_text().splitlines()
+    lines = path.read_bytes().splitlines()
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
             if number == len(lines):
                 break
             raise ValueError(f"{path}:{number} is not a JSON record: {error}") from error
         if not isinstance(record, dict):
-            raise ValueError(f"{path}:{number} must be a JSON object, not {line[:40]!r}")
+            raise ValueError(f"{path}:{number} must be a JSON object, not {record!r:.40}")
         records.append(cast(Record, record))
     return records
 

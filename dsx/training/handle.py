@@ -74,10 +74,10 @@ class Handle:
         self._last_checkpoint: Path | None = None
         method = config.method
         self._records = Records(config, world, adapter)
-        store = world.attachment_store()
+        store = world.new_handle_store()
         self._stop = StopAgreement(
             world.rendezvous,
-            f"stop/{world.num_attachments}",
+            f"stop/{world.num_handles}",
             method.schedule.interval,
             method.delay.rounds_under_way,
         )

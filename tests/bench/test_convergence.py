@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from dsx.cli import app
 from dsx.data import build
 from tests.installed import needs
 
@@ -69,15 +71,20 @@ def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "long.json").read_text())) == 6  # two presets, three seeds
 
 
+def refused(data: Path, *args: str) -> str:
+    command = ["bench", "convergence", "--data", str(data), *args]
+    result = CliRunner().invoke(app, [*command, "--json", str(data / "results.json")])
+    assert result.exit_code == 2
+    return result.output
+
+
 def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
-    done = run(tmp_path / "none", tmp_path / "x.json")
-    assert done.returncode == 2
-    assert "make one with: dsx data build --from stdlib --out" in done.stderr
+    said = refused(tmp_path / "none")
+    assert "make one with: dsx data build --from stdlib --out" in said
 
 
 def test_what_is_no_preset_or_number_is_named(tmp_path: Path) -> None:
-    done = run(tmp_path, tmp_path / "x.json", "--presets", "diloco,eager+zip")
-    assert done.returncode == 2
-    assert "'eager+zip' is not PRESET or PRESET+CODEC; presets: local_sgd" in done.stderr
-    done = run(tmp_path, tmp_path / "x.json", "--seeds", "0,one")
-    assert "--seeds '0,one' must be numbers with commas between" in done.stderr
+    said = refused(tmp_path, "--presets", "diloco,eager+zip")
+    assert "'eager+zip' is not PRESET or PRESET+CODEC; presets: local_sgd" in said
+    said = refused(tmp_path, "--seeds", "0,one")
+    assert "--seeds '0,one' must be numbers with commas between" in said

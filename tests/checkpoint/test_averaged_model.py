@@ -77,8 +77,8 @@ def test_a_run_that_went_on_with_fewer_clusters(tmp_path: Path, caplog: Any) -> 
             here, directory = RankInfo(m, num_clusters, 0, 1), tmp_path / f"cluster_{m}"
             unfinished = begin_tag(directory, f"step{step}")
             save_state(loop, directory / unfinished, here, f"run {step}", {}, {})
-            mark = Manifest(FORMAT, step, f"run {step}", num_clusters, 1)
-            complete_tag(directory, f"step{step}", mark)
+            manifest = Manifest(FORMAT, step, f"run {step}", num_clusters, 1)
+            complete_tag(directory, f"step{step}", manifest)
     model = find_model(tmp_path, None)
     assert (model.step, model.num_saved_clusters) == (9, 2)
     assert "step12 is not complete in cluster(s) [1]; exporting step9" in caplog.text

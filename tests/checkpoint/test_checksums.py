@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model
-from dsx.checkpoint.checksums import COMPLETE_MARK
+from dsx.checkpoint.checksums import MANIFEST
 from dsx.checkpoint.files import FORMAT, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.checkpoint.tags import (
@@ -68,7 +68,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 @pytest.mark.parametrize("cluster", [0, 1])
-@pytest.mark.parametrize("name", ["dsx_rank_00000.safetensors", MODULE_FACTS, COMPLETE_MARK])
+@pytest.mark.parametrize("name", ["dsx_rank_00000.safetensors", MODULE_FACTS, MANIFEST])
 def test_one_flipped_bit_in_any_file_is_refused(cluster: int, name: str, tmp_path: Path) -> None:
     run = save_two(tmp_path)
     before = [anchor.clone() for loop in run.loops for anchor in loop.state.anchor]
@@ -84,7 +84,7 @@ def test_one_flipped_bit_in_any_file_is_refused(cluster: int, name: str, tmp_pat
         after = [anchor for loop in run.loops for anchor in loop.state.anchor]
         assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
     flip(path, bits // 2)
-    assert "step4" in str(refused.value) or name == COMPLETE_MARK
+    assert "step4" in str(refused.value) or name == MANIFEST
     with pytest.raises(ValueError, match="an earlier"):
         find_model(tmp_path, None)
     assert resume(tmp_path, run, "step4") == ["step4"] * 2
@@ -108,10 +108,10 @@ def test_what_has_no_checksums_loads_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = save_two(tmp_path)
-    for mark in tmp_path.glob(f"*/*/{COMPLETE_MARK}"):
-        told = json.loads(mark.read_text())
+    for manifest in tmp_path.glob(f"*/*/{MANIFEST}"):
+        told = json.loads(manifest.read_text())
         del told["checksum"], told["checksums"]
-        mark.write_text(json.dumps(told))
+        manifest.write_text(json.dumps(told))
     with caplog.at_level(logging.WARNING):
         load_state(run.loops[0], tmp_path / "cluster_0" / "step8", rank_info(0), {})
     assert [record.message.partition(",")[0] for record in caplog.records] == [

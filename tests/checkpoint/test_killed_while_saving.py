@@ -49,19 +49,19 @@ def test_the_last_complete_checkpoint_survives(is_one_tag: bool, tmp_path: Path)
         time.sleep(0.03 + 0.12 * noise.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        marks = complete_tags(tmp_path)
-        if not marks:
+        manifests = complete_tags(tmp_path)
+        if not manifests:
             assert newest == 0
             continue
-        tag = max(marks, key=lambda name: marks[name]["step"])
-        assert marks[tag]["step"] >= newest
-        newest = marks[tag]["step"]
+        tag = max(manifests, key=lambda name: manifests[name]["step"])
+        assert manifests[tag]["step"] >= newest
+        newest = manifests[tag]["step"]
         kills_in_between += any(path.suffix == ".unfinished" for path in tmp_path.iterdir())
-        for tag, mark in marks.items():
+        for tag, manifest in manifests.items():
             load_state(loading, tmp_path / tag, PLACE, {})
-            assert loading.history.step == mark["step"]
+            assert loading.history.step == manifest["step"]
             for fragment in loading.adapter.fragments:
                 for tensor in loading.state.named_state(fragment.id).values():
-                    assert (tensor == mark["step"]).all()
+                    assert (tensor == manifest["step"]).all()
     assert newest > 10
     assert kills_in_between > 3

@@ -6,6 +6,7 @@ import copy
 import functools
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,14 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+import dsx
 from dsx.checkpoint.checksums import leave_checksum
 from dsx.checkpoint.files import first_difference, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
-from dsx.config.schema import preset
+from dsx.config.schema import preset, resolve_method
+from dsx.core import registry
+from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
 from tests.simulated import Simulated
@@ -82,6 +86,58 @@ def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
             state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
             assert state.keys() == expected.keys()
             assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+def test_an_outer_optimizer_that_is_registered_resumes_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry, "_known", {k: dict(v) for k, v in registry._known.items()})
+
+    @dsx.register("outer_optimizer", "sign")
+    @dataclass(frozen=True)
+    class Sign(OuterOptimizer):
+        lr: float
+        decay: float = 0.5
+        slots = ("mean",)
+
+        def validate(self) -> None:
+            """Takes every value."""
+
+        def update(
+            self, grad: torch.Tensor, slots: Mapping[str, torch.Tensor], context: OuterContext
+        ) -> torch.Tensor:
+            mean = slots["mean"].mul_(self.decay).add_(grad)
+            return torch.sign(mean, out=grad).mul_(self.lr)
+
+    def start(**fields: Any) -> tuple[Simulated, Mapping[str, Any]]:
+        overrides = {
+            "schedule": {"interval": 4}, "outer_optimizer": {"type": "sign", "lr": 0.01, **fields}
+        }  # fmt: skip
+        method, axes = resolve_method("diloco", overrides, 2)
+        return Simulated(TinyNet(), adamw, method, 2), axes
+
+    def resume(run: Simulated, axes: Mapping[str, Any]) -> None:
+        for m, loop in enumerate(run.loops):
+            run.models[m].load_state_dict(first.models[m].state_dict())
+            run.optimizers[m].load_state_dict(copy.deepcopy(first.optimizers[m].state_dict()))
+            load_state(loop, tmp_path / f"cluster_{m}", rank_info(m), axes)
+
+    (whole, _), (first, axes), (second, _) = start(), start(), start()
+    for step in range(NUM_STEPS):
+        whole.train_step(mean_loss)
+        if step < 6:
+            first.train_step(mean_loss)
+    assert axes["outer_optimizer"] == {"type": "sign", "lr": 0.01, "decay": 0.5}
+    save_all(first, tmp_path, axes)
+    resume(second, axes)
+    for _ in range(6, NUM_STEPS):
+        second.train_step(mean_loss)
+    for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+    resume(*start(decay=0.9))  # another value, the same type
+    other, other_axes = new_run("diloco"), ALL_CASES["diloco"].axes()
+    with pytest.raises(ValueError, match=r"outer_optimizer.*sign"):
+        resume(other, other_axes)
 
 
 def test_streaming_is_saved_with_a_transfer_in_flight() -> None:

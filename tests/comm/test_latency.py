@@ -56,7 +56,7 @@ class Detour(dist.Store):
         self._store.wait(*arguments)
 
 
-def seconds_of_swaps() -> float:
+def seconds_of_rounds() -> float:
     cluster = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, 2, is_master=cluster == 0)
@@ -79,7 +79,7 @@ def seconds_of_swaps() -> float:
 
 
 @pytest.mark.slow
-def test_a_swap_takes_two_one_way_latencies() -> None:
-    for elapsed in run_distributed(seconds_of_swaps, 2):
+def test_an_exchange_round_takes_two_one_way_latencies() -> None:
+    for elapsed in run_distributed(seconds_of_rounds, 2):
         one_ways = elapsed / ROUNDS / LATENCY
         assert ROUND_ONE_WAYS - 0.1 < one_ways < ROUND_ONE_WAYS + 0.9

@@ -59,7 +59,7 @@ def test_all_clusters_get_one_session_and_every_run_a_new_one(port: int) -> None
 
 
 def test_keys_of_a_dead_cluster_are_not_taken_for_a_peer(port: int) -> None:
-    together(join(port, 0), join(port, 1))  # an earlier run left its cards in the store
+    together(join(port, 0), join(port, 1))  # an earlier run left its hellos in the store
     error = together(join(port, 0))[0]
     assert isinstance(error, PeerLost)
     assert "cluster 1 of 2 did not come within 3 s" in str(error)
@@ -80,14 +80,14 @@ def test_clusters_of_different_number_or_size_are_refused(
 
 
 def test_another_protocol_is_refused_by_name(port: int) -> None:
-    """Cluster 1 is of the time before protocols had numbers: its card has none."""
+    """Cluster 1 is of the time before protocols had numbers: its hello has none."""
     store = dist.PrefixStore("dsx/join", client(port))
-    card = json.dumps({"nonce": "old", "num_clusters": 2, "world_size": 1})
+    hello = json.dumps({"nonce": "old", "num_clusters": 2, "world_size": 1})
 
     def old_cluster() -> None:
-        store.set("here/1", card)
+        store.set("here/1", hello)
         nonce = json.loads(store.get("here/0"))["nonce"]
-        store.set(f"answer/{nonce}/1", card)
+        store.set(f"answer/{nonce}/1", hello)
 
     error, _ = together(join(port, 0), old_cluster)
     assert isinstance(error, ValueError)

@@ -68,7 +68,7 @@ def expected_mean(values: list[Tensor], wire: str, mean_wire: str | None) -> Ten
     return mean if mean_wire is None else as_decoded(mean_wire, mean)
 
 
-def test_an_exact_mean_takes_the_swaps_a_plan_counts() -> None:
+def test_an_exact_mean_takes_the_rounds_a_plan_counts() -> None:
     for num_clusters, rounds in ((1, 0), (2, 1), (3, 2), (7, 2)):
         assert rounds == len(exact_rounds(9, num_clusters))
         mean = ExactMean(Seat.of(0, num_clusters))
@@ -97,10 +97,10 @@ def test_all_clusters_decode_the_mean_of_the_codes(
     if num_clusters == 32 and numel == 1500 and kind != "gaussian":
         numel = 300  # the oracle is slow
     values = KINDS[kind](correlated(numel, num_clusters))
-    means, sent, announced = coded_means(values)
+    means, sent, declared = coded_means(values)
     expected = expected_mean(values, "int4", None if num_clusters <= 3 else "int8")
     assert all(torch.equal(mean, expected) for mean in means)
-    assert sent == announced
+    assert sent == declared
 
 
 @given(
@@ -116,19 +116,19 @@ def test_any_pair_of_formats(
     numel: int, num_clusters: int, wire: str, mean_wire: str, seed: int
 ) -> None:
     values = correlated(numel, num_clusters, seed)
-    means, sent, announced = coded_means(values, wire, mean_wire)
+    means, sent, declared = coded_means(values, wire, mean_wire)
     expected = expected_mean(values, wire, None if num_clusters <= 3 else mean_wire)
     assert all(torch.equal(bits(mean), bits(means[0])) for mean in means)
     assert torch.equal(means[0], expected)
-    assert sent == announced
+    assert sent == declared
 
 
 @pytest.mark.parametrize("num_clusters", [1, 4, 5])
 def test_what_is_short_may_be_gathered_by_any_number(num_clusters: int) -> None:
     values = correlated(777, num_clusters)
-    means, sent, announced = coded_means(values, "bf16", "bf16", is_gathered=True)
+    means, sent, declared = coded_means(values, "bf16", "bf16", is_gathered=True)
     assert all(torch.equal(mean, expected_mean(values, "bf16", None)) for mean in means)
-    assert sent == announced == [777 * 2 * (num_clusters - 1)] * num_clusters
+    assert sent == declared == [777 * 2 * (num_clusters - 1)] * num_clusters
 
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 3, 4, 5, 8, 32])

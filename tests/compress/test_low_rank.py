@@ -87,7 +87,7 @@ def test_what_int8_factors_lose_of_a_matrix_of_that_rank() -> None:
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("factor_wire", ["int8", "int4", "fp32"])
-def test_equal_bits_and_announced_bytes(factor_wire: Any, num_clusters: int) -> None:
+def test_equal_bits_and_declared_bytes(factor_wire: Any, num_clusters: int) -> None:
     """`average` compares the bits; the first round has two iterations and sends factors twice."""
     shapes = [(96, 80), (50,), (100, 99), (20, 60), (30, 40)]
     fragment = fragment_of(*shapes, names=["a", "b", "c", "embed", "d"], id=3)
@@ -275,7 +275,7 @@ def test_any_layout(
     feedback: Any,
     scale: float,
 ) -> None:
-    """Equal bits, announced bytes, zero for zero, and always nearer than nothing."""
+    """Equal bits, declared bytes, zero for zero, and always nearer than nothing."""
     fragment = fragment_of(*shapes)
     method = plain_low_rank(
         rank=rank, factor_wire=factor_wire, wire=wire, error_feedback=feedback, min_saving=1.0
@@ -311,7 +311,7 @@ def test_the_size_of_the_values_does_not_matter(factor_wire: Any, scale: float) 
         ({"factor_wire": "bf16"}, r"compression\.factor_wire='bf16'"),
         ({"dense_rounds": -1}, r"compression\.dense_rounds=-1"),
         ({"full_round_every": 1}, r"compression\.full_round_every=1 must be at least 2"),
-        ({"min_saving": 0.9}, r"compression\.min_saving=0\.9 must be at least 1"),
+        ({"min_saving": 0.9}, r"compression\.min_saving=0\.9 must be finite and at least 1"),
         ({"min_saving": float("nan")}, r"compression\.min_saving=nan"),
         ({"wire": "int5"}, r"compression\.wire='int5'"),
         ({"exclude": ("wte", "")}, r"compression\.exclude=.* an empty text is part of every name"),

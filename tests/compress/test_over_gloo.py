@@ -157,6 +157,7 @@ def train_on_another_cpu() -> tuple[str, dict[tuple[str, str], Any]]:
     return torch.backends.cpu.get_cpu_capability(), train_over_gloo(2)
 
 
+@pytest.mark.ci
 def test_other_processors_decode_the_same_bits() -> None:
     """Their encoders may differ, what they apply may not."""
     (one, ours), (other, theirs) = run_distributed(train_on_another_cpu, 2, engine=None)

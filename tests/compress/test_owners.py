@@ -1,4 +1,4 @@
-"""Who averages which factors: as even as can be, and what passes in every swap."""
+"""Who averages which factors: as even as can be, and what is sent in every exchange round."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ def test_a_transformers_layer_by_hand() -> None:
     "shards", [[LAYER], [LAYER * 3], [[(96, 64)]], [LAYER[:2], LAYER[2:]], [[(96, 64)]] * 2],
     ids=["layer", "three", "one matrix", "two ranks", "a matrix each"],
 )  # fmt: skip
-def test_what_is_declared_passes_in_every_swap(
+def test_what_is_declared_is_sent_in_every_exchange_round(
     shards: list[list[tuple[int, int]]], num_clusters: int
 ) -> None:
-    """A swap ends with the cluster that sends or receives most: a plan counts them one by one."""
+    """A round ends with the cluster that sends or receives most; a plan counts them one by one."""
     method = LowRank(rank=RANK, min_saving=1.0)
     for shard, shapes in enumerate(shards):
         fragment = fragment_of(*shapes, id=1)
         declared = method.traffic(fragment, num_clusters, Launch(2), shard)
         assert len(declared) == 4
-        passed = swaps_of_second_round(shapes, shard, num_clusters)
-        assert [list(map(tuple, of_swap)) for of_swap in declared] == passed
+        passed = exchanges_of_second_launch(shapes, shard, num_clusters)
+        assert [list(map(tuple, of_round)) for of_round in declared] == passed
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3])
@@ -74,7 +74,7 @@ def test_what_travels_beside_factors_is_counted_once(num_clusters: int) -> None:
         assert (ours.sent - theirs.sent, ours.received - theirs.received) == (beside, beside)
 
 
-def swaps_of_second_round(
+def exchanges_of_second_launch(
     shapes: list[tuple[int, int]], shard: int, num_clusters: int
 ) -> list[list[tuple[int, int]]]:
     """What every cluster's rank sends and receives; the first round would iterate twice."""
@@ -89,7 +89,7 @@ def swaps_of_second_round(
             recorded(channel.exchange(x, Launch(round)), p, passed[p.cluster_id])
             for channel, x, p in zip(channels, values, seats, strict=True)
         ])  # fmt: skip
-    return [list(of_swap) for of_swap in zip(*passed, strict=True)]
+    return [list(of_round) for of_round in zip(*passed, strict=True)]
 
 
 def recorded(

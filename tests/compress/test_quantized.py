@@ -72,7 +72,7 @@ def test_matrices_are_coded_in_runs(wire: Any, group_size: int, num_clusters: in
 
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 5])
-def test_announced_bytes_are_sent(num_clusters: int) -> None:
+def test_declared_bytes_are_sent(num_clusters: int) -> None:
     clusters = Clusters(Quantized(), FRAGMENT, num_clusters)
     clusters.average(correlated(FRAGMENT.numel, num_clusters))
     assert clusters.bytes_sent == clusters.payload_bytes(1)
@@ -220,7 +220,7 @@ SHAPE = st.one_of(
 def test_any_layout(
     shapes: list[tuple[int, ...]], num_clusters: int, wire: Any, feedback: Any, scale: float
 ) -> None:
-    """Equal bits, finite, announced bytes, and no further off than the coarsest code can be."""
+    """Equal bits, finite, declared bytes, and no further off than the coarsest code can be."""
     fragment = fragment_of(*shapes)
     clusters = Clusters(Quantized(wire=wire, error_feedback=feedback), fragment, num_clusters)
     values = [x * scale for x in correlated(fragment.numel, num_clusters)]

@@ -230,10 +230,10 @@ def test_a_fragment_of_vectors_only_has_no_residual() -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"chunk": 8192}, r"compression.chunk=8192 must be between 1 and 4096.*try 4096"),
-        ({"chunk": 0}, r"compression.chunk=0 must be between 1 and 4096"),
-        ({"k": 0}, r"compression.k=0 must be between 1 and chunk=4096; try 64"),
-        ({"k": 65, "chunk": 64}, r"compression.k=65 must be between 1 and chunk=64; try 1"),
+        ({"chunk": 8192}, r"compression.chunk=8192 must be at least 1 and at most 4096.*try 4096"),
+        ({"chunk": 0}, r"compression.chunk=0 must be at least 1 and at most 4096"),
+        ({"k": 0}, r"compression.k=0 must be at least 1"),
+        ({"k": 65, "chunk": 64}, r"compression.k=65 must be at most chunk=64; try 1"),
         ({"bits": 3}, r"compression.bits=3 is not known; allowed: 2"),
         ({"error_feedback": "none"}, r"error_feedback='none' is not known; allowed: 'fp32', 'bf1"),
         ({"small_wire": "int8"}, r"small_wire='int8' is not known; allowed: 'fp32', 'bf16'"),

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from dsx.config.flags import add_flags, all_flags, read_flags, show_resolved
+from dsx.config.flags import add_flags, all_flags, show_resolved
 from dsx.config.schema import ConfigError, load_config
 from dsx.method.choices import PRESETS
+from tests.flags import read_flags
 
 TWO = ["--dsx-num-clusters", "2"]
 

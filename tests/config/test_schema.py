@@ -143,7 +143,7 @@ def test_launch_arguments_override_the_file() -> None:
         ),
         (
             block(schedule={"interval": 20}, delay={"steps": 20}),
-            r"delay.steps=20 must be at least 0 and below schedule.interval=20.*use steps <= 19",
+            r"delay.steps=20 must be below schedule.interval=20.*use steps <= 19",
         ),
         (block(delay={"steps": -1}), r"delay.steps=-1 must be at least 0"),
         (block(delay={"alpha": 0}), r"delay.alpha=0.0 must be above 0 and at most 1"),
@@ -194,6 +194,15 @@ def test_launch_arguments_override_the_file() -> None:
 def test_a_mistake_is_named_with_what_is_allowed(config: Any, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config(config)
+
+
+@pytest.mark.parametrize("source", [None, [], 5, b"ds_config.json", {"dsx"}], ids=repr)
+def test_what_is_neither_a_path_nor_a_dict_is_named(source: Any) -> None:
+    with pytest.raises(
+        ConfigError, match="is no DeepSpeed configuration: .* path of .* a dict"
+    ) as e:
+        load_config(source)
+    assert str(e.value).startswith(repr(source))
 
 
 def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:

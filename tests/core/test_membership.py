@@ -58,6 +58,29 @@ def test_what_cannot_be_is_refused(make: Callable[[], object], message: str) -> 
         make()
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Member("0"), "a member's id must be an integer, not '0'"),
+        (lambda: Member(True), "a member's id must be an integer, not True"),
+        (lambda: Member(1.0), "a member's id must be an integer, not 1.0"),
+        (lambda: Member(1, "2"), "weight='2' of cluster 1 must be a number"),
+        (lambda: Member(1, None), "weight=None of cluster 1 must be a number"),
+        (lambda: Membership(0.5, (Member(0),)), "epoch of a membership must be an integer, .* 0.5"),
+        (lambda: Membership(0, [Member(0)]), r"members=\[.*\] of .* must be a tuple of Member"),
+        (lambda: Membership(0, (0, 1)), r"members=\(0, 1\) of .* must be a tuple of Member"),
+        (lambda: Membership(0, 2), "members=2 of a membership must be a tuple of Member"),
+        (lambda: Membership.of("2"), "num_clusters must be an integer, not '2'"),
+        (lambda: Seat(2, 0), r"membership=2 of a seat must be a Membership; Seat.of"),
+        (lambda: Seat.of("0", 2), "cluster_id must be an integer, not '0'"),
+        (lambda: Seat.of(0, 2, None), "shard must be an integer, not None"),
+    ],
+)
+def test_what_has_another_type_is_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
 @pytest.mark.parametrize("weight", [0.0, -1.0, math.inf, math.nan])
 def test_a_weight_is_a_positive_number(weight: float) -> None:
     with pytest.raises(ValueError, match=rf"cluster 2 weight={weight}: .*finite and above 0"):

@@ -17,8 +17,8 @@ CONFIG = '{"dsx": {"preset": "dilocox", "clusters": {"num_clusters": 2}}}'
         f"import dsx; dsx.load_config({CONFIG})",
         "from dsx.method.choices import PRESETS; [make(2).validate(2, 9, 4) for make in "
         "PRESETS.values()]",
-        "from dsx.config.flags import read_flags; "
-        "read_flags('--dsx-preset co2 --dsx-num-clusters 2'.split())",
+        "import dsx; from dsx.config.flags import block_of_flags; "
+        "dsx.load_config(block_of_flags('--dsx-preset co2 --dsx-num-clusters 2'.split()))",
         "from dsx.config.reference import json_schema, markdown; json_schema(); markdown()",
         "from typer.testing import CliRunner as C; from dsx.cli import app; "
         "assert C().invoke(app, ['--help']).exit_code == 0",

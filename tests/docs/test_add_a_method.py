@@ -18,6 +18,7 @@ from tests.method import test_conformance as conformance
 PAGE = "docs/develop/add-a-method.md"
 CHECKS = [
     (conformance.test_equals_the_reference, (1, 2, 3, 5)),
+    (conformance.test_equals_the_reference_with_sgd, (1, 2, 3, 5)),
     (conformance.test_anchors_are_bit_identical_at_every_step, (2, 3, 5)),
     (conformance.test_is_deterministic, ()),
     (conformance.test_state_takes_what_the_method_declares, ()),
@@ -52,12 +53,17 @@ def test_one_row_takes_it_through_conformance(row: str) -> None:
 
 
 def test_no_check_of_conformance_is_left_out() -> None:
-    """The golden trajectory is a file of its own, and the table's own test is for what ships."""
-    others = {"test_golden_trajectory", "test_every_preset_is_in_the_table"}
+    """The golden trajectory is a file of its own; the others do not go over the table."""
+    others = {
+        "test_golden_trajectory",
+        "test_every_preset_is_in_the_table",
+        "test_a_cluster_that_goes_another_way_is_seen",
+    }
     found = {name for name in vars(conformance) if name.startswith("test_")}
     assert found - others == {check.__name__ for check, _ in CHECKS}
 
 
+@pytest.mark.ci
 def test_it_is_found_once_it_is_installed(tmp_path: Path) -> None:
     """By `dsx config reference`, which imports no file of ours."""
     source, site = tmp_path / "source", tmp_path / "site"

@@ -24,6 +24,7 @@ def test_it_is_short() -> None:
     assert len(text.splitlines()) <= 200
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600)  # the port may be taken for a while
 def test_its_script_trains(tmp_path: Path) -> None:
     """That of the page on DeepSpeed is the same."""

@@ -32,7 +32,7 @@ needs_megatron = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,
     reason="no megatron-core",
 )
-NUM_LAYERS, HIDDEN, HEADS, VOCAB, LENGTH = 4, 16, 2, 32, 8
+HIDDEN, HEADS, VOCAB, LENGTH = 16, 2, 32, 8
 MICRO_BATCHES, MICRO_SIZE = 2, 2
 RATE, DECAY, EPSILON = 0.01, 0.01, 1e-3  # an epsilon that does not blow rounding up
 STREAM = {
@@ -54,6 +54,11 @@ class Kind(NamedTuple):
     overlaps: bool = False  # gradients and parameters
     is_tied: bool = False
     optimizer: str = "adam"
+    layers_per_stage: int = 2  # one for each of two fragments
+
+    @property
+    def num_layers(self) -> int:
+        return self.layers_per_stage * self.pipeline
 
     def __str__(self) -> str:
         parts = [f"tp{self.tensor}", f"pp{self.pipeline}", f"vpp{self.chunks}", self.precision]
@@ -179,7 +184,7 @@ def transformer_config(kind: Kind) -> Any:
     types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     is_virtual = kind.chunks > 1
     return TransformerConfig(
-        num_layers=NUM_LAYERS,
+        num_layers=kind.num_layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         ffn_hidden_size=2 * HIDDEN,
@@ -329,6 +334,7 @@ class PlainGPT(nn.Module):
 
     def __init__(self, weights: dict[str, Tensor]) -> None:
         super().__init__()
+        self.num_layers = sum(name.endswith("input_layernorm.weight") for name in weights)
         self.names = {name.replace(".", "/"): name for name in weights}
         self.w = nn.ParameterDict({n.replace(".", "/"): w.clone() for n, w in weights.items()})
 
@@ -340,7 +346,7 @@ class PlainGPT(nn.Module):
         tokens, targets = windows[:, :-1], windows[:, 1:]
         table = w["embedding.word_embeddings.weight"]
         x = F.embedding(tokens, table) + w["embedding.position_embeddings.weight"][:LENGTH]
-        for layer in range(NUM_LAYERS):
+        for layer in range(self.num_layers):
             x = self.layer(x, {n.removeprefix(f"layers.{layer}."): p for n, p in w.items()})
         x = self.norm(x, w, "final_layernorm")
         logits = F.linear(x, w.get("output_layer.weight", table))
@@ -366,12 +372,12 @@ class PlainGPT(nn.Module):
 
 def fragments_of(kind: Kind, names: Sequence[str]) -> list[list[list[str]]]:
     """The names in each fragment of each stage: two per stage, strided."""
-    per_chunk = NUM_LAYERS // (kind.pipeline * kind.chunks)
+    per_chunk = kind.num_layers // (kind.pipeline * kind.chunks)
     stages = []
     for stage in range(kind.pipeline):
         layers = [
             layer
-            for layer in range(NUM_LAYERS)
+            for layer in range(kind.num_layers)
             if layer // per_chunk % kind.pipeline == stage
         ]  # fmt: skip
         groups = [[n for n in names if n.startswith(f"layers.{layer}.")] for layer in layers]

@@ -20,6 +20,7 @@ from tests.engines.engines import (
     train_step,
     weights,
 )
+from tests.held_memory import held_bytes
 from tests.installed import needs
 
 pytestmark = needs("deepspeed")
@@ -83,7 +84,7 @@ def memory(handle: Any) -> tuple[int, int, int, int]:
     replicated = handle.loop.adapter._replica_shards
     buffers = 0 if replicated is None else sum(4 * b.numel() for b in replicated._buffers)
     sharded = predicted.total - predicted.work_space - predicted.in_the_cluster
-    return sharded, state.num_bytes - 4 * state.scratch_numel, predicted.in_the_cluster, buffers
+    return sharded, held_bytes(state), predicted.in_the_cluster, buffers
 
 
 def pause(kind: Kind, is_offloaded: bool) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from dsx.comm.world import current_world
 from dsx.config.schema import preset
 from tests.distributed import run_distributed
 from tests.engines.engines import weights
+from tests.held_memory import held_bytes
 from tests.installed import needs
 from tests.simulated import Simulated
 
@@ -134,7 +135,7 @@ def train_all() -> dict[str, Any]:
             "moved": loop.matrix_gathers[0].is_needed,
             "bytes": loop.totals.bytes_sent,
             "refused": loop.totals.refused,
-            "memory": (engine.dsx.memory, loop.state.num_bytes - 4 * loop.state.scratch_numel),
+            "memory": (engine.dsx.memory, held_bytes(loop.state)),
             "state": [t.clone().numpy() for t in loop.state.named_state(0).values()],
             "sent": [f.numel for f in (route.wire for route in loop.matrix_gathers)],
             "held": [f.numel for f in loop.adapter.fragments],
@@ -178,7 +179,7 @@ def test_a_nan_in_one_shard_is_refused_by_all_ranks(trained: list[dict[str, Any]
 def test_some_rank_holds_a_shard_of_a_fragment_and_sends_nothing_of_it(
     trained: list[dict[str, Any]],
 ) -> None:
-    """The run below must agree in that case too: its notes still have to travel."""
+    """The run below must agree in that case too: its sideband still has to travel."""
     pairs = [
         pair
         for result in trained

@@ -162,6 +162,7 @@ def test_two_ranks_equal_the_reference(kind: Kind, two_ranks: Any) -> None:
     check(kind, [rank[0][TWO_RANKS.index(kind)] for rank in two_ranks])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", FOUR_RANKS, ids=str)
 def test_four_ranks_equal_the_reference(kind: Kind, four_ranks: Any) -> None:
     check(kind, [rank[FOUR_RANKS.index(kind)] for rank in four_ranks])

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dsx.checkpoint.checksums import of_mark
+from dsx.checkpoint.checksums import of_manifest
 from tests.distributed import run_distributed
 from tests.engines.megatrons import (
     Engine,
@@ -134,10 +134,10 @@ def try_foreign(base: Path) -> dict[str, str]:
             shutil.copytree(base / "dsx", copy / "dsx")
         tag = Path("dsx") / "cluster_1" / f"iter_{iteration:07d}"
         (copies["one rank"] / tag / "dsx_rank_00001.safetensors").unlink()
-        mark = copies["other run"] / tag / "dsx.json"
-        told = {**json.loads(mark.read_text()), "session": "another"}
+        manifest = copies["other run"] / tag / "dsx.json"
+        told = {**json.loads(manifest.read_text()), "session": "another"}
         del told["checksum"]
-        mark.write_text(json.dumps(told | {"checksum": of_mark(told)}))
+        manifest.write_text(json.dumps(told | {"checksum": of_manifest(told)}))
     engine.handle.gather(None)
     messages["other run"] = load(copies["other run"])
     engine.handle.close()

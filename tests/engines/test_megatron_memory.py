@@ -21,7 +21,7 @@ pytestmark = needs_megatron
 KINDS = [
     Kind(tensor=2),
     Kind(pipeline=2, is_tied=True),
-    Kind(precision="bf16", is_sharded=True),
+    Kind(precision="bf16", is_sharded=True, layers_per_stage=4),
     Kind(precision="bf16", pipeline=2),
     Kind(),
 ]
@@ -73,7 +73,7 @@ def test_plans_are_what_small_models_hold() -> None:
             is_sharded=kind.is_sharded,
         )
         model = GPT(
-            megatrons.NUM_LAYERS, megatrons.HIDDEN, 2 * megatrons.HIDDEN, megatrons.HEADS,
+            kind.num_layers, megatrons.HIDDEN, 2 * megatrons.HIDDEN, megatrons.HEADS,
             megatrons.HEADS, megatrons.VOCAB, megatrons.LENGTH, is_tied=kind.is_tied,
         )  # fmt: skip
         for number in range(kind.pipeline):

@@ -197,7 +197,7 @@ def test_an_argument_of_the_training_loop_is_refused_by_name(name: str, outcomes
     assert messages[name].startswith(f"dsx does not serve --{name.replace('_', '-')} of Megatron: ")
 
 
-def test_an_attachment_is_refused_in_all_clusters_alike(outcomes: Any) -> None:
+def test_attaching_is_refused_in_all_clusters_alike(outcomes: Any) -> None:
     for rank in outcomes:
         messages = rank["attaching"]
         assert messages["twice"].endswith("attach it once")

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import dsx
 import dsx.data.command
 import dsx.examples.command as quickstart
 from dsx.cli import app
@@ -48,3 +49,35 @@ def test_a_missing_engine_is_named_with_what_to_install(monkeypatch: pytest.Monk
 def test_the_configuration_of_the_readme_is_the_one_it_takes() -> None:
     named = Path(__file__).parents[2] / "configs" / "quickstart.json"
     assert named.resolve() == Path(quickstart.__file__).with_name("quickstart.json")
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["--nosuch"], "--nosuch is not an option; "),
+        (["--stesp", "40"], "--stesp is not an option, did you mean --steps?; "),
+        (["--steps", "0"], "argument --steps: 0 must be a whole number of at least 1; "),
+        (["40"], "40 is not an option; "),
+    ],
+)
+def test_what_the_script_would_refuse_is_refused_before_anything_is_made(
+    given: list[str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never(*given: Any) -> None:
+        raise AssertionError("something was made or started")
+
+    monkeypatch.setattr(dsx.data.command, "build", never)
+    monkeypatch.setattr(os, "execve", never)
+    monkeypatch.setattr(quickstart, "find_spec", lambda name: object())
+    done = CliRunner().invoke(app, ["quickstart", *given])
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"dsx quickstart: {told}dsx quickstart -- --help lists")
+
+
+def test_every_option_of_the_script_is_one_of_the_quickstart() -> None:
+    pytest.importorskip("deepspeed")
+    parser = dsx.add_config_arguments(quickstart.pretraining_arguments())
+    for action in parser._actions:
+        for name in {*action.option_strings} - {"-h", "--help"}:
+            quickstart._require_known([name] if action.nargs == 0 else [name, "1"])
+    assert parser.get_default("deepspeed") is False and parser.get_default("dsx_store") is None

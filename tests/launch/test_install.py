@@ -17,11 +17,11 @@ import pytest
 
 import dsx
 from tests.distributed import the_default_port
+from tests.installed import needs
 
-pytest.importorskip("build")
-pytest.importorskip("deepspeed")
-pytest.importorskip("megatron.core")
-pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.ci, pytest.mark.timeout(600), needs("build", "deepspeed", "megatron"),
+]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
 NOT_SOURCE = (".git", ".venv", ".*_cache", ".hypothesis", "__pycache__", "*.egg-info")

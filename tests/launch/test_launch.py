@@ -227,6 +227,7 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     assert [cluster.steps for cluster in summarize(run).clusters] == [30, 30]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("num_ranks", "clusters", "args", "said"),
     [
@@ -236,31 +237,21 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
             ["--dsx-cluster-id", 0],
             "cluster 1 of 2 did not come within 3 s (clusters.join_deadline_seconds)",
         ),
-        pytest.param(
+        (
             1,
             {"rendezvous": "tcp://127.0.0.1:{port}", "join_deadline_seconds": 3},
             ["--dsx-cluster-id", 1],
             "no rendezvous store answered at 127.0.0.1:",
-            marks=pytest.mark.ci,
         ),
-        pytest.param(
-            1, {}, ["--dsx-cluster-id", 0], "no rendezvous is given", marks=pytest.mark.ci
-        ),
-        pytest.param(
+        (1, {}, ["--dsx-cluster-id", 0], "no rendezvous is given"),
+        (
             1,
             {"rendezvous": "tcp://127.0.0.1:{port}"},
             [],
             "say which one this is with --dsx-cluster-id",
-            marks=pytest.mark.ci,
         ),
         (3, {}, [], "clusters.num_clusters=2 does not divide the launcher's 3 ranks"),
-        pytest.param(
-            1,
-            {"num_cluster": 2},
-            [],
-            "dsx.clusters.num_cluster is not a known key",
-            marks=pytest.mark.ci,
-        ),
+        (1, {"num_cluster": 2}, [], "dsx.clusters.num_cluster is not a known key"),
     ],
     ids=["never comes", "no store", "no rendezvous", "which cluster", "uneven", "unknown key"],
 )

@@ -1,8 +1,8 @@
-"""DreamDDP's own pruned search for a table of layers: the readable counterpart of the solver."""
+"""What a table of layers takes, and DreamDDP's own pruned search for one: the solver's check."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache
 
 from dsx.method.schedule.layer_assignment import (
@@ -10,9 +10,29 @@ from dsx.method.schedule.layer_assignment import (
     _end,
     _exposed_by_stop,
     _layers_of_runs,
+    _positions,
     _profile,
     _require_interval,
+    _seconds,
 )
+
+
+def iteration_seconds(
+    backward_seconds: Sequence[float], transfer_seconds: Sequence[float], layers: Iterable[int]
+) -> float:
+    """Return the time of one iteration that sends `layers`, from the start of its backward."""
+    profile = _profile(backward_seconds, transfer_seconds)
+    return _seconds(profile, _positions(profile, layers))
+
+
+def total_seconds(
+    backward_seconds: Sequence[float],
+    transfer_seconds: Sequence[float],
+    table: Sequence[Iterable[int]],
+) -> float:
+    """Return the time of all iterations of `table`, each from the start of its backward."""
+    profile = _profile(backward_seconds, transfer_seconds)
+    return sum(_seconds(profile, _positions(profile, layers)) for layers in table)
 
 
 def assign_layers_by_search(

@@ -140,7 +140,7 @@ def test_a_shard_of_a_matrix_is_not_measured() -> None:
     ("control", "said"),
     [
         ({"rank": 2}, r"control.rank=2 must lie between control.min_rank=4"),
-        ({"target": 1.0}, r"control.target=1.0 must lie between 0 and 1"),
+        ({"target": 1.0}, r"control.target=1.0 must be above 0 and below 1"),
         ({"window": 0}, r"control.window=0 must be at least 1"),
         ({"min_interval": 126}, r"min_interval=126 .* schedule.interval=125"),
         ({"step_seconds": 0}, r"control.step_seconds=0.0 must be a finite number above 0"),

@@ -13,11 +13,9 @@ from hypothesis import strategies as st
 from dsx.method.schedule.layer_assignment import (
     assign_layers,
     fill_bubbles,
-    iteration_seconds,
     layer_table,
-    total_seconds,
 )
-from tests.method.layer_search import assign_layers_by_search
+from tests.method.layer_search import assign_layers_by_search, iteration_seconds, total_seconds
 
 Case = tuple[list[float], list[float], int]
 MAX_SPLITS = 2000

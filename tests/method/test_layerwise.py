@@ -244,7 +244,7 @@ def test_what_cannot_go_together_is_refused(overrides: dict[str, Any], said: str
         ({"outer_optimizer": {"type": "adam", "lr": 0.1}}, r"which adam does not allow"),
         ({"outer_optimizer": {"clip": 1.0}}, r"which a clip does not allow"),
         ({"staleness": {"type": "gap"}}, r"use staleness.type='none'"),
-        ({"delay": {"outer_steps": 3}}, r"outer_steps=3 must be 1 or 2"),
+        ({"delay": {"outer_steps": 3}}, r"outer_steps=3 must be at least 1 and at most 2"),
     ],
 )
 def test_what_eager_cannot_split_is_refused(overrides: dict[str, Any], said: str) -> None:

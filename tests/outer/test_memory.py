@@ -12,6 +12,7 @@ from dsx.config.schema import ConfigError, load_config, preset
 from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.outer.memory import predict
+from tests.held_memory import held_bytes, scratch_bytes
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -50,9 +51,9 @@ def require_predicted(run: Simulated) -> None:
         fragments = loop.adapter.fragments
         memory = predict(run.method, fragments, counts, wire, run.num_clusters)
         # prediction is of the cluster that holds most: owners of slices differ by one group
-        held = loop.state.num_bytes - 4 * loop.state.scratch_numel
+        held = held_bytes(loop.state)
         assert 0 <= memory.total - memory.work_space - held <= memory.codec * 0.2
-        assert 4 * loop.state.scratch_numel <= memory.work_space
+        assert scratch_bytes(loop.state) <= memory.work_space
         named = [loop.state.named_state(f.id) for f in fragments]
         anchors = sum(4 * state["anchor"].numel() for state in named if "anchor" in state)
         assert memory.anchor == anchors

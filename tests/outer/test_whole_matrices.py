@@ -47,7 +47,7 @@ def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int]) -> None:
     matrix_gathers = [plan([[own] for own in layouts], r)[0] for r in range(len(layouts))]
     own = [flat(layout, values) for layout in layouts]
     wires = [torch.full((gather.wire.numel,), torch.nan) for gather in matrix_gathers]
-    swapped = run_together(
+    exchanged = run_together(
         [
             lambda round, r=r: matrix_gathers[r].to_wire(own[r], wires[r], round)
             for r in range(len(matrix_gathers))
@@ -59,7 +59,7 @@ def test_matrices_are_whole_on_the_wire_and_return(cuts: list[int]) -> None:
     assert all(slot.is_whole for slot in held if takes(slot))
     assert sum(slot.numel for slot in held) == sum(v.numel() for v in values.values())
     is_split = any(not s.is_whole and takes(s) for layout in layouts for s in layout.layout)
-    assert all(gather.is_needed == is_split for gather in matrix_gathers) and swapped == is_split
+    assert all(gather.is_needed == is_split for gather in matrix_gathers) and exchanged == is_split
 
     back = [torch.full_like(x, torch.nan) for x in own]
     run_together(
@@ -114,17 +114,17 @@ def run_together(calls: list) -> bool:
     """Run one call per rank up to its all-to-all, exchange, and run them again to their ends."""
     sent: list[list[Tensor]] = []
 
-    class AtTheSwap(Exception):
+    class AtTheAllToAll(Exception):
         pass
 
     def stop(outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
         sent.append([t.clone() for t in outgoing])
-        raise AtTheSwap
+        raise AtTheAllToAll
 
     for call in calls:
         try:
             call(stop)
-        except AtTheSwap:
+        except AtTheAllToAll:
             continue
     for rank, call in enumerate(calls):
 

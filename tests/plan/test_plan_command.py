@@ -14,7 +14,6 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.cli import app
-from dsx.config.flags import read_flags
 from dsx.config.schema import load_config
 from dsx.core.types import Stage
 from dsx.method.choices import PRESETS
@@ -26,6 +25,7 @@ from dsx.plan.model_files import read_model
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.predict import at_interval
 from dsx.plan.ranking import best_of_each, harm, ranked
+from tests.flags import read_flags
 
 ROOT = Path(__file__).parents[2]
 QWEN = ROOT / "configs" / "qwen_107b.flags"

@@ -60,7 +60,7 @@ def test_latency_and_coding_take_their_time() -> None:
     base = predict(BLOCKING, of_sizes(sizes), 1.0, line_of(5.0, 10**6), 2, FREE)
     late = replace(line_of(5.0, 10**6), latency_seconds=0.5)
     found = predict(BLOCKING, of_sizes(sizes), 1.0, late, 2, FREE)
-    # announcement, and what two clusters swap: each asked for first
+    # handshake, and what two clusters exchange: each asked for first
     assert found.round_seconds == pytest.approx(base.round_seconds + 2 * 2 * 0.5)
     # of more: slices to their owners, means back
     three = [

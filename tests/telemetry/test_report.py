@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 from PIL import Image
+from typer.testing import CliRunner
 
+from dsx.cli import app
 from dsx.telemetry.report import plot, report, summarize
 
 STEP_BYTES = 1000
@@ -151,6 +153,29 @@ def test_damaged_line_is_an_error(run_dir: Path) -> None:
         summarize(run_dir)
 
 
+def test_what_is_not_utf_8_is_an_error_that_names_the_line(run_dir: Path) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_bytes(path.read_bytes().replace(b"step", b"st\xffp", 1))
+    done = CliRunner().invoke(app, ["report", str(run_dir)])
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+    assert done.stderr.startswith(f"dsx report: {path}:1 is not a JSON record: 'utf-8' codec")
+
+
+def test_a_folder_that_cannot_be_written_to_is_reported_all_the_same(run_dir: Path) -> None:
+    (run_dir / "plot.png").mkdir()  # as where the folder is read-only: nobody can open it to write
+    done = CliRunner().invoke(app, ["report", str(run_dir)])
+    assert done.exit_code == 0 and "cluster 1" in done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        f"no figure: {run_dir / 'plot.png'} cannot be written (Is a directory); --plot FILE.png can"
+    )
+    elsewhere = run_dir / "elsewhere.png"
+    done = CliRunner().invoke(app, ["report", str(run_dir), "--plot", str(elsewhere)])
+    assert done.stdout.splitlines()[-1] == f"figure written to {elsewhere}"
+    assert elsewhere.read_bytes().startswith(b"\x89PNG")
+    done = CliRunner().invoke(app, ["report", str(run_dir), "--plot", str(run_dir)])
+    assert done.exit_code == 2 and done.stderr.startswith("dsx report: ")
+
+
 def test_unusable_directories(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no run directory at"):
         summarize(tmp_path / "absent")
@@ -171,6 +196,7 @@ def test_report_prints_a_table_and_draws(
     printed = capsys.readouterr().out
     assert "cluster 0" in printed and "cluster 1" in printed
     assert ("2.4000" in printed) == has_summary
+    assert printed.splitlines()[-1] == f"figure written to {run_dir / 'plot.png'}"
     assert "synchronous data parallel would have sent 40 kB: 4.0 times as much" in printed
     with Image.open(run_dir / "plot.png") as image:
         image.load()

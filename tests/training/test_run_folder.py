@@ -16,9 +16,10 @@ from dsx.cli import app
 from dsx.telemetry.run_folder import open_run, read_about
 from tests.distributed import run_distributed
 from tests.engines.engines import build_engine, quiet, train_step
+from tests.installed import needs
 from tests.tiny import batch
 
-pytest.importorskip("deepspeed")
+pytestmark = needs("deepspeed")
 KIND = (1, "fp32", "one", "json")
 SAVED, STOPPED, LAST = 6, 8, 14
 

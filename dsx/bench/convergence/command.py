@@ -47,7 +47,7 @@ JsonFile = Annotated[Path, Option("--json", metavar="FILE", help="The results.")
 Plot = Annotated[Path | None, Option(metavar="FILE.png", help="Default: beside the results.")]
 
 
-@one_line_errors("bench convergence", OSError)
+@one_line_errors("bench convergence")
 def convergence(
     data: Data = Path("data/stdlib"),
     presets: Presets = None,

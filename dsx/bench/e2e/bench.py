@@ -17,7 +17,7 @@ import math
 import statistics
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -105,10 +105,6 @@ class Row:
     speedup: float = 1.0
     utilization_spread: float = 0.0
     wait_seconds: float | None = None
-
-    def as_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
 
 
 def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -134,7 +134,7 @@ def size_or_dash(count: float | None) -> str:
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """Return one object per line of the table."""
-    return [row.as_json() for row in rows]
+    return [asdict(row) for row in rows]
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:

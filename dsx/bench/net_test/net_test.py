@@ -59,12 +59,14 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Figures:
     seconds, streams = rendezvous.gather(
         "settings of cluster 0", [settings.seconds, settings.streams]
     )[0]
-    line = _connect(rendezvous, settings, max(streams))
+    links = _connect(rendezvous, settings, max(streams))
     tell(f"{settings.clusters} clusters have met")
-    round_trips = [line.round_trip(a, b, seconds) for a, b in line.pairs]
-    line.round_trip_seconds = max(each.median_seconds for each in round_trips)
-    pairs = [found for a, b in line.pairs for found in _of_pair(line, a, b, seconds, streams, tell)]
-    all_reduce = list(_of_all(line, seconds, streams, tell))
+    round_trips = [links.round_trip(a, b, seconds) for a, b in links.pairs]
+    links.round_trip_seconds = max(each.median_seconds for each in round_trips)
+    pairs = [
+        found for a, b in links.pairs for found in _of_pair(links, a, b, seconds, streams, tell)
+    ]
+    all_reduce = list(_of_all(links, seconds, streams, tell))
     rendezvous.gather("end of the measurements", None)  # nobody leaves what others still read
     return Figures(settings.clusters, seconds, round_trips, pairs, all_reduce)
 
@@ -78,7 +80,7 @@ def next_size(num_bytes: int, elapsed: float, seconds: float) -> int | None:
 
 
 @dataclass
-class _Line:
+class _Links:
     """This cluster's connections; every method is called by all clusters, in the same order."""
 
     seat: Seat
@@ -164,22 +166,19 @@ class _Line:
         return taken
 
     def _point_to_point(self, label: str, tag: int = 0, streams: int = 1) -> PointToPoint:
-        until = time.monotonic() + self.deadline_seconds
-        return PointToPoint(
-            self.groups[:streams], self.seat, label, until, self.deadline_seconds, tag
-        )
+        return PointToPoint(self.groups[:streams], self.seat, label, self.deadline_seconds, tag)
 
     def _agree(self, label: str, value: float) -> list[float]:
         """Return every cluster's value, in cluster order, on all of them."""
         values = torch.full((self.seat.num_clusters,), value, dtype=torch.float64)
-        self._swap_with(self.seat.others, values, label, _AGREED)
+        self._exchange_with(self.seat.others, values, label, _AGREED)
         return values.tolist()
 
     def _get_ready(self, others: list[int], label: str) -> None:
         """Return once the others have come to the same point."""
-        self._swap_with(others, torch.zeros(self.seat.num_clusters), label, _READY)
+        self._exchange_with(others, torch.zeros(self.seat.num_clusters), label, _READY)
 
-    def _swap_with(self, others: list[int], values: Tensor, label: str, tag: int) -> None:
+    def _exchange_with(self, others: list[int], values: Tensor, label: str, tag: int) -> None:
         """Send the others the own one of the values, and fill in theirs."""
         messages, own = self._point_to_point(label, tag), self.seat.position
         for other in others:
@@ -192,7 +191,7 @@ class _Line:
         return max(elapsed - one_ways / 2 * self.round_trip_seconds, elapsed / 2)
 
 
-def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Line:
+def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Links:
     seat = Seat.of(settings.cluster_id, settings.clusters)
     try:
         device = open_device(settings.interface)
@@ -206,11 +205,11 @@ def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Line:
             f"{settings.deadline_seconds:g} s: {str(error).splitlines()[0]}; the hosts must reach "
             "each other on all TCP ports, over the interface that --interface names"
         ) from error
-    return _Line(seat, groups, settings.deadline_seconds)
+    return _Links(seat, groups, settings.deadline_seconds)
 
 
 def _of_pair(
-    line: _Line, a: int, b: int, seconds: float, streams: list[int], tell: Callable[[str], None]
+    links: _Links, a: int, b: int, seconds: float, streams: list[int], tell: Callable[[str], None]
 ) -> Iterator[PairBandwidth]:
     """Yield the figures of both directions, alone and at once, for every number of streams."""
     size = _FIRST_BYTES
@@ -218,7 +217,7 @@ def _of_pair(
         tell(f"clusters {a} and {b}, {n} stream(s)")
         rates: list[float] = []
         for senders in ([a], [b], [a, b]):
-            take = partial(line.transfer, senders, (a, b), n)
+            take = partial(links.transfer, senders, (a, b), n)
             size, elapsed = _sized(take, size, seconds)
             rates.append(8 * size / elapsed)
         yield PairBandwidth(a, b, n, rates[0], rates[2])
@@ -226,12 +225,12 @@ def _of_pair(
 
 
 def _of_all(
-    line: _Line, seconds: float, streams: list[int], tell: Callable[[str], None]
+    links: _Links, seconds: float, streams: list[int], tell: Callable[[str], None]
 ) -> Iterator[AllReduce]:
-    size, mean = _FIRST_BYTES, ExactMean(line.seat)
+    size, mean = _FIRST_BYTES, ExactMean(links.seat)
     for n in streams:
         tell(f"all-reduce of all clusters, {n} stream(s)")
-        size, elapsed = _sized(partial(line.all_reduce, n), size, seconds)
+        size, elapsed = _sized(partial(links.all_reduce, n), size, seconds)
         sent = mean.bytes_sent(size // 4)
         yield AllReduce(n, sent, elapsed, 8 * sent / elapsed)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -139,4 +139,4 @@ def show(rows: list[Row], console: Console) -> None:
 
 def as_json(row: Row) -> dict[str, Any]:
     """Return plain values, without the speed against an all-reduce that is not measured here."""
-    return {key: value for key, value in row.as_json().items() if key != "speedup"}
+    return {key: value for key, value in asdict(row).items() if key != "speedup"}

@@ -5,7 +5,7 @@ space for one device and turns fp32 vectors into messages and back. A message is
 up to its length: whoever decodes it knows the format and the number of elements.
 
 Invariants: a decoded value is `float(code) * scale` with at most one rounding, so every platform
-and every backend decodes the same bits. Encoders may differ from one platform to the next; of one
+and all kernels decode the same bits. Encoders may differ from one platform to the next; of one
 platform they do not, compiled or eager. Non-finite input must be refused by the caller.
 """
 
@@ -63,7 +63,7 @@ class Codec(Protocol):
     """
 
     @property
-    def backend(self) -> str:
+    def kernels(self) -> str:
         """What runs: "compiled" or "eager"."""
         ...
 

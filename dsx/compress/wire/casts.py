@@ -1,7 +1,7 @@
 """The codec of formats that are a cast of each element: fp32 (exact), bf16, fp16.
 
 A message is the elements in order, little-endian, 4 or 2 bytes each. A cast is one native pass,
-so there is nothing to compile: the backend is always "eager". It goes through tiles, because a
+so there is nothing to compile: its kernels are always "eager". It goes through tiles, because a
 message may lie at any address and an operation on mixed types would allocate.
 
 Rounding is to nearest, ties to even. fp16 saturates at +-65504 instead of turning into infinity;
@@ -24,7 +24,7 @@ FP16_MAX = 65504.0
 class CastCodec:
     """`Codec` for one of torch's dtypes, by name, on one device; see base.py for the contract."""
 
-    backend = "eager"
+    kernels = "eager"
 
     def __init__(self, dtype: str, numel: int, device: torch.device, kernels: Kernels) -> None:
         require_choice("kernels", kernels, Kernels)

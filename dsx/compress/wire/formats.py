@@ -175,78 +175,74 @@ class _Grouped(ABC):
 
 
 @dataclass(frozen=True)
-class Int8(_Grouped):
+class _Grid(_Grouped):
+    """Codes of `bits` each, on equally spaced numbers or those of a small float."""
+
+    group_size: int = 64
+    rounding: Rounding = "nearest"
+
+    bits: ClassVar[int]
+    top_rank: ClassVar[int]
+    top_value: ClassVar[float]  # of a small float, in units of its least normal number
+    mantissa_bits: ClassVar[int | None] = None
+
+    @property
+    def form(self) -> GroupFormat:
+        """What the kernels need to know."""
+        return GroupFormat(
+            self.group_size,
+            parts=8 // self.bits,
+            base=2**self.bits,
+            top_rank=self.top_rank,
+            top_value=self.top_value,
+            mantissa_bits=self.mantissa_bits,
+            is_stochastic=self.rounding == "stochastic",
+        )
+
+
+@dataclass(frozen=True)
+class Int8(_Grid):
     """8-bit integers; the error is invisible next to that of the averaging itself."""
 
     group_size: int = 256
-    rounding: Rounding = "nearest"
 
     name = "int8"
-
-    @property
-    def form(self) -> GroupFormat:
-        """Ranks are the values."""
-        return _form(self.group_size, self.rounding, bits=8, top_rank=127, top_value=127.0)
+    bits, top_rank, top_value = 8, 127, 127.0
 
 
 @dataclass(frozen=True)
-class Int4(_Grouped):
+class Int4(_Grid):
     """4-bit integers, the default: an eighth of fp32, less error than either fp4."""
 
-    group_size: int = 64
-    rounding: Rounding = "nearest"
-
     name = "int4"
-
-    @property
-    def form(self) -> GroupFormat:
-        """Ranks are the values."""
-        return _form(self.group_size, self.rounding, bits=4, top_rank=7, top_value=7.0)
+    bits, top_rank, top_value = 4, 7, 7.0
 
 
 @dataclass(frozen=True)
-class FP8(_Grouped):
+class FP8(_Grid):
     """e4m3, 4 exponent and 3 mantissa bits: for groups whose values span orders of magnitude."""
 
     group_size: int = 256
-    rounding: Rounding = "nearest"
 
     name = "fp8"
-
-    @property
-    def form(self) -> GroupFormat:
-        """448 is 28672 times the least normal number, 2^-6."""
-        return _form(self.group_size, self.rounding, 8, 126, 28672.0, mantissa_bits=3)
+    bits, top_rank, mantissa_bits = 8, 126, 3
+    top_value = 28672.0  # 448 over 2^-6
 
 
 @dataclass(frozen=True)
-class FP4E2M1(_Grouped):
+class FP4E2M1(_Grid):
     """The usual 4-bit float."""
 
-    group_size: int = 64
-    rounding: Rounding = "nearest"
-
     name = "fp4_e2m1"
-
-    @property
-    def form(self) -> GroupFormat:
-        """The largest of the eight magnitudes is 6."""
-        return _form(self.group_size, self.rounding, 4, 7, 6.0, mantissa_bits=1)
+    bits, top_rank, top_value, mantissa_bits = 4, 7, 6.0, 1
 
 
 @dataclass(frozen=True)
-class FP4E3M0(_Grouped):
+class FP4E3M0(_Grid):
     """Powers of two: what Streaming DiLoCo sends; three times the squared error of int4."""
 
-    group_size: int = 64
-    rounding: Rounding = "nearest"
-
     name = "fp4_e3m0"
-
-    @property
-    def form(self) -> GroupFormat:
-        """The largest of the eight magnitudes is 64."""
-        return _form(self.group_size, self.rounding, 4, 7, 64.0, mantissa_bits=0)
+    bits, top_rank, top_value, mantissa_bits = 4, 7, 64.0, 0
 
 
 @dataclass(frozen=True)
@@ -263,33 +259,6 @@ class Ternary(_Grouped):
         return GroupFormat(self.group_size, 5, 3, 1, 1.0, is_ternary=True)
 
 
-def _form(
-    group_size: int,
-    rounding: Rounding,
-    bits: int,
-    top_rank: int,
-    top_value: float,
-    mantissa_bits: int | None = None,
-) -> GroupFormat:
-    return GroupFormat(
-        group_size,
-        parts=8 // bits,
-        base=2**bits,
-        top_rank=top_rank,
-        top_value=top_value,
-        mantissa_bits=mantissa_bits,
-        is_stochastic=rounding == "stochastic",
-    )
-
-
 FORMATS: dict[str, type[Wire]] = {
-    "fp32": FP32,
-    "bf16": BF16,
-    "fp16": FP16,
-    "int8": Int8,
-    "int4": Int4,
-    "fp8": FP8,
-    "fp4_e2m1": FP4E2M1,
-    "fp4_e3m0": FP4E3M0,
-    "ternary": Ternary,
+    kind.name: kind for kind in (FP32, BF16, FP16, Int8, Int4, FP8, FP4E2M1, FP4E3M0, Ternary)
 }

@@ -6,7 +6,7 @@ elements that do not fill the last block form a shorter one, whose last group ma
 whose missing digits are those of 0.
 
 A slice is a whole number of blocks near 1 Mi elements: large enough to hide the call, small enough
-for a cache. What does not fill a slice is done in tiles, whatever the backend: the bits are equal.
+for a cache. What does not fill a slice is done in tiles, whatever the kernels: the bits are equal.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GroupCodec:
     def __init__(
         self, name: str, form: GroupFormat, numel: int, device: torch.device, kernels: Kernels
     ) -> None:
-        self.backend = choose_backend(name, numel, device, kernels)
+        self.kernels = choose_kernels(name, numel, device, kernels)
         self._form = form
         self._numel = numel
         self._new = Buffers(device)
@@ -144,7 +144,7 @@ class GroupCodec:
     def _spans(self, numel: int) -> Iterator[_Span]:
         """Cut the whole blocks of `numel` elements into slices, then tiles."""
         whole = numel // self._form.block * self._form.block
-        sliced = whole // self._slice * self._slice if self.backend == "compiled" else 0
+        sliced = whole // self._slice * self._slice if self.kernels == "compiled" else 0
         for start in range(0, sliced, self._slice):
             yield _Span(start, start + self._slice, True)
         for start in range(sliced, whole, self._tile):
@@ -174,21 +174,21 @@ class GroupCodec:
                 self._key[index].fill_(word)
 
 
-def choose_backend(name: str, numel: int, device: torch.device, kernels: Kernels) -> str:
-    """Return "compiled" or "eager"; logs the choice and its reason once per format and backend.
+def choose_kernels(name: str, numel: int, device: torch.device, wanted: Kernels) -> str:
+    """Return "compiled" or "eager"; logs the choice and its reason once per format and kind.
 
     Raises ValueError for an unknown choice, RuntimeError for "compiled" where that cannot be.
     """
-    require_choice("kernels", kernels, Kernels)
-    backend, reason, level = "eager", "asked for", logging.INFO
-    if kernels == "auto" and numel < COMPILE_FROM:
+    require_choice("kernels", wanted, Kernels)
+    kernels, reason, level = "eager", "asked for", logging.INFO
+    if wanted == "auto" and numel < COMPILE_FROM:
         reason = f"{numel} elements are fewer than {COMPILE_FROM}, from where compiling pays"
-    elif kernels != "eager":
+    elif wanted != "eager":
         problem = unavailable(device.type)
         if problem is None:
-            backend = "compiled"
-            reason = "asked for" if kernels == "compiled" else "a compiler works"
-        elif kernels == "compiled":
+            kernels = "compiled"
+            reason = "asked for" if wanted == "compiled" else "a compiler works"
+        elif wanted == "compiled":
             raise RuntimeError(
                 f"kernels='compiled' cannot be had on {device.type}: {problem}; install "
                 f"{'Triton' if device.type == 'cuda' else 'g++'} or set kernels to 'eager'"
@@ -196,10 +196,10 @@ def choose_backend(name: str, numel: int, device: torch.device, kernels: Kernels
         else:
             reason = f"nothing can be compiled on {device.type}: {problem}"
             level = logging.WARNING  # slower than it should be
-    if (name, device.type, backend) not in _announced:
-        _announced.add((name, device.type, backend))
-        logger.log(level, "%s on %s: %s kernels (%s)", name, device.type, backend, reason)
-    return backend
+    if (name, device.type, kernels) not in _announced:
+        _announced.add((name, device.type, kernels))
+        logger.log(level, "%s on %s: %s kernels (%s)", name, device.type, kernels, reason)
+    return kernels
 
 
 @functools.cache

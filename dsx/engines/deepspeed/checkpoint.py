@@ -37,6 +37,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World
+from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.engines.deepspeed.pickles import find_code
 from dsx.engines.deepspeed.pipeline import (
     OF_STAGE,
@@ -64,7 +65,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
-        begun = _from_first(begin_tag(directory, tag) if world.rank == 0 else None)
+        begun: str = from_first(begin_tag(directory, tag) if world.rank == 0 else None)
         state = {**mark_replicas(engine), **(client_state or {})}
         result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
         handle.save(directory / begun)
@@ -134,8 +135,7 @@ def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: s
 def _describe_module(engine: Any) -> dict[str, Any]:
     """Return what `dsx export` must know of the module. Collective: nobody returns before all."""
     buffers = sorted(name_in_model(engine, dict(engine.module.named_buffers())))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (_aliases(engine.module), buffers))
+    everyone = gather_objects((_aliases(engine.module), buffers))
     return {
         "aliases": {name: first for aliases, _ in everyone for name, first in aliases.items()},
         "buffers": sorted({name for _, names in everyone for name in names}),
@@ -151,9 +151,8 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
     """
     if not engine.pipeline_parallelism:
         return False
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, own_cut(handle.loop))
-    ours = {name: rank_info for stage in everyone for name, rank_info in stage.items()}
+    stages = gather_objects(own_cut(handle.loop))
+    ours = {name: rank_info for stage in stages for name, rank_info in stage.items()}
     is_repartitioned = is_cut_anew(saved, saved_cut(saved), ours)
     zero_stage = json.loads((saved.directory / MODULE_FACTS).read_text())["zero_stage"]
     if zero_stage != engine.zero_optimization_stage():
@@ -206,14 +205,6 @@ def _aliases(module: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     names = module.named_parameters(remove_duplicate=False)
     return {n: first[id(p)] for n, p in names if first.setdefault(id(p), n) != n}
-
-
-def _from_first(value: str | None) -> str:
-    """Return rank 0's value on every rank of the cluster; nobody goes on before rank 0 has."""
-    values = [value]
-    dist.broadcast_object_list(values, src=0)
-    assert values[0] is not None
-    return values[0]
 
 
 def _engine_tag(engine: Any, directory: Path, tag: str) -> str:

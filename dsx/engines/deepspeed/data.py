@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 from dsx.data.cluster_batches import ClusterShard
+from dsx.engines.cluster_collectives import gather_objects
 
 
 def cut_training_data(data: Any, cluster_id: int, num_clusters: int) -> ClusterShard:
@@ -111,9 +111,7 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the same on all ranks. Collective in the cluster."""
         own = self._loader.consumed if self._loader else 0
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)
-        return {"consumed": max(everyone), **self._identity}
+        return {"consumed": max(gather_objects(own)), **self._identity}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the next sample; ValueError for a position in other data."""

@@ -14,15 +14,13 @@ carry our change and nothing is sent twice. Traps that the code answers:
   step runs over the ranks of one stage, only tied weights go further (pipeline.py).
 
 Where the masters are is known in masters.py. Without ZeRO all ranks of a stage hold
-all of its masters, and share the outer step out (replicated.py).
+all of its masters, and divide the outer step among them (replicated.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
-
-import torch
 
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape
@@ -63,9 +61,6 @@ class DeepSpeedAdapter(MultiRankAdapter):
             if n not in self._tied_weights.replicas
         ]
         assignment = assign_stage(fragmenter, shapes, self.stage)
-        masters = self._place.optimizer_tensors()[0].device
-        self.pins_host_memory = masters.type == "cuda"
-        self.device = torch.device("cpu") if keeps_state_on_host else masters
         located = self._place.pieces(parameters)
         require_fp32(located)
         copies = {n: piece for n, piece in located.items() if n in self._tied_weights.replicas}
@@ -75,10 +70,9 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._replica_shards = ReplicaShards(assignment, pieces, group, collective_device())
             pieces = self._replica_shards.pieces
         self._tied_weights.locate(assignment, {**copies, **pieces})
-        self._masters = Masters(shapes, assignment, pieces, self.stage.index)
-        self.fragments = self._masters.fragments
-        self.fragment_numel = self._masters.fragment_numel
-        self.fragment_parameters = self._masters.fragment_parameters
+        device = self._place.optimizer_tensors()[0].device
+        masters = Masters(shapes, assignment, pieces, self.stage.index)
+        self._hold(masters, device, keeps_state_on_host)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
         self._expected: set[int] | None = None  # masters of the step being taken, if any
         self._stepped: set[int] = set()
@@ -130,7 +124,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._stepped |= {id(p) for group in optimizer.param_groups for p in group["params"]}
             if self._stepped >= self._expected:
                 self._is_passed = True
-                if self._pass_on(callback(False)):
+                if self._synchronize_masters(callback(False)):
                     self._place.refresh()
 
         def take(*args: Any, **kwargs: Any) -> None:
@@ -139,24 +133,11 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._is_passed = False
             take_model_step(*args, **kwargs)
             self._expected = None
-            if not self._is_passed and self._pass_on(callback(True)):
+            if not self._is_passed and self._synchronize_masters(callback(True)):
                 self._place.sync_model_weights()  # overflow: the optimizer did not step
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)
         engine._take_model_step = take
-
-    def _pass_on(self, was_written: bool) -> bool:
-        """Give what this stage has written to all who hold it; return whether masters changed."""
-        written = list(self._written)
-        if was_written:
-            self._all_gather(written)
-        return self._tied_weights.broadcast(written) or was_written
-
-    def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Give every rank what the others have written. Collective: all wrote the same ones."""
-        if self._replica_shards is not None:
-            self._replica_shards.all_gather(fragments)
-        self._written.clear()
 
 
 def adopt_world() -> None:

@@ -188,4 +188,5 @@ def _replace_weights(model: SavedModel, target: Path) -> None:
             source = model.aliases.get(name, name)
             if source in model.parameters:
                 state["module"][name] = model.tensor(source).to(tensor.dtype)
+        whole.unlink()  # the converter's copy is as read-only as what it was made from
         torch.save(state, whole)

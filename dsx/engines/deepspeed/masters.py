@@ -12,8 +12,9 @@ except in `sync_model_weights`. What the code answers:
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,32 +24,34 @@ from dsx.engines.deepspeed.parameters import whole_shape
 from dsx.engines.masters import Piece
 
 
-class MasterPlace(Protocol):
-    """Where one kind of optimizer wrapper keeps its masters."""
+class MasterPlace(ABC):
+    """Where one kind of optimizer wrapper keeps its masters.
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether each rank of the cluster holds a part, and not all of them the same."""
-        ...
+    `is_sharded`: whether each rank of the cluster holds a part, and not all of them the same.
+    """
 
+    is_sharded = False
+
+    def __init__(self, wrapper: Any) -> None:
+        self._wrapper = wrapper
+
+    @abstractmethod
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return what this rank holds of the trained parameters, padding excluded."""
-        ...
 
+    @abstractmethod
     def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the tensors that the basic optimizer steps, in one firing of its hook or several.
 
         In order: the last one is stepped last.
         """
-        ...
 
-    def refresh(self) -> None:
+    def refresh(self) -> None:  # noqa: B027 - of those that fire once, nothing
         """Copy masters to bit16 again where DeepSpeed did so before the last firing. Local."""
-        ...
 
+    @abstractmethod
     def sync_model_weights(self) -> None:
         """Copy all masters to bit16 and gather them as DeepSpeed does after a step. Collective."""
-        ...
 
 
 def locate(engine: Any) -> MasterPlace:
@@ -82,13 +85,8 @@ def require_fp32(pieces: Mapping[str, Piece]) -> None:
             )
 
 
-class Weights:
+class Weights(MasterPlace):
     """fp32 without ZeRO: the model's parameters are the masters."""
-
-    is_sharded = False
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
 
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return the parameters."""
@@ -96,22 +94,14 @@ class Weights:
 
     def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the parameters."""
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
-
-    def refresh(self) -> None:
-        """Nothing to copy."""
+        return [p for group in self._wrapper.param_groups for p in group["params"]]
 
     def sync_model_weights(self) -> None:
         """Nothing to copy."""
 
 
-class Copies:
+class Copies(MasterPlace):
     """Bit16 without ZeRO: an fp32 copy of every parameter, all copied back after the one step."""
-
-    is_sharded = False
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
 
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return the fp32 copies."""
@@ -121,9 +111,6 @@ class Copies:
     def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the fp32 copies."""
         return [master for master, _ in self._pairs()]
-
-    def refresh(self) -> None:
-        """Nothing was copied before."""
 
     def sync_model_weights(self) -> None:
         """Copy each master to its weight."""
@@ -135,13 +122,8 @@ class Copies:
         return [pair for masters, weights in groups for pair in zip(masters, weights, strict=True)]
 
 
-class FlatCopies:
+class FlatCopies(MasterPlace):
     """Bit16 without ZeRO, fused optimizer: one flat fp32 copy per group, of running offsets."""
-
-    is_sharded = False
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
 
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return the parameters' ranges of the flat copies."""
@@ -151,9 +133,6 @@ class FlatCopies:
     def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return the flat copies."""
         return self._wrapper.fp32_groups_flat
-
-    def refresh(self) -> None:
-        """Nothing was copied before."""
 
     def sync_model_weights(self) -> None:
         """Copy each range to its weight."""
@@ -171,46 +150,34 @@ class FlatCopies:
         return pairs
 
 
-class Bf16Partitions:
+class Bf16Partitions(MasterPlace):
     """bf16 with fp32 gradient accumulation: a part of each group; all copied after the one step."""
 
     is_sharded = True
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return what of the parameters lies in this rank's part."""
-        flats = self._wrapper.bf16_groups_flat
-        return _cut_to_partitions(parameters, flats, self.optimizer_tensors(), self._ranks())
+        wrapper, masters = self._wrapper, self.optimizer_tensors()
+        return _cut_to_partitions(parameters, wrapper.bf16_groups_flat, masters, _ranks(wrapper))
 
     def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return this rank's part of each group."""
         return self._wrapper.fp32_groups_flat_partition
 
-    def refresh(self) -> None:
-        """Nothing was copied before."""
-
     def sync_model_weights(self) -> None:
         """Copy and all-gather as after a step."""
         self._wrapper.update_lp_params()
 
-    def _ranks(self) -> list[int]:
-        return [dist.get_rank(group) for group in self._wrapper.real_dp_process_group]
 
-
-class GroupPartitions:
+class GroupPartitions(MasterPlace):
     """ZeRO-1 and ZeRO-2: this rank's part of each flattened parameter group, on the host or not."""
 
     is_sharded = True
 
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return what of the parameters lies in this rank's part."""
-        flats = self._wrapper.bit16_groups_flat
-        return _cut_to_partitions(parameters, flats, self.optimizer_tensors(), self._ranks())
+        wrapper, masters = self._wrapper, self.optimizer_tensors()
+        return _cut_to_partitions(parameters, wrapper.bit16_groups_flat, masters, _ranks(wrapper))
 
     def optimizer_tensors(self) -> Sequence[Tensor]:
         """Return this rank's part of each group, which is stepped on its own."""
@@ -219,7 +186,7 @@ class GroupPartitions:
     def refresh(self) -> None:
         """Copy this rank's part of the groups before the last to bit16 again."""
         partitions = self._wrapper.parallel_partitioned_bit16_groups
-        groups = zip(self.optimizer_tensors(), partitions, self._ranks(), strict=True)
+        groups = zip(self.optimizer_tensors(), partitions, _ranks(self._wrapper), strict=True)
         for master, ranks, rank in list(groups)[:-1]:
             ranks[rank].data.copy_(master.data)
 
@@ -228,17 +195,11 @@ class GroupPartitions:
         _require_reloaded(self._wrapper)
         self._wrapper.update_lp_params()
 
-    def _ranks(self) -> list[int]:
-        return [dist.get_rank(group) for group in self._wrapper.real_dp_process_group]
 
-
-class ParameterShards:
+class ParameterShards(MasterPlace):
     """ZeRO-3: this rank's shard of every parameter, flattened by sub-group, on the host or not."""
 
     is_sharded = True
-
-    def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
 
     def pieces(self, parameters: Mapping[str, Any]) -> dict[str, Piece]:
         """Return the shards, cut to what is not padding."""
@@ -272,6 +233,11 @@ class ParameterShards:
         if persistent:
             persistent[0].all_gather(persistent)
         wrapper.invalidate_secondary_tensor()
+
+
+def _ranks(wrapper: Any) -> list[int]:
+    """Return this rank's place among those that share each group."""
+    return [dist.get_rank(group) for group in wrapper.real_dp_process_group]
 
 
 def _cut_to_partitions(

@@ -1,10 +1,10 @@
-"""DeepSpeed's pipelines: which stage a rank serves, and weights that several stages hold (ties).
+"""DeepSpeed's pipelines: which stage a rank serves, and the weights tied between stages.
 
 Each stage is synchronised on its own, with its peers of the same stage in the other clusters: its
 fragments hold its own layers, and what its ranks decide and agree stays among them.
 
 A tied weight lies on several stages, which DeepSpeed keeps together by summing its gradients; it
-belongs to the first of them, which hands it on (tied_weights.py).
+belongs to the first of them, which broadcasts it (tied_weights.py).
 
 Parameters are named by the layer's index in the whole pipeline, as DeepSpeed does. What a tied
 layer holds beside its tied weights is each stage's own, and named so.

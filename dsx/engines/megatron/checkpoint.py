@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World, current_world
+from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.engines.megatron.copies import bit_sum
 from dsx.training.handle import Handle
 
@@ -43,13 +43,11 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     base = cluster_directory(_outer(directory), world.cluster_id)
     tag = _tag(iteration)
     sums = _sum_masters(handle)
-    unfinished = [begin_tag(base, tag) if world.rank == 0 else None]
-    dist.broadcast_object_list(unfinished, src=0)
-    assert unfinished[0] is not None
-    handle.save(base / unfinished[0])
+    unfinished: Path = base / from_first(begin_tag(base, tag) if world.rank == 0 else None)
+    handle.save(unfinished)
     dist.barrier()
     if world.rank == 0:
-        write_durably(base / unfinished[0] / MASTERS, json.dumps(sums))
+        write_durably(unfinished / MASTERS, json.dumps(sums))
         manifest = Manifest(
             FORMAT, handle.step, world.session, world.num_clusters, world.world_size
         )
@@ -136,10 +134,8 @@ def _sum_masters(handle: Handle) -> Sums:
         values = torch.empty(fragment.numel, device=adapter.device)
         adapter.read(fragment.id, values)
         own.append(bit_sum(values))
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (str(adapter.stage.index), own))
     sums: Sums = {}
-    for stage, rank_sums in sorted(everyone):
+    for stage, rank_sums in sorted(gather_objects((str(adapter.stage.index), own))):
         before = sums.get(stage, [0] * len(rank_sums))
         sums[stage] = [(a + b) % (1 << 64) for a, b in zip(before, rank_sums, strict=True)]
     return sums

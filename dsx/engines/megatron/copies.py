@@ -1,8 +1,8 @@
 """Weights that several ranks of a Megatron cluster hold alike, beside data parallelism.
 
 Megatron keeps both kinds equal by giving them the same gradients. Sent from every rank that holds
-them they would travel several times, and come apart where codecs cut the shards at other places.
-So each belongs to one rank, and is handed on bit for bit:
+them they would travel several times, and diverge where codecs cut the shards at other places.
+So each belongs to one rank, which broadcasts it bit for bit:
 
 - what tensor-parallel ranks hold alike (norms, biases), by the first of them, whenever its fragment
   is written: they are of one stage, which decides as one;
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from dsx.engines.cluster_collectives import new_groups
+from dsx.engines.cluster_collectives import gather_objects, new_groups
 from dsx.engines.masters import Piece
 from dsx.engines.megatron.parameters import EMBEDDING, Coordinates, Parameter
 from dsx.engines.tied_weights import TiedWeight
@@ -62,8 +62,7 @@ class TensorParallelCopies:
     def _require_alike(self, pieces: Mapping[str, Piece]) -> None:
         """Raise ValueError unless all tensor-parallel ranks hold the same, before training."""
         own = [(name, p.start, p.numel, bit_sum(p.view())) for name, p in pieces.items()]
-        everyone: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyone, own, group=self._group)
+        everyone = gather_objects(own, self._group)
         for rank, other in enumerate(everyone):
             if other != everyone[0]:
                 entries = [b[0] for a, b in zip(everyone[0], other, strict=False) if a != b]
@@ -80,16 +79,15 @@ def find_tied_weights(parameters: Sequence[Parameter], place: Coordinates) -> li
     It makes a process group for each tensor-parallel rank: the first and the last stage.
     """
     holds = any(parameter.is_tied_copy for parameter in parameters)
-    cards: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(cards, (place, holds))
-    if not any(holds for _, holds in cards):
+    everyone = gather_objects((place, holds))
+    if not any(holds for _, holds in everyone):
         return []
     found: list[TiedWeight] = []
     last = place.pipeline[1] - 1
     for slice_number in range(place.tensor[1]):
         ranks = [
             rank
-            for rank, (other, _) in enumerate(cards)
+            for rank, (other, _) in enumerate(everyone)
             if other.tensor[0] == slice_number and other.pipeline[0] in (0, last)
         ]
         groups = new_groups(ranks)

@@ -13,7 +13,7 @@ the code answers:
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
 masters.py, names and slices in parameters.py, weights that several ranks hold
 alike in copies.py. Without the distributed optimizer data-parallel ranks hold the same
-masters, and share the outer step out (replicated.py).
+masters, and divide the outer step among them (replicated.py).
 """
 
 from __future__ import annotations
@@ -69,16 +69,11 @@ class MegatronAdapter(MultiRankAdapter):
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
         self.is_sharded = any(place.is_sharded for place in self.places)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
-        self._take_pieces(parameters, shapes)
-        self.fragments = self._masters.fragments
-        self.fragment_numel = self._masters.fragment_numel
-        self.fragment_parameters = self._masters.fragment_parameters
-        masters = next(iter(chunks[0].parameters())).device
-        self.pins_host_memory = masters.type == "cuda"
-        self.device = torch.device("cpu") if keeps_state_on_host else masters
+        masters = self._take_pieces(parameters, shapes)
+        self._hold(masters, next(iter(chunks[0].parameters())).device, keeps_state_on_host)
 
-    def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> None:
-        """Find this rank's masters, and which of them it serves, hands on, or is handed."""
+    def _take_pieces(self, parameters: Sequence[Parameter], shapes: Sequence[Any]) -> Masters:
+        """Return this rank's masters; find what it synchronises, and broadcasts or receives."""
         place, device = self.coordinates, collective_device()
         names = {id(parameter.tensor): parameter.name for parameter in parameters}
         located: dict[str, Piece] = {}
@@ -100,10 +95,10 @@ class MegatronAdapter(MultiRankAdapter):
         self._tied_weights.locate(
             self.assignment, {**{n: located[n] for n in tied & set(located)}, **own}
         )
-        self._masters = Masters(shapes, self.assignment, own, self.stage.index)
+        return Masters(shapes, self.assignment, own, self.stage.index)
 
     def sync_model_weights(self) -> None:
-        """Bring all masters into the weights of every rank; collective in the cluster."""
+        """Copy all masters to the weights of every rank; collective in the cluster."""
         everything = range(len(self.fragments))
         self._all_gather(everything)
         self._tied_weights.broadcast(everything)
@@ -152,7 +147,7 @@ class MegatronAdapter(MultiRankAdapter):
         def step(*args: Any, **kwargs: Any) -> Any:
             result = take_step(*args, **kwargs)
             was_taken, *_ = result
-            if self._pass_on(callback(not was_taken)):
+            if self._synchronize_masters(callback(not was_taken)):
                 self._copy()
                 if self.is_sharded and not self._chunks[0].ddp_config.overlap_param_gather:
                     gather(self._chunks)
@@ -160,19 +155,10 @@ class MegatronAdapter(MultiRankAdapter):
 
         self._optimizer.step = step
 
-    def _pass_on(self, was_written: bool) -> bool:
-        """Give what this stage has written to all who hold it; return whether masters changed."""
-        written = list(self._written)
-        if was_written:
-            self._all_gather(written)
-        return self._tied_weights.broadcast(written) or was_written
-
     def _all_gather(self, fragments: Sequence[int]) -> None:
-        """Give every rank of the stage what the others have written. Collective."""
-        if self._replica_shards is not None:
-            self._replica_shards.all_gather(fragments)
+        """Broadcast what tensor-parallel ranks hold alike, too. Collective in the stage."""
+        super()._all_gather(fragments)
         self._copies.broadcast(fragments)
-        self._written.clear()
 
     def _copy(self) -> None:
         with torch.no_grad():

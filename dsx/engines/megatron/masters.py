@@ -7,8 +7,9 @@ except in `gather`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import (
@@ -22,22 +23,25 @@ from dsx.engines.masters import Piece
 SERVED = "FP32Optimizer, Float16OptimizerWithFloat16Params, DistributedOptimizer"
 
 
-class MasterPlace(Protocol):
-    """Where one optimizer keeps its masters."""
+class MasterPlace(ABC):
+    """Where one optimizer, `leaf`, keeps its masters."""
 
-    is_sharded: bool
+    is_sharded = False
 
+    def __init__(self, leaf: Any) -> None:
+        self._leaf = leaf
+
+    @abstractmethod
     def parameters(self) -> list[Any]:
         """Return the model's parameters that the cluster trains with it, wherever masters lie."""
-        ...
 
+    @abstractmethod
     def pieces(self) -> list[tuple[Any, Piece]]:
         """Return the parameters whose masters, or parts of them, are on this rank."""
-        ...
 
+    @abstractmethod
     def copy(self) -> None:
         """Copy this rank's masters to the weights that it holds of them. Local."""
-        ...
 
 
 def leaves(optimizer: Any) -> list[Any]:
@@ -70,13 +74,8 @@ def locate(optimizer: Any) -> list[MasterPlace]:
     return found
 
 
-class Weights:
+class Weights(MasterPlace):
     """fp32: the model's parameters are the masters."""
-
-    is_sharded = False
-
-    def __init__(self, leaf: Any) -> None:
-        self._leaf = leaf
 
     def parameters(self) -> list[Any]:
         """Return the parameters."""
@@ -90,13 +89,8 @@ class Weights:
         """Nothing to copy."""
 
 
-class Copies:
+class Copies(MasterPlace):
     """bf16 and fp16: an fp32 copy of every parameter that is not fp32 itself."""
-
-    is_sharded = False
-
-    def __init__(self, leaf: Any) -> None:
-        self._leaf = leaf
 
     def parameters(self) -> list[Any]:
         """Return the parameters."""
@@ -117,13 +111,10 @@ class Copies:
         return pairs + [(p, p) for group in leaf.fp32_from_fp32_groups for p in group]
 
 
-class Shards:
+class Shards(MasterPlace):
     """The distributed optimizer: this rank's range of every bucket, cut through parameters."""
 
     is_sharded = True
-
-    def __init__(self, leaf: Any) -> None:
-        self._leaf = leaf
 
     def parameters(self) -> list[Any]:
         """Return the parameters of all buckets, those that lie on other ranks included."""
@@ -148,7 +139,7 @@ class Shards:
 
 
 def gather(chunks: Sequence[Any]) -> None:
-    """Bring every rank's ranges of the parameter buffers together, at once.
+    """All-gather the parameter buffers, at once.
 
     Collective over the data-parallel ranks. With overlap_param_gather a gather may be under way,
     which Megatron then only waits for: it is of before.

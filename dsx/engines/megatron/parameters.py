@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from megatron.core import parallel_state
 
 from dsx.core.types import ParameterShape
+from dsx.engines.cluster_collectives import gather_objects
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -46,9 +46,7 @@ class Coordinates:
 
     def everyone(self) -> list[Coordinates]:
         """Return those of every rank of the cluster, in rank order. Collective."""
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, self)
-        return found
+        return gather_objects(self)
 
 
 @dataclass(frozen=True)

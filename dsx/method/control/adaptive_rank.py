@@ -30,8 +30,11 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from annotated_types import Ge, Gt, Lt
+
+from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import Fragment, History, SyncParams
 from dsx.method.control.base import Control
@@ -39,6 +42,7 @@ from dsx.method.control.base import Control
 if TYPE_CHECKING:
     from torch import Tensor
 
+AtLeastOne = Annotated[int, Ge(1)]
 _GROWTH, _SHRINK_BELOW, _MARGIN = 1.5, 0.9, 1.15
 _TOLERATED_CHANGE = 0.25
 _NOTHING_SEEN: Mapping[str, Any] = {"seen": 0, "kept": [], "needed": [], "pool": [], "pooled": 0}
@@ -56,21 +60,23 @@ class AdaptiveRank(Control):
     makes a run reproducible; without them they are measured.
     """
 
-    rank: int
+    rank: AtLeastOne
     """The rank to start from, between `min_rank` and `max_rank`."""
-    min_rank: int = 4
+    min_rank: AtLeastOne = 4
     """The smallest rank it may set, at least 1."""
-    max_rank: int = 2048
+    max_rank: AtLeastOne = 2048
     """The largest rank it may set; buffers are made for it."""
-    target: float = 0.95
+    target: Annotated[
+        float, Gt(0), Lt(1), "it is the share of the squared norm to keep; 0.95 is a good start"
+    ] = 0.95
     """The share of the squared norm that the rank has to keep, between 0 and 1."""
-    window: int = 5
+    window: AtLeastOne = 5
     """The rounds that are looked at before each decision, at least 1."""
-    min_interval: int = 8
+    min_interval: AtLeastOne = 8
     """The smallest H it may set, at least 1; the largest is `schedule.interval`."""
-    step_seconds: float | None = None
+    step_seconds: Annotated[float | None, Gt(0)] = None
     """The seconds of one inner step; null: measured. Give both times to make a run reproducible."""
-    round_seconds: float | None = None
+    round_seconds: Annotated[float | None, Gt(0)] = None
     """The seconds of one round of all transfers; null: measured."""
 
     @property
@@ -85,27 +91,17 @@ class AdaptiveRank(Control):
 
     def validate(self, initial: SyncParams) -> None:
         """Require ordered bounds, a target share, and H_min <= H."""
-        if not 1 <= self.min_rank <= self.rank <= self.max_rank:
+        require_bounds("control", self)
+        if not self.min_rank <= self.rank <= self.max_rank:
             raise ValueError(
                 f"control.rank={self.rank} must lie between control.min_rank={self.min_rank} and "
-                f"control.max_rank={self.max_rank}, all of them at least 1"
+                f"control.max_rank={self.max_rank}"
             )
-        if not 0 < self.target < 1:
+        if self.min_interval > initial.interval:
             raise ValueError(
-                f"control.target={self.target} must lie between 0 and 1: it is the share of the "
-                "squared norm to keep; 0.95 is a good start"
-            )
-        if self.window < 1:
-            raise ValueError(f"control.window={self.window} must be at least 1 round")
-        if not 1 <= self.min_interval <= initial.interval:
-            raise ValueError(
-                f"control.min_interval={self.min_interval} must be at least 1 and at most "
+                f"control.min_interval={self.min_interval} must be at most "
                 f"schedule.interval={initial.interval}, which H starts from"
             )
-        for name in ("step_seconds", "round_seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"control.{name}={value} must be a finite number above 0")
 
     def lowest_interval(self, initial: SyncParams) -> int:
         """Return `min_interval`."""

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge
+
+from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
 from dsx.method.delay.base import DelayPolicy, require_overlap
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 class Average(DelayPolicy):
     """Average parameters `steps` (tau) inner steps after they were sent."""
 
-    steps: int = 0
+    steps: Annotated[int, Ge(0)] = 0
     """The inner steps (tau) between launch and apply, from 0 and below the period H."""
 
     keeps = "local"
@@ -37,7 +40,8 @@ class Average(DelayPolicy):
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H."""
-        require_overlap(self.steps, interval, at_least=0)
+        require_bounds("delay", self)
+        require_overlap(self.steps, interval)
 
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return the parameters themselves."""

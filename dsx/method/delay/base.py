@@ -98,11 +98,11 @@ class Blocking(DelayPolicy):
         return view.anchor
 
 
-def require_overlap(steps: int, interval: int, at_least: int) -> None:
-    """Raise ValueError unless `at_least` <= tau < H: one transfer of a fragment under way."""
-    if not at_least <= steps < interval:
+def require_overlap(steps: int, interval: int) -> None:
+    """Raise ValueError unless tau < H: one transfer of a fragment under way."""
+    if steps >= interval:
         raise ValueError(
-            f"delay.steps={steps} must be at least {at_least} and below schedule.interval="
-            f"{interval}: a fragment's transfer has to be applied before its next launch; "
+            f"delay.steps={steps} must be below schedule.interval={interval}: a fragment's "
+            "transfer has to be applied before its next launch; "
             f"use steps <= {interval - 1} or a larger interval"
         )

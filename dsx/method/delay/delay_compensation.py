@@ -19,9 +19,11 @@ carries the size of the correction against that of g.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from dsx.core.checks import require_choice
+from annotated_types import Ge
+
+from dsx.core.checks import require_bounds, require_choice
 from dsx.core.registry import register
 from dsx.core.types import SyncView
 from dsx.method.delay.base import DelayPolicy, require_overlap
@@ -40,9 +42,9 @@ class DelayCompensation(DelayPolicy):
     Clusters differ by construction: a finished run hands out the mean of their parameters.
     """
 
-    steps: int
+    steps: Annotated[int, Ge(1)]
     """The inner steps (tau) between launch and apply, from 1 and below the period H."""
-    strength: float = 0.5
+    strength: Annotated[float, Ge(0), "the paper uses 0.5, and 0 leaves the correction out"] = 0.5
     """The weight (lambda) of the correction, at least 0, where 0 leaves it out."""
     mode: Mode = "constant"
     """How the correction is scaled: as in the paper (constant), or so that it acts: over the root
@@ -54,13 +56,9 @@ class DelayCompensation(DelayPolicy):
 
     def validate(self, interval: int) -> None:
         """Require 1 <= tau < H and lambda >= 0."""
-        require_overlap(self.steps, interval, at_least=1)
+        require_bounds("delay", self)
+        require_overlap(self.steps, interval)
         require_choice("delay.mode", self.mode, Mode)
-        if not 0 <= self.strength < float("inf"):
-            raise ValueError(
-                f"delay.strength={self.strength} must be a finite number of at least 0; the paper "
-                "uses 0.5, and 0 leaves the correction out"
-            )
 
     def merge(self, view: SyncView) -> Tensor:
         """Return the corrected parameters, computed in place in `view.local`."""

@@ -25,8 +25,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge, Le
+
+from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
 from dsx.method.delay.base import DelayPolicy
@@ -40,7 +43,11 @@ if TYPE_CHECKING:
 class Eager(DelayPolicy):
     """Apply a fragment's mean `outer_steps` launches later; look ahead by one's own share."""
 
-    outer_steps: int = 1
+    outer_steps: Annotated[
+        int, Ge(1), Le(2),
+        "each further outer step of overlap halves the largest stable outer rate and more; use 1, "
+        "or a larger schedule.interval",
+    ] = 1  # fmt: skip
     """How many rounds late a mean is applied, 1 or 2; 2 needs a lower outer rate."""
 
     steps = 0
@@ -64,12 +71,7 @@ class Eager(DelayPolicy):
 
     def validate(self, interval: int) -> None:
         """Require n in {1, 2}, the paper's range."""
-        if self.outer_steps not in (1, 2):
-            raise ValueError(
-                f"delay.outer_steps={self.outer_steps} must be 1 or 2: each further outer step of "
-                "overlap halves the largest stable outer rate and more; use 1, or a larger "
-                "schedule.interval"
-            )
+        require_bounds("delay", self)
 
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
         """Return `start of the round - local`, in place of `local`."""

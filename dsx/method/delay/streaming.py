@@ -11,8 +11,11 @@ and torchft define it as the weight of the local one. Invariant: `alpha=1` with 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
+from annotated_types import Ge, Gt, Le
+
+from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
 from dsx.method.delay.base import DelayPolicy, require_overlap
@@ -30,9 +33,12 @@ class StreamingMerge(DelayPolicy):
     finished run hands out is the mean of their parameters.
     """
 
-    steps: int
+    steps: Annotated[int, Ge(0)]
     """The inner steps (tau) between launch and apply, from 0 and below the period H."""
-    alpha: float = 0.5
+    alpha: Annotated[
+        float, Gt(0), Le(1),
+        "it is the weight of the anchor (global state); 0.5 is Streaming DiLoCo's choice",
+    ] = 0.5  # fmt: skip
     """The weight of the anchor in what the parameters become, above 0 and at most 1."""
 
     export = "mean"
@@ -40,12 +46,8 @@ class StreamingMerge(DelayPolicy):
 
     def validate(self, interval: int) -> None:
         """Require 0 <= tau < H (one transfer of a fragment in flight) and 0 < alpha <= 1."""
-        require_overlap(self.steps, interval, at_least=0)
-        if not 0 < self.alpha <= 1:
-            raise ValueError(
-                f"delay.alpha={self.alpha} must be above 0 and at most 1: it is the weight of the "
-                "anchor (global state); 0.5 is Streaming DiLoCo's choice"
-            )
+        require_bounds("delay", self)
+        require_overlap(self.steps, interval)
 
     def merge(self, view: SyncView) -> Tensor:
         """Blend the anchor into `view.local` in place and return it."""

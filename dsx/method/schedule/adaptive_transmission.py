@@ -25,12 +25,14 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Gt, Le
 
 from dsx.core.checks import require_choice
 from dsx.core.registry import register
 from dsx.core.types import History, Stage, SyncParams
-from dsx.method.schedule.base import Schedule, require_step_per_fragment
+from dsx.method.schedule.base import Interval, Schedule, require_step_per_fragment
 
 logger = logging.getLogger(__name__)
 Norm = Literal["l2", "rms"]
@@ -42,16 +44,18 @@ _TOLERATED_CHANGE = 0.1  # of a measured N; every change starts an epoch, which 
 class AdaptiveTransmission(Schedule):
     """As often as the link carries, each time the fragment that changes fastest."""
 
-    interval: int
+    interval: Interval
     """The period H in inner steps, within which every fragment is sent at least once."""
-    gamma: float = 0.4
+    gamma: Annotated[
+        float, Gt(0), Le(1), "it is the share of the link's capacity to use; CoCoDC uses 0.4"
+    ] = 0.4
     """The share of the link's capacity to use, above 0 and at most 1."""
     norm: Norm = "l2"
     """How change is measured: by the L2 norm of a fragment, or by its root mean square (rms), which
     does not favour large fragments."""
-    step_seconds: float | None = None
+    step_seconds: Annotated[float | None, Gt(0)] = None
     """The seconds of one inner step; null: measured. Give both times to make a run reproducible."""
-    transfer_seconds: float | None = None
+    transfer_seconds: Annotated[float | None, Gt(0)] = None
     """The seconds of one fragment's transfer; null: measured."""
 
     takes_turns = True
@@ -67,15 +71,6 @@ class AdaptiveTransmission(Schedule):
         super().validate(num_fragments)
         require_step_per_fragment(num_fragments, self.interval, "adaptive")
         require_choice("schedule.norm", self.norm, Norm)
-        if not 0 < self.gamma <= 1:
-            raise ValueError(
-                f"schedule.gamma={self.gamma} must be above 0 and at most 1: it is the share of "
-                "the link's capacity to use; CoCoDC uses 0.4"
-            )
-        for name in ("step_seconds", "transfer_seconds"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < math.inf:
-                raise ValueError(f"schedule.{name}={value} must be a finite number above 0")
         is_fixed = self.step_seconds is not None and self.transfer_seconds is not None
         if is_fixed and num_fragments is not None:
             assert self.step_seconds is not None and self.transfer_seconds is not None

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Annotated, Protocol
 
+from annotated_types import Ge
+
+from dsx.core.checks import require_bounds
 from dsx.core.registry import contract
 from dsx.core.types import BackwardTrigger, History, Stage, SyncParams
+
+Interval = Annotated[int, Ge(1)]
 
 
 @contract("schedule")
@@ -38,8 +43,7 @@ class Schedule(Protocol):
 
     def validate(self, num_fragments: int | None) -> None:
         """Raise ValueError unless H >= 1 and it can serve that many fragments (None: not known)."""
-        if self.interval < 1:
-            raise ValueError(f"schedule.interval={self.interval} must be at least 1 inner step")
+        require_bounds("schedule", self)
 
     @abstractmethod
     def due(

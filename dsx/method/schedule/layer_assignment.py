@@ -11,7 +11,7 @@ assignment changes, plus the exposed seconds: transfer that outlasts its iterati
 
 Deviations: the forward pass is left out, because it adds the same to every assignment. We solve
 eq. 9-10 by an exact dynamic program, which relies on none of the paper's three properties; the
-paper's depth-first search stays as a second implementation, memoised, and reaches the same total.
+paper's depth-first search is the tests' second implementation, and reaches the same total.
 Filling (eq. 12) has the paper's one condition, that no iteration gets longer; the authors' code
 also stops at the first layer that does not fit, and fills no bubble behind the run.
 """
@@ -91,24 +91,6 @@ def fill_bubbles(
             filled[positions] = _filled(profile, positions)
         table.append(filled[positions])
     return tuple(table)
-
-
-def iteration_seconds(
-    backward_seconds: Sequence[float], transfer_seconds: Sequence[float], layers: Iterable[int]
-) -> float:
-    """Return the time of one iteration that sends `layers`, from the start of its backward."""
-    profile = _profile(backward_seconds, transfer_seconds)
-    return _seconds(profile, _positions(profile, layers))
-
-
-def total_seconds(
-    backward_seconds: Sequence[float],
-    transfer_seconds: Sequence[float],
-    table: Sequence[Iterable[int]],
-) -> float:
-    """Return the time of all iterations of `table`, each from the start of its backward."""
-    profile = _profile(backward_seconds, transfer_seconds)
-    return sum(_seconds(profile, _positions(profile, layers)) for layers in table)
 
 
 class _Profile(NamedTuple):

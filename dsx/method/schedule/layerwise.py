@@ -24,11 +24,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
 
 from dsx.core.checks import require_choice
 from dsx.core.registry import register
 from dsx.core.types import BackwardTrigger, History, Stage, SyncParams
-from dsx.method.schedule.base import Schedule
+from dsx.method.schedule.base import Interval, Schedule
 from dsx.method.schedule.layer_assignment import assign_layers, layer_table
 
 _TOLERATED_CHANGE = 0.2
@@ -39,12 +42,12 @@ _TOLERATED_CHANGE = 0.2
 class Layerwise(Schedule):
     """Send layers by DreamDDP's table, from inside the backward."""
 
-    interval: int
+    interval: Interval
     """The period H in inner steps, within which every layer is sent at least once."""
     when: BackwardTrigger = "before"  # pyright: ignore[reportIncompatibleVariableOverride]
     """Whether a layer is sent with its parameters from before this step's update, or after the
     layer's own update inside the backward."""
-    backwards: int = 1
+    backwards: Annotated[int, Ge(1)] = 1
     """The backward passes (micro-batches) of one inner step, of which the last one sends."""
     backward_seconds: tuple[float, ...] | None = None
     """The seconds of each layer's backward, in model order; null: measured. Give both lists to make
@@ -61,8 +64,6 @@ class Layerwise(Schedule):
         """Require H >= 1, both times or neither, and one per layer."""
         super().validate(num_fragments)
         require_choice("schedule.when", self.when, BackwardTrigger)
-        if self.backwards < 1:
-            raise ValueError(f"schedule.backwards={self.backwards} must be at least 1")
         if (self.backward_seconds is None) != (self.transfer_seconds is None):
             raise ValueError(
                 "schedule.backward_seconds and schedule.transfer_seconds belong together: give "

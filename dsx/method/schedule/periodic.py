@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from dsx.core.registry import register
 from dsx.core.types import History, Stage, SyncParams
-from dsx.method.schedule.base import Schedule, require_step_per_fragment
+from dsx.method.schedule.base import Interval, Schedule, require_step_per_fragment
 
 
 @register("schedule", "periodic")
@@ -25,7 +25,7 @@ from dsx.method.schedule.base import Schedule, require_step_per_fragment
 class Periodic(Schedule):
     """All fragments at t = H, 2H, ..."""
 
-    interval: int
+    interval: Interval
     """The period H in inner steps, at least 1."""
 
     def due(
@@ -41,7 +41,7 @@ class Periodic(Schedule):
 class Streaming(Schedule):
     """Fragment p at `k*H + floor((p+1)*H/P)`: one fragment at a time, evenly spread."""
 
-    interval: int
+    interval: Interval
     """The period H in inner steps; at least the number of fragments."""
 
     takes_turns = True

@@ -12,7 +12,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsx.config.files import read_json
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import DsxConfig, load_config
 from dsx.core.types import Stage
@@ -36,8 +35,8 @@ def read_plan(source: Path, model_flags: Path | None, ranks: int | None) -> Plan
     """
     found = read_model(source, model_flags, ranks)
     is_json = source.suffix == ".json"
-    document = read_json(source) if is_json else block_of_flags(read_words(source))
-    return Planned(found.model, found.cluster, found.batch, load_config(document))
+    config = load_config(source if is_json else block_of_flags(read_words(source)))
+    return Planned(found.model, found.cluster, found.batch, config)
 
 
 def show_memory(planned: Planned, limit_gib: float, as_json: bool, console: Console) -> bool:

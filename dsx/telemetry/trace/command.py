@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from dsx.core.one_line_errors import one_line_errors
 from dsx.telemetry.run_folder import RUN_HELP, find_run
 
+if TYPE_CHECKING:
+    from dsx.telemetry.trace.files import Timeline
 
-@one_line_errors("trace", OSError)
+
+@one_line_errors("trace")
 def trace(
     run: Annotated[Path, typer.Argument(help=RUN_HELP)],
     out: Annotated[
@@ -33,7 +36,6 @@ def trace(
     """
     from rich.console import Console
 
-    from dsx.telemetry.trace.chrome import write_chrome
     from dsx.telemetry.trace.files import cut, read_timeline
     from dsx.telemetry.trace.picture import draw
     from dsx.telemetry.trace.table import clock_lines, time_table
@@ -42,8 +44,7 @@ def trace(
     whole = read_timeline(folder)
     first, last = _read_steps(steps) if steps else whole.steps
     shown = cut(whole, first, last)
-    out = out or folder / "trace.json"
-    count = write_chrome(shown, out)
+    written = _write(shown, out, folder / "trace.json")
     if picture is not None:
         draw(shown, picture)
     console = Console(highlight=False)
@@ -59,7 +60,19 @@ def trace(
     for line in lines:
         console.print(line, markup=False, soft_wrap=True)
     console.print(time_table(shown))
-    console.print(f"{out}: {count:,} spans", markup=False, soft_wrap=True)
+    console.print(written, markup=False, soft_wrap=True)
+
+
+def _write(shown: Timeline, out: Path | None, usual: Path) -> str:
+    """Write the file for Perfetto; return what to say of it."""
+    from dsx.telemetry.trace.chrome import write_chrome
+
+    try:
+        return f"{out or usual}: {write_chrome(shown, out or usual):,} spans"
+    except OSError as error:
+        if out is not None:
+            raise
+        return f"no file: {usual} cannot be written ({error.strerror}); --out FILE.json can"
 
 
 def _read_steps(text: str) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -102,19 +102,24 @@ def cut(timeline: Timeline, first: int, last: int) -> Timeline:
 def self_times(spans: Iterable[Span], start: int, end: int) -> dict[tuple[Track, str], int]:
     """Return each thread's microseconds between two times, by category: the innermost span's."""
     totals: dict[tuple[Track, str], int] = {}
+    for span, around in nested(spans):
+        inside = max(0, min(span.end, end) - max(span.start, start))
+        key = span.track, span.category
+        totals[key] = totals.get(key, 0) + inside
+        if around:
+            totals[span.track, around[-1].category] -= inside
+    return totals
+
+
+def nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
+    """Yield each span, and those of its thread around it, the innermost last."""
     open_spans: dict[Track, list[Span]] = {}
     for span in spans:
-        inside = max(0, min(span.end, end) - max(span.start, start))
         stack = open_spans.setdefault(span.track, [])
         while stack and stack[-1].end < span.end:
             stack.pop()
-        key = span.track, span.category
-        totals[key] = totals.get(key, 0) + inside
-        if stack:
-            outer = span.track, stack[-1].category
-            totals[outer] -= inside
+        yield span, stack
         stack.append(span)
-    return totals
 
 
 def clock_offsets(timeline: Timeline) -> dict[int, float]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.trace.chrome import thread_name, thread_order
-from dsx.telemetry.trace.files import Span, Timeline, Track
+from dsx.telemetry.trace.files import Timeline, Track, nested
 from dsx.telemetry.trace.recorder import TRAINING
 
 MOST_RANKS = 8
@@ -80,15 +80,10 @@ def _bars(
 ) -> dict[tuple[Track, str, int], list[tuple[float, float]]]:
     """Return starts and lengths in seconds, by thread, category and how deep they are nested."""
     bars: dict[tuple[Track, str, int], list[tuple[float, float]]] = {}
-    open_spans: dict[Track, list[Span]] = {}
-    for span in timeline.spans:
-        stack = open_spans.setdefault(span.track, [])
-        while stack and stack[-1].end < span.end:
-            stack.pop()
+    for span, around in nested(timeline.spans):
         if span.track in tracks and span.category in COLORS:
             bar = (span.start - timeline.start) / 1e6, (span.end - span.start) / 1e6
-            bars.setdefault((span.track, span.category, len(stack)), []).append(bar)
-        stack.append(span)
+            bars.setdefault((span.track, span.category, len(around)), []).append(bar)
     return bars
 
 

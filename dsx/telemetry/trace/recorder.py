@@ -27,7 +27,7 @@ from typing import Any, TextIO
 
 from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange
 from dsx.core.membership import Seat
-from dsx.core.recorder import SpanTimer
+from dsx.core.recorder import Recorder, SpanTimer
 from dsx.telemetry.jsonl import reopen
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ TRANSFERS = "dsx-"  # what the names of threads begin with that are not the trai
 _Span = tuple[str, str, str, int, int, int, dict[str, Any]]
 
 
-class Trace:
+class Trace(Recorder):
     """Records one rank's spans of the steps from first to last; any thread may add.
 
     `logs`: whether to say when the last of them is past.
@@ -176,7 +176,7 @@ class Trace:
             logger.info("%s: %s (metrics.trace_steps is [%d, %d])", self._path, what, *steps)
 
 
-class _SpanTimer:
+class _SpanTimer(SpanTimer):
     def __init__(self, trace: Trace, name: str, fragment: int, step: int) -> None:
         self._trace = trace
         self._name = name

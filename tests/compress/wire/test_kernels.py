@@ -40,7 +40,7 @@ def outcomes(wire: Wire, kernels: str, device: torch.device = CPU) -> list[Tenso
     x[5000:6000] *= 1e-40
     residual = torch.randn(NUMEL, generator=generator).to(device)
     codec = wire.codec(NUMEL, device, kernels)  # type: ignore[arg-type]
-    assert codec.backend == kernels
+    assert codec.kernels == kernels
     data, fed = (
         torch.zeros(wire.num_bytes(NUMEL), dtype=torch.uint8, device=device) for _ in range(2)
     )
@@ -208,9 +208,9 @@ def test_auto_compiles_long_vectors_only_and_says_so(
     monkeypatch.setattr(group_codec, "_announced", set())
     monkeypatch.setattr(group_codec, "unavailable", lambda device: None)
     with caplog.at_level(logging.INFO):
-        assert Int4().codec(16 * 2**20, CPU).backend == "compiled"
-        assert Int4().codec(16 * 2**20 - 1, CPU).backend == "eager"
-        assert Int4().codec(10, CPU).backend == "eager"
+        assert Int4().codec(16 * 2**20, CPU).kernels == "compiled"
+        assert Int4().codec(16 * 2**20 - 1, CPU).kernels == "eager"
+        assert Int4().codec(10, CPU).kernels == "eager"
     assert [record.message for record in caplog.records] == [
         "int4 on cpu: compiled kernels (a compiler works)",
         "int4 on cpu: eager kernels (16777215 elements are fewer than 16777216, from where "
@@ -226,10 +226,11 @@ def test_compiled_kernels_that_cannot_be_had(
     with pytest.raises(RuntimeError, match=r"'compiled' cannot be had on cpu: no g\+\+; install"):
         Int8().codec(10, CPU, "compiled")
     with caplog.at_level(logging.INFO):
-        assert Int8().codec(2**25, CPU).backend == "eager"
+        assert Int8().codec(2**25, CPU).kernels == "eager"
     assert "nothing can be compiled on cpu: no g++" in caplog.text
 
 
+@pytest.mark.ci
 def test_a_missing_compiler_is_noticed(tmp_path: Path) -> None:
     code = "from dsx.compress.wire.compiled import unavailable; print(unavailable('cpu'))"
     environment = {**os.environ, "CXX": "/nonexistent/g++", "PATH": "/nonexistent"}

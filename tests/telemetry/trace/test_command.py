@@ -96,6 +96,19 @@ def test_the_merged_file_is_what_viewers_take(run_dir: Path) -> None:
     assert codes["args"]["bytes"] == 400 and codes["args"]["peers"] == [1]
 
 
+def test_where_the_folder_is_read_only_the_table_is_shown_all_the_same(run_dir: Path) -> None:
+    (run_dir / "trace.json").mkdir()  # cannot be opened to write, whoever tries
+    done = dsx(run_dir)
+    assert done.exit_code == 0 and "steps 1 to 2: 0.022 s, 4 ranks" in done.stdout
+    assert done.stdout.splitlines()[-1] == (
+        f"no file: {run_dir / 'trace.json'} cannot be written (Is a directory); --out FILE.json can"
+    )
+    assert dsx(run_dir, "--out", run_dir / "other.json").exit_code == 0
+    assert events(run_dir / "other.json")
+    done = dsx(run_dir, "--out", run_dir)
+    assert done.exit_code == 2 and done.stderr.count("\n") == 1
+
+
 def require_nesting(complete: list[dict[str, Any]]) -> None:
     """On a thread a later event begins after an open one's end, or ends within it."""
     stacks: dict[tuple[int, int], list[int]] = {}

@@ -161,7 +161,7 @@ def exchange(values: list[torch.Tensor]) -> Generator[ExchangeRound, None, torch
     return values[0]
 
 
-def test_an_exchange_is_followed_swap_by_swap(tmp_path: Path) -> None:
+def test_an_exchange_is_followed_round_by_round(tmp_path: Path) -> None:
     trace = new_trace(tmp_path / "t.jsonl")
     mean = torch.ones(5)
     followed = trace.follow(exchange([mean, torch.ones(7)]), 2, 4)
