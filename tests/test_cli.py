@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import typer
@@ -34,6 +37,22 @@ def test_every_command_is_in_the_help_with_one_line() -> None:
     for name in NAMES:
         (row,) = [words for words in rows if words and words[0] == name]
         assert row[-1].endswith("."), f"{name}: more than one line"
+
+
+def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    yield path
+    for name, command in getattr(group, "commands", {}).items():
+        yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("path", [*commands(typer.main.get_command(app))], ids=" ".join)
+def test_help_is_whole_on_80_columns(path: tuple[str, ...]) -> None:
+    shown = CliRunner().invoke(app, [*path, "--help"], env={"COLUMNS": "80", "TERM": "dumb"})
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert "\u2026" not in shown.stdout, "something is cut off"
+    assert not re.search(r"\{[a-z]", lines[1]), "a name of the source, no word"
 
 
 def test_the_help_loads_nothing_that_takes_long() -> None:

@@ -140,7 +140,7 @@ def line(
     burst_kb: Annotated[
         int | None, typer.Option(help="KiB that may pass at once after a pause; default 10 ms.")
     ] = None,
-    pin: Annotated[bool, typer.Option(help="Give each cluster a core of its own.")] = False,
+    pin: Annotated[bool, typer.Option("--pin", help="Give each cluster its own core.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")
     ] = None,

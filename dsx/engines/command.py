@@ -15,13 +15,14 @@ def export(
     run: Annotated[
         Path,
         typer.Argument(
+            metavar="RUN",
             help="A run's folder, the directory its checkpoints are in (it holds cluster_0, ...), "
-            "or one of them."
+            "or one of them.",
         ),
     ],
     out: Annotated[Path, typer.Option(help="The directory to write to.")],
     format: Annotated[
-        str, typer.Option(metavar="safetensors|universal", help="See above.")
+        str, typer.Option(metavar="safetensors|universal", help="Weights alone, or a checkpoint.")
     ] = "safetensors",
     tag: Annotated[
         str | None, typer.Option(help="Default: the newest that all clusters hold complete.")

@@ -46,7 +46,7 @@ TokensPerStep = Annotated[
 Gbps = Annotated[float | None, _option("A cluster's line, each way, in Gbit/s, as frames count.")]
 LatencyMs = Annotated[float | None, _option("One way; 0 if not given.")]
 Link = Annotated[Path | None, _option("In place of both: the JSON of dsx net-test.", "FILE")]
-Clusters = Annotated[int | None, _option("C; default that of --link, or of --from-run.")]
+Clusters = Annotated[int | None, _option("How many; default: as in --link, or --from-run.")]
 Target = Annotated[float, _option("Percent of the time that is to be computing.")]
 Codec = Annotated[
     Path | None, _option("The JSON of dsx bench codec, in place of the documented speeds.", "FILE")

@@ -13,7 +13,7 @@ from dsx.telemetry.run_folder import RUN_HELP
 
 @one_line_errors("report")
 def report(
-    run: Annotated[Path, typer.Argument(help=RUN_HELP)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)],
     plot: Annotated[
         Path | None, typer.Option(metavar="FILE.png", help="Default: plot.png in the folder.")
     ] = None,

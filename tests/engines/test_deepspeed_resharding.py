@@ -157,10 +157,14 @@ def check_export(checkpoints: Path, averaged: dict[str, list[float]], stage: int
     model = OddNet(1)
     model.load_state_dict(load_file(out / "model.safetensors"))
     assert {n: p.flatten().tolist() for n, p in model.named_parameters()} == averaged
+    for held in checkpoints.rglob("*_model_states.pt"):
+        held.chmod(0o444)
     arguments = ["export", str(checkpoints), "--out", str(out), "--format", "universal"]
     said = CliRunner().invoke(app, arguments)
     assert said.exit_code == (0 if stage else 2), said.output
     assert stage or "has no *_optim_states.pt" in said.output
+    for whole in out.rglob("mp_rank_*_model_states.pt"):
+        assert whole.stat().st_mode & 0o200, "as read-only as the checkpoint"
 
 
 def check(base: Path, names: tuple[str, ...]) -> None:

@@ -21,9 +21,9 @@ Data = Annotated[Path, Option(help="A dataset of `dsx data build`.")]
 Presets = Annotated[
     str | None, Option(metavar="NAME[+CODEC],...", help="What to compare; default: every preset.")
 ]
-Clusters = Annotated[int, Option(help="C, all in one process.", min=2)]
+Clusters = Annotated[int, Option(help="Clusters, all in one process.", min=2)]
 Steps = Annotated[int, Option(help="Inner steps of every run.", min=1)]
-Interval = Annotated[int, Option(help="H.", min=1)]
+Interval = Annotated[int, Option(help="H, the steps between outer steps.", min=1)]
 BatchSize = Annotated[int, Option(help="Windows per cluster and step.", min=1)]
 SequenceLength = Annotated[int, Option(help="Tokens of a window.", min=1)]
 Layers = Annotated[int, Option(help="Of the model.", min=1)]
@@ -43,7 +43,15 @@ Jobs = Annotated[
     int | None, Option(help="Runs at a time, one thread each; default: one a core.", min=1)
 ]
 Device = Annotated[str, Option(help="Of models and data.")]
-JsonFile = Annotated[Path, Option("--json", metavar="FILE", help="The results.")]
+JsonFile = Annotated[
+    Path,
+    Option(
+        "--json",
+        metavar="FILE",
+        show_default=False,
+        help="The results; default: results.json in runs/convergence.",
+    ),
+]
 Plot = Annotated[Path | None, Option(metavar="FILE.png", help="Default: beside the results.")]
 
 

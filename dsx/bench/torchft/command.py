@@ -37,7 +37,9 @@ def torchft(
     fragments: Annotated[
         int | None, Option(help="Also stream so many; goes with --delay.", min=1)
     ] = None,
-    delay: Annotated[int | None, Option(help="tau of the fragments.", min=0)] = None,
+    delay: Annotated[
+        int | None, Option(help="Steps until a fragment's mean is applied.", min=0)
+    ] = None,
     shape: Annotated[
         str | None,
         Option(metavar="LAYERS,HIDDEN,LENGTH,BATCH", help="Default: as for dsx bench e2e."),

@@ -22,7 +22,7 @@ def memory(
         int | None, typer.Option(help="Accelerators per cluster; default tensor x pipeline.", min=1)
     ] = None,
     limit: Annotated[float, typer.Option(help="GiB of one accelerator.", min=0.001)] = 40.0,
-    json: Annotated[bool, typer.Option(help="Print JSON instead of a table.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Predict what each rank holds, and say whether it fits.
 

@@ -16,7 +16,7 @@ from dsx.core.one_line_errors import one_line_errors
 Params = Annotated[float, typer.Option(help="Parameters of the model; 1e9 for a billion.")]
 Layers = Annotated[int, typer.Option(help="Layers, of equal size.")]
 StepSeconds = Annotated[float, typer.Option(help="Pure compute of one inner step.")]
-Method = Annotated[str, typer.Option(metavar="data_parallel|diloco|streaming")]
+Method = Annotated[str, typer.Option(metavar="NAME", help="data_parallel, diloco or streaming.")]
 Interval = Annotated[
     int, typer.Option(help="H: inner steps per round; data parallel sends in every step.")
 ]
@@ -28,7 +28,7 @@ OverlapSteps = Annotated[
 ]
 LayersPerFragment = Annotated[int, typer.Option(help="Streaming: layers sent in one launch.")]
 Pattern = Annotated[
-    str, typer.Option(metavar="strided|sequential", help="Streaming: which layers a fragment has.")
+    str, typer.Option(metavar="NAME", help="Streaming: a fragment's layers: strided or sequential.")
 ]
 LaunchEvery = Annotated[
     int | None, typer.Option(help="Streaming: steps between launches; default round(H / P).")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @one_line_errors("trace")
 def trace(
-    run: Annotated[Path, typer.Argument(help=RUN_HELP)],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help=RUN_HELP)],
     out: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Default: trace.json in the folder.")
     ] = None,
