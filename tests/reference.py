@@ -78,6 +78,7 @@ class Reference:
     in_flight: list[Flight] = field(default_factory=list)
     past: dict[int, list[Flight]] = field(default_factory=dict)  # by fragment, for eager
     residual: list[Tensors] = field(default_factory=list)  # what codes have lost, by cluster
+    shared_buffer: Tensors = field(default_factory=dict)  # eager: of the means before a finish
 
     def __post_init__(self) -> None:
         self.anchor = {n: p.detach().clone() for n, p in self.local[0].items()}
@@ -98,11 +99,50 @@ class Reference:
             self.apply(flight, step)
         for p, launched in enumerate(self.clock.launched):
             if launched == step:
-                for m, theta in enumerate(self.local):
-                    for n in self.recipe.fragments[p]:
-                        self.start[m][n] = theta[n].detach().clone()
+                self.begin_round(p)
         if self.recipe.adaptive is not None:
             self.recipe.adaptive.end_boundary(step, self.recipe.interval, self.clock)
+
+    def begin_round(self, p: int) -> None:
+        for m, theta in enumerate(self.local):
+            for n in self.recipe.fragments[p]:
+                self.start[m][n] = theta[n].detach().clone()
+
+    def finish(self, step: int) -> None:
+        """Apply what is under way; rounds start anew, with what was done since the last launches.
+
+        Where applying replaces the parameters by the anchor, a cluster's way since its round began
+        is laid onto the new anchor. Eager clusters go on from the shared anchor, as they began; the
+        momentum of the means is theirs again as soon as a mean is.
+        """
+        is_replaced = self.recipe.delay in ("delayed", "eager")
+        finished = {flight.fragment for flight in self.in_flight}
+        names = [n for p in sorted(finished) for n in self.recipe.fragments[p] if is_replaced]
+        ways = [
+            {n: theta[n] - self.origin(m, n) for n in names} for m, theta in enumerate(self.local)
+        ]
+        for flight in self.in_flight:
+            self.apply(flight, step)
+        self.in_flight = []
+        for n in names:
+            self.shared_buffer[n] = self.buffer[n].clone()
+            for m, theta in enumerate(self.local):
+                theta[n].copy_(self.anchor[n] + ways[m][n])
+                self.start[m][n] = self.anchor[n].clone()
+                self.own_anchor[m][n] = self.anchor[n].clone()
+                self.own_buffer[m][n].zero_()
+        for p, launched in enumerate(self.clock.launched):
+            if launched == step:
+                self.begin_round(p)
+            if is_replaced and p in finished:
+                self.past[p] = []
+        self.clock.under_way = [0] * len(self.clock.under_way)
+
+    def origin(self, m: int, n: str) -> Tensor:
+        """Where a cluster's round has begun."""
+        if self.recipe.delay == "eager" or self.recipe.first_round == "local":
+            return self.start[m][n]
+        return self.anchor[n]
 
     def due(self, step: int) -> Sequence[int]:
         recipe, count = self.recipe, len(self.recipe.fragments)
@@ -122,10 +162,8 @@ class Reference:
         for m, theta in enumerate(sent):
             if recipe.delay == "average":
                 own.append(theta)
-            elif recipe.delay == "eager" or recipe.first_round == "local":
-                own.append({n: self.start[m][n] - theta[n] for n in names})
             else:
-                own.append({n: self.anchor[n] - theta[n] for n in names})
+                own.append({n: self.origin(m, n) - theta[n] for n in names})
         own = [{n: self.coded(m, n, d[n]) for n in names} for m, d in enumerate(own)]
         mean = {n: sum(d[n] for d in own) / len(own) for n in names}
         interval = step - self.clock.launched[p]
@@ -189,6 +227,8 @@ class Reference:
         if self.recipe.delay == "blend":
             return (1 - self.recipe.alpha) * theta + self.recipe.alpha * self.anchor[n]
         tau, sent = step - flight.launched, flight.sent[m][n]
+        if tau == 0:  # finished at its launch: no step was missed
+            return self.anchor[n]
         g = (sent - theta) / tau
         lam: Any = self.recipe.lam
         if self.recipe.mode == "dc_asgd":
@@ -205,11 +245,14 @@ class Reference:
         num_clusters, past = len(self.local), self.past[p]
         fresh = past[-1]
         late = past[-1 - self.recipe.outer_steps] if len(past) > self.recipe.outer_steps else None
+        names = self.recipe.fragments[p] if late is not None else ()
+        before = {n: self.shared_buffer.pop(n) for n in names if n in self.shared_buffer}
         for m, theta in enumerate(self.local):
             for n in self.recipe.fragments[p]:
                 gradient = fresh.own[m][n] / num_clusters
                 if late is not None:
                     gradient = gradient + late.mean[n] - late.own[m][n] / num_clusters
+                    self.own_buffer[m][n] += before.get(n, 0.0)
                 self.own_anchor[m][n] -= self.outer_update(self.own_buffer[m][n], gradient)
                 theta[n].copy_(self.own_anchor[m][n])
         if late is None:
@@ -260,12 +303,14 @@ def train_reference(
     num_clusters: int,
     num_steps: int,
     skipped: Sequence[tuple[int, int]] = (),
+    finished_at: Sequence[int] = (),
 ) -> tuple[list[Tensors], Tensors]:
     """Return every cluster's parameters and the anchor after `num_steps` inner steps.
 
     `compute_loss(model, cluster, step)` gives the loss of one inner step (from 1); a pair
-    `(cluster, step)` in `skipped` is an overflow step: counted, not taken. The anchor is empty
-    where parameters are averaged.
+    `(cluster, step)` in `skipped` is an overflow step: counted, not taken. After the steps in
+    `finished_at` everything under way is applied. The anchor is empty where parameters are
+    averaged.
     """
     models = [copy.deepcopy(model) for _ in range(num_clusters)]
     optimizers = [make_optimizer(m) for m in models]
@@ -284,5 +329,7 @@ def train_reference(
                 optimizer.step()
         with torch.no_grad():
             reference.boundary(step, before)
+            if step in finished_at:
+                reference.finish(step)
     anchor = {} if recipe.delay == "average" else reference.anchor
     return [{n: p.detach().clone() for n, p in theta.items()} for theta in local], anchor

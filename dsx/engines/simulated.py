@@ -134,7 +134,11 @@ class SimulatedClusters:
         return [float(loss) for loss in losses]
 
     def finish(self) -> None:
-        """Apply what is under way and compare what was applied last; at the end of training."""
+        """Apply what is under way and compare what was applied last; at the end of training.
+
+        Training may go on, and nothing is lost: progress that has not been launched goes with the
+        next launch, and rounds that stay under way start anew.
+        """
         for loop in self.loops:
             loop.drain()
         compared = [begin_comparison(loop) for loop in self.loops]

@@ -170,16 +170,38 @@ class OuterLoop:
     def drain(self) -> bool:
         """Apply everything in flight with its real age; return whether there was anything.
 
-        Every cluster calls it at the same step; then `sync_model_weights` is due.
+        Training may go on: rounds start anew from the anchors, and what this cluster has done since
+        its last launches stays in its parameters and goes with the next ones. Every cluster calls
+        it at the same step; then `sync_model_weights` is due.
         """
         started = time.perf_counter()
         pending = [t for t in self.in_flight if isinstance(t, Transfer)]
+        unsent = self._read_unsent({t.fragment for t in pending})
         for transfer in pending:
             self._apply(transfer)
+        if any(self.recovery.restarts(t.buffers.parity) for t in pending):
+            unsent.clear()  # progress that is not finite was given up
+        for fragment, progress in unsent.items():
+            anchor = self.state.anchor[fragment]
+            self.method.delay.begin(anchor, self.state.slots[fragment].delay)
+            self.adapter.write(fragment, torch.sub(anchor, progress, out=progress))
+        self._first_steps.keep(self.history)
         self.in_flight = self._nothing_yet()
         self.history.under_way = [0] * self.history.num_fragments
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(pending)
+
+    def _read_unsent(self, fragments: set[int]) -> dict[int, Tensor]:
+        """Return what fragments have been moved by since their last launches, where applying what
+        was launched then would set them back to an anchor that has none of it.
+        """
+        delay, unsent = self.method.delay, dict[int, Tensor]()
+        for fragment in sorted(fragments) if delay.rounds_under_way else ():
+            local = torch.empty_like(self.state.scratch(fragment, "local"))
+            self.adapter.read(fragment, local)
+            slots = self.state.slots[fragment].delay
+            unsent[fragment] = delay.contribution(local, self.state.anchor[fragment], slots)
+        return unsent
 
     def restore(self, history: History, in_flight: list[Transfer | NothingYet]) -> None:
         """Go on from a checkpoint whose buffers have been copied into `state`."""

@@ -197,8 +197,9 @@ class Handle:
     def finish(self) -> None:
         """Drain what is in flight, at the end of training. Every cluster calls it.
 
-        Returns once all clusters have finished; ValueError if they took different numbers of
-        steps.
+        Training may go on: progress that has not been launched stays in this cluster's weights and
+        goes with the next launch, and rounds that stay under way start anew. Returns once all
+        clusters have finished; ValueError if they took different numbers of steps.
         """
         with self._naming_last_checkpoint():
             self.loop.drain()

@@ -140,6 +140,21 @@ def test_an_outer_optimizer_that_is_registered_resumes_by_its_name(
         resume(other, other_axes)
 
 
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_a_checkpoint_of_a_finished_run_goes_on_like_the_run(name: str, tmp_path: Path) -> None:
+    axes, first, second = ALL_CASES[name].axes(), new_run(name), new_run(name)
+    for _ in range(6):
+        first.train_step(mean_loss)
+    first.finish()
+    save_all(first, tmp_path, axes)
+    for m, loop in enumerate(second.loops):
+        second.models[m].load_state_dict(first.models[m].state_dict())
+        second.optimizers[m].load_state_dict(copy.deepcopy(first.optimizers[m].state_dict()))
+        load_state(loop, tmp_path / f"cluster_{m}", rank_info(m), axes)
+    for _ in range(9):
+        assert first.train_step(mean_loss) == second.train_step(mean_loss)
+
+
 def test_streaming_is_saved_with_a_transfer_in_flight() -> None:
     run = new_run("streaming_diloco")
     seen = set()

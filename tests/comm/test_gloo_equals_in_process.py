@@ -20,6 +20,7 @@ from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, CASES, TinyNet, mean_loss
 
 NUM_STEPS = 15
+NUM_MORE = 5  # behind finish()
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -33,9 +34,13 @@ def block(name: str, num_clusters: int, **more: Any) -> dict[str, Any]:
 
 
 def train(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, cluster: int, num_steps: int
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    cluster: int,
+    num_steps: int,
+    first: int = 1,
 ) -> None:
-    for step in range(1, num_steps + 1):
+    for step in range(first, first + num_steps):
         optimizer.zero_grad()
         mean_loss(model, cluster, step).backward()
         optimizer.step()
@@ -66,6 +71,8 @@ def train_every_preset(num_clusters: int) -> dict[str, Any]:
         with handle.averaged():
             results[name]["averaged"] = copies(model)
         results[name]["restored"] = copies(model)
+        train(model, optimizer, world.cluster_id, NUM_MORE, NUM_STEPS + 1)
+        results[name]["gone on"] = {n: p.detach().numpy() for n, p in model.named_parameters()}
         handle.close()
     return results
 
@@ -108,6 +115,12 @@ def test_every_preset(num_clusters: int) -> None:
             assert got["bytes_sent"] == run.loops[cluster].totals.bytes_sent
             assert got["gathered"] == [{"cluster": m} for m in range(num_clusters)]
         check_export([result[name] for result in results], name)
+        run.finish()
+        for _ in range(NUM_MORE):
+            run.train_step(mean_loss)
+        for cluster, expected in enumerate(run.parameters()):
+            got = results[cluster][name]["gone on"]
+            assert all(torch.equal(torch.from_numpy(got[n]), p) for n, p in expected.items()), name
 
 
 def fail_alone(cluster_that_differs: str) -> str:

@@ -14,6 +14,7 @@ import torch
 
 from dsx.method.choices import PRESETS
 from dsx.outer.loop import OuterLoop
+from dsx.outer.transfer import Transfer
 from tests.held_memory import held_bytes, scratch_bytes
 from tests.reference import train_reference
 from tests.simulated import Simulated
@@ -98,6 +99,28 @@ def compare_with_the_reference(name: str, run: Simulated, make_optimizer: MakeOp
         flat = torch.cat([anchor[n].reshape(-1) for n in names])
         ours_flat = run.loops[0].state.anchor[fragment]
         torch.testing.assert_close(ours_flat, flat, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_goes_on_after_finish_as_the_reference(name: str) -> None:
+    """At a launch, right behind one, between two and twice in a row."""
+    finished_at, case = (5, 8, 9, 14, 15), ALL_CASES[name]
+    run = new_run(name, 3)
+    for step in range(1, NUM_STEPS + 1):
+        run.train_step(mean_loss)
+        if step in finished_at:
+            run.finish()
+            assert not any(isinstance(t, Transfer) for loop in run.loops for t in loop.in_flight)
+        for loop in run.loops[1:]:
+            assert loop.history == run.loops[0].history
+            pairs = zip(run.loops[0].state.anchor, loop.state.anchor, strict=True)
+            assert all(torch.equal(first, other) for first, other in pairs)
+    expected, _ = train_reference(
+        TinyNet(), adamw, mean_loss, case.recipe, 3, NUM_STEPS, finished_at=finished_at
+    )
+    for ours, theirs in zip(run.parameters(), expected, strict=True):
+        for key, value in theirs.items():
+            torch.testing.assert_close(ours[key], value, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3, 5])

@@ -128,6 +128,26 @@ def test_a_round_with_a_nan_is_refused_by_all_and_its_cluster_starts_again(
     assert f"launched at step {refused[0]['launched_step']}: cluster 1 sent values" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["diloco_delayed", "eager"])
+def test_progress_that_is_not_finite_does_not_outlive_a_finish(name: str) -> None:
+    """Cluster 1's is lost before a launch whose round is refused when the run is finished."""
+    run, _ = run_with_nan(name, 3)
+    for _ in range(3):
+        run.train_step(mean_loss)
+    before = run.parameters()
+    run.finish()
+    anchor = run.loops[0].state.anchor[0]
+    order = [slot.name for slot in run.loops[0].adapter.fragments[0].layout]
+    ends = [torch.cat([cluster[n].reshape(-1) for n in order]) for cluster in run.parameters()]
+    assert torch.equal(ends[1], anchor)
+    if name == "diloco_delayed":  # nothing was applied, so the others are where they were
+        torch.testing.assert_close(run.parameters()[0], before[0], rtol=0, atol=1e-6)
+    for _ in range(10):
+        run.train_step(mean_loss)
+    assert run.loops[0].history.rounds[0] >= 2
+    assert all(p.isfinite().all() for cluster in run.parameters() for p in cluster.values())
+
+
 @pytest.mark.parametrize("name", ["diloco", "streaming_diloco", "eager"])
 def test_a_cluster_that_stays_lost_ends_the_run(name: str) -> None:
     """An inner optimizer with a NaN in its momentum makes every later step one, too."""
