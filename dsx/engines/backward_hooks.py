@@ -2,7 +2,8 @@
 
 A parameter's hook fires each time its gradient has been accumulated: once per backward pass that
 reaches it, so with micro-batches only the last pass counts. Parameters that a pass does not reach
-leave their fragment incomplete; it is then launched at the step boundary instead.
+leave their fragment incomplete; it is then launched at the step boundary instead. Which parameters
+are trained is looked at in every step: a script may freeze and unfreeze layers as it goes.
 
 Times are the host's: on an accelerator, which runs behind it, they are those of the enqueueing.
 """
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 _NOTHING = 1e-9  # seconds: what takes no time, but has been measured
 
@@ -22,7 +24,8 @@ class BackwardWatch:
     """Counts the accumulated gradients of an inner step, per fragment.
 
     `seconds[fragment]` runs from the completion of the fragment before, or from the module's
-    output; a fragment without trained parameters takes none. None: not complete so far.
+    output; a fragment without trained parameters takes none. None: not complete so far. `hooks`
+    are there to be removed.
     """
 
     def __init__(
@@ -32,23 +35,32 @@ class BackwardWatch:
         backwards: int,
         on_complete: Callable[[int], None],
     ) -> None:
-        trained = [[p for p in members if p.requires_grad] for members in parameters]
+        self._parameters = parameters
         self._backwards = backwards
-        self._expected = [len(members) * backwards for members in trained]
+        self._expected: list[int] = []  # gradients of this inner step, once its first has come
         self._seen = [0] * len(parameters)
         self._on_complete = on_complete
         self._began: float | None = None
-        self._untrained = [p for p, members in enumerate(trained) if not members]
-        self.seconds: list[float | None] = [None if members else _NOTHING for members in trained]
-        module.register_forward_hook(self._watch_output)
-        for fragment, members in enumerate(trained):
+        self.seconds: list[float | None] = [None] * len(parameters)
+        self.hooks = [module.register_forward_hook(self._watch_output)]
+        for fragment, members in enumerate(parameters):
             for parameter in members:
-                parameter.register_post_accumulate_grad_hook(self._make_hook(fragment))
+                self.hooks.append(_watch_gradient(parameter, self._make_hook(fragment)))
 
     def begin_step(self) -> None:
         """Start counting for the next inner step."""
+        self._expected = []
         self._seen = [0] * len(self._seen)
         self._began = None
+
+    def _begin_gradients(self) -> None:
+        """Count what is to come, and pass on the fragments that there is nothing to wait for."""
+        trained = [sum(p.requires_grad for p in members) for members in self._parameters]
+        self._expected = [count * self._backwards for count in trained]
+        for fragment, count in enumerate(trained):
+            if not count:
+                self.seconds[fragment] = _NOTHING
+                self._on_complete(fragment)
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
         for tensor in tensors_of(output):
@@ -63,9 +75,8 @@ class BackwardWatch:
             now = time.perf_counter()
             if self._began is None:  # a module whose output is no tensor, or not this one's own
                 self._began = now
-            if not any(self._seen):
-                for untrained in self._untrained:  # nothing to wait for
-                    self._on_complete(untrained)
+            if not self._expected:
+                self._begin_gradients()
             self._seen[fragment] += 1
             if self._seen[fragment] > self._expected[fragment]:
                 raise RuntimeError(
@@ -79,6 +90,15 @@ class BackwardWatch:
                 self._began = time.perf_counter()
 
         return hook
+
+
+def _watch_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:
+    """Call the hook whenever a gradient has been accumulated, of one that is frozen so far, too."""
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch takes no hook on another, but keeps it on this one
+    handle = parameter.register_post_accumulate_grad_hook(hook)
+    parameter.requires_grad_(is_trained)
+    return handle
 
 
 def tensors_of(output: Any) -> Iterator[Tensor]:

@@ -82,6 +82,51 @@ def test_a_layer_whose_gradients_never_come_is_launched_at_the_boundary() -> Non
     assert run.loops[0].history == run.loops[1].history
 
 
+@pytest.mark.parametrize("which", ["weight", ""])
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("name", ["dreamddp", "dreamddp, after"])
+def test_what_was_frozen_at_the_start_trains_once_it_is_not(
+    name: str, layer: int, which: str
+) -> None:
+    """One cluster averages with itself: the run must equal the optimizer alone, bit for bit."""
+    alone = TinyNet()
+    members = [p for n, p in alone.named_parameters() if n.startswith(f"layers.{layer}.{which}")]
+    for parameter in members:
+        parameter.requires_grad_(False)
+    schedule = {"interval": 1, "backward_seconds": BACKWARD, "transfer_seconds": TRANSFER}
+    schedule["when"] = "after" if name.endswith("after") else "before"
+    run = Simulated(alone, sgd, preset("dreamddp", 1, schedule=schedule), 1)
+    optimizer = sgd(alone)
+    for step in range(1, 10):
+        if step in (4, 7):  # trained from 4 on, frozen again from 7 on
+            for model in (alone, run.models[0]):
+                for parameter_name, parameter in model.named_parameters():
+                    if parameter_name.startswith(f"layers.{layer}.{which}"):
+                        parameter.requires_grad_(step == 4)
+        launched = watch_launches(run)
+        run.train_step(mean_loss)
+        assert launched == [True] * 4  # all from inside the backward
+        optimizer.zero_grad()
+        mean_loss(alone, 0, step).backward()
+        optimizer.step()
+        for parameter_name, value in alone.named_parameters():
+            assert torch.equal(run.parameters()[0][parameter_name], value.detach()), step
+    assert not torch.equal(members[0], dict(TinyNet().named_parameters())[f"layers.{layer}.weight"])
+
+
+def watch_launches(run: Simulated) -> list[bool]:
+    """Return whether launches are from inside the backward, as they come, until the next call."""
+    noted: list[bool] = []
+    launch = type(run.loops[0])._launch
+
+    def noting(fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1) -> None:
+        noted.append(is_in_backward)
+        launch(run.loops[0], fragment, step, is_in_backward, shared_by)
+
+    run.loops[0]._launch = noting  # type: ignore[method-assign]
+    return noted
+
+
 def test_clusters_whose_graphs_differ_still_meet() -> None:
     """Cluster 1 leaves a layer out now and then; its fragments keep the table's order."""
     run = Simulated(TinyNet(), sgd, ALL_CASES["dreamddp"].method(), 2)
