@@ -137,6 +137,10 @@ class EngineAdapter(Protocol):
         """Stop counting this step's gradients; called at a boundary the engine did not pass."""
         ...
 
+    def detach(self) -> None:
+        """Let go of the engine, which takes its steps alone from now on; called at the end."""
+        ...
+
     def backward_seconds(self, fragment: int) -> float | None:
         """Return what the fragment's backward took last, if it is watched and has run."""
         ...

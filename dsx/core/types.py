@@ -23,10 +23,14 @@ BackwardTrigger = Literal["before", "after"]  # of the inner optimizer's step
 
 @dataclass(frozen=True)
 class ParameterShape:
-    """A whole trainable parameter of the model, as every rank of a cluster knows it."""
+    """A whole trainable parameter of the model, as every rank of a cluster knows it.
+
+    `dtype` is the model's own, by torch's name; masters are fp32.
+    """
 
     name: str
     shape: tuple[int, ...]
+    dtype: str = "float32"
 
     @property
     def numel(self) -> int:

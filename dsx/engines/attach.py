@@ -20,7 +20,8 @@ from dsx.comm.world import RendezvousConfig, World, current_world, join
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import DsxConfig, load_config, read_json, with_launch_arguments
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
-from dsx.engines.torch import TorchAdapter
+from dsx.engines.torch import Optimizers, TorchAdapter, as_list
+from dsx.method.method import Method
 from dsx.training.handle import Handle
 
 Config = str | Path | Mapping[str, Any]
@@ -117,17 +118,18 @@ def initialize(
 
 def attach(
     engine: Any,
-    optimizer: torch.optim.Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     config: Config,
     facts: Mapping[str, Any] | None = None,
 ) -> Handle:
     """Add outer training to an engine that exists; `engine.dsx` is the handle returned.
 
-    `engine` is a DeepSpeedEngine, or an ordinary module together with its `optimizer`. The
-    world must be `init_distributed`'s. Collective over all ranks of all clusters: it compares
-    layouts and settings and takes cluster 0's weights everywhere. `facts` are plain values of your
-    own that must be equal in all clusters, such as those of a schedule that dsx cannot see.
+    `engine` is a DeepSpeedEngine, or an ordinary module together with its `optimizer`, or a list of
+    those that share its parameters, each of which takes one step in every inner step. The world
+    must be `init_distributed`'s. Collective over all ranks of all clusters: it compares layouts and
+    settings and takes cluster 0's weights everywhere. `facts` are plain values of your own that
+    must be equal in all clusters, such as those of a schedule that dsx cannot see.
     """
     world = current_world()
     if world is None:
@@ -136,12 +138,15 @@ def attach(
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings, facts or {})
     method = settings.method
+    _refuse_unequal_ranks(engine, world, method)
     is_on_host = settings.state.device == "host"
     adapter = TorchAdapter(
         engine, optimizer, method.fragments, method.schedule.backwards, is_on_host
     )
+    adapter.require_unattached()
     told = {"facts": dict(facts)} if facts else {}
-    handle = Handle(adapter, world, settings, told, settings=_settings_of(engine, [optimizer]))
+    compared = _settings_of(engine, as_list(optimizer))
+    handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
     return handle
 
@@ -225,6 +230,31 @@ def _attach_deepspeed(
     carry_outer_state(engine, handle, world)
     engine.dsx = handle
     return handle
+
+
+def _refuse_unequal_ranks(model: torch.nn.Module, world: World, method: Method) -> None:
+    """Refuse several ranks in a cluster that train several models, or could decide differently."""
+    count = world.world_size
+    if count == 1:
+        return
+    fewer = f"start one process per cluster ({world.num_clusters} in all)"
+    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        raise ValueError(
+            f"this cluster has {count} ranks, each of which would train a {type(model).__name__} "
+            "of its own: attach torch.nn.parallel.DistributedDataParallel(model), which keeps them "
+            f"equal, or {fewer}"
+        )
+    if method.schedule.when is not None:
+        raise ValueError(
+            f"schedule.when={method.schedule.when!r} launches a layer inside the backward, where "
+            "DistributedDataParallel has not averaged its gradients yet; use "
+            f"schedule.type='streaming' with delay.type='average', or {fewer}"
+        )
+    if method.uses_seconds:
+        raise ValueError(
+            f"this method decides from measured seconds, which differ between the {count} ranks of "
+            f"a cluster: give the times (schedule.step_seconds, ...), or {fewer}"
+        )
 
 
 def _refuse_world_arguments(

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from dsx.core.recorder import ComputeRecorder
 from dsx.engines.backward_hooks import tensors_of
@@ -29,8 +30,8 @@ class ComputeWatch:
         self._step, self._stepping = 0, 0  # the optimizer's, and when it began
         self._passed = now()
 
-    def follow(self, module: nn.Module) -> None:
-        """Record forward and backward of a module from now on."""
+    def follow(self, module: nn.Module) -> list[RemovableHandle]:
+        """Record forward and backward of a module from now on; return the hooks, to be removed."""
         began: dict[str, int] = {}
 
         def before(module: nn.Module, inputs: Any) -> None:
@@ -62,8 +63,7 @@ class ComputeWatch:
             if since is not None:
                 self._trace.add("backward", "backward", since)
 
-        module.register_forward_pre_hook(before)
-        module.register_forward_hook(after)
+        return [module.register_forward_pre_hook(before), module.register_forward_hook(after)]
 
     def begin_step(self) -> None:
         """Note the time; the optimizer is about to step."""

@@ -47,6 +47,11 @@ class Piece:
         return Piece(self.master, (last - first,), first, self.offset + first - self.start)
 
 
+def dtype_name(parameter: Tensor) -> str:
+    """Return the name of a tensor's type without torch's: bfloat16."""
+    return str(parameter.dtype).removeprefix("torch.")
+
+
 class Masters:
     """Reads and writes a rank's masters by fragment, where they are at that time."""
 

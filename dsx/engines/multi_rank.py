@@ -37,6 +37,9 @@ class MultiRankAdapter(MastersAdapter):
     def end_inner_step(self) -> None:
         """Nothing to do: the backward is the engine's own."""
 
+    def detach(self) -> None:
+        """Nothing to do: an engine keeps its handle to its own end."""
+
     def backward_seconds(self, fragment: int) -> float | None:
         """Return None: the backward is the engine's own."""
         return None

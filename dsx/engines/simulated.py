@@ -18,11 +18,12 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
+from dsx.checkpoint.files import first_difference, layout
 from dsx.comm.in_process import InProcessHub, step_together
 from dsx.core.membership import Membership
-from dsx.engines.torch import TorchAdapter
+from dsx.engines.masters import dtype_name
+from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method, SettingWarning
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.whole_matrices import tell_what_is_factored
@@ -45,15 +46,16 @@ _NO_SECONDS = (
 class SimulatedClusters:
     """The clusters' outer loops over one in-process transport.
 
-    `models` and `optimizers` are the clusters' own, in cluster order; all take cluster 0's
-    weights. `on_sync(cluster, event)` gets the record of every sync. With `num_steps`, the inner
-    steps to be taken, a `SettingWarning` tells of too few rounds.
+    `models` and `optimizers` are the clusters' own, in cluster order, an optimizer or a list of
+    them per cluster; the models must be alike, and all take cluster 0's weights.
+    `on_sync(cluster, event)` gets the record of every sync. With `num_steps`, the inner steps to be
+    taken, a `SettingWarning` tells of too few rounds.
     """
 
     def __init__(
         self,
         models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
+        optimizers: Sequence[Optimizers],
         method: Method,
         num_steps: int | None = None,
         on_sync: Callable[[int, Event], None] | None = None,
@@ -67,6 +69,7 @@ class SimulatedClusters:
             raise ValueError(
                 "two clusters share one model object: give each its own, e.g. copy.deepcopy(model)"
             )
+        _require_alike([_describe(model) for model in models])
         method.validate(num_clusters=len(models), num_steps=num_steps)
         if method.uses_seconds:
             warnings.warn(_NO_SECONDS, SettingWarning, stacklevel=2)
@@ -76,6 +79,7 @@ class SimulatedClusters:
             TorchAdapter(model, optimizer, method.fragments, backwards)
             for model, optimizer in zip(models, optimizers, strict=True)
         ]
+        _require_alike([{"trained": layout(a.fragments)} for a in self._adapters])
         transports = InProcessHub(Membership.of(len(models))).transports()
         self.loops = [
             OuterLoop(method, adapter, transport, _for_cluster(on_sync, cluster))
@@ -122,13 +126,15 @@ class SimulatedClusters:
         `compute_loss(model, cluster, step)` gives a cluster's loss; steps count from 1.
         """
         losses: list[Tensor] = []
-        for cluster, (model, optimizer) in enumerate(
-            zip(self.models, self.optimizers, strict=True)
+        for cluster, (model, optimizers) in enumerate(
+            zip(self.models, map(as_list, self.optimizers), strict=True)
         ):
-            optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
             loss = compute_loss(model, cluster, self.num_steps + 1)
             loss.backward()  # pyright: ignore[reportUnknownMemberType]
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             losses.append(loss.detach())
         self.step()
         return [float(loss) for loss in losses]
@@ -159,6 +165,28 @@ class SimulatedClusters:
         finally:
             for loop, local in zip(self.loops, kept, strict=True):
                 end_export(loop, local)
+
+
+def _describe(model: nn.Module) -> dict[str, Any]:
+    """Return what has to be the same in all clusters, as plain values."""
+    return {
+        "parameters": [
+            {"name": name, "shape": list(p.shape), "dtype": dtype_name(p)}
+            for name, p in model.named_parameters()
+        ]
+    }
+
+
+def _require_alike(descriptions: Sequence[dict[str, Any]]) -> None:
+    """Raise ValueError with the first difference between cluster 0's and another's."""
+    for cluster, description in enumerate(descriptions):
+        difference = first_difference(descriptions[0], description)
+        if difference:
+            where, first, other = difference
+            raise ValueError(
+                f"the models differ at {where}: cluster 0 has {first}, cluster {cluster} has "
+                f"{other}; give every cluster the same model, e.g. copy.deepcopy(model)"
+            )
 
 
 def _for_cluster(

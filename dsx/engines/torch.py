@@ -1,8 +1,8 @@
-"""Plain PyTorch as the inner engine: any `torch.optim.Optimizer` over fp32 parameters.
+"""Plain PyTorch as the inner engine: any `torch.optim.Optimizer` over fp32 parameters, or several.
 
-The parameters are their own masters. The clock is the optimizer's public step hook, so a
-`GradScaler` that skips a step must say so with `Handle.skip_inner_step`, or the clusters' clocks
-drift apart.
+The parameters are their own masters. The clock is the optimizers' public step hook: an inner step
+is over when each of them has stepped once. So a `GradScaler` that skips a step must say so with
+`Handle.skip_inner_step`, or the clusters' clocks drift apart.
 
 A layerwise schedule with `when="after"` takes the optimizer's step layer by layer inside the
 backward, so nothing a script does to gradients after `backward()` has any effect: no GradScaler,
@@ -12,58 +12,61 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape, Stage
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
-from dsx.engines.masters import Masters, MastersAdapter, Piece
+from dsx.engines.masters import Masters, MastersAdapter, Piece, dtype_name
+from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter
+
+Optimizers = Optimizer | Sequence[Optimizer]
+_attached: Any = WeakIdKeyDictionary()  # parameters whose optimizers call a handle
+
+
+class Hook(Protocol):
+    """What torch returns for a hook."""
+
+    def remove(self) -> None:
+        """Take it off."""
+        ...
 
 
 class TorchAdapter(MastersAdapter):
-    """A module and its optimizer in one process; this rank owns every parameter whole."""
+    """A module and its optimizers in one process; this rank owns every parameter whole."""
 
     buffer_bytes = 0
 
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizers: Optimizers,
         fragmenter: Fragmenter,
         backwards: int = 1,
         keeps_state_on_host: bool = False,
     ) -> None:
-        optimized = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        parameters = {n: p for n, p in model.named_parameters() if id(p) in optimized}
-        if len(parameters) != len(optimized):
-            raise ValueError(
-                f"the optimizer holds {len(optimized)} parameters, {len(parameters)} of them in "
-                "the model: attach the model that the optimizer trains"
-            )
-        for name, parameter in parameters.items():
-            if parameter.dtype != torch.float32:
-                raise ValueError(
-                    f"parameter {name} is {parameter.dtype}: the outer step needs fp32 masters; "
-                    "keep the parameters in fp32 and use torch.autocast, or train with DeepSpeed"
-                )
-            if not parameter.is_contiguous():
-                raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")
-        shapes = [ParameterShape(n, tuple(p.shape)) for n, p in parameters.items()]
+        self._optimizers = as_list(optimizers)
+        parameters = _held_parameters(model, self._optimizers)
+        self._untrained = Untrained(model.named_parameters(), parameters.values())
+        shapes = [ParameterShape(n, tuple(p.shape), dtype_name(p)) for n, p in parameters.items()]
         pieces = {n: Piece(p, tuple(p.shape)) for n, p in parameters.items()}
         assignment = fragmenter.assign(shapes)
         self._model = model
-        self._optimizer = optimizer
         self._members = [[parameters[name] for name in names] for names in assignment]
         self._backwards = backwards
         self._watch: BackwardWatch | None = None
+        self._stepped: set[int] = set()  # optimizers, in this inner step
         self._is_stepping_fragment = False
+        self._hooks: list[Hook] = []
         self.stage = Stage()
         self.ranks = OneRank()
         device = next(iter(parameters.values())).device
@@ -73,51 +76,91 @@ class TorchAdapter(MastersAdapter):
         """Nothing to do: the parameters are the masters."""
 
     def inner_lr(self) -> float:
-        """Return the first parameter group's rate."""
-        return float(self._optimizer.param_groups[0]["lr"])
+        """Return the rate of the first parameter group, of the first optimizer."""
+        return float(self._optimizers[0].param_groups[0]["lr"])
+
+    def require_unattached(self) -> None:
+        """Raise ValueError if another handle averages these parameters: it would do so twice."""
+        for parameter in self._parameters:
+            if parameter in _attached:
+                raise ValueError(
+                    f"parameter {_attached[parameter]} has a dsx handle already: attach a model "
+                    "once, or close() its handle before it is attached again"
+                )
 
     def on_inner_step(self, callback: Callable[[bool], object]) -> None:
-        """Call back after every `optimizer.step()`, with whether it left the parameters alone.
+        """Call back after every inner step, with whether it left all parameters alone.
 
-        A fused optimizer is called by a `GradScaler` for a step to be skipped, too, and told so.
+        Each optimizer steps once in it. A fused one is called by a `GradScaler` for a step to be
+        skipped, too, and told so.
         """
 
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-            if not self._is_stepping_fragment:
-                found_inf: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-                callback(found_inf is not None and bool(found_inf.item()))
-                self.end_inner_step()
+        def follow(index: int) -> Callable[[Optimizer, Any, Any], None]:
+            def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+                if not self._is_stepping_fragment and self._take_note(index):
+                    callback(all(_was_skipped(o) for o in self._optimizers))
+                    self.end_inner_step()
 
-        self._optimizer.register_step_post_hook(after_step)
+            return after_step
+
+        for index, optimizer in enumerate(self._optimizers):
+            self._hooks.append(optimizer.register_step_post_hook(follow(index)))
+        names = {id(p): name for name, p in self._model.named_parameters()}
+        _attached.update({p: names[id(p)] for p in self._parameters})
+
+    def _take_note(self, index: int) -> bool:
+        """Note that an optimizer has stepped; return whether all have."""
+        if index in self._stepped:
+            waited = next(i for i in range(len(self._optimizers)) if i not in self._stepped)
+            raise RuntimeError(
+                f"optimizer {index} ({type(self._optimizers[index]).__name__}) has stepped twice "
+                f"and optimizer {waited} ({type(self._optimizers[waited]).__name__}) not at all: "
+                "step each attached optimizer once per inner step, and call "
+                "handle.skip_inner_step() behind the last one where a GradScaler has skipped one"
+            )
+        self._stepped.add(index)
+        return len(self._stepped) == len(self._optimizers)
 
     def trace_compute(self, trace: ComputeRecorder) -> None:
-        """Record forward, backward and the optimizer's step."""
+        """Record forward, backward and the optimizers' steps."""
         watch = ComputeWatch(trace)
-        watch.follow(self._model)
+        self._hooks += watch.follow(self._model)
 
-        def before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             watch.begin_step()
 
-        def after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        def after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             watch.end_step()
 
-        self._optimizer.register_step_pre_hook(before_step)
-        self._optimizer.register_step_post_hook(after_step)
+        for optimizer in self._optimizers:
+            self._hooks.append(optimizer.register_step_pre_hook(before_step))
+            self._hooks.append(optimizer.register_step_post_hook(after_step))
 
     def end_inner_step(self) -> None:
         """Forget this step's gradients; to be called where `on_inner_step` is not used."""
+        self._stepped.clear()
         if self._watch is not None:
             self._watch.begin_step()
+        self._untrained.require_frozen()
+
+    def detach(self) -> None:
+        """Take every hook off the model and the optimizers, which may be attached again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        for parameter in self._parameters:
+            _attached.pop(parameter, None)
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
         """Call back with a fragment inside the backward, stepped by then if `when="after"`."""
 
-        if when == "after" and _needs_closure(self._optimizer):
-            raise ValueError(
-                f"schedule.when='after' steps each layer inside the backward, which "
-                f"{type(self._optimizer).__name__} cannot do: its step() needs a closure; use "
-                "schedule.when='before'"
-            )
+        for optimizer in self._optimizers if when == "after" else ():
+            if _needs_closure(optimizer):
+                raise ValueError(
+                    f"schedule.when='after' steps each layer inside the backward, which "
+                    f"{type(optimizer).__name__} cannot do: its step() needs a closure; use "
+                    "schedule.when='before'"
+                )
 
         def on_complete(fragment: int) -> None:
             if when == "after":
@@ -125,29 +168,32 @@ class TorchAdapter(MastersAdapter):
             callback(fragment)
 
         self._watch = BackwardWatch(self._model, self._members, self._backwards, on_complete)
+        self._hooks += self._watch.hooks
 
     def backward_seconds(self, fragment: int) -> float | None:
         """Return the time between this fragment's gradients and those before them, last time."""
         return self._watch.seconds[fragment] if self._watch is not None else None
 
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [parameter for members in self._members for parameter in members]
+
     def _step_fragment(self, fragment: int) -> None:
-        """Take the optimizer's step for one fragment alone.
+        """Take the optimizers' step for one fragment alone.
 
         Optimizers pass over parameters without a gradient: the others' are set aside meanwhile,
         and this fragment's are dropped, so that the step at the end passes over it in turn.
         """
         own = {id(p) for p in self._members[fragment]}
-        others = [
-            (p, p.grad)
-            for group in self._optimizer.param_groups
-            for p in group["params"]
-            if id(p) not in own
-        ]
+        held = [(o, [p for g in o.param_groups for p in g["params"]]) for o in self._optimizers]
+        others = [(p, p.grad) for _, params in held for p in params if id(p) not in own]
         for parameter, _ in others:
             parameter.grad = None
         self._is_stepping_fragment = True
         try:
-            self._optimizer.step()
+            for optimizer, params in held:
+                if any(id(p) in own for p in params):
+                    optimizer.step()
         finally:
             self._is_stepping_fragment = False
             for parameter, gradient in others:
@@ -156,6 +202,49 @@ class TorchAdapter(MastersAdapter):
             parameter.grad = None
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def as_list(optimizers: Optimizers) -> list[Optimizer]:
+    """Return one optimizer, or several, as a list."""
+    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+
+
+def _held_parameters(
+    model: nn.Module, optimizers: Sequence[Optimizer]
+) -> Mapping[str, nn.Parameter]:
+    """Return what the optimizers hold, by name, in the model's order; ValueError if not served."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    holders: dict[int, Optimizer] = {}
+    for optimizer in optimizers:
+        for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
+            other = holders.setdefault(id(parameter), optimizer)
+            if other is not optimizer:
+                raise ValueError(
+                    f"parameter {names.get(id(parameter), '')} is held by two optimizers "
+                    f"({type(other).__name__} and {type(optimizer).__name__}), which would both "
+                    "step it: leave it out of one"
+                )
+    parameters = {n: p for n, p in model.named_parameters() if id(p) in holders}
+    if len(parameters) != len(holders) or not holders:
+        raise ValueError(
+            f"the optimizer holds {len(holders)} parameters, {len(parameters)} of them in "
+            "the model: attach the model that the optimizer trains"
+        )
+    for name, parameter in parameters.items():
+        if parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: the outer step needs fp32 masters; "
+                "keep the parameters in fp32 and use torch.autocast, or train with DeepSpeed"
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")
+    return parameters
+
+
+def _was_skipped(optimizer: Optimizer) -> bool:
+    """Whether a fused optimizer's step just taken has left its parameters alone."""
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty

@@ -176,32 +176,16 @@ class OuterLoop:
         """
         started = time.perf_counter()
         pending = [t for t in self.in_flight if isinstance(t, Transfer)]
-        unsent = self._read_unsent({t.fragment for t in pending})
+        unsent = self._outer_step.read_unsent({t.fragment for t in pending})
         for transfer in pending:
             self._apply(transfer)
-        if any(self.recovery.restarts(t.buffers.parity) for t in pending):
-            unsent.clear()  # progress that is not finite was given up
-        for fragment, progress in unsent.items():
-            anchor = self.state.anchor[fragment]
-            self.method.delay.begin(anchor, self.state.slots[fragment].delay)
-            self.adapter.write(fragment, torch.sub(anchor, progress, out=progress))
+        if not any(self.recovery.restarts(t.buffers.parity) for t in pending):
+            self._outer_step.begin_rounds(unsent)  # else it is not finite, and was given up
         self._first_steps.keep(self.history)
         self.in_flight = self._nothing_yet()
         self.history.under_way = [0] * self.history.num_fragments
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(pending)
-
-    def _read_unsent(self, fragments: set[int]) -> dict[int, Tensor]:
-        """Return what fragments have been moved by since their last launches, where applying what
-        was launched then would set them back to an anchor that has none of it.
-        """
-        delay, unsent = self.method.delay, dict[int, Tensor]()
-        for fragment in sorted(fragments) if delay.rounds_under_way else ():
-            local = torch.empty_like(self.state.scratch(fragment, "local"))
-            self.adapter.read(fragment, local)
-            slots = self.state.slots[fragment].delay
-            unsent[fragment] = delay.contribution(local, self.state.anchor[fragment], slots)
-        return unsent
 
     def restore(self, history: History, in_flight: list[Transfer | NothingYet]) -> None:
         """Go on from a checkpoint whose buffers have been copied into `state`."""

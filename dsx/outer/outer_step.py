@@ -10,9 +10,10 @@ communicates between clusters; who watches the time does so around it, by `timed
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
@@ -67,6 +68,26 @@ class OuterStep:
             self._step_anchor(arrival, history)  # outer parameters: Alg. 1, line 13
         merged = self._merge(arrival, history)  # what training goes on from: Alg. 1, line 3
         self._write(arrival, merged)
+
+    def read_unsent(self, fragments: Collection[int]) -> dict[int, Tensor]:
+        """Return how far fragments have come since their last launches, `start - local`.
+
+        Nothing where parameters keep that when what was launched is applied.
+        """
+        delay, unsent = self._method.delay, dict[int, Tensor]()
+        for fragment in sorted(fragments) if delay.rounds_under_way else ():
+            local = torch.empty_like(self._state.scratch(fragment, "local"))
+            self._adapter.read(fragment, local)
+            slots = self._state.slots[fragment].delay
+            unsent[fragment] = delay.contribution(local, self._state.anchor[fragment], slots)
+        return unsent
+
+    def begin_rounds(self, unsent: Mapping[int, Tensor]) -> None:
+        """Start anew from the anchors, and go as far as `read_unsent` has said, used up."""
+        for fragment, distance in unsent.items():
+            anchor = self._state.anchor[fragment]
+            self._method.delay.begin(anchor, self._state.slots[fragment].delay)
+            self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
 
     @timed("outer step")
     def _step_anchor(self, arrival: Arrival, history: History) -> None:

@@ -93,7 +93,7 @@ class Handle:
         if world.rank == 0 and world.cluster_id == 0:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
-        alike = {"dsx": config.common(), **(facts or {}), "fragments": layout(adapter.fragments)}
+        alike = {"dsx": config.common(), **(facts or {}), **_layout_of(adapter)}
         require_alike(world.rendezvous, alike, settings or {}, config.clusters.may_differ)
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         pairs = zip(adapter.fragments, matrix_gathers, strict=True)
@@ -301,7 +301,8 @@ class Handle:
         self._records.saved(directory, self.step)
 
     def close(self) -> None:
-        """Write the last records and release connections."""
+        """Write the last records, release connections, and let go of the engine."""
+        self.loop.adapter.detach()
         self._records.end(self.step, "closed without finish()")
         self._records.close()
         self.loop.transport.close()
@@ -330,3 +331,10 @@ class Handle:
             told = type(error)(f"{error}; last checkpoint: {advice}")
             self._records.end(self.step, f"{type(error).__name__}: {told}")
             raise told from None
+
+
+def _layout_of(adapter: EngineAdapter) -> dict[str, Any]:
+    """Return what each rank has in common with its counterparts: fragments, types of parameters."""
+    parameters = [p for of_fragment in adapter.fragment_parameters for p in of_fragment]
+    dtypes = {parameter.name: parameter.dtype for parameter in parameters}
+    return {"fragments": layout(adapter.fragments), "dtypes": dtypes}

@@ -71,11 +71,10 @@ def one_group(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def frozen_layer(model: nn.Module) -> list[dict[str, Any]]:
-    """The second layer is frozen, and the first bias is in no group."""
+    """The second layer and the first bias are frozen, and in no group."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not name.startswith("layers.1."))
-    named = model.named_parameters()
-    return [{"params": [p for n, p in named if p.requires_grad and n != "layers.0.bias"]}]
+        parameter.requires_grad_(not name.startswith(("layers.1.", "layers.0.bias")))
+    return [{"params": [p for p in model.parameters() if p.requires_grad]}]
 
 
 GROUPS: dict[str, Callable[[nn.Module], list[dict[str, Any]]]] = {

@@ -9,11 +9,19 @@ import pytest
 import torch
 
 import dsx
+from dsx.comm.world import current_world
 from dsx.engines.deepspeed.features import refuse_unsupported
 from dsx.engines.deepspeed.masters import require_fp32
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
-from tests.engines.engines import Kind, build_engine, ds_config, engine_arguments, quiet
+from tests.engines.engines import (
+    Kind,
+    build_engine,
+    ds_config,
+    engine_arguments,
+    quiet,
+    train_step,
+)
 from tests.installed import needs
 
 pytestmark = needs("deepspeed")
@@ -63,6 +71,21 @@ def message_of(call: Any, *args: Any, **kwargs: Any) -> str:
     return "served"
 
 
+def unfreeze() -> str:
+    """Step once with a parameter that was frozen, in the optimizer, and no longer is."""
+    arguments = engine_arguments(Kind(0))
+    arguments["model"].layers[1].weight.requires_grad_(False)
+    engine = dsx.initialize(**arguments)[0]
+    engine.module.layers[1].weight.requires_grad_(True)
+    try:
+        train_step(engine, 1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        engine.dsx.close()
+    return "served"
+
+
 def try_everything() -> dict[str, str]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
@@ -71,6 +94,13 @@ def try_everything() -> dict[str, str]:
     arguments = engine_arguments(Kind(0))  # with ZeRO, DeepSpeed itself refuses
     arguments["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     messages["not the model's"] = message_of(dsx.initialize, **arguments)
+    arguments = engine_arguments(Kind(0))
+    arguments["optimizer"] = torch.optim.SGD(list(arguments["model"].parameters())[1:], lr=0.2)
+    messages["in no optimizer"] = message_of(dsx.initialize, **arguments)
+    messages["unfrozen"] = unfreeze()
+    cluster = current_world().cluster_id
+    other = Kind(1, precision="bf16" if cluster else "fp32")
+    messages["dtypes"] = message_of(build_engine, other)
     engine = build_engine(Kind(1))
     served = engine._config
     for name, setting in SETTINGS.items():
@@ -108,6 +138,18 @@ def test_a_launch_inside_the_backward_is_refused_with_what_works_instead(
 
 def test_trained_parameters_outside_the_model_are_refused(messages: dict[str, str]) -> None:
     assert "trains 10 parameters, 9 of them in the model" in messages["not the model's"]
+
+
+def test_what_no_optimizer_holds_is_refused_at_the_start_or_once_it_is_unfrozen(
+    messages: dict[str, str],
+) -> None:
+    assert messages["in no optimizer"].startswith("no optimizer holds parameter gain, ")
+    assert messages["unfrozen"].startswith("parameter layers.1.weight was frozen and in no opt")
+
+
+def test_models_of_other_types_are_refused(messages: dict[str, str]) -> None:
+    said = "clusters do not match at dtypes.gain: cluster 0 has float32, cluster 1 has bfloat16"
+    assert messages["dtypes"].startswith(said)
 
 
 def test_masters_that_are_not_fp32_are_refused() -> None:

@@ -115,6 +115,14 @@ def try_attaching() -> dict[str, str]:
 
     messages["twice"] = attach(engine.chunks, engine.optimizer)
     engine.handle.close()
+    wider = build_inner(Kind(), 0)
+    extra = wider.chunks[0].module.extra = torch.nn.Parameter(torch.zeros(3))
+    messages["in no optimizer"] = attach(wider.chunks, wider.optimizer)
+    extra.requires_grad_(False)
+    messages["frozen"] = attach(wider.chunks, wider.optimizer)
+    extra.requires_grad_(True)
+    messages["unfrozen"] = message_of(wider.optimizer.step)
+    wider.optimizer.dsx.close()
     other = build_inner(Kind(), 0)
     other.optimizer.chained_optimizers[0].optimizer.add_param_group(
         {"params": [torch.nn.Parameter(torch.zeros(3))]}
@@ -200,6 +208,9 @@ def test_an_argument_of_the_training_loop_is_refused_by_name(name: str, outcomes
 def test_attaching_is_refused_in_all_clusters_alike(outcomes: Any) -> None:
     for rank in outcomes:
         messages = rank["attaching"]
+        assert messages["in no optimizer"].startswith("no optimizer holds parameter module.extra, ")
+        assert messages["frozen"] == "served"
+        assert messages["unfrozen"].startswith("parameter module.extra was frozen and in no opt")
         assert messages["twice"].endswith("attach it once")
         assert "launches a layer inside the backward" in messages["layerwise"]
         assert messages["differs"].startswith("clusters do not match at megatron.masters[0]")

@@ -34,10 +34,11 @@ from dsx.engines.deepspeed.parameters import (
     whole_shape,
 )
 from dsx.engines.deepspeed.pipeline import find_tied_weights, name_in_model, stage_of
-from dsx.engines.masters import Masters
+from dsx.engines.masters import Masters, dtype_name
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
+from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
 
 
@@ -53,10 +54,12 @@ class DeepSpeedAdapter(MultiRankAdapter):
         self.ranks = ClusterCollectives(group)
         self._place = locate(engine)
         self.stage = stage_of(engine)
-        parameters = name_in_model(engine, trained_parameters(engine))
+        trained = trained_parameters(engine)
+        self._untrained = Untrained(engine.module.named_parameters(), trained.values())
+        parameters = name_in_model(engine, trained)
         self._tied_weights = TiedWeights(find_tied_weights(engine, parameters), collective_device())
         shapes = [
-            ParameterShape(n, whole_shape(p))
+            ParameterShape(n, whole_shape(p), dtype_name(p))
             for n, p in parameters.items()
             if n not in self._tied_weights.replicas
         ]
@@ -128,6 +131,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
                     self._place.refresh()
 
         def take(*args: Any, **kwargs: Any) -> None:
+            self._untrained.require_frozen()
             self._expected = {id(master) for master in self._place.optimizer_tensors()}
             self._stepped = set()
             self._is_passed = False

@@ -43,6 +43,7 @@ from dsx.engines.megatron.parameters import (
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
+from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
 
 
@@ -64,6 +65,8 @@ class MegatronAdapter(MultiRankAdapter):
         self.stage = Stage(*self.coordinates.pipeline)
         self.ranks = ClusterCollectives(_stage_group(self.coordinates))
         trained = [p for place in self.places for p in place.parameters()]
+        named = (entry for chunk in chunks for entry in chunk.named_parameters())
+        self._untrained = Untrained(named, trained)
         parameters = name_parameters(chunks, trained, self.coordinates)
         shapes = stage_shapes(parameters, self.coordinates)
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
@@ -145,6 +148,7 @@ class MegatronAdapter(MultiRankAdapter):
         take_step = self._optimizer.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
+            self._untrained.require_frozen()
             result = take_step(*args, **kwargs)
             was_taken, *_ = result
             if self._synchronize_masters(callback(not was_taken)):

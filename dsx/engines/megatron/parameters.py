@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
+from dsx.engines.masters import dtype_name
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
@@ -94,12 +95,13 @@ def stage_shapes(parameters: Sequence[Parameter], place: Coordinates) -> list[Pa
     """Return what the ranks of this stage train together, tied copies left out."""
     shapes: list[ParameterShape] = []
     for parameter in parameters:
-        shape = tuple(parameter.tensor.shape)
+        shape, dtype = tuple(parameter.tensor.shape), dtype_name(parameter.tensor)
         if parameter.is_slice and not parameter.is_tied_copy:
             ranks = range(place.tensor[1])
-            shapes += [ParameterShape(f"{parameter.plain}.slice_{r}", shape) for r in ranks]
+            names = [f"{parameter.plain}.slice_{r}" for r in ranks]
+            shapes += [ParameterShape(name, shape, dtype) for name in names]
         elif not parameter.is_tied_copy:
-            shapes.append(ParameterShape(parameter.name, shape))
+            shapes.append(ParameterShape(parameter.name, shape, dtype))
     return shapes
 
 
