@@ -24,12 +24,18 @@ def apply(arguments: Sequence[str] | None = None) -> None:
     UnknownMegatron for a tree in which something to be wrapped is missing or of another shape.
     """
     from megatron_patches import arguments as flags
-    from megatron_patches import checkpoint, data, model_and_optimizer, training_end
+    from megatron_patches import (
+        checkpoint,
+        data,
+        model_and_optimizer,
+        training_end,
+        validation,
+    )
 
     given = list(sys.argv[1:] if arguments is None else arguments)
     if {"-h", "--help"} & set(given):
         flags.show()
         return
     run = Run.join(given)
-    for module in (flags, model_and_optimizer, checkpoint, data, training_end):
+    for module in (flags, model_and_optimizer, checkpoint, data, validation, training_end):
         module.patch(run)

@@ -1,9 +1,13 @@
-"""Every cluster reads samples of its own: without this all would read the very same ones.
+"""Which samples a cluster reads: without this all would read the very same ones.
 
-Wraps the samplers as if the data-parallel ranks of all clusters were ranks of one world: of every
-C batches' samples cluster m takes the m-th part. The number of samples that datasets are built for
-grows accordingly. Positions stay each cluster's own, so checkpoints are as ever. `--dataloader-type
-external` builds no sampler here: those scripts split their data themselves.
+Training data that all clusters share is split: the samplers are wrapped as if the data-parallel
+ranks of all clusters were ranks of one world, so that of every C batches' samples cluster m takes
+the m-th part, and the dataset is built for as many samples more. Data of each cluster's own is
+read as ever. Which it is, `clusters.data` says, or the data itself. Positions stay each cluster's
+own, so checkpoints are as ever.
+
+Validation and test data are never split: clusters validate on the same samples, in the same order.
+`--dataloader-type external` builds no sampler here: those scripts divide their data themselves.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ import functools
 import inspect
 from typing import Any
 
+from dsx.engines.megatron.data import sources_of_arguments
+from dsx.training.data_sources import Source, are_same, describe, share_data
 from megatron_patches import probe
 from megatron_patches.run import Run
 
@@ -19,9 +25,24 @@ _SAMPLERS = ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
 _PARAMETERS = ("consumed_samples", "data_parallel_rank", "data_parallel_size")
 
 
+class Division:
+    """Whether the samples that are asked for now are to be divided between the clusters."""
+
+    def __init__(self, num_clusters: int, cluster_id: int) -> None:
+        self.num_clusters, self.cluster_id = num_clusters, cluster_id
+        self.is_split = True  # of training data
+        self.is_training = True  # what a loader is being built for
+        self.training_data: Any = None
+
+    @property
+    def parts(self) -> int:
+        """Into how many parts samples are divided now."""
+        return self.num_clusters if self.is_split and self.is_training else 1
+
+
 def patch(run: Run) -> None:
-    """Split the samples between the clusters."""
-    clusters, own = run.world.num_clusters, run.world.cluster_id
+    """Divide training samples between the clusters, where they are shared."""
+    run.division = division = Division(run.world.num_clusters, run.world.cluster_id)
     samplers = probe.module(
         "megatron.training.datasets.data_samplers", "megatron.legacy.data.data_samplers"
     )
@@ -31,18 +52,51 @@ def patch(run: Run) -> None:
             raise probe.UnknownMegatron(
                 f"{samplers.__name__} has no {name}; checked: {probe.CHECKED}"
             )
-        _split(kind, clusters, own)
+        _divide(kind, division)
     training = probe.training()
     count = probe.function(training, "get_train_valid_test_num_samples")
+    make = probe.function(training, "build_train_valid_test_datasets")
+    load = probe.function(training, "build_pretraining_data_loader", ["dataset"])
 
     @functools.wraps(count)
     def get_train_valid_test_num_samples(*args: Any, **kwargs: Any) -> Any:
-        return tuple(n and n * clusters for n in count(*args, **kwargs))
+        train, *others = count(*args, **kwargs)
+        return (train and train * division.parts, *others)
+
+    @functools.wraps(make)
+    def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
+        made = make(*args, **kwargs)
+        division.training_data = made[0]
+        return made
+
+    @functools.wraps(load)
+    def build_pretraining_data_loader(dataset: Any, *args: Any, **kwargs: Any) -> Any:
+        division.is_training = dataset is division.training_data
+        try:
+            return load(dataset, *args, **kwargs)
+        finally:
+            division.is_training = True
 
     training.get_train_valid_test_num_samples = get_train_valid_test_num_samples
+    training.build_train_valid_test_datasets = build_train_valid_test_datasets
+    training.build_pretraining_data_loader = build_pretraining_data_loader
 
 
-def _split(kind: Any, clusters: int, own: int) -> None:
+def agree(run: Run, arguments: Any) -> None:
+    """Decide whether training data is split, and say what is read. Collective over all clusters."""
+    rendezvous, division = run.world.rendezvous, run.division
+    sources = sources_of_arguments(arguments)
+    division.is_split = share_data(rendezvous, run.data, sources["train"])
+    if division.is_split:
+        _require_same_order(run, arguments)
+    run.tell(_training_line(division, sources["train"], arguments))
+    told = rendezvous.gather("validation data", [source.identity for source in sources["valid"]])
+    validates = [[Source(identity, identity) for identity in own] for own in told]
+    if arguments.eval_iters:
+        run.tell(_validation_line(sources["valid"], are_same(validates)))
+
+
+def _divide(kind: Any, division: Division) -> None:
     """Let a sampler's ranks be those of one cluster among all."""
     original = probe.function(kind, "__init__", _PARAMETERS)
     signature = inspect.signature(original)
@@ -50,10 +104,48 @@ def _split(kind: Any, clusters: int, own: int) -> None:
     @functools.wraps(original)
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
-        given = call.arguments
-        given["consumed_samples"] *= clusters
-        given["data_parallel_rank"] += own * given["data_parallel_size"]
-        given["data_parallel_size"] *= clusters
+        given, parts = call.arguments, division.parts
+        if parts > 1:
+            given["consumed_samples"] *= parts
+            given["data_parallel_rank"] += division.cluster_id * given["data_parallel_size"]
+            given["data_parallel_size"] *= parts
         original(*call.args, **call.kwargs)
 
     kind.__init__ = __init__
+
+
+def _require_same_order(run: Run, arguments: Any) -> None:
+    """Refuse, in all clusters, micro-batches that would cut shared samples at different places."""
+    sizes = run.world.rendezvous.gather("micro-batch", arguments.micro_batch_size)
+    if len(set(sizes)) > 1:
+        told = ", ".join(f"cluster {m}: {size}" for m, size in enumerate(sizes))
+        raise ValueError(
+            f"--micro-batch-size differs ({told}), by which shared training data is cut: give all "
+            "clusters the same one; data of each cluster's own may have its own micro-batch"
+        )
+
+
+def _training_line(division: Division, sources: list[Source], arguments: Any) -> str:
+    samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
+    read = f"{samples:,} samples, {samples * arguments.seq_length:,} tokens in this run"
+    what = f"training data: {describe(sources)}"
+    if not sources:
+        return f"{what}, which divides it itself; {read}"
+    if division.is_split:
+        return (
+            f"{what}, shared by all clusters: of every {division.num_clusters} parts of its "
+            f"samples this cluster reads part {division.cluster_id + 1}; {read}"
+        )
+    return f"{what}, of this cluster's own, which it reads whole; {read}"
+
+
+def _validation_line(sources: list[Source], is_same: bool) -> str:
+    what = f"validation data: {describe(sources)}"
+    if not sources:
+        return f"{what}: whether it is the same in all clusters is the script's"
+    if is_same:
+        return f"{what}, the same samples in all clusters"
+    return (
+        f"{what}, of this cluster's own: losses of different clusters do not compare; to make "
+        "them, give all the same --valid-data-path (beside --train-data-path)"
+    )

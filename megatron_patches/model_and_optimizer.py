@@ -17,13 +17,17 @@ from dsx.engines.megatron.features import refuse_arguments
 from dsx.engines.megatron.settings import settings_of_arguments
 from megatron_patches import probe
 from megatron_patches.checkpoint import claim_directory
+from megatron_patches.data import agree
 from megatron_patches.run import Run
 
 _EQUAL = (
-    "global_batch_size", "micro_batch_size", "seq_length", "train_iters", "train_samples",
+    "global_batch_size", "seq_length", "train_iters", "train_samples",
     "seed",  # of the order of samples, of which every cluster takes its part
     "save_interval", "exit_interval", "iterations_to_skip",
 )  # fmt: skip
+
+
+_OF_VALIDATION = ("eval_interval", "eval_iters")  # of an average, which all clusters take together
 
 
 def patch(run: Run) -> None:
@@ -53,16 +57,18 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
     _require_backend(arguments.distributed_backend)
     claim_directory(run, arguments.save)
     _require_same_start(run, arguments)
-    facts = {name: getattr(arguments, name, None) for name in _EQUAL}
+    equal = _EQUAL if run.validation == "own" else (*_EQUAL, *_OF_VALIDATION)
+    facts = {name: getattr(arguments, name, None) for name in equal}
     resume = (arguments.load, arguments.iteration) if arguments.iteration else None
     run.handle = attach_megatron(
         model,
         optimizer,
         config=run.block,
         resume=resume,
-        facts={"arguments": facts},
+        facts={"arguments": facts, "data": run.data, "validation": run.validation},
         settings={"arguments": settings_of_arguments(arguments)},
     )
+    agree(run, arguments)
     start = f"goes on from iteration {arguments.iteration}" if resume else "starts"
     method = run.config
     run.tell(

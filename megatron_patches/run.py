@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from dsx.comm.world import World
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import DsxConfig, load_config
+from dsx.config.sections import OF_DATA
 from dsx.engines.attach import init_distributed
 from dsx.training.handle import Handle
 
+if TYPE_CHECKING:
+    from megatron_patches.data import Division
+
 
 class Run:
-    """One process's part in the run; `handle` is there once model and optimizer are."""
+    """One process's part in the run; `handle` is there once model and optimizer are.
+
+    `data` and `validation` are of Megatron-LM's loop: they are not in the block that is handed on.
+    """
+
+    division: Division
 
     def __init__(self, block: dict[str, Any], config: DsxConfig, world: World) -> None:
-        self.block = block
+        self.data, self.validation = config.clusters.data, config.clusters.validation
+        clusters = {k: v for k, v in block["dsx"]["clusters"].items() if k not in OF_DATA}
+        self.block = {**block, "dsx": {**block["dsx"], "clusters": clusters}}
         self.config = config
         self.world = world
         self.handle: Handle | None = None

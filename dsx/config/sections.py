@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from dsx.comm.multistream import MAX_STREAMS
 from dsx.config.files import ConfigError
 
-COMMON = ("num_clusters", "on_mismatch", "max_idle_rounds", "may_differ")  # of "clusters"
+OF_DATA = ("data", "validation")
+COMMON = ("num_clusters", "on_mismatch", "max_idle_rounds", "may_differ", *OF_DATA)  # of "clusters"
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
@@ -51,6 +52,16 @@ class ClustersConfig(BaseModel):
     """After how many rounds in a row in which a cluster took no inner step all clusters stop, with
     NonFiniteError. A round lasts from a launch of a fragment to its next one; an optimizer skips
     steps whose gradients are not finite. null: 3, or as many as 50 steps take; 0: never."""
+
+    data: Literal["auto", "split", "own"] = "auto"
+    """Whose training data is: "split" divides what all clusters share between them, "own" lets each
+    read all of its own; "auto" looks which it is, by the content. For `dsx.initialize` with
+    `training_data` and for Megatron-LM's loop; a loader of your own divides its data itself."""
+
+    validation: Literal["own", "average", "both"] = "own"
+    """Whose loss Megatron-LM's validation prints: that of this cluster's own model, of the average
+    of all clusters, or both, on the same batches, which are kept in host memory for that. An
+    average costs what an export does; elsewhere it is `averaged()`."""
 
     may_differ: tuple[str, ...] = ()
     """Settings of the inner training that are meant to differ between clusters, by the names that

@@ -14,6 +14,7 @@ it goes on with the very next window.
 
 from __future__ import annotations
 
+import logging
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
+
+
+logger = logging.getLogger(__name__)
 
 
 class WindowDataset(Protocol):
@@ -53,6 +57,18 @@ class ClusterShard(Dataset[Tensor]):
         self.dataset = dataset
         self.cluster_id = cluster_id
         self.num_clusters = num_clusters
+        logger.info("data: %s", self)
+
+    def __str__(self) -> str:
+        """Say which of the samples are this cluster's."""
+        total, step = len(self.dataset), self.num_clusters
+        if step == 1:
+            return f"all {total:,} samples are read"
+        last = (len(self) - 1) * step + self.cluster_id
+        return (
+            f"cluster {self.cluster_id} of {step} reads {len(self):,} of {total:,} samples: "
+            f"{self.cluster_id}, {self.cluster_id + step}, ..., {last}"
+        )
 
     def __len__(self) -> int:
         """Return how many windows the cluster uses: the same number in every cluster.

@@ -18,7 +18,13 @@ import torch
 
 from dsx.comm.world import RendezvousConfig, World, current_world, join
 from dsx.config.flags import add_launch_arguments
-from dsx.config.schema import DsxConfig, load_config, read_json, with_launch_arguments
+from dsx.config.schema import (
+    ConfigError,
+    DsxConfig,
+    load_config,
+    read_json,
+    with_launch_arguments,
+)
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method
@@ -77,12 +83,12 @@ def initialize(
     """Mirror `deepspeed.initialize`; the engine returned has a `Handle` as `engine.dsx`.
 
     A `PipelineModule` is built after `init_distributed`, and each of its stages is synchronised on
-    its own. `training_data` is cut to this cluster's part, so that clusters never train on the same
-    samples, and its position travels with the checkpoints; a dataloader of your own is yours to
-    split (`dsx.data.ClusterShard`). Arguments that shape the distributed world are refused: that
-    world is the cluster's, made by dsx.
+    its own. `training_data` that all clusters share is cut to this cluster's part, so that they
+    never train on the same samples, and its position travels with the checkpoints; a dataloader of
+    your own is yours to split (`dsx.data.ClusterShard`). Arguments that shape the distributed world
+    are refused: that world is the cluster's, made by dsx.
     """
-    from dsx.engines.deepspeed.data import cut_training_data, follow_training_data
+    from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
     from dsx.engines.deepspeed.features import refuse_sharded_pipeline
     from dsx.training.handle import DATA_POSITION
@@ -96,8 +102,9 @@ def initialize(
         )
     world = current_world() or init_distributed(source, args)
     refuse_sharded_pipeline(model, read_json(source))
+    settings = load_config(source)
     if training_data is not None:
-        training_data = cut_training_data(training_data, world.cluster_id, world.num_clusters)
+        training_data = share_training_data(training_data, world, settings.clusters.data)
     engine, wrapped, loader, scheduler = start_engine(
         args=args,
         model=model,
@@ -108,7 +115,7 @@ def initialize(
         collate_fn=collate_fn,
         config=str(config) if isinstance(config, Path) else config,
     )
-    handle = attach(engine, config=source)
+    handle = _attach_deepspeed(engine, world, settings, {}, training_data is not None)
     position = None if training_data is None else follow_training_data(engine, training_data)
     if position is not None:
         handle.track(**{DATA_POSITION: position})
@@ -137,6 +144,7 @@ def attach(
     settings = load_config(config)
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings, facts or {})
+    _refuse_unused(settings)
     method = settings.method
     _refuse_unequal_ranks(engine, world, method)
     is_on_host = settings.state.device == "host"
@@ -183,6 +191,7 @@ def attach_megatron(
     if hasattr(optimizer, "dsx"):
         raise ValueError("this optimizer has a dsx handle already: attach it once")
     resolved = load_config(config)
+    _refuse_unused(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     is_on_host = resolved.state.device == "host"
     adapter = MegatronAdapter(chunks, optimizer, resolved.method.fragments, is_on_host)
@@ -204,8 +213,28 @@ def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str,
     }
 
 
+def _refuse_unused(settings: DsxConfig, divides_data: bool = False) -> None:
+    """Raise ConfigError for keys of data and validation that would have no effect."""
+    data, validation = settings.clusters.data, settings.clusters.validation
+    if data != "auto" and not divides_data:
+        raise ConfigError(
+            f"dsx.clusters.data={data!r} has no effect here: dsx divides the training_data of "
+            "dsx.initialize, and that of Megatron-LM's loop; leave it out and divide your loader's "
+            "data yourself (dsx.data.ClusterShard)"
+        )
+    if validation != "own":
+        raise ConfigError(
+            f"dsx.clusters.validation={validation!r} has no effect here: it is of Megatron-LM's "
+            "own validation; leave it out and validate inside `with handle.averaged():`"
+        )
+
+
 def _attach_deepspeed(
-    engine: Any, world: World, settings: DsxConfig, told: Mapping[str, Any]
+    engine: Any,
+    world: World,
+    settings: DsxConfig,
+    told: Mapping[str, Any],
+    divides_data: bool = False,
 ) -> Handle:
     from dsx.engines.deepspeed.checkpoint import carry_outer_state
     from dsx.engines.deepspeed.engine import DeepSpeedAdapter
@@ -216,6 +245,7 @@ def _attach_deepspeed(
             f"{type(engine).__name__} is not a DeepSpeedEngine; for an ordinary module pass its "
             "optimizer, too: dsx.attach(model, optimizer, config=...)"
         )
+    _refuse_unused(settings, divides_data)
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
     is_on_host = settings.state.device == "host"

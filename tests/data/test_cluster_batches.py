@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 
 import pytest
@@ -229,6 +230,13 @@ def test_shards_are_disjoint_and_of_equal_length(num_clusters: int, extra: int) 
         assert windows == list(range(cluster_id, used, num_clusters))
         assert len(shards[cluster_id]) == len(windows)
     assert sorted(window for windows in owned for window in windows) == list(range(used))
+
+
+def test_a_shard_says_what_it_reads(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert str(ClusterShard(Numbers(10), 1, 3)) in caplog.text
+    assert "cluster 1 of 3 reads 3 of 10 samples: 1, 4, ..., 7" in caplog.text
+    assert str(ClusterShard(Numbers(10), 0, 1)) == "all 10 samples are read"
 
 
 def test_shard_feeds_a_data_loader() -> None:

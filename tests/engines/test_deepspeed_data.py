@@ -26,13 +26,23 @@ NUM_SAMPLES, MICRO, STEPS, STOP = 24, 3, 3, 3  # 12 of each cluster: the stop is
 
 
 class Samples(Dataset[Any]):
-    """Pairs whose first number is the sample's."""
+    """Pairs whose first number is the sample's, counted from `first`."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
 
     def __len__(self) -> int:
         return NUM_SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return torch.full((WIDTH,), float(index)), torch.zeros(WIDTH)
+        return torch.full((WIDTH,), float(self.first + index)), torch.zeros(WIDTH)
+
+
+class Augmented(Samples):
+    """Of which nothing is read twice alike."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((WIDTH,), float(index)), torch.randn(WIDTH)
 
 
 class Stream(IterableDataset[Any]):
@@ -42,14 +52,14 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-def build(num_stages: int) -> Any:
+def build(num_stages: int, samples: Any = None, **clusters: Any) -> Any:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
     import dsx
 
     config = ds_config(1, "fp32", "diloco")
-    config["dsx"] = {"preset": "diloco", "clusters": config["dsx"]["clusters"]}
+    config["dsx"] = {"preset": "diloco", "clusters": {**config["dsx"]["clusters"], **clusters}}
     config.update(train_micro_batch_size_per_gpu=MICRO, gradient_accumulation_steps=1)
     if current_world() is None:
         dsx.init_distributed(config)
@@ -61,7 +71,9 @@ def build(num_stages: int) -> Any:
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
     assert deepspeed
-    return dsx.initialize(model=model, config=config, optimizer=optimizer, training_data=Samples())
+    return dsx.initialize(
+        model=model, config=config, optimizer=optimizer, training_data=samples or Samples()
+    )
 
 
 def read_in_this_process() -> None:
@@ -108,7 +120,33 @@ def read_and_resume(base: str) -> dict[int, Any]:
         cluster = engine.dsx.cluster_id
         end(engine)
         found[num_stages] = {"resumed": resumed, "whole": whole, "cluster": cluster}
+        if not num_stages:  # DeepSpeed goes on with a pipeline's topology in this process
+            found[-1] = {name: epoch(*case) for name, case in cases(cluster).items()}
     return found
+
+
+def cases(cluster: int) -> dict[str, tuple[Any, str]]:
+    """Return datasets, and what `clusters.data` says of them."""
+    return {
+        "own": (Samples(100 * cluster), "auto"),
+        "augmented": (Augmented(), "auto"),
+        "own, split all the same": (Samples(100 * cluster), "split"),
+        "shared, read whole all the same": (Samples(), "own"),
+    }
+
+
+def epoch(data: Any, whose: str) -> list[int]:
+    """Return what one rank reads of a dataset in an epoch."""
+    engine, _, loader, _ = build(0, data, data=whose)
+    read = [int(sample) for x, _ in loader for sample in x[:, 0]]
+    end(engine)
+    return read
+
+
+def read_by(results: list[Any], name: str) -> list[list[int]]:
+    """Return what each cluster has read, from its two ranks."""
+    own = [rank[-1][name] for rank in results]
+    return [sorted(own[2 * cluster] + own[2 * cluster + 1]) for cluster in range(2)]
 
 
 def test_clusters_read_apart_and_a_resume_reads_on(tmp_path: Path) -> None:
@@ -119,6 +157,12 @@ def test_clusters_read_apart_and_a_resume_reads_on(tmp_path: Path) -> None:
             assert result["resumed"] == result["whole"]
             read[result["cluster"]].update(i for batch in result["whole"] for i in batch)
         assert read == [set(range(m, NUM_SAMPLES, 2)) for m in range(2)]  # all, and apart
+    assert {name: read_by(results, name) for name in cases(0)} == {
+        "own": [list(range(24)), list(range(100, 124))],
+        "augmented": [list(range(0, 24, 2)), list(range(1, 24, 2))],
+        "own, split all the same": [list(range(0, 24, 2)), list(range(101, 124, 2))],
+        "shared, read whole all the same": [list(range(24)), list(range(24))],
+    }
     of_ranks = [results[rank][0]["whole"][0] for rank in range(2)]
     assert not set(of_ranks[0]) & set(of_ranks[1])
 

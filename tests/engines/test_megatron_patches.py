@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megatron_patches import data, probe, training_end
+from megatron_patches import data, probe, training_end, validation
 
 TOTAL, MICRO_BATCH, RANKS, CLUSTERS = 48, 2, 2, 3
 
@@ -39,19 +40,28 @@ class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
     """Of the same parameters."""
 
 
-def patched(monkeypatch: pytest.MonkeyPatch, cluster: int) -> tuple[Any, Any]:
+def patched(monkeypatch: pytest.MonkeyPatch, cluster: int, run: Any = None) -> tuple[Any, Any]:
     """Return the sampler and the training module as a cluster's processes have them."""
     kinds = (MegatronPretrainingSampler, MegatronPretrainingRandomSampler)
     copies = {kind.__name__: type(kind.__name__, (kind,), {}) for kind in kinds}
     for copy in copies.values():
         copy.__init__ = MegatronPretrainingSampler.__init__
     samplers = SimpleNamespace(__name__="data_samplers", **copies)
+
+    def build_pretraining_data_loader(dataset: list[int], consumed_samples: int) -> list[Any]:
+        kind = samplers.MegatronPretrainingSampler
+        return [list(kind(TOTAL, consumed_samples, MICRO_BATCH, r, RANKS)) for r in range(RANKS)]
+
     training = SimpleNamespace(
-        __name__="training", get_train_valid_test_num_samples=lambda: (TOTAL, None, 0)
+        __name__="training",
+        get_train_valid_test_num_samples=lambda: (TOTAL, None, 0),
+        build_train_valid_test_datasets=lambda: ([1], [2], [3]),
+        build_pretraining_data_loader=build_pretraining_data_loader,
     )
     monkeypatch.setattr(probe, "module", lambda new, old: samplers)  # pyright: ignore
     monkeypatch.setattr(probe, "training", lambda: training)
-    run: Any = SimpleNamespace(world=SimpleNamespace(num_clusters=CLUSTERS, cluster_id=cluster))
+    run = SimpleNamespace() if run is None else run
+    run.world = SimpleNamespace(num_clusters=CLUSTERS, cluster_id=cluster)
     data.patch(run)
     return samplers.MegatronPretrainingSampler, training
 
@@ -68,6 +78,79 @@ def test_clusters_read_every_sample_once(monkeypatch: pytest.MonkeyPatch) -> Non
             assert list(kind(TOTAL, consumed, MICRO_BATCH, rank, data_parallel_size=RANKS))
             read += [sample for batch in batches for sample in batch]
     assert sorted(read) == list(range(TOTAL))
+
+
+def load(training: Any) -> tuple[list[Any], list[Any], list[Any]]:
+    """Return the batches of the training, validation and test loaders, as Megatron builds them."""
+    datasets = training.build_train_valid_test_datasets()
+    return tuple(training.build_pretraining_data_loader(dataset, 0) for dataset in datasets)
+
+
+def test_validation_is_of_the_same_samples_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    train: list[Any] = []
+    for cluster in range(CLUSTERS):
+        own, *others = load(patched(monkeypatch, cluster)[1])
+        train.append(own)
+        whole = [s for rank in others[0] for batch in rank for s in batch]
+        assert sorted(whole) == list(range(TOTAL)) and others[0] == others[1]
+    assert len({str(own) for own in train}) == CLUSTERS
+
+
+def test_data_of_its_own_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    run: Any = SimpleNamespace()
+    _, training = patched(monkeypatch, 1, run)
+    run.division.is_split = False
+    assert training.get_train_valid_test_num_samples() == (TOTAL, None, 0)
+    train, valid, _ = load(training)
+    assert train == valid
+    assert sorted(s for rank in train for batch in rank for s in batch) == list(range(TOTAL))
+
+
+class Averaging(list[str]):
+    """A handle that notes when it holds the average."""
+
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        self.append("averaged")
+        yield
+        self.append("own again")
+
+
+@pytest.mark.parametrize("wanted", ["own", "average", "both"])
+def test_whose_loss_a_validation_prints(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
+    arguments = SimpleNamespace(consumed_valid_samples=10)
+    handle = Averaging()
+
+    def evaluate_and_print_results(
+        prefix: str, data_iterator: Any, write_to_tensorboard: bool = True
+    ) -> None:
+        parts = data_iterator if isinstance(data_iterator, list) else [data_iterator]
+        read = [next(part) for part in parts if part is not None for _ in range(2)]
+        arguments.consumed_valid_samples += 4
+        handle.append(f"{prefix}: {read} {write_to_tensorboard}")
+
+    training = SimpleNamespace(
+        __name__="training", evaluate_and_print_results=evaluate_and_print_results
+    )
+    monkeypatch.setattr(probe, "training", lambda: training)
+    monkeypatch.setattr(probe, "arguments_in_force", lambda: arguments)
+    run: Any = SimpleNamespace(handle=handle, validation=wanted)
+    validation.patch(run)
+    whole = [iter(range(9)), None]
+    for step in (1, 2):
+        training.evaluate_and_print_results(f"step {step}", data_iterator=whole)
+    average = f" {validation.AVERAGE}: "
+    assert (
+        handle
+        == {
+            "own": ["step 1: [0, 1] True", "step 2: [2, 3] True"],
+            "average": ["averaged", f"step 1{average}[0, 1] True", "own again"]
+            + ["averaged", f"step 2{average}[2, 3] True", "own again"],
+            "both": ["step 1: [0, 1] True", "averaged", f"step 1{average}[0, 1] False", "own again"]
+            + ["step 2: [2, 3] True", "averaged", f"step 2{average}[2, 3] False", "own again"],
+        }[wanted]
+    )
+    assert arguments.consumed_valid_samples == 18
 
 
 def test_another_shape_is_refused() -> None:

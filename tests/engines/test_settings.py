@@ -160,6 +160,8 @@ def start_unequal() -> list[str]:
         start_deepspeed(**clip, **meant),
         start_deepspeed(optimizer=adamw),
         start_deepspeed(scheduler=warm),
+        attach_plain(0.1, 1e-5, config=block(data="own")),
+        start_deepspeed(dsx=block(validation="average")["dsx"]),
     ]
 
 
@@ -175,11 +177,13 @@ def test_clusters_that_would_train_differently_are_refused() -> None:
     assert "do not match at facts.warmup: cluster 0 has 0, cluster 1 has 1" in facts
     assert "the length of dsx.clusters.may_differ: cluster 0 has 0, cluster 1 has 1" in one_meant
     assert "did you mean 'optimizer.lr'?" in unknown
-    alike, told, clip, clip_meant, adamw, warm = engines
+    alike, told, clip, clip_meant, adamw, warm, data, validation = engines
     assert alike == told == clip_meant == "no error"
     assert "deepspeed.gradient_clipping: cluster 0 has 1.0, cluster 1 has 2.0" in clip
     assert "cluster 0 has 0.01, cluster 1 has 0.02" in adamw
     assert "lr_scheduler.warmup_num_steps: cluster 0 has 10, cluster 1 has 20" in warm
+    assert "dsx.clusters.data='own' has no effect here" in data
+    assert "dsx.clusters.validation='average' has no effect here" in validation
 
 
 def test_names_are_a_list_of_texts() -> None:

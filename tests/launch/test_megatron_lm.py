@@ -20,6 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.data.test_windows import write_indexed
 from tests.distributed import free_port
 
 BIN = Path(sys.executable).parent
@@ -169,6 +170,62 @@ def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kin
         assert of_cluster[last] < of_cluster[1]
     assert re.search(r"dsx_preset \.+ streaming_diloco", texts[0])  # in the dump of arguments
     assert "finished after" in texts[0]
+
+
+BLOCKING = shlex.split("--dsx-preset diloco --dsx-schedule-interval 4 --dsx-deadline-seconds 120")
+VALIDATING = shlex.split("--train-iters 8 --eval-iters 2 --eval-interval 4")
+
+
+def validated(text: str) -> list[str]:
+    """Return what was printed of validation losses, line by line."""
+    return re.findall(r"validation loss at (.*? \| lm loss value: \S+)", text)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_equal_weights_have_equal_losses_of_the_same_tokens(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "DSX", [*BLOCKING, "--dsx-validation", "both"])
+    texts = pretrain(tree, tmp_path, *VALIDATING, ranks=1)
+    first, second = map(validated, texts)
+    assert first == second and len(first) == 8  # at steps 4 and 8, of both sets, each twice
+    for own, average in zip(first[::2], first[1::2], strict=True):
+        assert "(average of the clusters)" in average
+        assert own.split("value: ")[1] == average.split("value: ")[1]  # right after a sync
+    for cluster, text in enumerate(texts):
+        part = f"of every 2 parts of its samples this cluster reads part {cluster + 1}; 64 samples"
+        assert f"training data: --mock-data, shared by all clusters: {part}" in text
+        assert "validation data: --mock-data, the same samples in all clusters" in text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_data_of_its_own_is_read_whole(
+    tree: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cluster in range(2):
+        tokens = [[(7 * i + j + cluster) % 4000 for j in range(200)] for i in range(20)]
+        write_indexed(tmp_path / f"data_{cluster}", tokens)
+    monkeypatch.setitem(globals(), "DSX", BLOCKING)
+    monkeypatch.setitem(globals(), "MODEL", [word for word in MODEL if word != "--mock-data"])
+    data = ["--data-path", f"{tmp_path}/data_{{cluster_id}}", "--split", "80,20,0"]
+    data += ["--data-cache-path", f"{tmp_path}/cache_{{cluster_id}}"]
+    texts = pretrain(tree, tmp_path / "logs", *VALIDATING, *data, ranks=1)
+    for cluster, text in enumerate(texts):
+        assert re.search(rf"training data: \S+/data_{cluster} \(4,000 tokens\), of this", text)
+        assert re.search(r"validation data: .* losses of different clusters do not compare", text)
+        assert re.search(r"^ +train: +64$", text, re.M)  # and not of both clusters
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_clusters_of_other_arguments_are_refused(tree: Path, tmp_path: Path) -> None:
+    differ = ["--train-iters", "4", "--clip-grad", "1.{cluster_id}"]
+    texts = pretrain(tree, tmp_path / "refused", *differ, ranks=1, must_fail=True)
+    for text in texts:
+        assert "arguments.clip_grad: cluster 0 has 1.0, cluster 1 has 1.1;" in text
+    pretrain(tree, tmp_path / "meant", *differ, "--dsx-may-differ", "arguments.clip_grad", ranks=1)
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 """`training_data` of `dsx.initialize`: each cluster's part of it, and the position in a checkpoint.
 
 DeepSpeed (0.19) cuts a dataset over the ranks of its world, which is one cluster's: every cluster
-would read the same samples. So it is given this cluster's part only. It also begins the dataset
+would read the same samples. So it is given this cluster's part only, of data that all share; data
+of a cluster's own is read whole, and `clusters.data` or a look at the samples says which it is. It
+also begins the dataset
 anew after every resume; the loader here goes on with the next sample.
 
 The position is counted in samples of the cluster, in the order that all its ranks share, so that
@@ -11,18 +13,80 @@ their number is not divisible). Of a pipeline, the first and the last stage read
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from hashlib import blake2b
 from itertools import islice
 from typing import Any
 
+import numpy as np
+import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
+from dsx.comm.world import World
 from dsx.data.cluster_batches import ClusterShard
 from dsx.engines.cluster_collectives import gather_objects
+from dsx.training.data_sources import Source, share_data
+
+
+def share_training_data(data: Any, world: World, wanted: str) -> ClusterShard:
+    """Return what this cluster reads of `training_data`, and say so. Collective over all clusters.
+
+    Its part of what all clusters share, or all of what is its own, as `wanted` says or the data.
+    """
+    from deepspeed.utils import log_dist
+
+    source = _source_of(data)
+    is_split = share_data(world.rendezvous, wanted, [source])
+    shard = cut_training_data(
+        data, *((world.cluster_id, world.num_clusters) if is_split else (0, 1))
+    )
+    whose = "shared by all clusters" if is_split else "of this cluster's own"
+    log_dist(
+        f"dsx: training_data ({source.name}) is {whose}: cluster {world.cluster_id} reads "
+        f"{len(shard):,} of {len(data):,} samples", ranks=[0],
+    )  # fmt: skip
+    return shard
+
+
+def _source_of(data: Any) -> Source:
+    """Return a dataset's identity: its length, and three samples where they can be read again."""
+    _require_length(data)
+    count = len(data)
+    name = f"{type(data).__name__} of {count:,} samples"
+    places = sorted({0, count // 2, count - 1}) if count else []
+    state = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        first, again = ([data[i] for i in places] for _ in range(2))
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    digest = _digest(first)
+    return Source(name, digest if digest == _digest(again) else None)
+
+
+def _digest(value: Any) -> str | None:
+    """Return the digest of tensors, arrays and plain values, nested or not; None for others."""
+    hasher = blake2b(digest_size=16)
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+        if isinstance(leaf, np.ndarray):
+            hasher.update(np.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, (str, bytes, bool, int, float, type(None))):
+            hasher.update(repr(leaf).encode())
+        else:
+            return None
+    return hasher.hexdigest()
 
 
 def cut_training_data(data: Any, cluster_id: int, num_clusters: int) -> ClusterShard:
     """Return a cluster's part of a dataset; ValueError for one that cannot be cut."""
+    _require_length(data)
+    return ClusterShard(data, cluster_id, num_clusters)
+
+
+def _require_length(data: Any) -> None:
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__"):
         raise ValueError(
             f"training_data={type(data).__name__} has no length, so that dsx cannot cut it and all "
@@ -30,7 +94,6 @@ def cut_training_data(data: Any, cluster_id: int, num_clusters: int) -> ClusterS
             "leave training_data out and read every num_clusters-th sample from the "
             "cluster_id-th on, as engine.dsx knows them, in a loader of your own"
         )
-    return ClusterShard(data, cluster_id, num_clusters)
 
 
 class ResumedSampler:
