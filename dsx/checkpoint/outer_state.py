@@ -233,7 +233,7 @@ def _restore(
     if entry["is_empty"]:
         return NothingYet(fragment)
     buffers = loop.state.take_buffers(fragment)
-    buffers.parity = ParityResult(**entry["parity"])
+    buffers.parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
     saved = {"mean": buffers.wire, "sideband": buffers.sideband.values, "kept": buffers.kept}
     for name, tensor in saved.items():
         if tensor is not None and tensor.numel():

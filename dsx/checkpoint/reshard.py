@@ -222,19 +222,8 @@ class Resharding:
             return NothingYet(fragment.id)
         entries = [rank.meta["in_flight"][index] for rank in self._ranks]
         buffers = self._loop.state.take_buffers(fragment.id)
-        results = [e["parity"] for e in entries]
-        present = self._loop.transport.seat.ids  # the others' lists name nobody any more
-        refused_by, differing, idle_in = (
-            sorted({m for v in results for m in v.get(key, ()) if m in present})
-            for key in ("refused_by", "differing", "idle_in")
-        )
-        buffers.parity = ParityResult(
-            refused_by,
-            differing,
-            idle_in=idle_in,
-            round=max(v["round"] for v in results),
-            is_refused=any(v["is_refused"] for v in results),
-        )
+        ids = self._loop.transport.seat.ids  # others' names are nobody's any more
+        buffers.parity = ParityResult.of_saved([e["parity"] for e in entries], ids)
         wire = self._loop.matrix_gathers[fragment.id].wire.layout
         for layout, out, kind, name in (
             (wire, buffers.wire, "wire", f"in_flight.mean/{index}"),

@@ -121,16 +121,16 @@ class FragmentGroups:
             incoming.deliver()
         return round.bytes_sent(self._seat)
 
-    def broadcast_(self, x: Tensor, label: str) -> None:
-        """Overwrite `x` in place with the first member's."""
+    def broadcast_(self, x: Tensor, label: str, giver: int) -> None:
+        """Overwrite `x` in place with that of the member at place `giver`."""
         messages = PointToPoint(
             self._groups, self._seat, label, self._deadline_seconds, farewells=self._farewells
         )
-        if self._seat.position == 0:
+        if self._seat.position == giver:
             for peer in self._seat.others:
                 messages.send(x, peer)
         else:
-            messages.receive(x, 0)
+            messages.receive(x, giver)
         messages.wait()
 
 
@@ -179,18 +179,22 @@ class GlooTransport:
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
 
-    def broadcast(self, fragment: int, tensor: Tensor) -> None:
-        """Overwrite `tensor` in place with the first member's."""
+    def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
+        """Overwrite `tensor` in place with that of the member at place `giver`."""
         if self.seat.num_clusters > 1:
             group, sent = self._groups[fragment], GlooPending()
-            label = f"{self._stage.name_of(fragment)}, outer state of cluster {self.seat.ids[0]}"
+            name = self._stage.name_of(fragment)
+            label = f"{name}, outer state of cluster {self.seat.ids[giver]}"
 
             def run() -> Tensor:  # in turn with the fragment's transfers
-                group.broadcast_(tensor, label)
+                group.broadcast_(tensor, label, giver)
                 return tensor
 
             self._fifos[fragment].submit(sent.future, run)
             sent.wait()
+
+    def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
+        """Nothing to do: every cluster is waited for."""
 
     def close(self) -> None:
         """Let running exchanges end and drop the connections."""

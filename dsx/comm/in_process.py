@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -28,6 +28,7 @@ class InProcessHub:
         self._launches = [0] * membership.num_clusters
         self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
         self._broadcasts: dict[int, list[deque[Tensor]]] = {}  # by fragment and receiver
+        self.offers: dict[int, Callable[[int], Sequence[Tensor]]] = {}  # by place
 
     def transports(self) -> list[InProcessTransport]:
         """Return one transport per cluster, in cluster order."""
@@ -55,8 +56,16 @@ class InProcessHub:
         if min(self._launches) >= number:
             del self._announced[number]
 
-    def broadcast(self, seat: Seat, fragment: int, tensor: Tensor) -> None:
-        """Store the first member's tensor, copy it into the others'; it has to come first."""
+    def broadcast(self, seat: Seat, fragment: int, tensor: Tensor, giver: int, index: int) -> None:
+        """Copy the giver's tensor into the others'.
+
+        One that is offered is read where it lies: while clusters take turns at one transfer, a
+        giver's fragment stays as it is. Else the first member stores its own, and comes first.
+        """
+        if index >= 0:
+            if seat.position != giver:
+                tensor.copy_(self.offers[giver](fragment)[index])
+            return
         waiting = self._broadcasts.setdefault(fragment, [deque() for _ in seat.ids])
         if seat.position == 0:
             copy = tensor.clone()
@@ -99,9 +108,13 @@ class InProcessTransport:
         self._hub.submit(what.fragment, pending)
         return pending
 
-    def broadcast(self, fragment: int, tensor: Tensor) -> None:
-        """Overwrite `tensor` in place with the first member's."""
-        self._hub.broadcast(self.seat, fragment, tensor)
+    def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
+        """Overwrite `tensor` in place with that of the member at place `giver`."""
+        self._hub.broadcast(self.seat, fragment, tensor, giver, index)
+
+    def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
+        """Tell what a fragment's outer state is."""
+        self._hub.offers[self.seat.position] = shared
 
     def close(self) -> None:
         """Nothing to release."""

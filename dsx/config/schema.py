@@ -109,6 +109,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         method=dataclasses.replace(
             method,
             on_mismatch=block.clusters.on_mismatch,
+            anchor_check_interval=block.clusters.anchor_check_interval,
             max_idle_rounds=block.clusters.max_idle_rounds,
         ),
         axes=axes,

@@ -44,9 +44,14 @@ class ClustersConfig(BaseModel):
     """How long any exchange of messages may take, in seconds; more than the largest fragment needs
     on a shared line, in fp32 for `averaged()`. A peer that does not answer by then is lost."""
 
-    on_mismatch: Literal["resend", "stop"] = "resend"
-    """What to do when clusters have decoded different means: send the outer state of cluster 0 once
-    more and go on, or stop with ParityError."""
+    on_mismatch: Literal["resend", "stop"] = "stop"
+    """What to do when clusters hold different models and no more than half of them agree, as with
+    two: stop with ParityError, or take the outer state of the first one and go on. Where more than
+    half agree, the others take theirs."""
+
+    anchor_check_interval: int = Field(default=8, ge=0)
+    """After how many rounds of a fragment clusters compare their outer parameters, by a hash that
+    the training thread makes at the launch; means are compared in every round. 0: never."""
 
     max_idle_rounds: int | None = Field(default=None, ge=0)
     """After how many rounds in a row in which a cluster took no inner step all clusters stop, with

@@ -8,6 +8,7 @@ such a group must submit the same fragments in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -75,8 +76,15 @@ class Transport(Protocol):
         """
         ...
 
-    def broadcast(self, fragment: int, tensor: Tensor) -> None:
-        """Overwrite `tensor` in place with the first member's. Blocks; raises `PeerLost`."""
+    def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
+        """Overwrite `tensor` in place with that of the member at place `giver`. Blocks.
+
+        Raises `PeerLost`. `index` is the tensor's among those that `offer` tells of, if it is one.
+        """
+        ...
+
+    def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
+        """Tell what a fragment's outer state is, for a cluster in this process that is ahead."""
         ...
 
     def close(self) -> None:

@@ -161,6 +161,7 @@ class History:
     - `launched`, `applied`: step of the last launch and of the last apply;
     - `launches`: transfers launched; `rounds`: outer steps taken; `refusals`: of those, rounds
       refused since the last one that was not; `idle`: rounds in which a cluster took no step;
+      `mended`: the step at which clusters that held different models were brought together;
     - `intervals`: launch to launch, of the transfer applied last;
     - `under_way`: launched and not applied, beyond those the delay policy always keeps;
     - `mean_norm`: L2 norm of the mean applied last, over all shards, if the schedule asks;
@@ -180,6 +181,7 @@ class History:
     rounds: list[int] = field(default_factory=list[int])
     refusals: list[RoundsInARow] = field(default_factory=list[RoundsInARow])
     idle: list[RoundsInARow] = field(default_factory=list[RoundsInARow])
+    mended: list[int] = field(default_factory=list[int])
     intervals: list[int] = field(default_factory=list[int])
     under_way: list[int] = field(default_factory=list[int])
     mean_norm: list[float | None] = field(default_factory=list[float | None])
@@ -195,7 +197,7 @@ class History:
         for in_a_row in (self.refusals, self.idle):
             if not in_a_row:
                 in_a_row.extend(RoundsInARow() for _ in range(self.num_fragments))
-        for counts in (*clocks, self.launches, self.rounds, self.under_way):
+        for counts in (*clocks, self.launches, self.rounds, self.mended, self.under_way):
             if not counts:
                 counts.extend([0] * self.num_fragments)
         for values in (self.mean_norm, self.transfer_seconds, self.backward_seconds):

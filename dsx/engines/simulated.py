@@ -145,8 +145,8 @@ class SimulatedClusters:
         Training may go on, and nothing is lost: progress that has not been launched goes with the
         next launch, and rounds that stay under way start anew.
         """
-        for loop in self.loops:
-            loop.drain()
+        for _ in zip(*(loop.draining() for loop in self.loops), strict=True):
+            pass
         compared = [begin_comparison(loop) for loop in self.loops]
         for loop, started in zip(self.loops, compared, strict=True):
             end_comparison(loop, started)

@@ -54,8 +54,11 @@ class Method:
     """What may change H and the rank while training."""
     compression: Compressor = field(default_factory=Dense)
     """How pseudo-gradients are coded on the wire."""
-    on_mismatch: Literal["resend", "stop"] = "resend"
-    """What to do when clusters have decoded different means (outer/parity_check.py)."""
+    on_mismatch: Literal["resend", "stop"] = "stop"
+    """What to do when clusters hold different models and none is held by more than half of them
+    (outer/parity_check.py)."""
+    anchor_check_interval: int = 8
+    """After how many rounds of a fragment clusters compare their anchors; 0: never."""
     max_idle_rounds: int | None = None
     """Rounds in a row without an inner step of a cluster, after which all stop; 0: never."""
 

@@ -15,7 +15,7 @@ a fragment takes the same decisions without sending anything.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -166,26 +166,30 @@ class OuterLoop:
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
 
-    @torch.no_grad()
     def drain(self) -> bool:
         """Apply everything in flight with its real age; return whether there was anything.
 
-        Training may go on: rounds start anew from the anchors, and what this cluster has done since
-        its last launches stays in its parameters and goes with the next ones. Every cluster calls
-        it at the same step; then `sync_model_weights` is due.
+        Training may go on: rounds start anew from the anchors, and what was done since the last
+        launches goes with the next. All call it at one step; `sync_model_weights` is due.
         """
-        started = time.perf_counter()
+        return bool(sum(1 for _ in self.draining()))
+
+    @torch.no_grad()
+    def draining(self) -> Iterator[Transfer]:
+        """Drain; clusters of one process take turns after each transfer, as one may mend others."""
         pending = [t for t in self.in_flight if isinstance(t, Transfer)]
         unsent = self._outer_step.read_unsent({t.fragment for t in pending})
         for transfer in pending:
+            started = time.perf_counter()
             self._apply(transfer)
-        if not any(self.recovery.restarts(t.buffers.parity) for t in pending):
-            self._outer_step.begin_rounds(unsent)  # else it is not finite, and was given up
+            for fragment in self.recovery.restarts(transfer):
+                unsent.pop(fragment, None)  # not finite, or from a wrong anchor: given up
+            self.totals.blocked_seconds += time.perf_counter() - started
+            yield transfer
+        self._outer_step.begin_rounds(unsent)
         self._first_steps.keep(self.history)
         self.in_flight = self._nothing_yet()
         self.history.under_way = [0] * self.history.num_fragments
-        self.totals.blocked_seconds += time.perf_counter() - started
-        return bool(pending)
 
     def restore(self, history: History, in_flight: list[Transfer | NothingYet]) -> None:
         """Go on from a checkpoint whose buffers have been copied into `state`."""
@@ -223,7 +227,8 @@ class OuterLoop:
         timer.mark("contribution")
         host_copy = self._host_copies.start(fragment, contribution, sideband, buffers)
         timer.mark("copy")
-        buffers.parity = ParityResult(is_idle=fragment in self._idle)
+        anchor = self.recovery.hash_anchor(fragment, self.history.launches[fragment])
+        buffers.parity = ParityResult(is_idle=fragment in self._idle, anchor=anchor)
         self._idle.add(fragment)
         sync_params = self._sync_params()
         launch = Launch(self.history.launches[fragment] + 1, sync_params.rank)
@@ -287,8 +292,8 @@ class OuterLoop:
         wait_seconds = 0.0
         if isinstance(transfer, Transfer):
             wait_seconds = self._receive(transfer, arrival)
-        if isinstance(transfer, Transfer) and self.recovery.restarts(transfer.buffers.parity):
-            self.recovery.restart(under_way)
+        if restarts := self.recovery.restarts(transfer):
+            self.recovery.restart(restarts, under_way)
         else:
             self._outer_step.take(arrival, self.history)
         self.history.under_way[transfer.fragment] -= 1
@@ -331,7 +336,7 @@ class OuterLoop:
     def _take_back(self, transfer: Transfer) -> None:
         """Give what a refused round carried back to the residuals, if it was encoded before."""
         kept, parity = transfer.buffers.kept, transfer.buffers.parity
-        was_encoded = self.transport.seat.cluster_id not in parity.refused_by
+        was_encoded = self.transport.seat.cluster_id not in (*parity.refused_by, *parity.differing)
         if self.method.encodes_at_launch and was_encoded and kept is not None:
             self.state.channels[transfer.fragment].take_back(kept)
 

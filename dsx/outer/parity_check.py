@@ -1,50 +1,102 @@
-"""Before a transfer: does everybody send finite numbers, and did all apply the same mean last time?
+"""Before a transfer: does everybody send finite numbers, and does everybody hold the same model?
 
 A header goes to every peer ahead of a fragment's codes, in the launch handshake: whether this
 cluster's values are finite and it took a step at all, the round and a 64-bit hash of the mean it
-decoded last. Everyone so knows the same:
+decoded last, and every few rounds a hash of its anchor at the launch. Everyone so knows the same:
 
 - a cluster with a NaN or an infinity: the round is refused by all, nothing is applied, and the
   message names it;
 - a cluster that skipped every inner step of the round, its gradients not being finite: it has
   nothing new, and recovery.py tells of it;
-- a different hash: a mean was decoded differently, so outer parameters have diverged, which no
-  later round would mend. The message names fragment, round and clusters; the fragment's outer
-  state is sent again, in fp32, by the first member, or the run stops, as the configuration says.
-
-The hash is `sum_i w_i * (bits of element pair i) mod 2^64` with fixed odd weights: integers only,
-so it is the same for any number of threads; a single wrong bit always changes it.
+- a different hash: a mean was decoded differently, or a bit of an anchor has flipped, so outer
+  parameters have diverged, which no later round would mend. What that cluster would send is
+  measured from a wrong anchor: the round is left out before anything is coded. Who is right is
+  decided by the majority, and what is done by recovery.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsx.core.exchange import HEADER, ExchangeRound, to_all
 from dsx.core.membership import Seat
+from dsx.outer.bit_hash import BitHash
 
-_TILE = 1 << 16  # pairs of elements
-_MASK = (1 << 64) - 1
-_FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
+ANCHOR, MEAN = 1, 2  # what differs; a mean says more, as the anchor follows from it
+_IS_FINITE, _IS_IDLE, _FLAG_BITS = 1, 2, 2
 
 
 @dataclass
 class ParityResult:
     """What the headers of one transfer said: clusters by id.
 
-    A round may be refused because of a cluster that has left since.
+    A round may be refused because of a cluster that has left since. `apart` holds pairs of
+    clusters whose hashes differ, and of what; `differing` those that are not in the right.
     """
 
     refused_by: list[int] = field(default_factory=list[int])
     differing: list[int] = field(default_factory=list[int])
-    round: int = 0  # of the mean that differed
+    round: int = 0  # of the mean that was decoded last
     is_refused: bool = False
     idle_in: list[int] = field(default_factory=list[int])  # took no inner step in the round
     is_idle: bool = False  # this cluster's own
+    apart: list[list[int]] = field(default_factory=list[list[int]])
+    anchor: int | Tensor = 0  # this cluster's own hash; 0 in rounds that do not compare it
+
+    @classmethod
+    def of_saved(cls, saved: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> ParityResult:
+        """Put together what ranks have saved of one transfer, for the clusters of these ids.
+
+        dsx 0.2 knew of a first cluster that all others were compared with.
+        """
+        apart: set[tuple[int, ...]] = set()
+        for entry in saved:
+            wrong = entry["differing"]
+            old = [(*sorted((a, b)), MEAN) for a in wrong for b in ids if b not in wrong]
+            apart |= {tuple(pair) for pair in entry.get("apart", old) if {*pair[:2]} <= {*ids}}
+        refused_by, differing, idle_in = (
+            sorted({m for entry in saved for m in entry.get(key, ()) if m in ids})
+            for key in ("refused_by", "differing", "idle_in")
+        )
+        return cls(
+            refused_by,
+            differing,
+            max(entry["round"] for entry in saved),
+            any(entry["is_refused"] for entry in saved),
+            idle_in,
+            apart=[list(pair) for pair in sorted(apart)],
+        )
+
+
+@dataclass(frozen=True)
+class Sides:
+    """Who agrees with whom: `right` hold the same, `wrong` something else; ids."""
+
+    right: list[int]
+    wrong: list[int]
+    is_majority: bool  # more than half of all; else `right` is the side of the first one
+
+    @classmethod
+    def of(
+        cls, ids: Sequence[int], apart: Collection[tuple[int, int]], refused_by: Collection[int]
+    ) -> Sides:
+        """Return the sides, the same on every cluster: more than half are right.
+
+        Where there is no majority, it is those who hold what the first one does; the first one
+        that sends finite values, if there is one.
+        """
+        sides = [[b for b in ids if (a, b) not in apart and (b, a) not in apart] for a in ids]
+        largest = max(sides, key=len)
+        is_majority = 2 * len(largest) > len(ids)
+        if not is_majority:
+            finite = [side for id, side in zip(ids, sides, strict=True) if id not in refused_by]
+            largest = (finite or sides)[0]
+        return cls(largest, [id for id in ids if id not in largest], is_majority)
 
 
 class ParityCheck:
@@ -55,55 +107,44 @@ class ParityCheck:
         self.memory = torch.zeros(2, dtype=torch.int64)
         self._own = torch.zeros(3, dtype=torch.int64)
         self._theirs = [torch.zeros(3, dtype=torch.int64) for _ in range(seat.num_clusters)]
-        self._weights = torch.empty(0, dtype=torch.int64)
-        self._products = torch.empty(0, dtype=torch.int64)
+        self._hash = BitHash()
 
     def exchange(
         self, is_finite: bool, parity: ParityResult
     ) -> Generator[ExchangeRound, None, None]:
         """Tell the peers, and fill `parity` from what they told."""
-        self._own[0] = is_finite | parity.is_idle << 1
-        self._own[1:] = self.memory
+        flags = _IS_FINITE * is_finite | _IS_IDLE * parity.is_idle
+        parity.anchor = int(parity.anchor)
+        self._own[0] = flags | int(self.memory[0]) << _FLAG_BITS
+        self._own[1], self._own[2] = self.memory[1], parity.anchor
         self._theirs[self._seat.position].copy_(self._own)
         if self._seat.num_clusters > 1:
             yield to_all([self._own], [[header] for header in self._theirs], HEADER)
         headers = {
             id: header.tolist() for id, header in zip(self._seat.ids, self._theirs, strict=True)
         }
-        parity.refused_by = [id for id, header in headers.items() if not header[0] & 1]
-        parity.idle_in = [id for id, header in headers.items() if header[0] & 2]
-        parity.is_refused = bool(parity.refused_by)
-        first = headers[self._seat.ids[0]][1:]
-        parity.differing = [id for id, header in headers.items() if header[1:] != first]
-        parity.round = first[0]
+        parity.refused_by = [id for id, header in headers.items() if not header[0] & _IS_FINITE]
+        parity.idle_in = [id for id, header in headers.items() if header[0] & _IS_IDLE]
+        means = {id: (header[0] >> _FLAG_BITS, header[1]) for id, header in headers.items()}
+        anchors = {id: header[2] for id, header in headers.items()}
+        parity.apart = [
+            [a, b, MEAN if means[a] != means[b] else ANCHOR]
+            for a in headers
+            for b in headers
+            if a < b and (means[a] != means[b] or anchors[a] != anchors[b])
+        ]
+        pairs = {(a, b) for a, b, _ in parity.apart}
+        parity.differing = Sides.of(self._seat.ids, pairs, parity.refused_by).wrong
+        parity.is_refused = bool(parity.refused_by or parity.apart)
+        parity.round = max(round for round, _ in means.values())
+        if parity.apart:
+            self.memory.zero_()  # told, on all sides; the next header starts anew
 
     def remember(self, round: int, mean: Tensor) -> None:
         """Keep round and hash of the mean just decoded, for the next header."""
         self.memory[0] = round
-        self.memory[1] = _signed(self.hash_of(mean))
+        self.memory[1] = self.hash_of(mean)
 
     def hash_of(self, x: Tensor) -> int:
         """Return the hash of a vector, fp32 `[n]` on the CPU; allocates nothing after the first."""
-        if not self._weights.numel():
-            self._weights, self._products = _weights(), torch.empty(_TILE, dtype=torch.int64)
-        even = x.numel() // 2 * 2
-        pairs = x[:even].view(torch.int64)
-        total = x.numel()
-        for start in range(0, pairs.numel(), _TILE):
-            tile = pairs[start : start + _TILE]
-            products = self._products[: tile.numel()]
-            torch.mul(tile, self._weights[: tile.numel()], out=products)
-            total = (total * _FACTOR + int(products.sum())) & _MASK
-        if even < x.numel():
-            total = (total * _FACTOR + int(x[even:].view(torch.int32))) & _MASK
-        return total
-
-
-def _weights() -> Tensor:
-    """Return odd multipliers, one per place in a tile."""
-    values = (torch.arange(_TILE, dtype=torch.int64) * 2 + 1) * _signed(_FACTOR)
-    return values ^ (values >> 29 << 1)  # still odd
-
-
-def _signed(value: int) -> int:
-    return value - (1 << 64) if value >> 63 else value
+        return int(self._hash.of(x))

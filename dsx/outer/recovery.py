@@ -4,22 +4,30 @@ A cluster whose values are not finite has lost its progress and goes on from the
 that does not help (say, its inner optimizer's moments are not finite either), all clusters stop
 after some rounds, rather than train on without it unnoticed; at once, where there is no anchor. So
 they do where a cluster skips all its inner steps, round after round: it has nothing to send.
+
+Where clusters hold different models, more than half decide: the others take the outer state of the
+fragment from the first of them, in fp32, and go on from its anchor. That round is left out by all,
+and so are those under way, which a wrong anchor may have gone into. Without a majority, or without
+an anchor to take, the configuration says what is done. All of it follows from the headers and
+from the step, so every rank of every cluster does the same.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
 from dsx.core.transport import Transport
 from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
-from dsx.outer.parity_check import ParityResult
+from dsx.outer.bit_hash import BitHash
+from dsx.outer.parity_check import MEAN, ParityResult, Sides
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Transfer
+from dsx.outer.transfer import NothingYet, Transfer
 
 MOST_REFUSALS = 3  # of one fragment in a row, and one for each round that is under way
 logger = logging.getLogger(__name__)
@@ -43,32 +51,71 @@ class Recovery:
         self._adapter = adapter
         self._transport = transport
         self._state = state
+        self._hash = BitHash()
+        transport.offer(self._shared_state)
 
-    def act_on(self, fragment: int, launched: int, parity: ParityResult, history: History) -> None:
+    def hash_anchor(self, fragment: int, launches: int | None = None) -> Tensor | int:
+        """Return the hash of an anchor, 0 if after so many launches it is not its turn.
+
+        Fragments take turns, so that not all are hashed at one boundary.
+        """
+        every = self._method.anchor_check_interval
+        if not every or not self._has_anchor or not self._state.is_sent(fragment):
+            return 0
+        if launches is not None and (launches + fragment) % every:
+            return 0
+        return self._hash.of(self._state.anchor[fragment])
+
+    def act_on(
+        self,
+        fragment: int,
+        launched: int,
+        parity: ParityResult,
+        history: History,
+        is_comparison: bool = False,
+    ) -> None:
         """Agree in the cluster on a transfer's result, in place; repair or stop if means differ.
 
         Collective over the cluster's ranks: one may own nothing of the fragment, or see in its
         shard what the others do not. NonFiniteError after too many refusals in a row.
         """
-        membership = self._transport.seat.membership
-        flags = torch.zeros(4, membership.num_clusters)
-        for row, clusters in enumerate((parity.refused_by, parity.differing, parity.idle_in)):
-            flags[row, [membership.position_of(id) for id in clusters]] = 1
-        flags[3] = parity.round
-        flags = self._adapter.ranks.max_over_ranks(flags)
-        parity.refused_by, parity.differing, parity.idle_in = (
-            [id for id, flag in zip(membership.ids, row, strict=True) if flag]
-            for row in flags[:3].tolist()
-        )
-        parity.round = int(flags[3, 0])
-        parity.is_refused = parity.is_refused or bool(parity.refused_by)
+        kinds = self._agree(parity)
         what = f"{self._adapter.stage.name_of(fragment)} launched at step {launched}"
         refusals = history.refusals[fragment]
         refusals.count(parity.refused_by, launched)
         if parity.refused_by:
             self._refuse(what, parity.refused_by, refusals)
-        if parity.differing:
-            self._mend(fragment, parity, what)
+        is_from_before = not is_comparison and launched <= history.mended[fragment]
+        if is_from_before:
+            parity.differing = []
+        elif kinds and self._mends(fragment, parity, kinds, what):
+            history.mended[fragment] = history.step
+        is_refused_by_any = bool(parity.refused_by or kinds)
+        parity.is_refused = parity.is_refused or is_refused_by_any or is_from_before
+
+    def _agree(self, parity: ParityResult) -> dict[tuple[int, int], int]:
+        """Make a result the whole cluster's, in place; return which clusters differ, and in what.
+
+        Two clusters hold the same where all shards do.
+        """
+        ids = self._transport.seat.ids
+        place = {id: position for position, id in enumerate(ids)}
+        flags = torch.zeros(3 + len(ids), len(ids))
+        for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
+            flags[row, [place[id] for id in clusters]] = 1
+        flags[2] = parity.round
+        for a, b, kind in parity.apart:
+            flags[3 + place[a], place[b]] = kind
+        flags = self._adapter.ranks.max_over_ranks(flags)
+        parity.refused_by, parity.idle_in = (
+            [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:2].tolist()
+        )
+        parity.round = int(flags[2, 0])
+        kinds = {
+            (ids[a], ids[b]): int(flags[3 + a, b]) for a, b in torch.nonzero(flags[3:]).tolist()
+        }
+        parity.differing = Sides.of(ids, kinds, parity.refused_by).wrong
+        return kinds
 
     def count_idle(self, transfer: Transfer, history: History) -> None:
         """Warn of clusters that took no inner step in a round; stop after too many such rounds.
@@ -94,27 +141,35 @@ class Recovery:
                 f"; all clusters stop after {limit} such rounds in a row" if limit else "",
             )  # fmt: skip
 
-    def restarts(self, parity: ParityResult) -> bool:
-        """Whether this cluster has lost its progress and goes on from the anchor."""
-        return self._has_anchor and self._transport.seat.cluster_id in parity.refused_by
+    def restarts(self, transfer: Transfer | NothingYet) -> Sequence[int]:
+        """Return the fragments in which this cluster goes on from the anchor: all, one or none.
 
-    def restart(self, under_way: Sequence[Transfer]) -> None:
-        """Go on from the anchors: this cluster's progress is not finite, nor its next will be.
+        All, if its progress is not finite; one that was not what the others hold.
+        """
+        if not self._has_anchor or isinstance(transfer, NothingYet):
+            return []
+        own, parity = self._transport.seat.cluster_id, transfer.buffers.parity
+        if own in parity.refused_by:
+            return range(len(self._adapter.fragments))
+        return [transfer.fragment] if own in parity.differing else []
+
+    def restart(self, fragments: Sequence[int], under_way: Sequence[Transfer]) -> None:
+        """Go on from the anchors: this cluster's progress is lost, and what its next comes from.
 
         What is kept of transfers under way is of the path that ends here: the new one starts with
         no progress of its own.
         """
-        state = self._state
-        for anchor, slots, fragment in zip(
-            state.anchor, state.slots, self._adapter.fragments, strict=True
-        ):
+        state, keeps = self._state, self._method.delay.keeps
+        for fragment in fragments:
+            anchor, slots = state.anchor[fragment], state.slots[fragment]
             self._method.delay.begin(anchor, slots.delay)
             for sizes in slots.staleness.values():
                 sizes.nan_to_num_(0.0, 0.0, 0.0)  # of a first step that was not finite
-            self._adapter.write(fragment.id, anchor)
-        for transfer in under_way if self._method.delay.keeps == "local" else ():
-            if transfer.buffers.kept is not None:
-                transfer.buffers.kept.copy_(state.anchor[transfer.fragment])
+            self._adapter.write(fragment, anchor)
+        for transfer in under_way:
+            kept = transfer.buffers.kept
+            if kept is not None and transfer.fragment in fragments and keeps == "local":
+                kept.copy_(state.anchor[transfer.fragment])
 
     @property
     def _has_anchor(self) -> bool:
@@ -136,29 +191,60 @@ class Recovery:
             )
         logger.error("%s; all clusters leave this round out", what)
 
-    def _mend(self, fragment: int, parity: ParityResult, what: str) -> None:
-        first = self._transport.seat.ids[0]
-        message = (
-            f"{what}: {_names(parity.differing)} decoded another mean than cluster {first} in "
-            f"round {parity.round}"
-        )
-        if self._method.on_mismatch == "stop":
-            raise ParityError(f"{message} (on_mismatch is 'stop'); resume from a checkpoint")
+    def _mends(
+        self,
+        fragment: int,
+        parity: ParityResult,
+        kinds: Mapping[tuple[int, int], int],
+        what: str,
+    ) -> bool:
+        """Let those that are wrong take what the others hold, or end the run; True if they did."""
+        ids = self._transport.seat.ids
+        sides = Sides.of(ids, kinds, parity.refused_by)
+        giver = next((id for id in sides.right if id not in parity.refused_by), sides.right[0])
+        did = f"decoded another mean than cluster {giver} in round {parity.round}"
+        if MEAN not in kinds.values():
+            did = f"holds another anchor than cluster {giver} after round {parity.round}"
+        message = f"{what}: {_names(sides.wrong)} {did}"
+        agree = f"{len(sides.right)} of {len(ids)} agree"
+        is_decided = sides.is_majority and self._has_anchor
+        if not is_decided and self._method.on_mismatch == "stop":
+            why = agree if self._has_anchor else "there is no anchor to go on from"
+            raise ParityError(f"{message}; {why} (on_mismatch is 'stop'); resume from a checkpoint")
         if not self._has_anchor:
             logger.error("%s; the next mean, or the exported one, brings them together", message)
-            return
-        logger.error("%s; taking cluster %d's outer state of the fragment", message, first)
-        self._repair(fragment)
+            return False
+        logger.error(
+            "%s; %s: taking cluster %d's outer state of the fragment, and leaving out this round "
+            "and those under way", message, agree, giver,
+        )  # fmt: skip
+        self._repair(fragment, ids.index(giver))
+        return True
 
-    def _repair(self, fragment: int) -> None:
-        """Take the first member's outer state of a fragment, in fp32."""
+    def _repair(self, fragment: int, giver: int) -> None:
+        """Take a cluster's outer state of a fragment, in fp32; `giver` is its position."""
+        shared = self._shared_slots(fragment)
+        if self._state.is_sent(fragment):
+            for index, tensor in enumerate(self._shared_state(fragment)):
+                if tensor.numel():
+                    wire = tensor.to("cpu", copy=True)
+                    self._transport.broadcast(fragment, wire, giver, index)
+                    tensor.copy_(wire)
+        else:
+            for tensor in shared:
+                tensor.fill_(-torch.inf)  # what the cluster's other ranks have taken
+        for tensor in shared:
+            tensor.copy_(self._adapter.ranks.max_over_ranks(tensor.to("cpu", copy=True)))
+
+    def _shared_state(self, fragment: int) -> Sequence[Tensor]:
+        """Return what is the same on all clusters."""
         slots = self._state.slots[fragment]
-        shared = [slots.staleness[name] for name in self._method.staleness.shared_slots]
-        for tensor in (self._state.anchor[fragment], *slots.outer.values(), *shared):
-            if tensor.numel():
-                wire = tensor.to("cpu", copy=True)
-                self._transport.broadcast(fragment, wire)
-                tensor.copy_(wire)
+        shared = self._shared_slots(fragment)
+        return self._state.anchor[fragment], *slots.outer.values(), *shared
+
+    def _shared_slots(self, fragment: int) -> Sequence[Tensor]:
+        slots = self._state.slots[fragment].staleness
+        return [slots[name] for name in self._method.staleness.shared_slots]
 
 
 def _names(clusters: list[int]) -> str:

@@ -1,8 +1,8 @@
 """The end of a run: did all apply the same means last, and which model does it hand out?
 
-The last means are compared once more, as no later header would tell. The model is the drained
-anchor, or the mean of the clusters. Each is begun and ended by verbs of its own, so that clusters
-which share one process can all send before any waits.
+The last means and the anchors are compared once more, as no later header would tell. The model is
+the drained anchor, or the mean of the clusters. Each is begun and ended by verbs of its own, so
+that clusters which share one process can all send before any waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ def begin_comparison(loop: OuterLoop) -> list[tuple[ParityResult, Pending]]:
     """Start exchanging headers once more, for every fragment."""
     started: list[tuple[ParityResult, Pending]] = []
     for fragment, channel in zip(loop.adapter.fragments, loop.state.channels, strict=True):
-        parity, pending = ParityResult(), Arrived(torch.empty(0))
+        parity = ParityResult(anchor=loop.recovery.hash_anchor(fragment.id))
+        pending: Pending = Arrived(torch.empty(0))
         if loop.state.is_sent(fragment.id):
             what = Submission(fragment.id, loop.history.step, COMPARISON)
             pending = loop.transport.submit(what, channel.confirm(parity))
@@ -41,7 +42,7 @@ def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]])
     for fragment, (parity, pending) in enumerate(started):
         pending.wait()
         loop.totals.bytes_sent += pending.bytes_sent
-        loop.recovery.act_on(fragment, loop.history.launched[fragment], parity, loop.history)
+        loop.recovery.act_on(fragment, loop.history.launched[fragment], parity, loop.history, True)
         has_anchor = loop.method.outer_optimizer.keeps_anchor
         if has_anchor and loop.transport.seat.cluster_id in parity.differing:
             loop.adapter.write(fragment, loop.state.anchor[fragment])

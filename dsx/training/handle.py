@@ -33,6 +33,7 @@ from dsx.training.records import Records
 
 logger = logging.getLogger(__name__)
 DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
+_DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
 _COUNTERS = "dsx.counters"  # travels beside what a script tracks
 
 

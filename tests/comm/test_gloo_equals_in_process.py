@@ -264,10 +264,12 @@ def test_a_stop_is_agreed() -> None:
 
 def end_with_a_wrong_bit() -> tuple[Any, Any, int]:
     """Cluster 1 decodes one bit of the last mean differently; return its model and anchor."""
-    world = dsx.init_distributed(block("diloco", 2))
+    config = block("diloco", 2)
+    config["dsx"]["clusters"]["on_mismatch"] = "resend"
+    world = dsx.init_distributed(config)
     model = TinyNet()
     optimizer = adamw(model)
-    handle = dsx.attach(model, optimizer, config=block("diloco", 2))
+    handle = dsx.attach(model, optimizer, config=config)
     interval = handle.method.schedule.interval
     train(model, optimizer, world.cluster_id, 2 * interval - 1)
     if world.cluster_id == 1:

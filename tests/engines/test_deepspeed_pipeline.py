@@ -441,7 +441,9 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(outcomes: Any) -> N
 
 def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> None:
     """And one number per tied weight; at a sync the parity result, and the tied weight."""
-    parity = Counter({("allgather_", 2 * 3 * NUM_CLUSTERS): 1})  # over the one rank of a stage
+    parity = Counter(
+        {("allgather_", 2 * (3 + NUM_CLUSTERS) * NUM_CLUSTERS): 1}
+    )  # over the one rank of a stage
     flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
     for rank in outcomes:
         plain, tied = rank["traffic"]

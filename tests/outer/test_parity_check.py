@@ -323,11 +323,13 @@ def corrupt_once(run: Simulated, cluster: int, places: slice) -> None:
     channel.codec.exchange = corrupted  # type: ignore[method-assign]
 
 
-def corrupted_run(method: Method, places: slice = slice(3, 4)) -> Simulated:
-    run = Simulated(TinyNet(), sgd, method, 3)
+def corrupted_run(
+    method: Method, places: slice = slice(3, 4), num_clusters: int = 3, cluster: int = 2
+) -> Simulated:
+    run = Simulated(TinyNet(), sgd, method, num_clusters)
     for _ in range(4):
         run.train_step(mean_loss)
-    corrupt_once(run, 2, places)
+    corrupt_once(run, cluster, places)
     return run
 
 
@@ -368,16 +370,17 @@ def test_the_last_mean_is_compared_too(
 ) -> None:
     """No later header tells of it: finish() exchanges headers once more."""
     method = preset(name, schedule={"interval": 4})
-    if is_stopping:
-        method = replace(method, on_mismatch="stop")
-    run = corrupted_run(method)
+    wrong = 2
+    if is_stopping:  # there is no majority
+        method, wrong = replace(method, on_mismatch="stop"), 1
+    run = corrupted_run(method, num_clusters=wrong + 1, cluster=wrong)
     for _ in range(4):
         run.train_step(mean_loss)
-    first, last = (run.loops[m].state.anchor[0] for m in (0, 2))
+    first, last = (run.loops[m].state.anchor[0] for m in (0, wrong))
     assert torch.equal(first, last) == (name == "diloco_delayed")  # that one is still under way
     with caplog.at_level(logging.ERROR):
         if is_stopping:
-            with pytest.raises(ParityError, match="cluster 2 decoded another mean .* in round 2"):
+            with pytest.raises(ParityError, match="cluster 1 decoded another mean .* in round 2"):
                 run.finish()
         else:
             run.finish()
@@ -389,8 +392,9 @@ def test_the_last_mean_is_compared_too(
 
 
 def test_it_can_stop_instead() -> None:
-    run = corrupted_run(replace(preset("diloco", schedule={"interval": 4}), on_mismatch="stop"))
-    with pytest.raises(ParityError, match="cluster 2 decoded another mean .* in round 2 .*resume"):
+    method = replace(preset("diloco", schedule={"interval": 4}), on_mismatch="stop")
+    run = corrupted_run(method, num_clusters=2, cluster=1)
+    with pytest.raises(ParityError, match="cluster 1 decoded another mean .* in round 2.*resume"):
         for _ in range(20):
             run.train_step(mean_loss)
 

@@ -1,0 +1,63 @@
+"""A 64-bit hash of a vector's bits: the same on every device, a single wrong bit changes it.
+
+`sum_i w_i * (bits of element pair i) mod 2^64` with fixed odd weights over tiles, which a
+polynomial joins: integers only, so any number of threads and any order give the same.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_TILE = 1 << 16  # pairs of elements; with products and weights it stays in a core's cache
+_ROWS_ON_HOST, _ROWS_ON_ACCELERATOR = (
+    1,
+    64,
+)  # tiles at a time: 32 MiB, so that few kernels are started
+_FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
+
+
+class BitHash:
+    """Hashes vectors on one device; allocates nothing after the first. For one thread."""
+
+    def __init__(self) -> None:
+        self._weights = torch.empty(0, dtype=torch.int64)
+        self._products = torch.empty(0, dtype=torch.int64)
+        self._powers = torch.empty(0, dtype=torch.int64)
+
+    def of(self, x: Tensor) -> Tensor:
+        """Return the hash of fp32 `[n]` as int64, 0-dim, on its device and without waiting."""
+        rows = _ROWS_ON_HOST if x.device.type == "cpu" else _ROWS_ON_ACCELERATOR
+        if not self._weights.numel():
+            self._weights = _weights().to(x.device)
+            self._products = torch.empty(rows, _TILE, dtype=torch.int64, device=x.device)
+            powers = [signed(pow(_FACTOR, rows - 1 - i, 1 << 64)) for i in range(rows)]
+            self._powers = torch.tensor(powers, dtype=torch.int64, device=x.device)
+        pairs = x[: x.numel() // 2 * 2].view(torch.int64)
+        total = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
+        whole = pairs.numel() // _TILE * _TILE
+        tiles = pairs[:whole].view(-1, _TILE)
+        for start in range(0, tiles.shape[0], rows):
+            block = tiles[start : start + rows]
+            products = torch.mul(block, self._weights, out=self._products[: block.shape[0]])
+            sums = products.sum(dim=1).mul_(self._powers[rows - block.shape[0] :])
+            total.mul_(signed(pow(_FACTOR, block.shape[0], 1 << 64))).add_(sums.sum())
+        rest = pairs[whole:]
+        if rest.numel():
+            products = self._products[0, : rest.numel()]
+            torch.mul(rest, self._weights[: rest.numel()], out=products)
+            total.mul_(signed(_FACTOR)).add_(products.sum())
+        if x.numel() % 2:
+            total.mul_(signed(_FACTOR)).add_(x[-1:].view(torch.int32)[0])
+        return total
+
+
+def signed(value: int) -> int:
+    """Return the int64 of the same bits."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def _weights() -> Tensor:
+    """Return odd multipliers, one per place in a tile."""
+    values = (torch.arange(_TILE, dtype=torch.int64) * 2 + 1) * signed(_FACTOR)
+    return values ^ (values >> 29 << 1)  # still odd
