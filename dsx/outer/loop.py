@@ -75,7 +75,8 @@ class OuterLoop:
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
-        self._idle: set[int] = set(range(len(fragments)))  # no inner step since their launch
+        # no inner step since their launch; a first launch in the backward is in the first step
+        self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
         per_tensor = [
             ShardedTensors(
                 fragment,
@@ -267,10 +268,9 @@ class OuterLoop:
     ) -> Pending:
         if not self.state.is_sent(what.fragment):
             return Arrived(buffers.wire)
-        sync_params = self._sync_params()
         self.measurements.post(buffers.sideband, what.fragment, self.history)
         channel = self.state.channels[what.fragment]
-        measure = self.measurements.owner_measure(what.fragment, sync_params, channel.codec)
+        measure = self.measurements.owner_measure(what.fragment, self._sync_params(), channel.codec)
         exchange = channel.exchange(
             buffers.wire, host_copy.is_finite, launch, buffers.parity, buffers.sideband, measure
         )

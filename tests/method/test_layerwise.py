@@ -39,6 +39,18 @@ def test_a_layer_is_launched_before_the_backward_reaches_the_layers_below(when: 
     assert order == [f"{what} {i}" for i in (3, 2, 1, 0) for what in ("gradient", "launch")]
 
 
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_launch_inside_the_first_backward_is_not_said_to_be_idle(
+    when: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    seconds = {"backward_seconds": BACKWARD, "transfer_seconds": TRANSFER}
+    method = preset("dreamddp", schedule={"interval": 2, "when": when, **seconds})
+    run = Simulated(TinyNet(), sgd, method, 2)
+    for _ in range(4):
+        run.train_step(mean_loss)
+    assert not caplog.records
+
+
 def test_only_the_last_micro_batch_counts() -> None:
     seconds = {"backward_seconds": BACKWARD, "transfer_seconds": TRANSFER}
     method = preset("dreamddp", schedule={"interval": 1, "backwards": 2, **seconds})
