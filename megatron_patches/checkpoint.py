@@ -2,7 +2,8 @@
 
 Wraps `save_checkpoint` where the training loop finds it. The outer state is written first, whole or
 not at all, so that it is complete whenever `latest_checkpointed_iteration.txt` names the iteration,
-with `--async-save`, too. It lies in `<save>/dsx`; what Megatron has deleted there is deleted here.
+with `--async-save`, too. After `finish()` Megatron saves the averaged model. The outer state lies
+in `<save>/dsx`; what Megatron has deleted there is deleted here.
 Loading is in model_and_optimizer.py: a missing or foreign state is an error.
 """
 
@@ -30,8 +31,9 @@ def patch(run: Run) -> None:
         if run.handle is None or not hasattr(optimizer, "dsx"):
             return original(iteration, model, optimizer, *args, **kwargs)
         directory = Path(probe.arguments_in_force().save)
-        save_outer_state(run.handle, iteration, directory)
-        result = original(iteration, model, optimizer, *args, **kwargs)
+        with run.handle.saving():
+            save_outer_state(run.handle, iteration, directory)
+            result = original(iteration, model, optimizer, *args, **kwargs)
         if run.world.rank == 0:
             _delete_what_megatron_has(directory, run.world.cluster_id, iteration)
         return result

@@ -237,9 +237,10 @@ def save(run: Run) -> None:
     from dsx.engines.megatron.checkpoint import save_outer_state
 
     engine, iteration, base = run.engine, run.handle.step, run.arguments.save
-    save_outer_state(run.handle, iteration, base)
     directory = base / f"cluster_{run.world.cluster_id}"
-    save_checkpoint(directory, iteration, engine.chunks, engine.optimizer, engine.scheduler)
+    with run.handle.saving():
+        save_outer_state(run.handle, iteration, base)
+        save_checkpoint(directory, iteration, engine.chunks, engine.optimizer, engine.scheduler)
 
 
 def train(run: Run) -> Counters:
@@ -267,9 +268,10 @@ def train(run: Run) -> Counters:
                 if run.console and not run.console.is_terminal:
                     run.console.print(f"step {handle.step:>4}/{arguments.train_iters}  {text}")
                 window = Counters()
+            if is_last:
+                handle.finish()  # what is saved now is the finished model
             if is_last or handle.step % (arguments.save_interval or arguments.train_iters) == 0:
                 save(run)
-    handle.finish()
     return total + meter.count()
 
 

@@ -22,7 +22,7 @@ from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
 from dsx.method.fragments import in_a_row
 
-FORMAT = 7
+FORMAT = 8
 META_CHECKSUM = "dsx.sha256"  # read alone, before a whole file is looked over
 _FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
 _TENSORS_6 = {"in_flight.notes/": "in_flight.sideband/", "guard.memory/": "parity_check.memory/"}
@@ -69,9 +69,11 @@ class SavedRank:
             ) from error
         if self.meta.get("format") == 6:
             self._translate(path)
+        if self.meta.get("format") == 7:
+            self.meta |= {"format": FORMAT, "engine_holds": "local"}
         if self.meta.get("format") != FORMAT:
             raise ValueError(
-                f"{path} is not an outer state of format {FORMAT} (or 6): found "
+                f"{path} is not an outer state of format {FORMAT} (or 6, 7): found "
                 f"{self.meta.get('format')!r}"
             )
 
@@ -86,13 +88,13 @@ class SavedRank:
 
     def _translate(self, path: Path) -> None:
         """Give what dsx 0.1 has written the names of today, in place."""
-        old, new = "outer state of format 6 (dsx 0.1)", "of format 7, which the next save writes"
+        old, new = "outer state of format 6 (dsx 0.1)", "of format 8, which the next save writes"
         warn_renamed(old, new, str(path))
 
         def today(entry: Mapping[str, Any]) -> dict[str, Any]:
             return {_FORMAT_6.get(key, key): value for key, value in entry.items()}
 
-        self.meta = {**today(self.meta), "format": FORMAT}
+        self.meta = {**today(self.meta), "format": 7}
         self.meta["axes"] = stored_axes(self.meta["axes"])
         self.meta["in_flight"] = [today(entry) for entry in self.meta["in_flight"]]
         for names in (self._names, self.meta["state"]["buffers"]):
@@ -119,6 +121,7 @@ class SavedCluster:
         self._first = SavedRank(rank_file(directory, 0))
         self.num_ranks: int = self._first.meta["rank_info"]["world_size"]
         self.num_clusters: int = self._first.meta["rank_info"]["num_clusters"]
+        self.has_average: bool = self._first.meta["engine_holds"] == "average"  # in its own files
         for rank in range(self.num_ranks):
             if not rank_file(directory, rank).exists():
                 raise FileNotFoundError(

@@ -7,19 +7,23 @@ transfer issued again on one side only.
 The layout travels with the buffers. Where it is the run's own, and so is the number of clusters,
 each rank takes its file back, bit for bit; else what a rank needs is put together from the files of
 all ranks (reshard.py). Another model, fragmentation or kind of method is refused by name.
+
+Where the engine's own files hold the averaged model, as after `finish()`, the cluster's own masters
+are in these, and go back into the engine on load.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from dsx.checkpoint.checksums import leave_checksum, of_text, require_intact
 from dsx.checkpoint.files import (
@@ -32,13 +36,13 @@ from dsx.checkpoint.files import (
     rank_file,
 )
 from dsx.checkpoint.pipeline_repartition import require_nothing_in_flight
-from dsx.checkpoint.reshard import Resharding, restored_transfer
+from dsx.checkpoint.reshard import Resharding
 from dsx.checkpoint.tags import sync_to_disk
+from dsx.checkpoint.transfers import describe, restore
 from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment, History
 from dsx.outer.loop import OuterLoop
-from dsx.outer.parity_check import ParityResult
-from dsx.outer.transfer import NothingYet, Totals, Transfer
+from dsx.outer.transfer import Totals, Transfer
 
 logger = logging.getLogger(__name__)
 _ADVICE = "resume with the method it was saved with, or start a new run from the model's weights"
@@ -51,26 +55,31 @@ def save_state(
     session: str,
     axes: Mapping[str, Any],
     tracked: Mapping[str, Any],
+    own_masters: Sequence[Tensor] | None = None,
 ) -> None:
     """Write one rank's outer state; waits for what is in flight. Atomic per file.
 
-    `session` names the run. The masters are written, too, where their mean is to be exported.
+    `session` names the run. The masters are written, too, where their mean is to be exported, and
+    where the engine holds the average: then they are `own_masters`.
     """
     tensors: dict[str, torch.Tensor] = {}
     for fragment in loop.adapter.fragments:
         named = dict(loop.state.named_state(fragment.id))
-        if loop.method.delay.export == "mean":
+        if own_masters is not None:
+            named["local"] = own_masters[fragment.id]
+        elif loop.method.delay.export == "mean":
             named["local"] = torch.empty(fragment.numel, device=loop.adapter.device)
             loop.adapter.read(fragment.id, named["local"])
         for name, tensor in named.items():
             if tensor.numel():
                 tensors[f"{name}/{fragment.id}"] = tensor
-    in_flight = [_describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
+    in_flight = [describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
     meta = {
         "format": FORMAT,
         "rank_info": asdict(rank_info),
         "session": session,
         "step": loop.history.step,
+        "engine_holds": "local" if own_masters is None else "average",
         "history": loop.history.state_dict(),
         "in_flight": in_flight,
         **_layouts(loop),
@@ -113,17 +122,42 @@ def load_state(
             transfer.pending.wait()  # its thread still writes to the buffers that are restored
     loop.state.free_buffers()
     if own is None:
-        return Resharding(loop, saved, rank_info, is_repartitioned).restore()
+        resharding = Resharding(loop, saved, rank_info, is_repartitioned)
+        tracked, read_masters = resharding.restore(), resharding.masters
+    else:
+        tracked, read_masters = _restore_own(loop, own), _masters_in(own)
+    if saved.has_average:
+        _give_back_masters(loop, read_masters)
+    return tracked
+
+
+def _restore_own(loop: OuterLoop, own: SavedRank) -> Mapping[str, Any]:
+    """Take this rank's own file back, bit for bit; return the tracked states."""
     for fragment in loop.adapter.fragments:
         for name, tensor in loop.state.named_state(fragment.id).items():
             if tensor.numel():
                 tensor.copy_(own.read(f"{name}/{fragment.id}"))
     in_flight = [
-        _restore(loop, entry, index, own) for index, entry in enumerate(own.meta["in_flight"])
+        restore(loop, entry, index, own) for index, entry in enumerate(own.meta["in_flight"])
     ]
     loop.restore(History.from_state_dict(own.meta["history"]), in_flight)
     loop.totals = Totals(**own.meta["totals"])
     return own.meta["tracked"]
+
+
+def _masters_in(own: SavedRank) -> Callable[[Fragment], Tensor]:
+    def read(fragment: Fragment) -> Tensor:
+        return own.read(f"local/{fragment.id}") if fragment.numel else torch.empty(0)
+
+    return read
+
+
+@torch.no_grad()
+def _give_back_masters(loop: OuterLoop, read: Callable[[Fragment], Tensor]) -> None:
+    """Put the cluster's own masters in the place of the average. Collective in the cluster."""
+    for fragment in loop.adapter.fragments:
+        loop.adapter.write(fragment.id, read(fragment).to(loop.adapter.device))
+    loop.adapter.sync_model_weights()
 
 
 def _find(
@@ -191,55 +225,6 @@ def _errors(loop: OuterLoop, fragment: Fragment) -> dict[str, Any]:
         }
         for name, error in loop.state.channels[fragment.id].codec.errors.items()
     }
-
-
-def _describe(
-    transfer: Transfer | NothingYet, index: int, tensors: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """Return a transfer under way as JSON values; its buffers go to `tensors`, in place."""
-    if isinstance(transfer, NothingYet):
-        return {"fragment": transfer.fragment, "is_empty": True}
-    mean = transfer.pending.wait()
-    sideband = transfer.buffers.sideband
-    buffers = {
-        "mean": mean,
-        "sideband": sideband.values,
-        "kept": transfer.buffers.kept,
-        "norm": transfer.contribution_norm,
-    }
-    for name, tensor in buffers.items():
-        if tensor is not None and tensor.numel():
-            tensors[f"in_flight.{name}/{index}"] = tensor
-    return {
-        "fragment": transfer.fragment,
-        "is_empty": False,
-        "launched": transfer.launched,
-        "interval": transfer.interval,
-        "was_sent_before_update": transfer.was_sent_before_update,
-        "shared_by": transfer.shared_by,
-        "sync_params": asdict(transfer.sync_params),
-        "parity": asdict(transfer.buffers.parity),
-        "sideband": asdict(sideband.shape),
-        "bytes_sent": transfer.pending.bytes_sent,
-        "seconds": transfer.pending.seconds,
-    }
-
-
-def _restore(
-    loop: OuterLoop, entry: Mapping[str, Any], index: int, file: SavedRank
-) -> Transfer | NothingYet:
-    """Rebuild what `_describe` returned, in buffers of the loop's."""
-    fragment = entry["fragment"]
-    if entry["is_empty"]:
-        return NothingYet(fragment)
-    buffers = loop.state.take_buffers(fragment)
-    buffers.parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
-    saved = {"mean": buffers.wire, "sideband": buffers.sideband.values, "kept": buffers.kept}
-    for name, tensor in saved.items():
-        if tensor is not None and tensor.numel():
-            tensor.copy_(file.read(f"in_flight.{name}/{index}"))
-    norm = file.read(f"in_flight.norm/{index}").to(loop.state.device)
-    return restored_transfer(entry, buffers, norm, entry["bytes_sent"], entry["seconds"])
 
 
 def _kinds(loop: OuterLoop) -> dict[str, Any]:

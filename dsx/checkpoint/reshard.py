@@ -35,11 +35,12 @@ from dsx.checkpoint.files import (
     vector_sources,
 )
 from dsx.checkpoint.pipeline_repartition import Origin, find_origins, merged_history
+from dsx.checkpoint.transfers import restored_transfer
 from dsx.comm.topology import RankInfo
-from dsx.core.types import Fragment, History, Slot, SyncParams
+from dsx.core.types import Fragment, History, Slot
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
-from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers
+from dsx.outer.transfer import NothingYet, Totals, Transfer, TransferBuffers
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,12 @@ class Resharding:
             self._loop.restore(History.from_state_dict(self._reference.meta["history"]), in_flight)
         self._loop.totals = self._totals()
         return self._reference.meta["tracked"]
+
+    def masters(self, fragment: Fragment) -> Tensor:
+        """Put together the cluster's own masters of a fragment, where they have been saved."""
+        out = torch.empty(fragment.numel)
+        self._fill(fragment.layout, out, "local", self._sources(fragment.id, "local"))
+        return out
 
     def _tell(self) -> None:
         saved, rank_info = self._saved, self._rank_info
@@ -315,24 +322,3 @@ class Resharding:
             syncs=saved[0].syncs,
             refused=saved[0].refused,
         )
-
-
-def restored_transfer(
-    entry: Mapping[str, Any],
-    buffers: TransferBuffers,
-    norm: Tensor,
-    bytes_sent: int,
-    seconds: float,
-) -> Transfer:
-    """Return a transfer that has ended, with its mean in the buffers, as it was saved."""
-    return Transfer(
-        fragment=entry["fragment"],
-        launched=entry["launched"],
-        interval=entry["interval"],
-        pending=Arrived(buffers.wire, bytes_sent, seconds),
-        buffers=buffers,
-        contribution_norm=norm,
-        was_sent_before_update=entry["was_sent_before_update"],
-        shared_by=entry["shared_by"],
-        sync_params=SyncParams(**entry["sync_params"]),
-    )

@@ -39,6 +39,7 @@ class Manifest:
     session: str
     num_clusters: int
     num_ranks: int
+    is_finished: bool = False  # whether the weights are the finished model's
 
 
 def cluster_directory(base: str | Path, cluster_id: int) -> Path:
@@ -153,6 +154,7 @@ def require_readable(manifests: Manifests, wanted: str | None) -> None:
 def newest_first(manifests: Manifests, wanted: str | None) -> list[tuple[str, Mapping[str, Any]]]:
     """Return tags and their manifests, those of most steps first; `wanted` alone, if it is given.
 
+    Of one step those of the finished model first.
     What a tag held before it was written again counts as that tag.
     """
     fitting = [
@@ -160,11 +162,20 @@ def newest_first(manifests: Manifests, wanted: str | None) -> list[tuple[str, Ma
         for e in manifests.items()
         if wanted in (None, e[0], e[0].removesuffix(REPLACED)) and DAMAGED not in e[1]
     ]
-    return sorted(fitting, key=lambda e: (-e[1]["step"], e[0].endswith(REPLACED)))
+    return sorted(
+        fitting,
+        key=lambda e: (-e[1]["step"], not e[1].get("is_finished"), e[0].endswith(REPLACED)),
+    )
 
 
 def same_content(manifests: Manifests, tag: str, wanted: Mapping[str, Any]) -> str | None:
-    """Return the tag of the same step and run, if there is one; by preference `tag` itself."""
-    key = (wanted["step"], wanted["session"])
-    names = [n for n, m in manifests.items() if (m.get("step"), m.get("session")) == key]
+    """Return the tag of the same step and run, if there is one; by preference `tag` itself.
+
+    And of the same side of `finish()`, which may have been called between two saves of a step.
+    """
+    names = [name for name, other in manifests.items() if _content(other) == _content(wanted)]
     return tag if tag in names else min(names, default=None)
+
+
+def _content(manifest: Mapping[str, Any]) -> tuple[Any, ...]:
+    return manifest.get("step"), manifest.get("session"), manifest.get("is_finished", False)

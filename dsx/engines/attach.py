@@ -91,7 +91,7 @@ def initialize(
     from dsx.engines.deepspeed.data import follow_training_data, share_training_data
     from dsx.engines.deepspeed.engine import start_engine
     from dsx.engines.deepspeed.features import refuse_sharded_pipeline
-    from dsx.training.handle import DATA_POSITION
+    from dsx.training.positions import DATA_POSITION
 
     _refuse_world_arguments(distributed_port, mpu, dist_init_required, mesh_param)
     config = config if config is not None else config_params

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsx.checkpoint.averaged_model import DTYPES, find_model, write_safetensors
+from dsx.checkpoint.averaged_model import DTYPES, SavedModel, find_model, write_safetensors
 from dsx.checkpoint.of_run import find_saved
 from dsx.engines.deepspeed.files import read_untrained, write_universal
 
@@ -39,6 +40,7 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
     """Write the averaged model and tell what was written; see `dsx export --help`."""
     saved = find_saved(options.path, options.tag)
     model = find_model(saved.base, saved.tag)
+    _require_whole(model)
     what = f"mean of {model.num_saved_clusters} clusters" if model.is_mean else "anchor"
     tell(f"{model.directory}: {what} at step {model.step}, {model.numel:,} trained elements")
     if model.is_second_best:
@@ -65,3 +67,14 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
         )
     size = sum(file.stat().st_size for file in files)
     tell(f"wrote {len(files)} file(s), {size:,} bytes, to {options.out}")
+
+
+def _require_whole(model: SavedModel) -> None:
+    """Refuse slices of tensor parallelism, which nobody could load as they are."""
+    slices = [name for name in model.parameters if re.search(r"\.slice_\d+$", name)]
+    if slices:
+        raise ValueError(
+            f"{model.directory} holds {slices[0]} and {len(slices) - 1} more slices of "
+            "tensor-parallel weights, which dsx export does not join: convert Megatron's own "
+            "checkpoint of this iteration, which holds the averaged model after finish()"
+        )

@@ -178,9 +178,10 @@ def train(run: Run) -> Counters:
                 if run.console and not run.console.is_terminal:
                     run.console.print(f"step {handle.step:>4}/{arguments.steps}  {text}")
                 window = Counters()
+            if is_last:
+                handle.finish()  # what is saved now is the finished model
             if is_last or handle.step % (arguments.save_interval or arguments.steps) == 0:
                 run.engine.save_checkpoint(run.checkpoints, tag=f"step_{handle.step:06d}")
-    handle.finish()
     return total + meter.count()
 
 

@@ -11,10 +11,18 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from dsx.checkpoint.files import first_difference
+from dsx.checkpoint.files import first_difference, layout
 from dsx.comm.rendezvous import Rendezvous
 from dsx.config.files import ConfigError
 from dsx.core.checks import nearest
+from dsx.core.engine import EngineAdapter
+
+
+def layout_of(adapter: EngineAdapter) -> dict[str, Any]:
+    """Return what each rank has in common with its counterparts: fragments, types of parameters."""
+    parameters = [p for of_fragment in adapter.fragment_parameters for p in of_fragment]
+    dtypes = {parameter.name: parameter.dtype for parameter in parameters}
+    return {"fragments": layout(adapter.fragments), "dtypes": dtypes}
 
 
 def require_alike(

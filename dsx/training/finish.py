@@ -49,14 +49,15 @@ def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]])
 
 
 @contextmanager
-def exported(loop: OuterLoop) -> Generator[None, None, None]:
-    """Hold the exported model in masters and weights; the cluster's own return on exit.
+def exported(loop: OuterLoop) -> Generator[list[Tensor], None, None]:
+    """Hold the exported model in masters and weights; yield the cluster's own.
 
-    Collective over all ranks of all clusters; allocates two copies of this rank's masters at most.
+    They return on exit. Collective over all ranks of all clusters; allocates two copies of this
+    rank's masters at most.
     """
     kept = finish_export(loop, begin_export(loop))
     try:
-        yield
+        yield kept
     finally:
         end_export(loop, kept)
 

@@ -2,18 +2,20 @@
 
 `engine.dsx` is one of these. It is called at every inner step boundary, keeps the counters,
 writes the metrics, and offers the few verbs a script needs: `log_step`, `track`, `finish`,
-`averaged`, `gather`.
+`averaged`, `saving`, `gather`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from dsx.checkpoint.files import layout
+from torch import Tensor
+
+from dsx.checkpoint.checksums import UNFINISHED
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
@@ -26,27 +28,15 @@ from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
-from dsx.training.agreement import require_alike
+from dsx.training.agreement import layout_of, require_alike
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported
+from dsx.training.positions import Resumable, restore_positions
 from dsx.training.records import Records
 
 logger = logging.getLogger(__name__)
-DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
 _DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
 _COUNTERS = "dsx.counters"  # travels beside what a script tracks
-
-
-class Resumable(Protocol):
-    """Anything whose position travels with a checkpoint, as JSON values."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position."""
-        ...
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back to a position."""
-        ...
 
 
 class Handle:
@@ -73,6 +63,9 @@ class Handle:
         self._config = config
         self._tracked: dict[str, Resumable] = {}
         self._last_checkpoint: Path | None = None
+        self._own: list[Tensor] | None = None  # masters, while the engine holds the average
+        self._saved: dict[str, Callable[[], Any] | None] = {}  # at this step: how to save it again
+        self.is_finished = False  # whether `finish()` has been called since the last step
         method = config.method
         self._records = Records(config, world, adapter)
         store = world.new_handle_store()
@@ -94,7 +87,7 @@ class Handle:
         if world.rank == 0 and world.cluster_id == 0:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
-        alike = {"dsx": config.common(), **(facts or {}), **_layout_of(adapter)}
+        alike = {"dsx": config.common(), **(facts or {}), **layout_of(adapter)}
         require_alike(world.rendezvous, alike, settings or {}, config.clusters.may_differ)
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         pairs = zip(adapter.fragments, matrix_gathers, strict=True)
@@ -160,6 +153,7 @@ class Handle:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
         with self._naming_last_checkpoint():
             was_written = self.loop.after_inner_step(is_skipped)
+        self.is_finished, self._saved = False, {}
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
         return was_written
@@ -222,28 +216,62 @@ class Handle:
                 f"the clusters took different numbers of inner steps ({taken}); give every "
                 "cluster the same number of batches"
             )
+        self.is_finished = True
+        for name, save_again in self._saved.items():
+            if save_again is not None:
+                save_again()
+            elif self._world.rank == 0:
+                logger.warning(
+                    "%s was saved at this step before finish(): it holds the cluster's own "
+                    "weights; for the finished model save again, inside `with handle.saving():`",
+                    name,
+                )  # fmt: skip
+        self._saved = {}
         self._records.end(self.step, "finished")
 
     @contextmanager
     def averaged(self) -> Generator[None, None, None]:
         """Hold the finished model in the engine: the anchor or the clusters' mean, by method.
 
-        Collective over all ranks of all clusters; the cluster's own weights return on exit.
+        Collective over all ranks of all clusters; the cluster's own weights return on exit. What is
+        saved inside holds the finished model, and a cluster that loads it has its own back.
         """
+        if self._own is not None:
+            yield
+            return
         with self._naming_last_checkpoint():
             context = exported(self.loop)
-            context.__enter__()
+            self._own = context.__enter__()
         try:
             yield
         finally:
+            self._own = None
             context.__exit__(None, None, None)
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Hold what a checkpoint is to hold: after `finish()` the finished model, as `averaged`.
+
+        Before that it changes nothing. DeepSpeed's `save_checkpoint` does this by itself.
+        """
+        return self.averaged() if self.is_finished else nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
         """Return one small JSON value per cluster, in cluster order, on every rank."""
         return self._world.rendezvous.gather("gather", value)
 
-    def save(self, directory: Path) -> None:
-        """Write this rank's outer state into a checkpoint's directory. Every rank calls it."""
+    def save(self, directory: Path, save_again: Callable[[], Any] | None = None) -> None:
+        """Write this rank's outer state into a checkpoint's directory. Every rank calls it.
+
+        After `finish()` inside `saving()` only, as the weights beside it are, too. `save_again`
+        writes the whole checkpoint, for `finish()` to do so where it is called at this step.
+        """
+        if self.is_finished and self._own is None:
+            raise RuntimeError(
+                f"{directory}: after finish() a checkpoint holds the finished model; save the "
+                "weights and the outer state inside `with handle.saving():`"
+            )
+        if not self.is_finished:
+            self._saved[str(directory).removesuffix(UNFINISHED)] = save_again
         self._syncs.flush()
         if any(refusals.in_a_row for refusals in self.loop.history.refusals):
             logger.warning(
@@ -254,10 +282,11 @@ class Handle:
         states[_COUNTERS] = {
             "bytes_sent": self._syncs.bytes_sent,
             "skipped_steps": self.totals.skipped_steps,
+            "is_finished": self.is_finished,
         }
         rank_info, session, axes = self._world.rank_info, self._world.session, self._config.axes
         with self._naming_last_checkpoint():
-            save_state(self.loop, directory, rank_info, session, axes, states)
+            save_state(self.loop, directory, rank_info, session, axes, states, self._own)
 
     def load(
         self,
@@ -268,8 +297,7 @@ class Handle:
     ) -> None:
         """Restore this rank's outer state; ValueError if a tracked object has no position there.
 
-        `is_new`: the directory is cluster 0's, as this cluster did not take part. With another
-        number of clusters an object that refuses its position starts anew, and a warning says so.
+        `is_new`: the directory is cluster 0's, as this cluster did not take part.
         `is_repartitioned`: the parameters lie on other pipeline stages than they did.
         """
         rank_info, axes = self._world.rank_info, self._config.axes
@@ -277,22 +305,8 @@ class Handle:
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         self.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
-        if DATA_POSITION not in states and DATA_POSITION in self._tracked:
-            logger.warning("%s has no position in training_data: it starts anew", directory)
-        elif DATA_POSITION not in self._tracked:
-            states.pop(DATA_POSITION, None)  # a loader of the script's own reads now
-        if set(states) != set(self._tracked) - ({DATA_POSITION} - set(states)):
-            raise ValueError(
-                f"{directory} tracks {sorted(states)}, this run {sorted(self._tracked)}: call "
-                "track() with the same names before load_checkpoint()"
-            )
-        for name, state in states.items():
-            try:
-                self._tracked[name].load_state_dict(state)
-            except ValueError as error:
-                if not is_other_number:
-                    raise
-                logger.warning("%r starts anew, as the number of clusters differs: %s", name, error)
+        restore_positions(self._tracked, states, directory, is_other_number)
+        self.is_finished, self._saved = counters.get("is_finished", False), {}
         self._last_checkpoint = directory
         self._records.begin(self.step, self.totals, directory)
 
@@ -332,10 +346,3 @@ class Handle:
             told = type(error)(f"{error}; last checkpoint: {advice}")
             self._records.end(self.step, f"{type(error).__name__}: {told}")
             raise told from None
-
-
-def _layout_of(adapter: EngineAdapter) -> dict[str, Any]:
-    """Return what each rank has in common with its counterparts: fragments, types of parameters."""
-    parameters = [p for of_fragment in adapter.fragment_parameters for p in of_fragment]
-    dtypes = {parameter.name: parameter.dtype for parameter in parameters}
-    return {"fragments": layout(adapter.fragments), "dtypes": dtypes}

@@ -155,6 +155,61 @@ def test_a_checkpoint_of_a_finished_run_goes_on_like_the_run(name: str, tmp_path
         assert first.train_step(mean_loss) == second.train_step(mean_loss)
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+@pytest.mark.parametrize("name", ["streaming_diloco", "eager"])
+def test_a_finished_run_goes_on_from_its_own_masters(
+    name: str, is_sharded: bool, tmp_path: Path
+) -> None:
+    """The engine's files hold the average; what a cluster goes on from is in the outer state."""
+    first = new_run(name)
+    for _ in range(6):
+        first.train_step(mean_loss)
+    first.finish()
+    own = [[p.clone() for p in model.parameters()] for model in first.models]
+    inner = [copy.deepcopy(optimizer.state_dict()) for optimizer in first.optimizers]
+    for m, loop in enumerate(first.loops):
+        masters = [torch.empty(fragment.numel) for fragment in loop.adapter.fragments]
+        for fragment, master in enumerate(masters):
+            loop.adapter.read(fragment, master)
+        save_state(loop, tmp_path / f"{m}", rank_info(m), "run-a", {}, {}, masters)
+    with first.averaged():
+        average = first.models[0].state_dict()
+        average = {n: p.clone() for n, p in average.items()}
+    second = new_run(name)
+    for m, loop in enumerate(second.loops):
+        second.models[m].load_state_dict(average)
+        second.optimizers[m].load_state_dict(inner[m])
+        # of two ranks: put together from the files of others, here of one
+        place = RankInfo(m, NUM_CLUSTERS, 0, 2) if is_sharded else rank_info(m)
+        load_state(loop, tmp_path / f"{m}", place, {})
+        pairs = zip(second.models[m].parameters(), own[m], strict=True)
+        assert all(torch.equal(ours, theirs) for ours, theirs in pairs)
+        assert name == "eager" or not torch.equal(own[m][0], average["layers.0.weight"])
+    for run in (first, second):
+        for _ in range(6):
+            run.train_step(mean_loss)
+    for ours, theirs in zip(second.parameters(), first.parameters(), strict=True):
+        assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_what_dsx_0_2_has_saved_loads(tmp_path: Path) -> None:
+    run = new_run("streaming_diloco")
+    for _ in range(6):
+        run.train_step(mean_loss)
+    save_all(run, tmp_path, {})
+    path = rank_file(tmp_path / "cluster_0", 0)
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        meta = json.loads(file.metadata()["dsx"])
+    assert meta.pop("engine_holds") == "local" and meta["format"] == 8
+    save_file(tensors, path, {"dsx": json.dumps({**meta, "format": 7})})
+    path.with_name(f"{path.name}.sha256").unlink()
+    other = new_run("streaming_diloco").loops[0]
+    load_state(other, path.parent, rank_info(0), {})
+    assert other.history == run.loops[0].history
+    assert torch.equal(other.state.anchor[0], run.loops[0].state.anchor[0])
+
+
 def test_streaming_is_saved_with_a_transfer_in_flight() -> None:
     run = new_run("streaming_diloco")
     seen = set()
@@ -228,7 +283,7 @@ def test_missing_and_foreign_files_are_hard_errors(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no outer state at"):
         load_state(run.loops[0], tmp_path, rank_info(0), {})
     save_file({"x": torch.zeros(1)}, str(rank_file(tmp_path, 0)))
-    with pytest.raises(ValueError, match="is not an outer state of format 7"):
+    with pytest.raises(ValueError, match="is not an outer state of format 8"):
         load_state(run.loops[0], tmp_path, rank_info(0), {})
     rank_file(tmp_path, 0).write_bytes(b"no safetensors")
     with pytest.raises(ValueError, match="dsx_rank_00000.safetensors cannot be read"):

@@ -17,12 +17,20 @@ from dsx.checkpoint.tags import (
 )
 
 
-def write(base: Path, cluster: int, step: int, session: str = "a", num_clusters: int = 2) -> None:
+def write(
+    base: Path,
+    cluster: int,
+    step: int,
+    session: str = "a",
+    num_clusters: int = 2,
+    is_finished: bool = False,
+) -> None:
     directory = cluster_directory(base, cluster)
     unfinished = begin_tag(directory, f"step{step}")
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
-    complete_tag(directory, f"step{step}", Manifest(5, step, session, num_clusters, 1))
+    mark = Manifest(5, step, session, num_clusters, 1, is_finished)
+    complete_tag(directory, f"step{step}", mark)
 
 
 def chosen(base: Path, wanted: str | None, num_clusters: int = 2) -> list[tuple[int, str]]:
@@ -59,6 +67,17 @@ def test_a_tag_written_again_keeps_what_the_others_still_hold(tmp_path: Path) ->
     write(tmp_path, 0, 10, session="b")
     assert chosen(tmp_path, None) == [(0, "step10"), (1, "step10")]
     write(tmp_path, 0, 10, session="c")
+    assert chosen(tmp_path, "step10") == [(0, "step10.replaced"), (1, "step10")]
+
+
+def test_a_step_saved_before_and_after_finish_is_taken_from_one_side_of_it(tmp_path: Path) -> None:
+    for cluster in range(2):
+        write(tmp_path, cluster, 10)
+    write(tmp_path, 0, 10, is_finished=True)  # cluster 1 was killed before it got there
+    assert chosen(tmp_path, None) == [(0, "step10.replaced"), (1, "step10")]
+    write(tmp_path, 1, 10, is_finished=True)
+    assert chosen(tmp_path, None) == [(0, "step10"), (1, "step10")]
+    write(tmp_path, 0, 10)
     assert chosen(tmp_path, "step10") == [(0, "step10.replaced"), (1, "step10")]
 
 

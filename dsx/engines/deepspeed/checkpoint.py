@@ -4,7 +4,8 @@ Each cluster has its own directory, `<save_dir>/cluster_<m>/<tag>/`: every clust
 and they must not overwrite each other's files. The outer state is written beside DeepSpeed's
 files, and the directory gets its name once all of them are there (tags.py). Without a tag, loading
 takes the newest one that all clusters hold complete, so a cluster that died while saving does not
-split the run.
+split the run. After `finish()` DeepSpeed's files hold the averaged model; a cluster that goes on
+from them takes its own weights back.
 
 DeepSpeed (0.19) brings its own part to another number of ranks, or from ZeRO-1 to 2 and back, by
 its universal checkpoint, made with its `ds_to_universal` as `<tag>_universal` and loaded where the
@@ -65,13 +66,13 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
-        begun: str = from_first(begin_tag(directory, tag) if world.rank == 0 else None)
-        state = {**mark_replicas(engine), **(client_state or {})}
-        result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
-        handle.save(directory / begun)
-        _complete(engine, handle, world, directory, tag)
-        if world.rank == 0 and save_latest:
-            write_durably(directory / "latest", tag)
+        with handle.saving():
+            begun: str = from_first(begin_tag(directory, tag) if world.rank == 0 else None)
+            state = {**mark_replicas(engine), **(client_state or {})}
+            result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
+            arguments = save_dir, tag, client_state, save_latest, exclude_frozen_parameters
+            handle.save(directory / begun, lambda: save(*arguments))
+            _complete(engine, handle, world, directory, tag, save_latest)
         dist.barrier()
         handle.saved(directory / tag)
         return result
@@ -105,8 +106,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
             is_repartitioned=is_repartitioned,
         )
         result[1].pop("universal_checkpoint_info", None)
-        if own_tag != tag:
-            # weights that ZeRO-3 keeps gathered are of before
+        if own_tag != tag:  # weights that ZeRO-3 keeps gathered are of before
             handle.loop.adapter.sync_model_weights()
         return result
 
@@ -121,15 +121,20 @@ def _require_everything(is_wanted: bool) -> None:
         )
 
 
-def _complete(engine: Any, handle: Handle, world: World, directory: Path, tag: str) -> None:
+def _complete(
+    engine: Any, handle: Handle, world: World, directory: Path, tag: str, is_latest: bool
+) -> None:
     """Write what belongs to all ranks, and give the tag its name. Collective in the cluster."""
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
     if world.rank == 0:
         write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
         manifest = Manifest(
-            FORMAT, handle.step, world.session, world.num_clusters, world.world_size
-        )
+            FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+            handle.is_finished,
+        )  # fmt: skip
         complete_tag(directory, tag, manifest)
+        if is_latest:
+            write_durably(directory / "latest", tag)
 
 
 def _describe_module(engine: Any) -> dict[str, Any]:

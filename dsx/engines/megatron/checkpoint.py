@@ -38,7 +38,11 @@ Sums = dict[str, list[int]]  # by pipeline stage, one per fragment
 
 
 def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> None:
-    """Save the outer state of an iteration; every rank calls it, before Megatron saves its part."""
+    """Save the outer state of an iteration; every rank calls it, before Megatron saves its part.
+
+    Both inside `with handle.saving():`, so that after `finish()` Megatron's part is the finished
+    model; a cluster that loads it has its own masters back.
+    """
     world = _world()
     base = cluster_directory(_outer(directory), world.cluster_id)
     tag = _tag(iteration)
@@ -49,8 +53,9 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     if world.rank == 0:
         write_durably(unfinished / MASTERS, json.dumps(sums))
         manifest = Manifest(
-            FORMAT, handle.step, world.session, world.num_clusters, world.world_size
-        )
+            FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+            handle.is_finished,
+        )  # fmt: skip
         complete_tag(base, tag, manifest)
     dist.barrier()
     handle.saved(base / tag)
