@@ -66,6 +66,8 @@ def _require(key: str, value: Any, annotation: Any) -> None:
     limits = [
         (*_LIMITS[type(x)], astuple(x)[0]) for x in annotation.__metadata__ if type(x) in _LIMITS
     ]
+    if not limits:
+        return
     is_float = float in (annotation.__origin__, *get_args(annotation.__origin__))
     if all(holds(value, limit) for holds, _, limit in limits) and math.isfinite(value):
         return
