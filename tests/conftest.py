@@ -6,7 +6,11 @@ import gc
 import os
 from typing import Any
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("dsx", deadline=None)  # on a busy machine all take longer
+hypothesis.settings.load_profile("dsx")
 
 # how the names of files begin that fork ranks with Megatron
 MEGATRON = ("tests/engines/test_megatron", "tests/test_templates")

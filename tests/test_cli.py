@@ -94,10 +94,19 @@ def test_a_mistake_ends_with_one_line_and_status_2() -> None:
     assert isinstance(CliRunner().invoke(tried, ["other"]).exception, TypeError)
 
 
+def test_who_has_read_enough_of_a_command_ends_it_without_a_word() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "dsx", "config", "schema"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
 def test_where_nobody_can_listen_the_rendezvous_ends_as_any_mistake_does() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        for host in ("127.0.0.1", "192.0.2.1", "no.such.host.invalid"):
+        for host in ("127.0.0.1", "192.0.2.1", "no.such.host.invalid", "a..b"):
             done = CliRunner().invoke(app, ["rendezvous", "--host", host, "--port", str(port)])
             assert done.exit_code == 2 and done.stderr.count("\n") == 1
             assert done.stderr.startswith(f"dsx rendezvous: cannot listen on {host}:{port}: ")

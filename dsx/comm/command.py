@@ -30,9 +30,10 @@ def rendezvous(
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         socket.create_server(address, family=family).close()  # the store would wait a minute
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the latter for what can be no name of a host
+        reason = error.strerror if isinstance(error, OSError) else error
         raise ValueError(
-            f"cannot listen on {host}:{port}: {error.strerror}; give a free --port, and as --host "
+            f"cannot listen on {host}:{port}: {reason}; give a free --port, and as --host "
             "an address of this host"
         ) from error
     store = open_store(host, port, is_host=True, deadline_seconds=30)

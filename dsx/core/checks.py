@@ -10,7 +10,7 @@ from dataclasses import astuple
 from functools import lru_cache
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 
 _LIMITS = {
     Ge: (operator.ge, "at least"),
@@ -63,9 +63,12 @@ def _require(key: str, value: Any, annotation: Any) -> None:
             _require(f"{key}[{index}]", one, kind)
     if get_origin(annotation) is not Annotated or value is None:
         return
-    limits = [
-        (*_LIMITS[type(x)], astuple(x)[0]) for x in annotation.__metadata__ if type(x) in _LIMITS
-    ]
+    said: list[Any] = []
+    for x in annotation.__metadata__:  # an Interval is a group of limits, pydantic's Field another
+        said += x if isinstance(x, GroupedMetadata) else getattr(x, "metadata", [x])
+    limits = [(*_LIMITS[type(x)], astuple(x)[0]) for x in said if type(x) in _LIMITS]
+    if not limits:
+        return
     is_float = float in (annotation.__origin__, *get_args(annotation.__origin__))
     if all(holds(value, limit) for holds, _, limit in limits) and math.isfinite(value):
         return

@@ -22,7 +22,7 @@ def one_line_errors(
         def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             try:
                 return function(*args, **kwargs)
-            except typer.Exit:  # a RuntimeError, which may be among the kinds
+            except (typer.Exit, BrokenPipeError):  # `| head` has read enough: click ends it
                 raise
             except (ValueError, OSError, *kinds) as error:
                 typer.echo(f"dsx {command}: {error}", err=True)

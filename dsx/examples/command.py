@@ -42,7 +42,7 @@ def quickstart(context: typer.Context) -> None:
             f"needs DeepSpeed to train, and megatron-core to build its data; no {missing[0]} here: "
             'pip install "dsx-train[deepspeed,megatron]"'
         )
-    if "--help" in context.args:
+    if {"-h", "--help"} & set(context.args):
         _replace_process(["-m", _SCRIPT, "--help"], dict(os.environ))
     _require_known(context.args)
     from dsx.data.command import build

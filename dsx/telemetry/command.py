@@ -24,4 +24,6 @@ def report(
     """
     from dsx.telemetry.report import report as write_report
 
+    if plot is not None and plot.suffix != ".png":
+        raise ValueError(f"--plot {plot}: the figure is a PNG; give a name that ends in .png")
     write_report(run, plot)

@@ -256,7 +256,7 @@ SHAPE = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     shapes=st.lists(SHAPE, max_size=4),
     num_clusters=st.integers(1, 5),

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -209,7 +209,6 @@ SHAPE = st.one_of(
 )
 
 
-@settings(deadline=None)
 @given(
     shapes=st.lists(SHAPE, max_size=5),
     num_clusters=st.integers(1, 5),

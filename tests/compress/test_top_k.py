@@ -74,7 +74,7 @@ def read_message(form: SparseFormat, data: Tensor, numel: int) -> Tensor:
 @example(form=SparseFormat(64, 4096), numel=3 * 4096, seed=0, kind="heavy")
 @example(form=SparseFormat(64, 4096), numel=4097, seed=1, kind="normal")
 @example(form=SparseFormat(63, 4095), numel=2 * 4095 + 5, seed=2, kind="normal")
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_a_message_holds_the_largest_of_each_chunk(
     form: SparseFormat, numel: int, seed: int, kind: str
 ) -> None:
@@ -104,7 +104,7 @@ def assert_best(magnitudes: Tensor, decoded: Tensor) -> None:
 
 
 @given(form=formats(), numel=st.integers(1, 500), seed=st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 def test_decoded_and_residual_are_the_input(form: SparseFormat, numel: int, seed: int) -> None:
     x, before = sample(numel, seed), sample(numel, seed + 1000)
     codec = form.codec(numel, CPU)

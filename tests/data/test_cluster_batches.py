@@ -74,7 +74,7 @@ def read(batches: ClusterBatches, num_batches: int) -> list[int]:
     return [window for _ in range(num_batches) for window in windows_of(next(batches))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups())
 def test_clusters_are_disjoint_and_ranks_share_an_epoch_without_repeats(setup: Setup) -> None:
     for cluster_id in range(setup.num_clusters):
@@ -90,7 +90,7 @@ def test_clusters_are_disjoint_and_ranks_share_an_epoch_without_repeats(setup: S
             assert len(owned) - len(epoch) < setup.world_size * setup.micro_batch_size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups(), st.integers(0, 12), st.data())
 def test_resume_continues_exactly_from_any_rank(
     setup: Setup, num_consumed: int, data: st.DataObject
@@ -107,7 +107,7 @@ def test_resume_continues_exactly_from_any_rank(
         assert read(resumed, 7) == read(original, 7)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(setups(), st.integers(0, 12), st.integers(1, 4), st.integers(1, 3))
 def test_another_world_size_goes_on_with_the_next_window(
     setup: Setup, num_consumed: int, world_size: int, micro_batch_size: int

@@ -38,6 +38,23 @@ def test_four_gpus_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "DS_ACCELERATOR" not in quickstart.environment()
 
 
+@pytest.mark.parametrize("arguments", [["-h"], ["--", "--help"]])
+def test_help_for_the_script_is_the_scripts(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Any] = []
+
+    def execve(*given: Any) -> None:
+        started.append(given)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(quickstart, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "execve", execve)
+    assert CliRunner().invoke(app, ["quickstart", *arguments]).exit_code == 0
+    ((_, command, _),) = started
+    assert command[-1] == "--help"
+
+
 def test_a_missing_engine_is_named_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quickstart, "find_spec", lambda name: None)
     done = CliRunner().invoke(app, ["quickstart"])

@@ -66,7 +66,7 @@ INTEGERS = cases(st.integers(0, 4).map(float))  # many ties, and sums without ro
 FLOATS = cases(st.floats(0, 1).map(lambda x: round(x, 4)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(INTEGERS)
 def test_least_total_and_the_documented_choice_among_ties(case: Case) -> None:
     least, split = brute_force(*case)
@@ -75,7 +75,7 @@ def test_least_total_and_the_documented_choice_among_ties(case: Case) -> None:
     assert total_seconds(*case[:2], assign_layers_by_search(*case)) == least
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(FLOATS)
 def test_least_total_with_rounding(case: Case) -> None:
     least, _ = brute_force(*case)
@@ -99,7 +99,7 @@ def test_search_equals_dynamic_program_beyond_the_reach_of_brute_force(seed: int
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-12)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(FLOATS)
 def test_every_layer_once_in_backward_order(case: Case) -> None:
     everything = list(reversed(range(len(case[0]))))
@@ -168,7 +168,7 @@ def fill_one_by_one(backward: list[float], transfer: list[float], layers: tuple[
     return filled
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(INTEGERS)
 def test_filling_is_greedy_from_the_output_end(case: Case) -> None:
     backward, transfer, _ = case
@@ -177,7 +177,7 @@ def test_filling_is_greedy_from_the_output_end(case: Case) -> None:
     assert fill_bubbles(backward, transfer, assignment) == expected == layer_table(*case)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(FLOATS)
 def test_filling_makes_no_iteration_longer_and_drops_no_layer(case: Case) -> None:
     backward, transfer, _ = case

@@ -99,7 +99,7 @@ def drawn_methods(draw: st.DrawFn) -> tuple[str, dict[str, Any], Recipe, list[in
     return name, axes, recipes[name], widths, num_clusters
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=120, derandomize=True)
 @given(drawn_methods())
 def test_equals_the_reference(drawn: tuple[str, dict[str, Any], Recipe, list[int], int]) -> None:
     name, axes, recipe, widths, num_clusters = drawn
@@ -121,7 +121,7 @@ def test_equals_the_reference(drawn: tuple[str, dict[str, Any], Recipe, list[int
             assert torch.equal(loop.state.anchor[fragment], ours_flat)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=30, derandomize=True)
 @given(
     st.integers(1, 4),
     st.integers(1, 5),

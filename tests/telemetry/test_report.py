@@ -203,3 +203,9 @@ def test_report_prints_a_table_and_draws(
         assert image.format == "PNG"
         assert min(image.size) > 500
         assert len(set(image.convert("L").tobytes())) > 50, "a figure, not an empty page"
+
+
+def test_a_figure_that_would_be_no_png_is_refused(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["report", str(tmp_path), "--plot", "x.pdf"])
+    assert result.exit_code == 2
+    assert "--plot x.pdf: the figure is a PNG; give a name that ends in .png" in result.output

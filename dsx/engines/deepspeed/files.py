@@ -81,7 +81,7 @@ def _read_layers(model: SavedModel, directory: Path, known: Collection[str]) -> 
                 if not _has_same_bits(other, tensor):
                     raise ValueError(
                         f"the copies of the tied tensor {name} differ between {first} and "
-                        f"{file.name}: the stages have come apart; export another checkpoint, or "
+                        f"{file.name}: the stages have diverged; export another checkpoint, or "
                         "save the model from the script, inside `with engine.dsx.averaged()`"
                     )
             if name not in known:

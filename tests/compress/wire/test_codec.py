@@ -65,7 +65,7 @@ def scales_of(wire: Any, data: Tensor, numel: int) -> Tensor:
 @example(numel=1, seed=0, kind="negative", group_size=32)
 @example(numel=64, seed=0, kind="tiny", group_size=64)
 @example(numel=65, seed=0, kind="huge", group_size=64)
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=25, derandomize=True)
 def test_messages_and_values_are_the_references(
     name: str, numel: int, seed: int, kind: str, group_size: int
 ) -> None:
