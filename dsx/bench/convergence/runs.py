@@ -208,12 +208,13 @@ def train_preset(
     axes = overrides(study, task)
     method = dsx.preset(task.preset.partition("+")[0], study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
-    clusters = dsx.SimulatedClusters(models, [make_optimizer(m, study) for m in models], method)
+    optimizers = [make_optimizer(m, study) for m in models]
+    clusters = dsx.SimulatedClusters(models, optimizers, method)
     curve: list[tuple[int, float]] = []
     sent = evaluated = 0
     for step, windows in enumerate(batches, start=1):
         lr = inner_rate(study, step)
-        for own, optimizer, part in zip(models, clusters.optimizers, windows, strict=True):
+        for own, optimizer, part in zip(models, optimizers, windows, strict=True):
             take_step(own, optimizer, part, lr)
         clusters.step()
         if step == study.num_steps:
