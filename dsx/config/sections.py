@@ -13,7 +13,8 @@ from dsx.comm.multistream import MAX_STREAMS
 from dsx.config.files import ConfigError
 
 OF_DATA = ("data", "validation")
-COMMON = ("num_clusters", "on_mismatch", "max_idle_rounds", "may_differ", *OF_DATA)  # of "clusters"
+_DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
+COMMON = ("num_clusters", *_DECIDING, "may_differ", *OF_DATA)  # of "clusters"
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
