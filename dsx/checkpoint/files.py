@@ -266,4 +266,5 @@ def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, 
                 return found
         same = len(ours) == len(theirs)
         return None if same else (f"the length of {path}", len(ours), len(theirs))
-    return None if ours == theirs else (path, ours, theirs)
+    are_nan = ours != ours and theirs != theirs
+    return None if ours == theirs or are_nan else (path, ours, theirs)

@@ -268,7 +268,8 @@ def _refuse_unequal_ranks(model: torch.nn.Module, world: World, method: Method) 
     if count == 1:
         return
     fewer = f"start one process per cluster ({world.num_clusters} in all)"
-    if not isinstance(model, torch.nn.parallel.DistributedDataParallel):
+    wrapped = getattr(model, "_orig_mod", model)  # what torch.compile was given
+    if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"this cluster has {count} ranks, each of which would train a {type(model).__name__} "
             "of its own: attach torch.nn.parallel.DistributedDataParallel(model), which keeps them "

@@ -3,7 +3,7 @@
 Read from the objects themselves, so that defaults are in it and what a script has changed. What
 differs only in how fast a step is (kernels) is left out. Of modules that are torch's own all public
 numbers are read, of others those with a fraction: an epsilon, a dropout, a scale; their whole
-numbers may be of the machine (a device, a rank).
+numbers may be of the machine (a device, a rank), and so may those of torch's wrappers (DDP).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def settings_of_modules(modules: Iterable[tuple[str, nn.Module]]) -> dict[str, A
     """Return the numbers that modules compute with, by their names."""
     found: dict[str, Any] = {}
     for name, module in modules:
-        is_torch = type(module).__module__.startswith("torch.nn")
+        is_torch = type(module).__module__.startswith("torch.nn.modules")
         values = plain(vars(module), (bool, int, float) if is_torch else (float,))
         values.pop("training", None)
         if values:

@@ -87,6 +87,17 @@ def test_megatrons_arguments_are_read(tmp_path: Path) -> None:
     assert settings_of_arguments(Namespace(**moved))["tokenizer_model"] == digest
     files[1].write_text("another")
     assert settings_of_arguments(Namespace(**moved))["tokenizer_model"] != digest
+    for place in ("one", "two"):  # beside weights and what a downloader has left
+        folder = tmp_path / place
+        (folder / ".cache").mkdir(parents=True)
+        (folder / "tokenizer.json").write_text("{}")
+        for name in ("model.safetensors", ".cache/tokenizer.json.metadata"):
+            (folder / name).write_text(place)
+    folders = [str(tmp_path / place) for place in ("one", "two")]
+    ours, theirs = (settings_of_arguments(Namespace(tokenizer_model=f)) for f in folders)
+    assert ours == theirs and ours["tokenizer_model"].startswith("of digest")
+    (tmp_path / "two" / "tokenizer.json").write_text("[]")
+    assert settings_of_arguments(Namespace(tokenizer_model=folders[1])) != ours
     assert settings_of_arguments(Namespace(tokenizer_model="a/b")) == {"tokenizer_model": "a/b"}
 
 
@@ -153,6 +164,7 @@ def start_unequal() -> list[str]:
         attach_plain(0.1, 1e-6 if is_second else 1e-5),
         attach_plain(0.1, 1e-5, facts={"warmup": world.cluster_id}),
         attach_plain(0.1, 1e-5, config=one_meant),
+        attach_plain(0.1, 1e-5, config=block(anchor_check_interval=4 + world.cluster_id)),
         attach_plain(0.1, 1e-5, config=block(may_differ=["optimizer.rl"])),
         start_deepspeed(),
         start_deepspeed(**told),
@@ -169,13 +181,14 @@ def start_unequal() -> list[str]:
 def test_clusters_that_would_train_differently_are_refused() -> None:
     first, second = run_distributed(start_unequal, 2, timeout_seconds=120)
     assert first == second
-    rate, meant, eps, facts, one_meant, unknown, *engines = first
+    rate, meant, eps, facts, one_meant, anchors, unknown, *engines = first
     assert "clusters train differently: optimizer.lr[0]: cluster 0 has 0.1, cluster 1 has" in rate
     assert "name 'optimizer.lr[0]' in clusters.may_differ" in rate
     assert meant == "no error"
     assert "model.1.eps: cluster 0 has 1e-05, cluster 1 has 1e-06" in eps
     assert "do not match at facts.warmup: cluster 0 has 0, cluster 1 has 1" in facts
     assert "the length of dsx.clusters.may_differ: cluster 0 has 0, cluster 1 has 1" in one_meant
+    assert "dsx.clusters.anchor_check_interval: cluster 0 has 4, cluster 1 has 5" in anchors
     assert "did you mean 'optimizer.lr'?" in unknown
     alike, told, clip, clip_meant, adamw, warm, data, validation = engines
     assert alike == told == clip_meant == "no error"

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dsx
+from dsx.engines.settings import settings_of_modules
 from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from tests.distributed import run_distributed
@@ -202,6 +203,9 @@ def train_two_ranks() -> dict[str, Any]:
     optimizers = two(model)
     handle = dsx.attach(model, optimizers, config=config("diloco"))
     said["twice"] = message_of(model, two(model), config=config("diloco"))
+    compiled: Any = torch.compile(model, backend="eager")  # a handle is there, but ranks are alike
+    said["compiled"] = message_of(compiled, two(model), config=config("diloco"))
+    said["wrapper"] = settings_of_modules(model.named_modules()).keys() & {""}
     for step in range(1, NUM_STEPS + 1):
         for optimizer in optimizers:
             optimizer.zero_grad()
@@ -232,6 +236,8 @@ def test_ranks_of_a_cluster_train_one_model_or_are_refused() -> None:
         assert "has not averaged its gradients yet" in said["layerwise"]
         assert "measured seconds, which differ between the 2 ranks" in said["seconds"]
         assert "has a dsx handle already" in said["twice"]
+        assert "has a dsx handle already" in said["compiled"]
+        assert not said["wrapper"]  # whose devices are a host's own
         assert said["again"] == f"{NUM_STEPS}, 1"
         for name, value in run.parameters()[rank // 2].items():
             trained = torch.from_numpy(result["trained"][name])

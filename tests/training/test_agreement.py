@@ -41,6 +41,13 @@ def test_equal_ones_pass() -> None:
     assert meet([FACTS] * 3, [SETTINGS] * 3) == [None] * 3
 
 
+def test_what_is_not_a_number_is_equal_to_itself() -> None:
+    unset = {"best_loss": float("nan")}
+    assert meet([FACTS] * 2, [unset] * 2) == [None] * 2
+    errors = meet([FACTS] * 2, [unset, {"best_loss": 1.0}])
+    assert all("best_loss: cluster 0 has nan, cluster 1 has 1.0" in str(e) for e in errors)
+
+
 def test_every_cluster_names_the_first_difference() -> None:
     other = {**SETTINGS, "optimizer": {**SETTINGS["optimizer"], "lr": [0.1, 0.3]}, "clip": 2.0}
     errors = meet([FACTS] * 3, [SETTINGS, SETTINGS, other])

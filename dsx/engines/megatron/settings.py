@@ -39,6 +39,7 @@ NOT_COMPARED = (
     "rl_*", "langrl_*",
 )  # fmt: skip
 _TOKENIZERS = ("vocab_file", "merge_file", "tokenizer_model")
+_OF_TOKENIZER = ("*token*", "vocab*", "merges*", "*.model", "*.spm")  # in a folder
 
 
 def settings_of_arguments(arguments: Any) -> dict[str, Any]:
@@ -76,14 +77,15 @@ def settings_of_configs(chunks: Sequence[Any], optimizer: Any) -> dict[str, Any]
 
 
 def digest_of(place: str) -> str:
-    """Return the digest of a file, or of all files of a folder; another name as it is."""
+    """Return the digest of a file, or of a folder's tokenizer files; another name as it is."""
     path = Path(place)
-    files = sorted(path.rglob("*")) if path.is_dir() else [path] if path.is_file() else []
+    found = sorted(path.iterdir()) if path.is_dir() else []
+    files = [f for f in found if any(fnmatch(f.name, pattern) for pattern in _OF_TOKENIZER)]
+    files = [path] if path.is_file() else [file for file in files if file.is_file()]
     if not files:
         return place
     hasher = blake2b(digest_size=8)
     for file in files:
-        if file.is_file():
-            hasher.update(str(file.relative_to(path)).encode() + b"\0")
-            hasher.update(blake2b(file.read_bytes()).digest())
+        hasher.update(str(file.relative_to(path)).encode() + b"\0")
+        hasher.update(blake2b(file.read_bytes()).digest())
     return f"of digest {hasher.hexdigest()}"
