@@ -8,12 +8,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dsx.comm.world import current_world
-from dsx.engines.deepspeed.data import ResumedSampler, cut_training_data
+from dsx.engines.deepspeed.data import ResumedSampler, _source_of, cut_training_data
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
 from tests.engines.test_deepspeed_resharding import end
@@ -176,3 +177,12 @@ def test_a_sampler_can_be_copied() -> None:
     other = copy.copy(ResumedSampler(range(3)))
     other.skipped = 1
     assert list(other) == [1, 2]
+
+
+def test_data_is_told_apart_by_numpy_s_own_values_and_not_by_addresses() -> None:
+    def digest(labels: Any) -> str | None:
+        return _source_of([(np.zeros(2), label) for label in labels]).digest
+
+    assert digest(np.arange(3)) == digest(np.arange(3)) is not None
+    assert digest(np.arange(3)) != digest(np.arange(3) + 1)
+    assert digest([np.array(["a", None], dtype=object)] * 3) is None

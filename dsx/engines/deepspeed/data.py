@@ -71,7 +71,9 @@ def _digest(value: Any) -> str | None:
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             leaf = leaf.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
-        if isinstance(leaf, np.ndarray):
+        if isinstance(leaf, (np.ndarray, np.generic)):
+            if leaf.dtype.hasobject:  # its bytes are addresses
+                return None
             hasher.update(np.ascontiguousarray(leaf).tobytes())
         elif isinstance(leaf, (str, bytes, bool, int, float, type(None))):
             hasher.update(repr(leaf).encode())
