@@ -1,8 +1,7 @@
 """What a training script holds: the outer loop of one rank, with its records and its end.
 
-`engine.dsx` is one of these. It is called at every inner step boundary, keeps the counters,
-writes the metrics, and offers the few verbs a script needs: `log_step`, `track`, `finish`,
-`averaged`, `saving`, `gather`.
+`engine.dsx` is one of these. It is called at every inner step boundary, counts, writes metrics, and
+has the verbs a script needs: `log_step`, `track`, `finish`, `averaged`, `saving`, `gather`.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ from dsx.training.positions import Resumable, restore_positions
 from dsx.training.records import Records
 
 logger = logging.getLogger(__name__)
-_DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
 _COUNTERS = "dsx.counters"  # travels beside what a script tracks
 
 
@@ -199,7 +197,9 @@ class Handle:
         with self._naming_last_checkpoint():
             self.loop.drain()
             self._syncs.flush()
-            steps = self._world.rendezvous.gather("end of training", self.step)
+            again = any(self._saved.values())
+            told = self._world.rendezvous.gather("end of training", [self.step, again])
+            steps = [step for step, _ in told]
             if len(set(steps)) == 1:
                 end_comparison(self.loop, begin_comparison(self.loop))
             # whatever this stage had under way: all stages take part
@@ -217,15 +217,17 @@ class Handle:
                 "cluster the same number of batches"
             )
         self.is_finished = True
-        for name, save_again in self._saved.items():
-            if save_again is not None:
-                save_again()
-            elif self._world.rank == 0:
-                logger.warning(
-                    "%s was saved at this step before finish(): it holds the cluster's own "
-                    "weights; for the finished model save again, inside `with handle.saving():`",
-                    name,
-                )  # fmt: skip
+        # all clusters hold the average while any saves again: some may have nothing to save
+        with self.averaged() if any(again for _, again in told) else nullcontext():
+            for name, save_again in self._saved.items():
+                if save_again is not None:
+                    save_again()
+                elif self._world.rank == 0:
+                    logger.warning(
+                        "%s was saved at this step before finish(): it holds the cluster's own "
+                        "weights; for the finished model save again, inside `with "
+                        "handle.saving():`", name,
+                    )  # fmt: skip
         self._saved = {}
         self._records.end(self.step, "finished")
 

@@ -160,9 +160,16 @@ def finish_in_plain_torch(name: str, base: str) -> dict[str, Any]:
     def state_of(model: TinyNet) -> dict[str, Any]:
         return {name: value.numpy().copy() for name, value in model.state_dict().items()}
 
+    def save_once_more(name: str) -> None:
+        with handle.saving():
+            saved_again[name] = state_of(model)
+
+    saved_again: dict[str, Any] = {}
     model, optimizer, handle = attach()
     train(model, optimizer, 1, LAST)
     handle.save(folder / "before")
+    if world.cluster_id == 0:  # the other one has nothing that could be written again
+        handle.save(folder / "alone", lambda: save_once_more("alone"))
     handle.finish()
     own = state_of(model)
     try:
@@ -181,6 +188,7 @@ def finish_in_plain_torch(name: str, base: str) -> dict[str, Any]:
         "average is another": name != "streaming_diloco" or not are_equal(average, own),
         "in the file": are_equal({n: v.numpy() for n, v in kept[0].items()}, average),
         "own is back": are_equal(state_of(model), own),
+        "saved again": world.cluster_id > 0 or are_equal(saved_again["alone"], average),
     }
     train(model, optimizer, LAST + 1, MORE)
     expected = state_of(model)
