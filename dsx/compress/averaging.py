@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from dsx.compress.error_feedback import Residual
-from dsx.compress.slices import GATHERED_UP_TO, exact_rounds, mean_bounds, slice_bounds
+from dsx.compress.slices import GATHERED_UP_TO, coded_sizes, exact_rounds, slice_bounds
 from dsx.compress.wire.base import Codec, Kernels, Wire
+from dsx.core.buffers import Buffers, Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
 from dsx.core.membership import Seat
 
@@ -37,11 +38,11 @@ if TYPE_CHECKING:
 class ExactMean:
     """The fp32 mean of vectors; its receive buffers are kept from call to call."""
 
-    def __init__(self, seat: Seat, what: str = "codes") -> None:
+    def __init__(self, seat: Seat, what: str = "codes", buffers: Buffers | None = None) -> None:
         seat.membership.require_equal_weights()
         self._seat = seat
         self._what = what
-        self._received = torch.empty(0)
+        self._buffers = buffers or Buffers()
 
     def bytes_sent(self, numel: int) -> int:
         """Return the payload bytes this cluster sends for a mean of `numel` values."""
@@ -57,7 +58,7 @@ class ExactMean:
             return (yield from self._of_two(x))
         slices = [x[a:b] for a, b in slice_bounds(x.numel(), num_clusters)]
         own = slices[seat.position]
-        copies = list(self._buffer(num_clusters * own.numel()).view(num_clusters, -1))
+        copies = list(self._received(num_clusters * own.numel()).view(num_clusters, -1))
         yield ExchangeRound([[s] for s in slices], [[c] for c in copies], self._what)
         copies[seat.position].copy_(own)
         total = copies[0]
@@ -68,24 +69,21 @@ class ExactMean:
         return x
 
     def _of_two(self, x: Tensor) -> Exchange:
-        theirs = self._buffer(x.numel())
+        theirs = self._received(x.numel())
         yield to_all([x], [[theirs], [theirs]], self._what)
         first, second = (x, theirs) if self._seat.position == 0 else (theirs, x)
         return torch.add(first, second, out=x).div_(2)
 
-    def _buffer(self, numel: int) -> Tensor:
-        if self._received.numel() < numel:
-            self._received = torch.empty(numel)
-        return self._received[:numel]
+    def _received(self, numel: int) -> Tensor:
+        return self._buffers.work(f"received, {self._what}", (numel,))
 
 
 class CodedMean:
     """The mean of vectors of up to `numel` elements that travel in a wire format.
 
     `mean_wire` is the format of the owner's mean where C >= 4, unless everybody is to gather all
-    codes for any C (`is_gathered`, for what is short). Buffers are allocated here, once.
-    `at_launch`: so many messages may lie encoded by `encode`, ahead of their exchanges; else an
-    exchange encodes its own.
+    codes for any C (`is_gathered`, for what is short). Buffers are allocated here, once. Where the
+    opening says so, messages are made by `encode`, ahead of their exchanges; else by these.
     """
 
     def __init__(
@@ -96,30 +94,32 @@ class CodedMean:
         seat: Seat,
         kernels: Kernels = "auto",
         is_gathered: bool = False,
-        at_launch: int = 0,
+        opening: Opening | None = None,
     ) -> None:
         seat.membership.require_equal_weights()
         self._seat = seat
         self._is_gathered = is_gathered or seat.num_clusters <= GATHERED_UP_TO
-        cpu = torch.device("cpu")
-        self._codec = wire.codec(numel, cpu, kernels)
-        num_clusters = seat.num_clusters
-        whole = [(0, numel)]
-        self._bounds = (
-            whole if self._is_gathered else mean_bounds(numel, wire, mean_wire, num_clusters)
-        )
-        lengths = [stop - start for start, stop in self._bounds]
-        own_length = numel if self._is_gathered else lengths[seat.position]
+        opening = opening or Opening()
+        cpu, buffers, num_clusters = torch.device("cpu"), opening.buffers, seat.num_clusters
+        self._codec = wire.codec(numel, cpu, kernels, buffers)
+        sizes = coded_sizes(numel, wire, mean_wire, num_clusters, seat.position, is_gathered)
+        self._bounds = sizes.bounds
+
+        def message(num_bytes: int) -> Tensor:
+            return buffers.zeros(num_bytes, dtype="uint8")
+
         self._outgoing = [
-            [_buffer(wire.num_bytes(length)) for length in lengths]
-            for _ in range(max(at_launch, 1))
+            [message(size) for size in sizes.outgoing] for _ in range(max(opening.at_launch, 1))
         ]
-        self._incoming = [_buffer(wire.num_bytes(own_length)) for _ in range(num_clusters - 1)]
+        self._incoming = [message(sizes.incoming) for _ in range(num_clusters - 1)]
+        self._means = [message(size) for size in sizes.means]
         # the training thread encodes while this channel's thread may be decoding
-        self._encoder = wire.codec(numel, cpu, kernels) if at_launch else None
+        self._encoder = (
+            wire.codec(numel, cpu, kernels, opening.encoding) if opening.at_launch else None
+        )
         if not self._is_gathered:
-            self._mean_codec = mean_wire.codec(max(lengths), cpu, kernels)
-            self._means = [_buffer(mean_wire.num_bytes(length)) for length in lengths]
+            longest = max(stop - start for start, stop in sizes.bounds)
+            self._mean_codec = mean_wire.codec(longest, cpu, kernels, buffers)
 
     def encode(
         self, x: Tensor, residual: Residual | None = None, seed: int = 0, number: int = 0
@@ -198,17 +198,13 @@ def _encode(codec: Codec, x: Tensor, residual: Tensor | None, out: Tensor, seed:
         codec.encode_with_feedback(x, residual, out, seed)
 
 
-def _buffer(num_bytes: int) -> Tensor:
-    return torch.zeros(num_bytes, dtype=torch.uint8)
-
-
 class DenseChannel:
     """`Dense`'s channel: the exact mean."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, opening: Opening) -> None:
         self.slots: Mapping[str, Tensor] = {}
         self.errors: Mapping[str, CodingError] = {}
-        self._mean = ExactMean(seat)
+        self._mean = ExactMean(seat, buffers=opening.buffers)
         self.spectrum = None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:

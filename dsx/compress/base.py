@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from dsx.compress.slices import Rounds, exact_rounds
+from dsx.compress.slices import Rounds, exact_bytes, exact_rounds
+from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.registry import contract, register
@@ -102,7 +103,7 @@ class Compressor(Protocol):
     captures_spectrum: ClassVar[bool] = False
     """Whether its channels tell of the rank, by `spectrum`."""
     encodes_at_launch: ClassVar[bool] = False
-    """Whether `open` takes `at_launch`, and what of a cluster all others decode is known then."""
+    """Whether what all others decode of a cluster can be known at the launch (`Opening`)."""
 
     @property
     def usual_round(self) -> int:
@@ -117,11 +118,12 @@ class Compressor(Protocol):
         """Raise ValueError for values that cannot work."""
 
     @abstractmethod
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
+    def open(
+        self, fragment: Fragment, seat: Seat, max_rank: int, opening: Opening | None = None
+    ) -> Channel:
         """Return the channel of one fragment, with its buffers, for ranks up to `max_rank`.
 
-        `at_launch`: an `EncodingChannel`, with so many launches encoded and not yet exchanged.
-        Given to those only who say `encodes_at_launch`.
+        `opening` is given to those who take it, as those must who say `encodes_at_launch`.
         """
         ...
 
@@ -146,6 +148,16 @@ class Compressor(Protocol):
         """Return what the `slots` of each cluster's channel take: residuals, warm starts."""
         return [0] * num_clusters
 
+    def buffer_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what each cluster's channel holds beside `slots`: codes, factors, work space."""
+        return [0] * num_clusters
+
+    def shared_work_bytes(self, fragment: Fragment) -> int:
+        """Return what a fragment needs of the work space that all fragments of a rank share."""
+        return 0
+
 
 @register("compression", "dense")
 @dataclass(frozen=True)
@@ -154,11 +166,19 @@ class Dense(Compressor):
 
     is_exact = True
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
+    def open(
+        self, fragment: Fragment, seat: Seat, max_rank: int, opening: Opening | None = None
+    ) -> Channel:
         """Return a channel that averages in fp32."""
         from dsx.compress.averaging import DenseChannel
 
-        return DenseChannel(seat)
+        return DenseChannel(seat, opening or Opening())
+
+    def buffer_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what the others' values take."""
+        return [exact_bytes(fragment.numel, num_clusters, m) for m in range(num_clusters)]
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

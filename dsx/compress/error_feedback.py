@@ -14,7 +14,6 @@ or int8 in groups of 256 (1.008), whose own rounding is then lost.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Generator
 from contextlib import contextmanager
 
@@ -23,24 +22,28 @@ from torch import Tensor
 
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS, Storage
-
-_lock = threading.Lock()
-_shared = torch.empty(0)  # fp32 work space for residuals that are stored in less
+from dsx.core.buffers import Opening
 
 
 class Residual:
     """The residual of `numel` elements, on the CPU; `stored` is what a checkpoint keeps."""
 
-    def __init__(self, numel: int, storage: Storage, decay: float) -> None:
+    def __init__(
+        self, numel: int, storage: Storage, decay: float, opening: Opening | None = None
+    ) -> None:
         self.numel = numel
         self.storage = storage
         self._decay = decay
+        opening = opening or Opening()
+        self._work = opening.work
         self._wire: Wire | None = None if storage == "fp32" else FORMATS[storage]()
         if self._wire is None:
-            self.stored = torch.zeros(numel)
+            self.stored = opening.buffers.zeros(numel)
         else:
-            self.stored = torch.zeros(self._wire.num_bytes(numel), dtype=torch.uint8)
-            self._codec = self._wire.codec(numel, torch.device("cpu"))
+            self.stored = opening.buffers.zeros(self._wire.num_bytes(numel), dtype="uint8")
+            # of the thread that encodes
+            own = opening.encoding if opening.at_launch else opening.buffers
+            self._codec = self._wire.codec(numel, torch.device("cpu"), buffers=own)
 
     def read(self) -> Tensor:
         """Return a copy of the residual, fp32 `[numel]`, before any decay."""
@@ -63,18 +66,10 @@ class Residual:
         if self._wire is None:
             yield self._decayed(self.stored)
             return
-        with _lock:
-            residual = _work_space(self.numel)
+        with self._work.taken(self.numel) as residual:
             self._codec.decode(self.stored, residual)
             yield self._decayed(residual)
             self._codec.encode(residual, self.stored)
 
     def _decayed(self, residual: Tensor) -> Tensor:
         return residual if self._decay == 1 else residual.mul_(self._decay)
-
-
-def _work_space(numel: int) -> Tensor:
-    global _shared  # one for all fragments; the lock is held
-    if _shared.numel() < numel:
-        _shared = torch.empty(numel)
-    return _shared[:numel]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from dsx.compress.owners import SCALE_BYTES, down_bytes, up_bytes
 from dsx.compress.wire.base import Codec, Kernels, Wire
+from dsx.core.buffers import Buffers
 
 EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
 
@@ -24,11 +25,13 @@ EXACT_RANK = 1024  # 127 * 127 * 1024 < 2^24
 class UpCodec:
     """Codes of `[rows, length]`, rows <= max_rows, on their way to the owner."""
 
-    def __init__(self, wire: Wire, max_rows: int, length: int, kernels: Kernels) -> None:
+    def __init__(
+        self, wire: Wire, max_rows: int, length: int, kernels: Kernels, buffers: Buffers
+    ) -> None:
         self._wire = wire
         self._length = length
-        self._codec: Codec = wire.codec(max_rows * length, torch.device("cpu"), kernels)
-        self._scaled = torch.empty(max_rows * length)
+        self._codec: Codec = wire.codec(max_rows * length, torch.device("cpu"), kernels, buffers)
+        self._work = buffers.work
 
     def num_bytes(self, rows: int) -> int:
         """Return the size of a message of `rows` rows."""
@@ -43,7 +46,7 @@ class UpCodec:
         largest = x.abs().amax(dim=1)
         exponents = torch.frexp(largest).exponent.clamp(-126, 126)
         out[:rows].view(torch.int8).copy_(exponents)
-        scaled = self._scaled[: x.numel()].view_as(x)
+        scaled = self._work("scaled", tuple(x.shape))
         torch.ldexp(x, -exponents.unsqueeze(1), out=scaled)
         self._codec.encode(scaled.view(-1), out[rows:], seed)
 
@@ -59,7 +62,7 @@ class UpCodec:
 
     def decode_add(self, data: Tensor, out: Tensor) -> None:
         """Add the values of a message to `out` `[rows, length]`."""
-        values = self._scaled[: out.numel()].view_as(out)
+        values = self._work("scaled", tuple(out.shape))
         self.decode(data, values)
         out.add_(values)
 

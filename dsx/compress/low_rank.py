@@ -32,11 +32,18 @@ from typing import Annotated, Literal
 from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
-from dsx.compress.owners import factor_rounds, two_sides
-from dsx.compress.quantized import Feedback, Quantized
-from dsx.compress.slices import Rounds
+from dsx.compress.owners import factor_bytes, factor_rounds, two_sides
+from dsx.compress.quantized import (
+    Feedback,
+    Quantized,
+    residual_formats,
+    small_bytes,
+    small_work,
+)
+from dsx.compress.slices import Rounds, most_work
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
+from dsx.core.buffers import Opening
 from dsx.core.checks import require_choice
 from dsx.core.membership import Seat
 from dsx.core.registry import register
@@ -130,11 +137,14 @@ class LowRank(Quantized):
     def _first_in_factors(self) -> int:
         return next(r for r in count(1) if not self.is_dense_round(r))
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
+    def open(
+        self, fragment: Fragment, seat: Seat, max_rank: int, opening: Opening | None = None
+    ) -> Channel:
         """Return the channel of one fragment; `max_rank` is the most a controller may ask for."""
         from dsx.compress.low_rank_channel import LowRankChannel
 
-        return LowRankChannel(self, fragment, seat, max_rank or self.rank or 0)
+        most = max_rank or self.rank or 0
+        return LowRankChannel(self, fragment, seat, most, opening or Opening())
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
@@ -171,6 +181,34 @@ class LowRank(Quantized):
             self.residual_bytes(runs_of(rest), num_clusters),
         )
         return [warm + a + b for a, b in zip(*kinds, strict=True)]
+
+    def buffer_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what factors, messages, and the work space that matrices share take."""
+        taken, rest = self.split(fragment)
+        most = max_rank or self.rank or 0
+        factors = factor_bytes(
+            tuple((*two_sides(s), min(most, self.largest_rank(s))) for s in taken),
+            self.factor_format, num_clusters, fragment.id,
+        )  # fmt: skip
+        runs = [*runs_of(taken), *runs_of(rest)]
+        work = self.coded_work(runs_of(rest))
+        if self.dense_rounds or self.full_round_every:
+            work += self.coded_work(runs_of(taken))
+        else:
+            work += [
+                kind.work(b - a)
+                for kind in residual_formats(self.error_feedback)
+                for a, b in runs_of(taken)
+            ]
+        work.append(small_work(fragment, self.small_wire))
+        beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1)
+        coded = self.message_bytes(runs, num_clusters)
+        return [
+            own.num_bytes + messages + beside + most_work([*work, own.work])
+            for own, messages in zip(factors, coded, strict=True)
+        ]
 
 
 @lru_cache(maxsize=1024)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from dsx.compress.base import CodingError, Launch
-from dsx.compress.low_rank_matrix import LowRankMatrix, WorkSpace
+from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import factor_owners, two_sides
 from dsx.compress.quantized_channel import CodedPart, SmallPart, coding_errors, part_seed
+from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Slot, runs_of
@@ -29,21 +29,29 @@ class LowRankChannel:
     round.
     """
 
-    def __init__(self, method: LowRank, fragment: Fragment, seat: Seat, max_rank: int) -> None:
+    def __init__(
+        self,
+        method: LowRank,
+        fragment: Fragment,
+        seat: Seat,
+        max_rank: int,
+        opening: Opening,
+    ) -> None:
         self._method = method
         self._seat = seat
         taken, rest = method.split(fragment)
-        sides, work_space = [two_sides(s) for s in taken], WorkSpace()
+        self._opening, new = opening, opening.buffers
+        sides = [two_sides(s) for s in taken]
         owners = factor_owners(sides, seat.num_clusters, fragment.id + seat.shard)
         self._matrices = [
-            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), seat, by, work_space, method)
+            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), seat, by, new, method)
             for s, by in zip(taken, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
         self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
-        self._small = SmallPart(method.small_wire, fragment, seat)
-        self._rank = torch.zeros(1, dtype=torch.int64)  # of the round before; 0: none yet
-        self.spectrum = torch.zeros(max_rank + 1)
+        self._small = SmallPart(method.small_wire, fragment, seat, opening)
+        self._rank = new.zeros(1, dtype="int64")  # of the round before; 0: none yet
+        self.spectrum = new.zeros(max_rank + 1)
 
     @property
     def slots(self) -> Mapping[str, Tensor]:
@@ -115,8 +123,6 @@ class LowRankChannel:
                 [m.mean for m in own],
                 [[m.mean for m in self._matrices if m.owner == c] for c in clusters],
             )
-        for matrix in self._matrices:
-            matrix.decode_mean()
 
     def _keep_residuals(self, x: Tensor) -> None:
         """Let every residual be what the own factors miss of `x`."""
@@ -132,6 +138,6 @@ class LowRankChannel:
         ranges = runs_of(slots)
         seeds = [part_seed(fragment, first + i, self._seat) for i in range(len(ranges))]
         return [
-            CodedPart(self._method, a, b, self._seat, seed, keeps_mean)
+            CodedPart(self._method, a, b, self._seat, seed, keeps_mean, self._opening)
             for (a, b), seed in zip(ranges, seeds, strict=True)
         ]

@@ -1,6 +1,8 @@
 """One matrix of a low-rank channel: its factors, its codes, and what their owners do.
 
-Factors are kept transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row.
+Factors are transposed, `[rank, m]` and `[rank, n]`, so that a direction is a row. From call to
+call a matrix keeps its warm start and its messages, out of which it makes factors anew where they
+are used: in work space that all matrices of a channel share.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import torch
 from torch import Tensor
 
 from dsx.compress.factors import DownCodec, UpCodec, product
-from dsx.compress.owners import NUM_PROBES, Owners
+from dsx.compress.owners import NUM_PROBES, Owners, factor_sizes
 from dsx.compress.wire.base import Kernels, Wire
+from dsx.core.buffers import Buffers
 from dsx.core.membership import Seat
 from dsx.core.types import Slot
 
@@ -35,24 +38,6 @@ class FactorSettings(Protocol):
         ...
 
 
-class WorkSpace:
-    """Where one factor at a time is summed; as long as the longest that has been reserved."""
-
-    def __init__(self) -> None:
-        self._numel = 0
-        self._sum: Tensor | None = None
-
-    def reserve(self, numel: int) -> None:
-        """Make room for a factor; before the first is taken."""
-        self._numel = max(self._numel, numel)
-
-    def take(self, numel: int) -> Tensor:
-        """Return room for a factor, until the next one's is taken."""
-        if self._sum is None:
-            self._sum = torch.zeros(self._numel)
-        return self._sum[:numel]
-
-
 class LowRankMatrix:
     """Buffers for ranks up to `max_rank`; one round is begin, encode_p, ..., write_mean."""
 
@@ -62,7 +47,7 @@ class LowRankMatrix:
         max_rank: int,
         seat: Seat,
         owners: Owners,
-        work_space: WorkSpace,
+        buffers: Buffers,
         settings: FactorSettings,
     ) -> None:
         self.name = slot.name
@@ -76,24 +61,19 @@ class LowRankMatrix:
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
         rows = max_rank + NUM_PROBES
-        self.warm = torch.zeros(max_rank, self._n)
-        self._p, self._q = torch.zeros(rows, self._m), torch.zeros(max_rank, self._n)
-        self._right = torch.zeros(rows, self._n)  # Q^T, and the probes below it
+        self._work = buffers.work
+        self.warm = buffers.zeros(max_rank, self._n)
+        self._probed = buffers.zeros(NUM_PROBES, self._m)
         wire = settings.factor_format
-        self._up = {k: UpCodec(wire, rows, k, settings.kernels) for k in {self._m, self._n}}
+        self._up = {
+            k: UpCodec(wire, rows, k, settings.kernels, buffers) for k in {self._m, self._n}
+        }
         self._down = {k: DownCodec(k, wire.is_exact) for k in {self._m, self._n}}
-        sizes = [(self._up[self._m].num_bytes(rows)), self._up[self._n].num_bytes(max_rank)]
-        self._sent = torch.zeros(max(sizes), dtype=torch.uint8)
-        averaged = [s for s, by in zip(sizes, owners, strict=True) if by == seat.position]
-        size = max(averaged, default=0)
-        self._received = torch.zeros(seat.num_clusters - 1, size, dtype=torch.uint8)
-        self._work_space = work_space
-        for by, length in zip(owners, (self._m, self._n), strict=True):
-            if by == seat.position:
-                work_space.reserve(rows * length)
-        down = max(self._down[k].num_bytes(max_rank) for k in (self._m, self._n))
-        self._mean = torch.zeros(down, dtype=torch.uint8)
-        self._codes_p, self._codes_q = torch.zeros_like(self._p), torch.zeros_like(self._q)
+        sizes = factor_sizes(self._m, self._n, max_rank, wire, owners, seat.position)
+        self._sent = buffers.zeros(sizes.sent, dtype="uint8")
+        self._received = buffers.zeros(seat.num_clusters - 1, sizes.received, dtype="uint8")
+        self._mean_p = buffers.zeros(sizes.mean_p, dtype="uint8")
+        self._mean_q = buffers.zeros(sizes.mean_q, dtype="uint8")
         self._total_square = self._missed_square = 0.0
 
     def begin(self, x: Tensor, rank: int, round: int) -> None:
@@ -105,21 +85,20 @@ class LowRankMatrix:
         slot = self._slot
         self._matrix = x[slot.offset : slot.offset + slot.numel].view(self._m, self._n)
         self.rank, self._round = rank, round
-        generator = torch.Generator().manual_seed(self._seed + 104_729 * round)
-        right = self._right[: rank + NUM_PROBES]
-        right.normal_(generator=generator)
-        torch.mm(right[rank:], self._matrix.T, out=self._p[rank : rank + NUM_PROBES])
-        self._start_from_warm(min(rank, self._warm_rank()))
+        self._num_warm = min(rank, self._warm_rank())
+        torch.mm(self._random()[rank:], self._matrix.T, out=self._probed)
 
     def encode_p(self) -> None:
         """Make P = M Q and the codes of it, with the probes'."""
-        torch.mm(self._right[: self.rank], self._matrix.T, out=self._p[: self.rank])
-        self._encode(self._p[: self.rank + NUM_PROBES], self._m)
+        p = self._work("p", (self.rank + NUM_PROBES, self._m))
+        torch.mm(self._start(), self._matrix.T, out=p[: self.rank])
+        p[self.rank :].copy_(self._probed)
+        self._encode(p, self._m)
 
     def encode_q(self) -> None:
         """Make Q = M^T P with the mean P, and the codes of it."""
-        q = self._q[: self.rank]
-        torch.mm(self._mean_p, self._matrix, out=q)
+        q = self._work("q", (self.rank, self._n))
+        torch.mm(self._decoded_p(), self._matrix, out=q)
         self._encode(q, self._n)
 
     @property
@@ -154,13 +133,13 @@ class LowRankMatrix:
     @property
     def mean(self) -> Tensor:
         """The codes of the mean factor in turn: the owner's to send, the others' to receive."""
-        return self._mean[: self._down[self._length].num_bytes(self.rank)]
+        return self._message(self._is_p)
 
     def average(self) -> None:
         """As the owner: sum in cluster order, orthonormalise P, encode the mean."""
         length, up = self._length, self._up[self._length]
         rows = self._rows
-        mean = self._work_space.take(rows * length).view(rows, length)
+        mean = self._work("sum of a factor", (rows, length))
         received = self.received
         up.decode(received[0], mean)
         for data in received[1:]:
@@ -174,26 +153,18 @@ class LowRankMatrix:
             self._missed_square = float(missed.square().sum()) / NUM_PROBES
         self._down[length].encode(mean, self.mean)
 
-    def decode_mean(self) -> None:
-        """Take the mean factor from the bytes that everybody has."""
-        codes = (self._codes_p if self._is_p else self._codes_q)[: self.rank]
-        scales = self._down[self._length].decode(self.mean, codes)
-        if self._is_p:
-            self._scales_p = scales
-            self._mean_p = torch.mul(codes, scales, out=self._p[: self.rank])
-        else:
-            self._scales_q = scales
-
     def take_q(self) -> None:
         """Keep the mean Q as the next start."""
+        codes, scales = self._codes(is_p=False)
         self.warm.zero_()
-        torch.mul(self._codes_q[: self.rank], self._scales_q, out=self.warm[: self.rank])
-        self._start_from_warm(self.rank)
+        torch.mul(codes, scales, out=self.warm[: self.rank])
+        self._num_warm = self.rank
 
     def write_mean(self) -> None:
         """Overwrite the matrix with the mean, P Q^T of the integer codes and their scales."""
-        product(self._codes_p[: self.rank], self._codes_q[: self.rank], self._matrix)
-        self._matrix.mul_(self._scales_p.unsqueeze(1)).mul_(self._scales_q)
+        (p, scales_p), (q, scales_q) = self._codes(is_p=True), self._codes(is_p=False)
+        product(p, q, self._matrix)
+        self._matrix.mul_(scales_p.unsqueeze(1)).mul_(scales_q)
 
     def write_lost(self, residual: Tensor, start: int, stop: int) -> None:
         """Write what the own codes miss of the matrix to its place in a residual of start..stop."""
@@ -202,9 +173,9 @@ class LowRankMatrix:
             return
         place = slot.offset - start
         lost = residual[place : place + slot.numel].view(self._m, self._n)
-        own = self._q[: self.rank]
+        own = self._work("q", (self.rank, self._n))
         self._up[self._n].decode(self.sent, own)
-        torch.mm(self._mean_p.T, own, out=lost)
+        torch.mm(self._decoded_p().T, own, out=lost)
         torch.sub(self._matrix, lost, out=lost)
 
     def spectrum(self, has_residual: bool) -> tuple[Tensor, float]:
@@ -228,10 +199,37 @@ class LowRankMatrix:
         seed = (self._seed * 31 + self._round) * 4_099 + self._seat.cluster_id
         self._up[length].encode(factor, self.sent, seed)
 
-    def _start_from_warm(self, count: int) -> None:
-        """Take the kept directions, at size 1: M Q would hold squares, which may not be finite."""
-        start = self._right[:count].copy_(self.warm[:count])
+    def _message(self, is_p: bool) -> Tensor:
+        length, data = (self._m, self._mean_p) if is_p else (self._n, self._mean_q)
+        return data[: self._down[length].num_bytes(self.rank)]
+
+    def _codes(self, is_p: bool) -> tuple[Tensor, Tensor]:
+        """Return codes and scales of a mean factor, from the bytes that everybody has."""
+        role, length = ("codes of p", self._m) if is_p else ("codes of q", self._n)
+        codes = self._work(role, (self.rank, length))
+        return codes, self._down[length].decode(self._message(is_p), codes)
+
+    def _decoded_p(self) -> Tensor:
+        """Return the mean P."""
+        codes, scales = self._codes(is_p=True)
+        return torch.mul(codes, scales, out=self._work("p", (self.rank, self._m)))
+
+    def _random(self) -> Tensor:
+        """Return the round's random directions `[rank, n]`, and the probes below them."""
+        generator = torch.Generator().manual_seed(self._seed + 104_729 * self._round)
+        return self._work("right", (self.rank + NUM_PROBES, self._n)).normal_(generator=generator)
+
+    def _start(self) -> Tensor:
+        """Return the directions `[rank, n]` to start from: those kept, then random ones.
+
+        The kept ones at size 1: M Q would hold squares, which may not be finite.
+        """
+        count = self._num_warm
+        is_warm = count == self.rank
+        right = self._work("right", (count, self._n)) if is_warm else self._random()[: self.rank]
+        start = right[:count].copy_(self.warm[:count])
         start.div_(start.abs().amax(dim=1, keepdim=True).clamp_(min=_TINY))
+        return right
 
     def _warm_rank(self) -> int:
         """Return how many directions are kept from the last round."""

@@ -7,7 +7,7 @@ are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -73,6 +73,62 @@ def factor_rounds(
     """
     rounds, turn = _rounds_from_the_first(matrices, wire, num_clusters), first % num_clusters
     return tuple(of_round[-turn:] + of_round[:-turn] for of_round in rounds) if turn else rounds
+
+
+class FactorSizes(NamedTuple):
+    """What a cluster's messages of one matrix take, for ranks up to one, in bytes.
+
+    `sent` and `received` are of the larger factor, `received` of what this cluster averages.
+    """
+
+    sent: int
+    received: int
+    mean_p: int
+    mean_q: int
+
+
+def factor_sizes(
+    m: int, n: int, max_rank: int, wire: Wire, owners: Owners, position: int
+) -> FactorSizes:
+    """Return the messages of a matrix at one cluster."""
+    up = up_bytes(wire, max_rank + NUM_PROBES, m), up_bytes(wire, max_rank, n)
+    averaged = [size for size, by in zip(up, owners, strict=True) if by == position]
+    down = [down_bytes(wire.is_exact, max_rank, k) for k in (m, n)]
+    return FactorSizes(max(up), max(averaged, default=0), *down)
+
+
+class FactorBytes(NamedTuple):
+    """What the matrices of a channel take at one cluster: each its messages, and work space."""
+
+    num_bytes: int
+    work: Mapping[str, int]
+
+
+def factor_bytes(
+    matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int, first: int
+) -> list[FactorBytes]:
+    """Return what factors of matrices `(m, n, largest rank)` take, warm starts apart."""
+    by_matrix = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, first)
+    found: list[FactorBytes] = []
+    for position in range(num_clusters):
+        size, work = 0, dict[str, int]()
+        for (m, n, rank), owners in zip(matrices, by_matrix, strict=True):
+            sizes, rows = factor_sizes(m, n, rank, wire, owners, position), rank + NUM_PROBES
+            received = (num_clusters - 1) * sizes.received
+            size += 4 * NUM_PROBES * m + sizes.sent + received + sizes.mean_p + sizes.mean_q
+            averaged = [
+                k for k, by in zip((rows * m, rank * n), owners, strict=True) if by == position
+            ]
+            needed = {
+                "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n,
+                "codes of p": 4 * rank * m, "codes of q": 4 * rank * n,
+                "sum of a factor": 4 * max(averaged, default=0),
+                "scaled": 4 * max(rows * m, rank * n),
+            }  # fmt: skip
+            for role, own in (*needed.items(), *wire.work(max(rows * m, rank * n)).items()):
+                work[role] = max(work.get(role, 0), own)
+        found.append(FactorBytes(size, work))
+    return found
 
 
 @lru_cache(maxsize=4096)

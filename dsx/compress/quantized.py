@@ -8,7 +8,7 @@ and small matrices travel beside them in `small_wire`, in the same messages: the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -18,12 +18,15 @@ from dsx.compress.base import Channel, Compressor, Launch
 from dsx.compress.slices import (
     Rounds,
     coded_rounds,
+    coded_sizes,
     gathered_rounds,
     mean_bounds,
+    most_work,
     side_by_side,
 )
 from dsx.compress.wire.base import Kernels, Rounding, Wire
 from dsx.compress.wire.formats import FORMATS
+from dsx.core.buffers import Opening
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.membership import Seat
 from dsx.core.registry import register
@@ -116,11 +119,13 @@ class Quantized(Compressor):
         """The format of the mean that a slice's owner sends."""
         return FORMATS[self.mean_wire]()
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
+    def open(
+        self, fragment: Fragment, seat: Seat, max_rank: int, opening: Opening | None = None
+    ) -> Channel:
         """Return the channel of one fragment."""
         from dsx.compress.quantized_channel import QuantizedChannel
 
-        return QuantizedChannel(self, fragment, seat, at_launch)
+        return QuantizedChannel(self, fragment, seat, opening or Opening())
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
@@ -159,6 +164,44 @@ class Quantized(Compressor):
                 kept[m] += of_values + (storage.num_bytes(b - a) if keeps_mean else 0)
         return kept
 
+    def buffer_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what messages and work space take."""
+        runs = fragment.coded_runs
+        work = most_work([*self.coded_work(runs), small_work(fragment, self.small_wire)])
+        if at_launch:  # the encoder's, on its own thread
+            work += most_work(self.encoder_work(runs))
+        work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
+        coded = self.message_bytes(runs, num_clusters, at_launch)
+        return [size + work for size in coded]
+
+    def shared_work_bytes(self, fragment: Fragment) -> int:
+        """Return what the longest residual takes in fp32, if it is stored in less."""
+        return residual_work(self.error_feedback, fragment)
+
+    def message_bytes(
+        self, runs: Sequence[tuple[int, int]], num_clusters: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what the messages of coded runs take at each cluster."""
+        up, down = self.up, self.down
+        return [
+            sum(
+                coded_sizes(b - a, up, down, num_clusters, m).num_bytes(num_clusters, at_launch)
+                for a, b in runs
+            )
+            for m in range(num_clusters)
+        ]
+
+    def coded_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
+        """Return what the codecs of runs work in."""
+        return [*self.encoder_work(runs), *(self.down.work(b - a) for a, b in runs)]
+
+    def encoder_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
+        """Return what those work in that encode runs, with what residuals are stored by."""
+        formats = [self.up, *residual_formats(self.error_feedback)]
+        return [form.work(b - a) for a, b in runs for form in formats]
+
     def mean_bounds(self, numel: int, num_clusters: int) -> list[tuple[int, int]]:
         """Return which elements of a run have a mean that each cluster encodes, with a loss."""
         if self.down.is_exact:
@@ -175,3 +218,26 @@ def small_rounds(fragment: Fragment, wire: SmallWire, num_clusters: int) -> Roun
     """Return what the vectors and small matrices of a fragment take, in one message to all."""
     numel = sum(stop - start for start, stop in fragment.small_runs)
     return gathered_rounds(numel, FORMATS[wire](), num_clusters)
+
+
+def small_bytes(fragment: Fragment, wire: SmallWire, num_clusters: int, at_launch: int = 0) -> int:
+    """Return what the small rest takes: gathered values, once more at the launch, and messages."""
+    numel, form = sum(stop - start for start, stop in fragment.small_runs), FORMATS[wire]()
+    sizes = coded_sizes(numel, form, form, num_clusters, 0, is_gathered=True)
+    return 4 * numel * (2 if at_launch else 1) + sizes.num_bytes(num_clusters, at_launch)
+
+
+def residual_work(storage: Feedback, fragment: Fragment) -> int:
+    """Return what the longest of a fragment's residuals takes while it is in fp32, if shortened."""
+    longest = max((b - a for a, b in fragment.coded_runs), default=0)
+    return 0 if storage in ("none", "fp32") else 4 * longest
+
+
+def residual_formats(storage: Feedback) -> list[Wire]:
+    """Return the format whose codec stores residuals in work space, if there is one: no cast."""
+    return [] if storage in ("none", *CASTS) else [FORMATS[storage]()]
+
+
+def small_work(fragment: Fragment, wire: SmallWire) -> Mapping[str, int]:
+    """Return what the small rest's codec works in."""
+    return FORMATS[wire]().work(sum(stop - start for start, stop in fragment.small_runs))

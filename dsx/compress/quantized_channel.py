@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from dsx.compress.averaging import CodedMean
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual
 from dsx.compress.wire.formats import FORMATS
+from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange, together
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
@@ -23,17 +24,15 @@ if TYPE_CHECKING:
 class QuantizedChannel(Channel):
     """Runs of matrices, each one coded vector, and the small rest."""
 
-    def __init__(
-        self, method: Quantized, fragment: Fragment, seat: Seat, at_launch: int = 0
-    ) -> None:
+    def __init__(self, method: Quantized, fragment: Fragment, seat: Seat, opening: Opening) -> None:
         self._parts = [
             CodedPart(
                 method, start, stop, seat,
-                seed=part_seed(fragment.id, index, seat), at_launch=at_launch,
+                seed=part_seed(fragment.id, index, seat), opening=opening,
             )
             for index, (start, stop) in enumerate(fragment.coded_runs)
         ]  # fmt: skip
-        self._small = SmallPart(method.small_wire, fragment, seat, at_launch)
+        self._small = SmallPart(method.small_wire, fragment, seat, opening)
 
     @property
     def errors(self) -> Mapping[str, CodingError]:
@@ -68,17 +67,19 @@ class CodedPart:
         seat: Seat,
         seed: int,
         keeps_mean: bool = True,
-        at_launch: int = 0,
+        opening: Opening | None = None,
     ) -> None:
         self.start, self.stop = start, stop
         self._seed = seed
+        opening = opening or Opening()
         self._mean = CodedMean(
-            stop - start, method.up, method.down, seat, method.kernels, at_launch=at_launch
+            stop - start, method.up, method.down, seat, method.kernels, opening=opening
         )
-        self.residual = _residual(method, stop - start)
+        self.residual = _residual(method, stop - start, opening)
         bounds = method.mean_bounds(stop - start, seat.num_clusters)[seat.position]
         self.mean_bounds = first, last = bounds if keeps_mean else (0, 0)
-        self.of_mean = _residual(method, last - first) if last > first else None
+        here = replace(opening, at_launch=0)  # means are encoded by the transfer's thread
+        self.of_mean = _residual(method, last - first, here) if last > first else None
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
@@ -116,13 +117,13 @@ def coding_errors(kind: str, parts: Sequence[CodedPart]) -> dict[str, CodingErro
 class SmallPart:
     """The vectors and small matrices of a fragment, in one message to all."""
 
-    def __init__(self, wire: SmallWire, fragment: Fragment, seat: Seat, at_launch: int = 0) -> None:
+    def __init__(self, wire: SmallWire, fragment: Fragment, seat: Seat, opening: Opening) -> None:
         self._ranges = fragment.small_runs
         numel = sum(stop - start for start, stop in self._ranges)
-        self._values = torch.zeros(numel)
-        self._encoded = torch.zeros(numel if at_launch else 0)
+        self._values = opening.buffers.zeros(numel)
+        self._encoded = opening.buffers.zeros(numel if opening.at_launch else 0)
         format = FORMATS[wire]()
-        self._mean = CodedMean(numel, format, format, seat, is_gathered=True, at_launch=at_launch)
+        self._mean = CodedMean(numel, format, format, seat, is_gathered=True, opening=opening)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the small slots inside `x`, in place."""
@@ -157,8 +158,8 @@ def part_seed(fragment: int, part: int, seat: Seat) -> int:
     return (fragment * 1_009 + part) * 4_099 + seat.cluster_id * 31
 
 
-def _residual(method: Quantized, numel: int) -> Residual | None:
+def _residual(method: Quantized, numel: int, opening: Opening) -> Residual | None:
     """Return a residual of `numel` elements, or None without error feedback."""
     if method.error_feedback == "none":
         return None
-    return Residual(numel, method.error_feedback, method.feedback_decay)
+    return Residual(numel, method.error_feedback, method.feedback_decay, opening)

@@ -6,7 +6,7 @@ as every cluster's `Passed`, in bytes, headers apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from itertools import zip_longest
 from math import lcm
@@ -56,6 +56,59 @@ def exact_rounds(numel: int, num_clusters: int) -> Rounds:
         return to_all_round([4 * numel] * 2)
     sizes = [4 * (stop - start) for start, stop in slice_bounds(numel, num_clusters)]
     return to_owners_round(sizes) + to_all_round(sizes)
+
+
+def exact_bytes(numel: int, num_clusters: int, position: int) -> int:
+    """Return what an exact mean holds of the others' values: a vector, or copies of its slice."""
+    if num_clusters <= 2:
+        return 4 * numel * (num_clusters - 1)
+    start, stop = slice_bounds(numel, num_clusters)[position]
+    return 4 * num_clusters * (stop - start)
+
+
+class CodedSizes(NamedTuple):
+    """The messages of a coded mean at one cluster, in bytes.
+
+    `outgoing` and `means` are of the slices, one by one; `incoming` is one other cluster's.
+    """
+
+    bounds: list[tuple[int, int]]
+    outgoing: list[int]
+    incoming: int
+    means: list[int]
+
+    def num_bytes(self, num_clusters: int, at_launch: int = 0) -> int:
+        """Return what they take, with so many launches encoded at a time."""
+        outgoing = max(at_launch, 1) * sum(self.outgoing)
+        return outgoing + (num_clusters - 1) * self.incoming + sum(self.means)
+
+
+def coded_sizes(
+    numel: int,
+    wire: Wire,
+    mean_wire: Wire,
+    num_clusters: int,
+    position: int,
+    is_gathered: bool = False,
+) -> CodedSizes:
+    """Return the messages of a mean in codes, gathered by all or made by the owners of slices."""
+    if is_gathered or num_clusters <= GATHERED_UP_TO:
+        whole = wire.num_bytes(numel)
+        return CodedSizes([(0, numel)], [whole], whole, [])
+    bounds = mean_bounds(numel, wire, mean_wire, num_clusters)
+    lengths = [stop - start for start, stop in bounds]
+    outgoing = [wire.num_bytes(length) for length in lengths]
+    means = [mean_wire.num_bytes(length) for length in lengths]
+    return CodedSizes(bounds, outgoing, outgoing[position], means)
+
+
+def most_work(work: Iterable[Mapping[str, int]]) -> int:
+    """Return the bytes of work space that codecs share: of each role, what the largest needs."""
+    most: dict[str, int] = {}
+    for of_codec in work:
+        for role, size in of_codec.items():
+            most[role] = max(most.get(role, 0), size)
+    return sum(most.values())
 
 
 @lru_cache(maxsize=65536)

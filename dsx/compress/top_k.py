@@ -24,16 +24,26 @@ others on the next. Only the encoder has to choose.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from annotated_types import Ge, Le
 
 from dsx.compress.base import Channel, Compressor, Launch
-from dsx.compress.quantized import Decay, SmallWire, small_rounds
-from dsx.compress.slices import Rounds, gathered_rounds, side_by_side
+from dsx.compress.quantized import (
+    Decay,
+    SmallWire,
+    residual_formats,
+    residual_work,
+    small_bytes,
+    small_rounds,
+    small_work,
+)
+from dsx.compress.slices import Rounds, coded_sizes, gathered_rounds, most_work, side_by_side
 from dsx.compress.wire.base import Codec, Kernels
 from dsx.compress.wire.formats import FORMATS, Storage
+from dsx.core.buffers import Opening
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.membership import Seat
 from dsx.core.registry import register
@@ -41,6 +51,8 @@ from dsx.core.types import Fragment
 
 if TYPE_CHECKING:
     import torch
+
+    from dsx.core.buffers import Buffers
 
 LARGEST_CHUNK = 4096  # what 12 bits count
 Bits = Literal[2]
@@ -88,11 +100,13 @@ class TopK(Compressor):
         """The format of what clusters send."""
         return SparseFormat(self.k, self.chunk)
 
-    def open(self, fragment: Fragment, seat: Seat, max_rank: int, at_launch: int = 0) -> Channel:
+    def open(
+        self, fragment: Fragment, seat: Seat, max_rank: int, opening: Opening | None = None
+    ) -> Channel:
         """Return the channel of one fragment."""
         from dsx.compress.top_k_channel import TopKChannel
 
-        return TopKChannel(self, fragment, seat, at_launch)
+        return TopKChannel(self, fragment, seat, opening or Opening())
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0
@@ -105,6 +119,26 @@ class TopK(Compressor):
         """Return what residuals take."""
         storage = FORMATS[self.error_feedback]()
         return [sum(storage.num_bytes(b - a) for a, b in fragment.coded_runs)] * num_clusters
+
+    def buffer_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what messages and work space take."""
+        form, storage = self.format, residual_formats(self.error_feedback)
+        lengths = [b - a for a, b in fragment.coded_runs]
+        size = small_bytes(fragment, self.small_wire, num_clusters, at_launch)
+        for length in lengths:
+            sizes = coded_sizes(length, form, form, num_clusters, 0, is_gathered=True)
+            size += sizes.num_bytes(num_clusters, at_launch)
+        encoders = [kind.work(n) for n in lengths for kind in (form, *storage)]
+        size += most_work([*encoders, small_work(fragment, self.small_wire)])
+        if at_launch:  # the encoder's, on its own thread
+            size += most_work(encoders)
+        return [size] * num_clusters
+
+    def shared_work_bytes(self, fragment: Fragment) -> int:
+        """Return what the longest residual takes in fp32, if it is stored in less."""
+        return residual_work(self.error_feedback, fragment)
 
 
 @dataclass(frozen=True)
@@ -139,8 +173,20 @@ class SparseFormat:
         kept = self.num_kept(numel)
         return -(-3 * kept // 2), -(-kept // 4), 2 * -(-numel // self.chunk)
 
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+    def work(self, numel: int) -> Mapping[str, int]:
+        """Return what the codec works in, by role: what is kept, and the scales."""
+        kept = self.num_kept(numel)
+        sections = {"indices": 8 * kept, "kept": 4 * kept, "codes of entries": kept}
+        return sections | {"scales": 2 * -(-numel // self.chunk)}
+
+    def codec(
+        self,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels = "auto",
+        buffers: Buffers | None = None,
+    ) -> Codec:
         """Return a codec for vectors of up to `numel` elements on `device`."""
         from dsx.compress.top_k_channel import SparseCodec
 
-        return SparseCodec(self, numel, device, kernels)
+        return SparseCodec(self, numel, device, kernels, buffers)

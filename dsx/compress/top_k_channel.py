@@ -16,7 +16,8 @@ from dsx.compress.error_feedback import Residual
 from dsx.compress.quantized_channel import SmallPart
 from dsx.compress.wire.base import Kernels
 from dsx.compress.wire.group_kernels import MIN_SCALE, largest_scale
-from dsx.compress.wire.work_space import Buffers, require_sizes
+from dsx.compress.wire.work_space import require_sizes
+from dsx.core.buffers import Buffers, Opening
 from dsx.core.checks import require_choice
 from dsx.core.exchange import Exchange, together
 from dsx.core.membership import Seat
@@ -31,15 +32,15 @@ RATIO = 1.5  # the larger level over the smaller one
 class TopKChannel(Channel):
     """Runs of matrices, each one sparse vector, and the small rest."""
 
-    def __init__(self, method: TopK, fragment: Fragment, seat: Seat, at_launch: int = 0) -> None:
+    def __init__(self, method: TopK, fragment: Fragment, seat: Seat, opening: Opening) -> None:
         self._runs = fragment.coded_runs
         form, storage, decay = method.format, method.error_feedback, method.feedback_decay
         self._means = [
-            CodedMean(b - a, form, form, seat, is_gathered=True, at_launch=at_launch)
+            CodedMean(b - a, form, form, seat, is_gathered=True, opening=opening)
             for a, b in self._runs
         ]
-        self._residuals = [Residual(b - a, storage, decay) for a, b in self._runs]
-        self._small = SmallPart(method.small_wire, fragment, seat, at_launch)
+        self._residuals = [Residual(b - a, storage, decay, opening) for a, b in self._runs]
+        self._small = SmallPart(method.small_wire, fragment, seat, opening)
 
     @property
     def errors(self) -> Mapping[str, CodingError]:
@@ -103,12 +104,17 @@ class SparseCodec:
     kernels = "eager"
 
     def __init__(
-        self, form: SparseFormat, numel: int, device: torch.device, kernels: Kernels
+        self,
+        form: SparseFormat,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels,
+        buffers: Buffers | None = None,
     ) -> None:
         require_choice("kernels", kernels, Kernels)
         self._form = form
         self._numel = numel
-        self._new = Buffers(device)
+        self._new = (buffers or Buffers(device)).work
         self._levels = torch.tensor([1.0, RATIO, -1.0, -RATIO], device=device)
 
     def encode(self, x: Tensor, out: Tensor, seed: int = 0) -> None:
@@ -137,7 +143,7 @@ class SparseCodec:
         kept = self._form.num_kept(x.numel())
         indices = self._new("indices", (kept,), torch.int64)
         magnitudes = self._new("kept", (kept,), torch.float32)
-        codes = self._new("codes", (kept,), torch.uint8)
+        codes = self._new("codes of entries", (kept,), torch.uint8)
         scales = self._new("scales", (-(-x.numel() // self._form.chunk),), torch.bfloat16)
         torch.abs(x, out=work)
         for block in self._blocks(x.numel()):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from dsx.core.buffers import Buffers
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, Fragment, ParameterShape, Stage
 
@@ -100,6 +101,11 @@ class EngineAdapter(Protocol):
     @property
     def buffer_bytes(self) -> int:
         """Return what the adapter allocates for collectives inside the cluster."""
+        ...
+
+    @property
+    def buffers(self) -> Buffers:
+        """Return where it takes that from, when it is first needed."""
         ...
 
     def read(self, fragment: int, out: Tensor) -> None:

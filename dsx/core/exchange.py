@@ -19,6 +19,7 @@ if TYPE_CHECKING:  # what only plans is started without torch
 _Result = TypeVar("_Result")
 Exchange = Generator["ExchangeRound", None, "Tensor"]
 HEADER_BYTES = 48  # launch handshake and parity header, int64s, once per exchange and peer
+HASHED_PAIRS = 1 << 16  # of elements, hashed at a time: with weights they stay in a core's cache
 HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in the handshake
 
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from dsx.core.buffers import Buffers
 from dsx.engines.cluster_collectives import ClusterCollectives
 from dsx.engines.masters import MastersAdapter
 from dsx.engines.replicated import ReplicaShards
@@ -33,6 +34,11 @@ class MultiRankAdapter(MastersAdapter):
     def buffer_bytes(self) -> int:
         """Return what gathering replica shards takes."""
         return 0 if self._replica_shards is None else self._replica_shards.buffer_bytes
+
+    @property
+    def buffers(self) -> Buffers:
+        """Return where that comes from."""
+        return Buffers() if self._replica_shards is None else self._replica_shards.buffers
 
     def end_inner_step(self) -> None:
         """Nothing to do: the backward is the engine's own."""

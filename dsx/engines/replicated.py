@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsx.core.buffers import Buffers
 from dsx.engines.masters import Piece
 
 _CHUNK = 1 << 24  # elements of all ranks gathered at a time
@@ -52,7 +53,8 @@ class ReplicaShards:
             self._wholes.append([(start, whole) for _, start, whole in placed])
             self.pieces.update({name: piece for name, piece in own.items() if piece is not None})
         self._chunk = max(1, min(max(self._runs, default=0), _CHUNK // self._count))
-        self._buffers: tuple[Tensor, Tensor] | None = None
+        self.buffers = Buffers(device)
+        self._gathered: tuple[Tensor, Tensor] | None = None
 
     @property
     def buffer_bytes(self) -> int:
@@ -63,13 +65,13 @@ class ReplicaShards:
         """Write every rank's part of these fragments to this rank's masters, too. Collective."""
         if self._count == 1:
             return
-        if self._buffers is None:
-            own = torch.zeros(self._chunk, device=self._device)
-            self._buffers = own, torch.zeros(self._chunk * self._count, device=self._device)
+        if self._gathered is None:
+            zeros = self.buffers.zeros
+            self._gathered = zeros(self._chunk), zeros(self._chunk * self._count)
         for fragment in fragments:
             run = self._runs[fragment]
             for first in range(0, run, self._chunk):
-                self._gather(fragment, first, min(self._chunk, run - first), *self._buffers)
+                self._gather(fragment, first, min(self._chunk, run - first), *self._gathered)
 
     def _gather(self, fragment: int, first: int, numel: int, own: Tensor, everyone: Tensor) -> None:
         """All-gather the same elements of every rank's run, `numel` from `first` on."""

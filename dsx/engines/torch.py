@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
+from dsx.core.buffers import Buffers
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape, Stage
 from dsx.engines.backward_hooks import BackwardWatch
@@ -45,6 +46,7 @@ class TorchAdapter(MastersAdapter):
     """A module and its optimizers in one process; this rank owns every parameter whole."""
 
     buffer_bytes = 0
+    buffers = Buffers()  # none are needed
 
     def __init__(
         self,

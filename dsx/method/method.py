@@ -94,6 +94,12 @@ class Method:
         return self.staleness.is_active and not self.delay.restarts_from_anchor
 
     @property
+    def measures_tensors(self) -> bool:
+        """Whether a choice asks for norms of single tensors, which take work space."""
+        of_penalty = self.staleness.is_active and not self.staleness.is_elementwise
+        return of_penalty or self.delay.measures_tensors or self.outer_optimizer.measures_tensors
+
+    @property
     def encodes_at_launch(self) -> bool:
         """Whether the training thread makes the codes: the delay needs what is decoded of them."""
         return self.delay.keeps == "contribution" and not self.compression.is_exact

@@ -75,6 +75,11 @@ class OuterOptimizer(Protocol):
         """
         return f"{type(self).__name__} (nonlinear_by)"
 
+    @property
+    def measures_tensors(self) -> bool:
+        """Whether it asks for norms of single tensors, which take work space."""
+        return False
+
     @abstractmethod
     def validate(self) -> None:
         """Raise ValueError for a value outside the rule's range."""
@@ -158,6 +163,11 @@ class Momentum(OuterOptimizer):
             return "scale_by_lr"
         return None if self.clip is None else "a clip"
 
+    @property
+    def measures_tensors(self) -> bool:
+        """Where a clip is a multiple of each tensor's RMS."""
+        return self.clip is not None and self.clip_unit == "rms"
+
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""
         require_bounds("outer_optimizer", self)
@@ -204,6 +214,11 @@ class Nesterov(OuterOptimizer):
     def nonlinear_by(self) -> str | None:
         """A clip."""
         return None if self.clip is None else "a clip"
+
+    @property
+    def measures_tensors(self) -> bool:
+        """Where a clip is a multiple of each tensor's RMS."""
+        return self.clip is not None and self.clip_unit == "rms"
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""

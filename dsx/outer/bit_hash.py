@@ -9,7 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_TILE = 1 << 16  # pairs of elements; with products and weights it stays in a core's cache
+from dsx.core.buffers import Buffers
+from dsx.core.exchange import HASHED_PAIRS
+
 _ROWS_ON_HOST, _ROWS_ON_ACCELERATOR = (
     1,
     64,
@@ -20,7 +22,8 @@ _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 class BitHash:
     """Hashes vectors on one device; allocates nothing after the first. For one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._work = (buffers or Buffers()).work
         self._weights = torch.empty(0, dtype=torch.int64)
         self._products = torch.empty(0, dtype=torch.int64)
         self._powers = torch.empty(0, dtype=torch.int64)
@@ -29,14 +32,15 @@ class BitHash:
         """Return the hash of fp32 `[n]` as int64, 0-dim, on its device and without waiting."""
         rows = _ROWS_ON_HOST if x.device.type == "cpu" else _ROWS_ON_ACCELERATOR
         if not self._weights.numel():
-            self._weights = _weights().to(x.device)
-            self._products = torch.empty(rows, _TILE, dtype=torch.int64, device=x.device)
+            self._weights = self._work("weights of a hash", (HASHED_PAIRS,), torch.int64)
+            self._weights.copy_(_weights())
+            self._products = self._work("products", (rows, HASHED_PAIRS), torch.int64)
             powers = [signed(pow(_FACTOR, rows - 1 - i, 1 << 64)) for i in range(rows)]
             self._powers = torch.tensor(powers, dtype=torch.int64, device=x.device)
         pairs = x[: x.numel() // 2 * 2].view(torch.int64)
         total = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
-        whole = pairs.numel() // _TILE * _TILE
-        tiles = pairs[:whole].view(-1, _TILE)
+        whole = pairs.numel() // HASHED_PAIRS * HASHED_PAIRS
+        tiles = pairs[:whole].view(-1, HASHED_PAIRS)
         for start in range(0, tiles.shape[0], rows):
             block = tiles[start : start + rows]
             products = torch.mul(block, self._weights, out=self._products[: block.shape[0]])
@@ -59,5 +63,5 @@ def signed(value: int) -> int:
 
 def _weights() -> Tensor:
     """Return odd multipliers, one per place in a tile."""
-    values = (torch.arange(_TILE, dtype=torch.int64) * 2 + 1) * signed(_FACTOR)
+    values = (torch.arange(HASHED_PAIRS, dtype=torch.int64) * 2 + 1) * signed(_FACTOR)
     return values ^ (values >> 29 << 1)  # still odd

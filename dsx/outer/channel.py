@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from inspect import signature
 from typing import cast
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from dsx.compress.averaging import ExactMean
 from dsx.compress.base import Channel, CodingError, Compressor, EncodingChannel, Launch
+from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
@@ -23,8 +25,8 @@ logger = logging.getLogger(__name__)
 class FragmentChannel:
     """The parity check and the codec of one fragment on this rank, and what a checkpoint keeps.
 
-    All of its buffers are those of one membership, until it is opened under another. `at_launch`
-    as for `Compressor.open`.
+    All of its buffers are those of one membership, until it is opened under another. What `opening`
+    returns is for the codec, if it takes that: one of your own may do without.
     """
 
     def __init__(
@@ -33,20 +35,22 @@ class FragmentChannel:
         fragment: Fragment,
         max_rank: int,
         seat: Seat,
-        at_launch: int = 0,
+        opening: Callable[[], Opening] = Opening,
     ) -> None:
         self._compressor = compressor
         self._fragment = fragment
         self._max_rank = max_rank
-        self._at_launch = at_launch
+        self._opening = opening
         self._open(seat)
 
     def _open(self, seat: Seat) -> None:
         self.seat = seat
-        also = {"at_launch": self._at_launch} if self._at_launch else {}
-        self.codec: Channel = self._compressor.open(self._fragment, seat, self._max_rank, **also)
-        self.parity_check = ParityCheck(seat)
-        self._sideband_mean = ExactMean(seat, "sideband")
+        opening, open = self._opening(), self._compressor.open
+        takes_it = "opening" in signature(open).parameters
+        also = (opening,) if takes_it else ()
+        self.codec: Channel = open(self._fragment, seat, self._max_rank, *also)
+        self.parity_check = ParityCheck(seat, opening.buffers)
+        self._sideband_mean = ExactMean(seat, "sideband", opening.buffers)
 
     def open(self, seat: Seat) -> None:
         """Go on under another membership; between two transfers, none being under way.

@@ -66,6 +66,8 @@ class OuterLoop:
         )
         wire = [gather.wire for gather in self.matrix_gathers]
         self.state = StateStore(method, adapter, num_tensors, wire, seat)
+        for buffers in (adapter.buffers, *(gather.buffers for gather in self.matrix_gathers)):
+            self.state.allocator.adopt("in_the_cluster", buffers)
         self.history = History(len(fragments), list(adapter.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()

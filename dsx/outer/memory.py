@@ -5,13 +5,15 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
 
     anchor 4n, outer optimizer 4n per slot, delay policy 4n per slot (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
-    work space: up to 4 vectors of L, shared by all fragments
+    channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
+    work space: 3 vectors of L shared by all fragments, 4 where norms of single tensors are taken,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
-Codecs' own buffers (codes of one round, C of them where they are gathered) come on top of it: at
-most C + 1 times the bytes of one message; on an accelerator the contributions that are launched
-together, 4 bytes per element until they are on the host (twice where pieces are put together).
+It is what `Allocator` has given (core/buffers.py), which tests compare. On an accelerator there are
+also the contributions that are launched together, 4 bytes per element until they are on the host
+(twice where pieces are put together); what lives only within a call (a QR of the largest factor,
+the entries that top-k picks) is in neither.
 """
 
 from __future__ import annotations
@@ -19,17 +21,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dsx.compress.slices import exact_bytes
+from dsx.core.exchange import HASHED_PAIRS
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.outer.sideband import sideband_shape
 
-_MOST_SCRATCH = 4
+
+_HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 
 @dataclass(frozen=True)
 class OuterMemory:
-    """Bytes of one rank by what they are for; `codec` and `transfers` are always on the host."""
+    """Bytes of one rank by what they are for; `codec` to `channels` are always on the host."""
 
     anchor: int
     outer_optimizer: int
@@ -37,6 +42,7 @@ class OuterMemory:
     staleness: int
     codec: int
     transfers: int
+    channels: int
     work_space: int
     in_the_cluster: int
 
@@ -47,7 +53,7 @@ class OuterMemory:
 
     def on_host(self, is_state_on_host: bool) -> int:
         """Return what lies in host memory, state placed there or with the masters."""
-        return self.total if is_state_on_host else self.codec + self.transfers
+        return self.total if is_state_on_host else self.codec + self.transfers + self.channels
 
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
@@ -76,17 +82,36 @@ def predict(
     of_staleness = sum(sum(staleness.slots(f, count).values()) for f, count in pairs)
     if method.keeps_round_start:
         of_staleness += numel
-    sideband = sum(sideband_shape(method, f, count, num_clusters).numel for f, count in pairs)
+    sidebands = [sideband_shape(method, f, count, num_clusters).numel for f, count in pairs]
     wire = sum(f.numel for f in on_the_wire)
-    rank = method.control.largest_rank
-    codec = [method.compression.state_bytes(f, num_clusters, rank) for f in on_the_wire]
+    codec, channels = max(_of_channels(method, on_the_wire, sidebands, num_clusters), key=sum)
     return OuterMemory(
         anchor=4 * numel if outer.keeps_anchor else 0,
         outer_optimizer=4 * numel * len(outer.slots),
         delay=4 * (numel * len(delay.slots(outer.slots)) + kept),
         staleness=4 * of_staleness,
-        codec=max(map(sum, zip(*codec, strict=True)), default=0),
-        transfers=4 * buffers * (wire + sideband),
+        codec=codec,
+        transfers=4 * buffers * (wire + sum(sidebands)),
+        channels=channels,
         in_the_cluster=in_the_cluster,
-        work_space=4 * _MOST_SCRATCH * max((f.numel for f in fragments), default=0),
+        work_space=4 * (3 + method.measures_tensors) * max((f.numel for f in fragments), default=0)
+        + _HASH_BYTES * outer.keeps_anchor,
     )
+
+
+def _of_channels(
+    method: Method, on_the_wire: Sequence[Fragment], sidebands: Sequence[int], num_clusters: int
+) -> list[tuple[int, int]]:
+    """Return what each cluster's channels keep for a checkpoint, and what they hold beside it."""
+    compression, rank = method.compression, method.control.largest_rank
+    at_launch = method.max_in_flight if method.encodes_at_launch else 0
+    shared = max((compression.shared_work_bytes(f) for f in on_the_wire), default=0)
+    kept, held = [0] * num_clusters, [shared] * num_clusters
+    for fragment, sideband in zip(on_the_wire, sidebands, strict=True):
+        state = compression.state_bytes(fragment, num_clusters, rank)
+        buffers = compression.buffer_bytes(fragment, num_clusters, rank, at_launch)
+        hashed = _HASH_BYTES if fragment.numel else 0
+        for m in range(num_clusters):
+            kept[m] += state[m]
+            held[m] += buffers[m] + exact_bytes(sideband, num_clusters, m) + hashed
+    return list(zip(kept, held, strict=True))

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsx.core.buffers import Buffers
 from dsx.core.exchange import HEADER, ExchangeRound, to_all
 from dsx.core.membership import Seat
 from dsx.outer.bit_hash import BitHash
@@ -102,12 +103,12 @@ class Sides:
 class ParityCheck:
     """One fragment's headers; `memory` `[round, hash]` int64 belongs to the checkpoint."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: Seat, buffers: Buffers | None = None) -> None:
         self._seat = seat
         self.memory = torch.zeros(2, dtype=torch.int64)
         self._own = torch.zeros(3, dtype=torch.int64)
         self._theirs = [torch.zeros(3, dtype=torch.int64) for _ in range(seat.num_clusters)]
-        self._hash = BitHash()
+        self._hash = BitHash(buffers)
 
     def exchange(
         self, is_finite: bool, parity: ParityResult

@@ -51,7 +51,8 @@ class Recovery:
         self._adapter = adapter
         self._transport = transport
         self._state = state
-        self._hash = BitHash()
+        self._hash_buffers = state.allocator.buffers("work_space")
+        self._hash = BitHash(self._hash_buffers)
         transport.offer(self._shared_state)
 
     def hash_anchor(self, fragment: int, launches: int | None = None) -> Tensor | int:

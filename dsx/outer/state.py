@@ -16,11 +16,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from dsx.core.buffers import Allocator, Buffers, Opening, SharedWork
 from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.method.method import Method
 from dsx.outer.channel import FragmentChannel
+from dsx.outer.pinned import PinnedMemory
 from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
 from dsx.outer.transfer import TransferBuffers
 
@@ -55,35 +57,52 @@ class StateStore:
     ) -> None:
         fragments = adapter.fragments
         self.device = adapter.device
-        self._new = _Zeros(adapter.device, adapter.pins_host_memory)
+        pin = PinnedMemory() if adapter.pins_host_memory else None
+        self.allocator = Allocator(adapter.device, pin)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
-        self.anchor = [self._new(n if has_anchor else 0) for n in self._numel]
+        self._anchors = self.allocator.buffers("anchor")
+        self.anchor = [self._anchors.zeros(n if has_anchor else 0) for n in self._numel]
+        self._of_policies = {
+            name: self.allocator.buffers(name) for name in ("outer_optimizer", "delay", "staleness")
+        }
         self.slots = [
-            _make_slots(method, f, count, self._new)
+            _make_slots(method, f, count, self._of_policies)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         shapes = [
             sideband_shape(method, f, count, seat.num_clusters)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
+        self._travelling = self.allocator.on_host("transfers", is_pinned=True)
         self._buffers = [
             [
-                _make_buffers(method, f, wire.numel, shape, self._new)
+                self._transfer_buffers(method, f.numel, wire.numel, shape)
                 for _ in range(method.max_in_flight)
             ]
             for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
         ]
+        self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
+        self._shared_work = SharedWork(self.allocator.on_host("channels"))
         self.channels = [
-            FragmentChannel(
-                method.compression, f, method.control.largest_rank, seat,
-                at_launch=method.max_in_flight if method.encodes_at_launch else 0,
-            )
+            FragmentChannel(method.compression, f, method.control.largest_rank, seat, self._opening)
             for f in on_the_wire
-        ]  # fmt: skip
+        ]
         self._wire_numel = [wire.numel for wire in on_the_wire]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
+        self._work_space = self.allocator.buffers("work_space")
+
+    def _opening(self) -> Opening:
+        buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
+        return Opening(buffers, self._shared_work, self._at_launch, encoding)
+
+    def _transfer_buffers(
+        self, method: Method, numel: int, wire_numel: int, shape: SidebandShape
+    ) -> TransferBuffers:
+        kept = None if method.delay.keeps is None else self._of_policies["delay"].zeros(numel)
+        sideband = Sideband(shape, self._travelling.zeros(shape.numel))
+        return TransferBuffers(self._travelling.zeros(wire_numel), sideband, kept)
 
     def take_buffers(self, fragment: int) -> TransferBuffers:
         """Return buffers of a fragment that are free, and mark them taken."""
@@ -105,7 +124,7 @@ class StateStore:
     def scratch(self, fragment: int, purpose: str) -> Tensor:
         """Return the shared work vector for a purpose, cut to the fragment's length."""
         if purpose not in self._scratch:
-            self._scratch[purpose] = self._new(self._longest)
+            self._scratch[purpose] = self._work_space.zeros(self._longest)
         return self._scratch[purpose][: self._numel[fragment]]
 
     def outgoing(self, fragment: int) -> Tensor:
@@ -130,40 +149,19 @@ class StateStore:
         return self._buffers[fragment][0].sideband.values.numel()
 
 
-@dataclass(frozen=True)
-class _Zeros:
-    """Makes buffers of outer state; on the host pinned, if an accelerator copies to and from it."""
-
-    device: torch.device
-    is_pinned: bool
-
-    def __call__(self, numel: int) -> Tensor:
-        if self.device.type == "cpu":
-            return self.on_host(numel)
-        return torch.zeros(numel, device=self.device)
-
-    def on_host(self, numel: int) -> Tensor:
-        """Return one for what travels."""
-        return torch.zeros(numel, pin_memory=self.is_pinned)
-
-
-def _make_slots(method: Method, fragment: Fragment, num_tensors: int, new: _Zeros) -> Slots:
+def _make_slots(
+    method: Method, fragment: Fragment, num_tensors: int, new: Mapping[str, Buffers]
+) -> Slots:
     numel = fragment.numel
     outer, delay = method.outer_optimizer, method.delay
     staleness = {
-        name: new(count) for name, count in method.staleness.slots(fragment, num_tensors).items()
+        name: new["staleness"].zeros(count)
+        for name, count in method.staleness.slots(fragment, num_tensors).items()
     }
     if method.keeps_round_start:
-        staleness["start"] = new(numel)
+        staleness["start"] = new["staleness"].zeros(numel)
     return Slots(
-        outer={name: new(numel) for name in outer.slots},
-        delay={name: new(numel) for name in delay.slots(outer.slots)},
+        outer={name: new["outer_optimizer"].zeros(numel) for name in outer.slots},
+        delay={name: new["delay"].zeros(numel) for name in delay.slots(outer.slots)},
         staleness=staleness,
     )
-
-
-def _make_buffers(
-    method: Method, fragment: Fragment, wire_numel: int, shape: SidebandShape, new: _Zeros
-) -> TransferBuffers:
-    kept = None if method.delay.keeps is None else new(fragment.numel)
-    return TransferBuffers(new.on_host(wire_numel), Sideband(shape, new.on_host(shape.numel)), kept)

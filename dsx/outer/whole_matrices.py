@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from dsx.core.buffers import Buffers
 from dsx.core.engine import EngineAdapter
 from dsx.core.types import Fragment, Slot
 from dsx.method.fragments import in_a_row
@@ -69,7 +70,7 @@ class MatrixGather:
         ranks = range(len(layouts))
         self._away = [[m for m in moves if m.home == rank and m.owner == r] for r in ranks]
         self._here = [[m for m in moves if m.owner == rank and m.home == r] for r in ranks]
-        self._device = device
+        self.buffers = Buffers(device or "cpu")
 
     @property
     def buffer_bytes(self) -> int:
@@ -85,9 +86,7 @@ class MatrixGather:
         return self._buffers(self._here)
 
     def _buffers(self, moves: Sequence[Sequence[Move]]) -> list[Tensor]:
-        import torch
-
-        return [torch.zeros(sum(m.numel for m in ms), device=self._device) for ms in moves]
+        return [self.buffers.zeros(sum(m.numel for m in ms)) for ms in moves]
 
     def to_wire(self, x: Tensor, out: Tensor, all_to_all: AllToAll) -> None:
         """Write the fragment as it travels to `out`; `x` `[numel]` is as the masters lie."""

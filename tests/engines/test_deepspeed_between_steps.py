@@ -82,8 +82,9 @@ def memory(handle: Any) -> tuple[int, int, int, int]:
     """Bytes predicted and held: of state that is sharded, and of collectives' buffers."""
     state, predicted = handle.loop.state, handle.memory
     replicated = handle.loop.adapter._replica_shards
-    buffers = 0 if replicated is None else sum(4 * b.numel() for b in replicated._buffers)
-    sharded = predicted.total - predicted.work_space - predicted.in_the_cluster
+    buffers = 0 if replicated is None else sum(4 * b.numel() for b in replicated._gathered)
+    apart = predicted.work_space + predicted.in_the_cluster + predicted.channels
+    sharded = predicted.total - apart
     return sharded, held_bytes(state), predicted.in_the_cluster, buffers
 
 

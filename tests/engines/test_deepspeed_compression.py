@@ -136,6 +136,7 @@ def train_all() -> dict[str, Any]:
             "bytes": loop.totals.bytes_sent,
             "refused": loop.totals.refused,
             "memory": (engine.dsx.memory, held_bytes(loop.state)),
+            "given": loop.state.allocator.given,
             "state": [t.clone().numpy() for t in loop.state.named_state(0).values()],
             "sent": [f.numel for f in (route.wire for route in loop.matrix_gathers)],
             "held": [f.numel for f in loop.adapter.fragments],
@@ -162,8 +163,11 @@ def test_all_clusters_apply_the_same_bits(name: str, trained: list[dict[str, Any
 
 @pytest.mark.parametrize("name", RUNS)
 def test_memory_is_predicted(name: str, trained: list[dict[str, Any]]) -> None:
-    for memory, held in (result[name]["memory"] for result in trained):
-        assert memory.total - memory.work_space - memory.in_the_cluster == held
+    for result in trained:
+        (memory, held), given = result[name]["memory"], result[name]["given"]
+        apart = memory.work_space + memory.in_the_cluster + memory.channels
+        assert memory.total - apart == held
+        assert sum(given.values()) == pytest.approx(memory.total, rel=0.05)
         assert memory.codec > 0
         assert memory.in_the_cluster > 0 or "low_rank" not in str(RUNS[name])
 

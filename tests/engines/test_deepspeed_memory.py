@@ -57,7 +57,7 @@ def held(stage: int, precision: str) -> dict[str, Any]:
     model = Shapes()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     engine = dsx.initialize(model=model, config=config, optimizer=optimizer)[0]
-    for _ in range(2):
+    for _ in range(9):
         engine.backward(engine())
         engine.step()
     parameters = [getattr(p, "ds_tensor", p) for p in engine.module.parameters()]
@@ -66,6 +66,7 @@ def held(stage: int, precision: str) -> dict[str, Any]:
         "weights": sum(p.numel() * p.element_size() for p in parameters),
         "moments": sum(4 * v.numel() for k, v in states if k.startswith("exp_avg")),
         "outer": vars(engine.dsx.memory),
+        "given": sum(engine.dsx.loop.state.allocator.given.values()),
     }
     engine.dsx.close()
     engine.destroy()
@@ -103,3 +104,5 @@ def test_plans_are_what_small_models_hold(
         **{f"outer {name}": size for name, size in largest["outer"].items()},
     }
     assert found == pytest.approx(expected, rel=0.01)  # DeepSpeed pads
+    for rank in own:
+        assert rank["given"] == pytest.approx(sum(rank["outer"].values()), rel=0.05)

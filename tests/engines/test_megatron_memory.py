@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+import pytest
 import torch
 
 from dsx.config.schema import load_config
@@ -33,7 +34,8 @@ CHANGES: dict[str, Any] = {
 def held(kind: Kind) -> dict[str, Any]:
     """What a rank of this kind has: names and shapes, bytes by purpose, the plan in the handle."""
     engine = build_engine(kind, **CHANGES)
-    train_step(engine, 1)
+    for step in range(1, 10):
+        train_step(engine, step)
     adapter = engine.handle.loop.adapter
     weights = [p for chunk in engine.chunks for p in chunk.parameters()]
     moments, masters = 0, 0
@@ -53,6 +55,7 @@ def held(kind: Kind) -> dict[str, Any]:
         "masters": masters,
         "moments": moments,
         "outer": asdict(engine.handle.memory),
+        "given": sum(engine.handle.loop.state.allocator.given.values()),
         "numel": sum(f.numel for f in adapter.fragments),
     }
 
@@ -87,6 +90,8 @@ def test_plans_are_what_small_models_hold() -> None:
                 for part in model.stage(stage, (tensor, kind.tensor))
             }
             assert together == largest["shapes"], str(kind)
+            for rank in mine:
+                assert rank["given"] == pytest.approx(sum(rank["outer"].values()), rel=0.05)
             itemsize = 2 if kind.precision == "bf16" else 4
             assert plan.inner.weights == plan.numel * itemsize == largest["weights"], str(kind)
             # the distributed optimizer pads every parameter to 64 elements, here a lot

@@ -14,9 +14,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:  # what only plans is started without torch
+    from collections.abc import Mapping
+
     import torch
     from torch import Tensor
 
+    from dsx.core.buffers import Buffers
+
+TILE = 2**17  # elements that kernels work on at a time, where they are not compiled
 Kernels = Literal["auto", "compiled", "eager"]
 Rounding = Literal["nearest", "stochastic"]
 
@@ -47,10 +52,21 @@ class Wire(Protocol):
         """Return the exact size of a message of `numel` >= 0 elements."""
         ...
 
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+    def work(self, numel: int) -> Mapping[str, int]:
+        """Return the bytes of what a codec for `numel` elements works in, by role."""
+        ...
+
+    def codec(
+        self,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels = "auto",
+        buffers: Buffers | None = None,
+    ) -> Codec:
         """Return a codec for vectors of up to `numel` elements on `device`.
 
-        Raises RuntimeError if `kernels` is "compiled" and kernels cannot be compiled here.
+        It works in `buffers`, with all others that the same thread uses. Raises RuntimeError if
+        `kernels` is "compiled" and kernels cannot be compiled here.
         """
         ...
 

@@ -13,11 +13,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dsx.compress.wire.base import Kernels
-from dsx.compress.wire.work_space import Buffers, require_sizes
+from dsx.compress.wire.base import TILE, Kernels
+from dsx.compress.wire.work_space import require_sizes
+from dsx.core.buffers import Buffers
 from dsx.core.checks import require_choice
 
-TILE = 2**17
 FP16_MAX = 65504.0
 
 
@@ -26,11 +26,18 @@ class CastCodec:
 
     kernels = "eager"
 
-    def __init__(self, dtype: str, numel: int, device: torch.device, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        dtype: str,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels,
+        buffers: Buffers | None = None,
+    ) -> None:
         require_choice("kernels", kernels, Kernels)
         self._dtype: torch.dtype = getattr(torch, dtype)
         self._numel = numel
-        self._new = Buffers(device)
+        self._new = (buffers or Buffers(device)).work
 
     def encode(self, x: Tensor, out: Tensor, seed: int = 0) -> None:
         """Write the message of `x` to `out`; nothing is random, so `seed` has no effect."""

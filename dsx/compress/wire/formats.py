@@ -31,14 +31,17 @@ Nothing here needs torch before a codec is opened: plans read these declarations
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from dsx.compress.wire.base import Codec, Kernels, Rounding, Wire
+from dsx.compress.wire.base import TILE, Codec, Kernels, Rounding, Wire
 from dsx.core.checks import require_choice
 
 if TYPE_CHECKING:
     import torch
+
+    from dsx.core.buffers import Buffers
 
 GROUP_SIZES = (32, 64, 128, 256)
 Storage = Literal["fp32", "bf16", "int8"]  # of residuals
@@ -60,11 +63,21 @@ class _Cast:
         """Return the exact size of a message of `numel` elements."""
         return self.itemsize * numel
 
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+    def work(self, numel: int) -> Mapping[str, int]:
+        """Return what a codec works in, by role: a tile in fp32."""
+        return {} if self.is_exact else {"value": 4 * min(numel, TILE)}
+
+    def codec(
+        self,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels = "auto",
+        buffers: Buffers | None = None,
+    ) -> Codec:
         """Return a codec for vectors of up to `numel` elements on `device`."""
         from dsx.compress.wire.casts import CastCodec
 
-        return CastCodec(self.dtype, numel, device, kernels)
+        return CastCodec(self.dtype, numel, device, kernels, buffers)
 
 
 @dataclass(frozen=True)
@@ -135,6 +148,23 @@ class GroupFormat:
         """Bytes of a message of `numel` elements: codes, and 2 for each scale."""
         return self.code_bytes(numel) + 2 * self.num_groups(numel)
 
+    def work(self, numel: int) -> dict[str, int]:
+        """Return what the kernels work in for `numel` elements at a time, by role."""
+        groups, each = self.num_groups(numel), 4 * numel
+        work = {"codes": each, "scales": 2 * groups}
+        work |= dict.fromkeys(("scale", "inverse", "nonzero"), 4 * groups)
+        if self.parts > 1:
+            work["packed"] = 4 * self.code_bytes(numel)
+        if self.base == 16:
+            work["digits"] = numel
+        if self.is_ternary:
+            work |= {"value": each, "count": 4 * groups}
+        if self.mantissa_bits is not None:
+            work |= dict.fromkeys(("rank", "value", "bits", "sign", "exponent"), each)
+        if self.is_stochastic:
+            work |= dict.fromkeys(("noise", "bits", "high"), each)
+        return work
+
 
 class _Grouped(ABC):
     """What follows from a `GroupFormat` alone, the same for every format here."""
@@ -167,11 +197,21 @@ class _Grouped(ABC):
         """Return the exact size of a message of `numel` elements."""
         return self.form.num_bytes(numel)
 
-    def codec(self, numel: int, device: torch.device, kernels: Kernels = "auto") -> Codec:
+    def work(self, numel: int) -> Mapping[str, int]:
+        """Return what a codec works in, by role: of the kernels, over a tile."""
+        return self.form.work(min(numel, TILE))
+
+    def codec(
+        self,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels = "auto",
+        buffers: Buffers | None = None,
+    ) -> Codec:
         """Return a codec for vectors of up to `numel` elements on `device`."""
         from dsx.compress.wire.group_codec import GroupCodec
 
-        return GroupCodec(self.name, self.form, numel, device, kernels)
+        return GroupCodec(self.name, self.form, numel, device, kernels, buffers)
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 
 from dsx.compress.wire import group_slice
-from dsx.compress.wire.base import Kernels
+from dsx.compress.wire.base import TILE, Kernels
 from dsx.compress.wire.compiled import compile_kernel, unavailable
 from dsx.compress.wire.group_kernels import noise_key
-from dsx.compress.wire.work_space import Buffers, require_sizes
+from dsx.compress.wire.work_space import require_sizes
+from dsx.core.buffers import Buffers
 from dsx.core.checks import require_choice
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLICE = 2**20
-TILE = 2**17
 COMPILE_FROM = 16 * 2**20
 
 _announced: set[tuple[str, str, str]] = set()
@@ -50,12 +50,18 @@ class GroupCodec:
     """`Codec` for one `GroupFormat` on one device; see base.py for the contract."""
 
     def __init__(
-        self, name: str, form: GroupFormat, numel: int, device: torch.device, kernels: Kernels
+        self,
+        name: str,
+        form: GroupFormat,
+        numel: int,
+        device: torch.device,
+        kernels: Kernels,
+        buffers: Buffers | None = None,
     ) -> None:
         self.kernels = choose_kernels(name, numel, device, kernels)
         self._form = form
         self._numel = numel
-        self._new = Buffers(device)
+        self._new = (buffers or Buffers(device)).work
         self._slice = SLICE // form.block * form.block
         self._tile = TILE // form.block * form.block
         self._key = torch.zeros(3, dtype=torch.int32, device=device)

@@ -12,25 +12,6 @@ from torch import Tensor
 Scratch = Callable[[str, tuple[int, ...], torch.dtype], Tensor]
 
 
-class Buffers:
-    """The eager kernels' work space: one buffer per role, as large as was ever asked for."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[str, Tensor] = {}
-
-    def __call__(self, role: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return the buffer of `role`, cut to `shape`; a role keeps one dtype."""
-        numel = 1
-        for size in shape:
-            numel *= size
-        buffer = self._buffers.get(role)
-        if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=dtype, device=self._device)
-            self._buffers[role] = buffer
-        return buffer[:numel].view(shape)
-
-
 def require_sizes(x: Tensor, data: Tensor, numel: int, num_bytes: int) -> None:
     """Raise ValueError unless `x` fits a codec of `numel` and `data` is its message."""
     if x.numel() > numel:

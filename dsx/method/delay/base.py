@@ -57,6 +57,11 @@ class DelayPolicy(Protocol):
         """Transfers of a fragment that stay under way from launch to launch; 0 if none."""
         return 0
 
+    @property
+    def measures_tensors(self) -> bool:
+        """Whether it asks for norms of single tensors, which take work space."""
+        return False
+
     def slots(self, outer_slots: tuple[str, ...]) -> tuple[str, ...]:
         """Return the names of the policy's own buffers `[numel]`, given the outer optimizer's."""
         return ()

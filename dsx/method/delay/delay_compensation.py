@@ -60,6 +60,11 @@ class DelayCompensation(DelayPolicy):
         require_overlap(self.steps, interval)
         require_choice("delay.mode", self.mode, Mode)
 
+    @property
+    def measures_tensors(self) -> bool:
+        """Where the correction is scaled by what each tensor's squares are."""
+        return self.mode != "constant"
+
     def merge(self, view: SyncView) -> Tensor:
         """Return the corrected parameters, computed in place in `view.local`."""
         import torch

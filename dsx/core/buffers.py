@@ -1,0 +1,123 @@
+"""Where outer training takes its memory: buffers by purpose, and how many bytes each has given.
+
+Everything that outer training holds from round to round is asked for here: outer state, what
+travels, codes, factors, work space. So an `Allocator` knows what a rank has allocated, and a test
+can hold the prediction (outer/memory.py) to it. Page-locked memory is registered page by page
+(pinned.py), for torch's own allocator rounds it up to powers of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import prod
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+if TYPE_CHECKING:  # what only plans is started without torch
+    import torch
+    from torch import Tensor
+
+Pin = Callable[[int], "Tensor"]  # returns so many bytes of page-locked memory, zeroed
+
+
+class Buffers:
+    """Gives the memory of one owner, on `device`, and knows how much that is.
+
+    With `pin`, on the host and page-locked. A dtype is named; fp32 unless said.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", pin: Pin | None = None) -> None:
+        self._device = device
+        self._pin = pin
+        self._given = 0
+        self._work: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes given and held, work space included."""
+        return self._given + sum(t.numel() * t.element_size() for t in self._work.values())
+
+    def zeros(self, *shape: int, dtype: str = "float32") -> Tensor:
+        """Return a tensor of its own, for as long as the owner lives."""
+        import torch
+
+        kind: Any = getattr(torch, dtype)
+        self._given += prod(shape) * kind.itemsize
+        if self._pin is not None:
+            return self._pin(prod(shape) * kind.itemsize).view(kind).view(shape)
+        return torch.zeros(shape, dtype=kind, device=self._device)
+
+    def work(self, role: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """Return work space, contents undefined: the same memory for a role, until asked again.
+
+        As large as was ever asked for, and no part of `zeros`. For one thread at a time.
+        """
+        import torch
+
+        dtype = dtype or torch.float32
+        numel = prod(shape)
+        buffer = self._work.get((role, dtype))
+        if buffer is None or buffer.numel() < numel:
+            self._work.pop((role, dtype), None)  # the old one goes before the new one comes
+            buffer = torch.empty(numel, dtype=dtype, device=self._device)
+            self._work[role, dtype] = buffer
+        return buffer[:numel].view(shape)
+
+
+class SharedWork:
+    """Work space that the threads of a rank take turns with."""
+
+    def __init__(self, buffers: Buffers | None = None) -> None:
+        self._buffers = buffers or Buffers()
+        self._turn = Lock()
+
+    @contextmanager
+    def taken(self, numel: int) -> Generator[Tensor, None, None]:
+        """Hold fp32 `[numel]`, contents undefined."""
+        with self._turn:
+            yield self._buffers.work("shared", (numel,))
+
+
+@dataclass(frozen=True)
+class Opening:
+    """What a channel is opened with: where all that it allocates comes from.
+
+    `work` is shared by a rank's channels. `at_launch`: so many launches may lie encoded, not yet
+    exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
+    """
+
+    buffers: Buffers = field(default_factory=Buffers)
+    work: SharedWork = field(default_factory=SharedWork)
+    at_launch: int = 0
+    encoding: Buffers = field(default_factory=Buffers)
+
+
+class Allocator:
+    """Opens `Buffers` for a rank's purposes, and sums up what those that are in use have given."""
+
+    def __init__(self, device: torch.device | str = "cpu", pin: Pin | None = None) -> None:
+        self._device = device
+        self._pin = pin
+        self._open: dict[str, WeakSet[Buffers]] = {}
+
+    def buffers(self, purpose: str) -> Buffers:
+        """Return buffers where outer state lives; on the host page-locked, if there is a `pin`."""
+        pin = self._pin if str(self._device) == "cpu" else None
+        return self.adopt(purpose, Buffers(self._device, pin))
+
+    def on_host(self, purpose: str, is_pinned: bool = False) -> Buffers:
+        """Return buffers on the host, wherever outer state lives."""
+        return self.adopt(purpose, Buffers("cpu", self._pin if is_pinned else None))
+
+    def adopt(self, purpose: str, buffers: Buffers) -> Buffers:
+        """Count buffers that were opened elsewhere, too, and return them."""
+        self._open.setdefault(purpose, WeakSet()).add(buffers)
+        return buffers
+
+    @property
+    def given(self) -> dict[str, int]:
+        """Bytes held, by purpose."""
+        return {purpose: sum(b.num_bytes for b in open) for purpose, open in self._open.items()}
