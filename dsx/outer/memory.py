@@ -28,7 +28,6 @@ from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.outer.sideband import sideband_shape
 
-
 _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 

@@ -289,7 +289,7 @@ def _on_device(memory: OuterMemory, contributions: int, is_on_host: bool) -> int
 
 def _seen_by_link(method: Method) -> tuple[object, ...]:
     """Return all of a method that what its transfers hold depends on."""
-    flags = method.uses_seconds, method.schedule.uses_norms
+    flags = method.uses_seconds, method.schedule.uses_norms, method.encodes_at_launch
     return method.fragments, method.compression, method.control, method.staleness, flags
 
 

@@ -120,7 +120,7 @@ class Traffic:
         blocking = costs.blocking_seconds_per_element * largest.numel
         if self._method.encodes_at_launch:  # which a run of such a method has measured, too
             at_launch = share_seconds(largest, compression, self.num_clusters, costs)
-            blocking = max(blocking, at_launch)
+            blocking = max(blocking, at_launch / self.num_stages)  # stages work side by side
         held = int(self._rounds[index].max(axis=(1, 2)).sum())
         num_rounds = len(self._rounds[index]) - 1  # beside the handshake
         latency = ROUND_ONE_WAYS * link.latency_seconds

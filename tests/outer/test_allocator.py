@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dsx.comm.in_process import InProcessTransport
 from dsx.config.schema import PRESETS, preset
 from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory, predict
 from tests.simulated import Simulated
 
 WIDTH = 384
-NOT_LOOKED_INTO = (ModuleType, type, nn.Module, torch.optim.Optimizer)
+NOT_LOOKED_INTO = (ModuleType, type, nn.Module, torch.optim.Optimizer, InProcessTransport)
 LINK = {"step_seconds": 1.0, "transfer_seconds": 1.0}
 LAYERWISE = {"interval": 3, "backward_seconds": [1.0] * 5, "transfer_seconds": [1.0] * 5}
 HALVES = {"by": "layer", "num_fragments": 2}
@@ -104,6 +105,7 @@ def predicted(loop: OuterLoop, num_clusters: int) -> OuterMemory:
 
 
 def require_predicted(run: Simulated) -> None:
+    run.finish()  # anchors are hashed
     for loop in run.loops:
         memory, given = predicted(loop, run.num_clusters), loop.state.allocator.given
         assert sum(given.values()) == pytest.approx(memory.total, rel=0.05)

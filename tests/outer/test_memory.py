@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dsx.config.schema import ConfigError, load_config, preset
+from dsx.core.units import format_bytes
 from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.outer.memory import predict
@@ -61,7 +62,7 @@ def require_predicted(run: Simulated) -> None:
             tensors = [t for state in named for n, t in state.items() if n.startswith(prefix)]
             own = sum(t.numel() * t.element_size() for t in tensors)
             assert own <= size <= own + 0.2 * memory.codec
-    assert str(memory).startswith(f"{memory.total / 1e3:.3g} kB (")
+    assert str(memory).startswith(f"{format_bytes(memory.total)} (")
 
 
 def test_where_state_lives_is_a_choice() -> None:

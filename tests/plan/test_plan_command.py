@@ -79,6 +79,16 @@ def test_the_target_comes_first_then_the_least_harm() -> None:
     assert [c.preset for c in best_of_each(order)] == list(dict.fromkeys(c.preset for c in order))
 
 
+def test_codes_made_at_the_launch_are_counted() -> None:
+    search = Search(question())
+    exposed = {
+        (c.preset, c.codec.name): search.predict(at_interval(c.method, 100)).exposed_seconds
+        for c in search.candidates()
+    }
+    assert exposed["eager", "fp32"] == exposed["diloco_delayed", "fp32"]
+    assert exposed["eager", "int4"] > exposed["diloco_delayed", "int4"]
+
+
 def test_a_smaller_h_no_delay_and_finer_codes_harm_less() -> None:
     candidates = list(Search(question()).candidates())
     by_name = {(c.preset, c.codec.name): c for c in candidates}
