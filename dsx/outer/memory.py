@@ -94,7 +94,7 @@ def predict(
         channels=channels,
         in_the_cluster=in_the_cluster,
         work_space=4 * (3 + method.measures_tensors) * max((f.numel for f in fragments), default=0)
-        + _HASH_BYTES * outer.keeps_anchor,
+        + _HASH_BYTES * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
 
 
