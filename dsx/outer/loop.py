@@ -32,7 +32,7 @@ from dsx.outer.host_copy import HostCopies, HostCopy
 from dsx.outer.measurements import Measurements
 from dsx.outer.outer_step import Arrival, OuterStep
 from dsx.outer.parity_check import ParityResult
-from dsx.outer.per_tensor import ShardedTensors
+from dsx.outer.per_tensor import sharded_tensors
 from dsx.outer.recovery import Recovery
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers, sync_event
@@ -79,16 +79,7 @@ class OuterLoop:
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
         self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
-        per_tensor = [
-            ShardedTensors(
-                fragment,
-                parameters,
-                adapter.ranks.sum_over_shards,
-                lambda id=fragment.id: self.state.scratch(id, "fold"),
-                adapter.device,
-            )
-            for fragment, parameters in zip(fragments, adapter.fragment_parameters, strict=True)
-        ]
+        per_tensor = sharded_tensors(adapter, self.state.scratch)
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(method, adapter, self.state, per_tensor, seat.num_clusters)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from dsx.core.engine import EngineAdapter
 from dsx.core.types import Fragment, ParameterShape
 
 
@@ -67,3 +68,19 @@ class ShardedTensors:
         for index, start, stop in self._pieces:
             squares[index] += sum_of_squares(x[start:stop], scratch)
         return self._sum_over_shards(squares)
+
+
+def sharded_tensors(
+    adapter: EngineAdapter, scratch: Callable[[int, str], Tensor]
+) -> list[ShardedTensors]:
+    """Return those of every fragment; `scratch(fragment, purpose)` gives a vector of its length."""
+    return [
+        ShardedTensors(
+            fragment,
+            parameters,
+            adapter.ranks.sum_over_shards,
+            lambda id=fragment.id: scratch(id, "fold"),
+            adapter.device,
+        )
+        for fragment, parameters in zip(adapter.fragments, adapter.fragment_parameters, strict=True)
+    ]
