@@ -12,10 +12,7 @@ from torch import Tensor
 from dsx.core.buffers import Buffers
 from dsx.core.exchange import HASHED_PAIRS
 
-_ROWS_ON_HOST, _ROWS_ON_ACCELERATOR = (
-    1,
-    64,
-)  # tiles at a time: 32 MiB, so that few kernels are started
+_ROWS_ON_HOST, _ROWS_ON_ACCELERATOR = 1, 64  # tiles at a time: 32 MiB start few kernels
 _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 
 
@@ -30,6 +27,8 @@ class BitHash:
 
     def of(self, x: Tensor) -> Tensor:
         """Return the hash of fp32 `[n]` as int64, 0-dim, on its device and without waiting."""
+        if not x.numel():
+            return torch.zeros((), dtype=torch.int64, device=x.device)
         rows = _ROWS_ON_HOST if x.device.type == "cpu" else _ROWS_ON_ACCELERATOR
         if not self._weights.numel():
             self._weights = self._work("weights of a hash", (HASHED_PAIRS,), torch.int64)

@@ -133,7 +133,7 @@ def test_memory_is_that_of_dsx_memory() -> None:
             config = load_config({"dsx": block_of(candidate, asked)})
         real = plan_stage(files.model, files.cluster, Stage(0, 10), config, files.batch)
         assert candidate.on_host == pytest.approx(real.outer_on_host, rel=0.02)
-        assert candidate.on_device == real.outer_on_device == 0
+        assert candidate.on_device == pytest.approx(real.outer_on_device, rel=0.02)
         assert asked.model.inner_bytes == real.inner.total
 
 
