@@ -129,7 +129,7 @@ def _training_line(division: Division, sources: list[Source], arguments: Any) ->
     samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
     read = f"{samples:,} samples, {samples * arguments.seq_length:,} tokens in this run"
     what = f"training data: {describe(sources)}"
-    if not sources:
+    if arguments.dataloader_type == "external":
         return f"{what}, which divides it itself; {read}"
     if division.is_split:
         return (

@@ -116,6 +116,19 @@ class Averaging(list[str]):
         self.append("own again")
 
 
+def test_a_line_says_whether_a_script_s_own_data_is_divided() -> None:
+    told = SimpleNamespace(
+        dataloader_type="single", train_samples=None, train_iters=10, global_batch_size=4,
+        seq_length=8,
+    )  # fmt: skip
+    division = data.Division(CLUSTERS, 1)
+    line = data._training_line(division, [], told)
+    assert "data of the script's own, shared by all clusters" in line
+    assert "reads part 2; 40 samples, 320 tokens" in line
+    told.dataloader_type = "external"
+    assert "which divides it itself; 40 samples" in data._training_line(division, [], told)
+
+
 @pytest.mark.parametrize("wanted", ["own", "average", "both"])
 def test_whose_loss_a_validation_prints(monkeypatch: pytest.MonkeyPatch, wanted: str) -> None:
     arguments = SimpleNamespace(consumed_valid_samples=10)

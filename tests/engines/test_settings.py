@@ -74,7 +74,7 @@ def test_megatrons_arguments_are_read(tmp_path: Path) -> None:
     }  # fmt: skip
     own = {
         "save": "/a", "load": "/b", "data_path": ["/c"], "rank": 3, "local_rank": 3,
-        "num_workers": 4, "tensorboard_dir": "/d", "log_interval": 5,
+        "num_workers": 4, "use_nsys_profiler": True, "tensorboard_dir": "/d", "log_interval": 5,
         "master_port": 29500, "micro_batch_size": 2, "consumed_train_samples": 8,
         "dsx_cluster_id": 1,
         "recompute_granularity": "full",

@@ -20,8 +20,10 @@ NOT_COMPARED = (
     "*_dir", "*_path", "*_file", "*_filename", "load", "save", "*_load", "yaml_cfg", "*_port",
     # what is logged and watched
     "log_*", "*_logging", "logging_level", "tensorboard_*", "wandb_*", "one_logger_*",
-    "*_one_logger", "otel_*", "app_tag_*", "timing_*", "profile*", "use_pytorch_profiler",
-    "*record_memory_history", "*straggler*", "check_weight_hash_*", "config_logger*",
+    "*_one_logger", "otel_*", "app_tag_*", "timing_*", "profile*", "*profiler*",
+    "record_shapes", "nvtx_ranges", "flight_recorder_*", "run_workload_*", "filter_warnings",
+    "set_level_for_all_loggers", "throughput_window_size", "*record_memory_history",
+    "*straggler*", "check_weight_hash_*", "config_logger*",
     # when and how a site saves, loads, stops and restarts; where a run is
     "save_*", "no_save_*", "no_load_*", "*ckpt*", "async_*", "non_persistent_*",
     "use_mp_args_from_checkpoint_args", "use_checkpoint_args",
