@@ -43,7 +43,7 @@ def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
     """Return a manifest with the checksums of a tag and its own; removes those left by ranks."""
     files = {path.name: checksum(path) for path in sorted(directory.glob("*.json"))}
     for left in sorted(directory.glob(f"*{_SUFFIX}")):
-        digest, name = left.read_text().split()
+        name, digest = _read_left(left)
         files[name] = digest
         left.unlink()
     whole = {**manifest, _FILES: files}
@@ -106,8 +106,19 @@ def _expected(directory: Path) -> dict[str, str] | None:
             raise ValueError(f"{told[DAMAGED]}; {earlier_tags(directory)}")
         files: dict[str, str] | None = json.loads(manifest.read_text()).get(_FILES)
         return files
-    left = (path.read_text().split() for path in directory.glob(f"*{_SUFFIX}"))
-    return {name: digest for digest, name in left} or None
+    return dict(_read_left(path) for path in sorted(directory.glob(f"*{_SUFFIX}"))) or None
+
+
+def _read_left(path: Path) -> tuple[str, str]:
+    """Return of which file a checksum is that a rank has left, and what it is."""
+    name = path.name.removesuffix(_SUFFIX)
+    digest, _, of = path.read_text(errors="replace").strip().partition("  ")
+    if of != name:
+        raise ValueError(
+            f"{path} has changed since it was saved: it does not hold the checksum of {name}; "
+            f"{earlier_tags(path.parent)}"
+        )
+    return name, digest
 
 
 def of_manifest(values: Mapping[str, Any]) -> str:

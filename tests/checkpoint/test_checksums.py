@@ -104,6 +104,19 @@ def test_a_state_saved_without_a_tag_is_looked_over_too(tmp_path: Path) -> None:
         load_state(run.loops[0], tmp_path / "own", rank_info(0), {})
 
 
+@pytest.mark.parametrize("left", ["", "0123 dsx_rank", f"{'0' * 64}  dsx_rank_00000.s"])
+def test_a_checksum_that_is_not_whole_is_no_checksum_of_another_file(
+    left: str, tmp_path: Path
+) -> None:
+    """Cut off, it would name a file that is not there, and the one that is would not be read."""
+    run = save_two(tmp_path)
+    save_state(run.loops[0], tmp_path / "own", rank_info(0), "a run", {}, {})
+    path = rank_file(tmp_path / "own", 0)
+    path.with_name(f"{path.name}.sha256").write_text(left)
+    with pytest.raises(ValueError, match=f"sha256 has changed .* the checksum of {path.name}; lo"):
+        load_state(run.loops[0], tmp_path / "own", rank_info(0), {})
+
+
 def test_what_has_no_checksums_loads_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
