@@ -7,7 +7,7 @@ that clusters which share one process can all send before any waits.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,6 +17,7 @@ from dsx.compress.averaging import ExactMean
 from dsx.core.transport import COMPARISON, EXPORT, Pending, Submission
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
+from dsx.outer.recovery import NonFiniteError
 from dsx.outer.transfer import Arrived
 
 
@@ -85,6 +86,8 @@ def finish_export(loop: OuterLoop, pending: list[Pending]) -> list[Tensor]:
     fragments = loop.adapter.fragments
     kept = [_read_copy(loop, f.id) for f in fragments]
     sources = [p.wait() for p in pending] if pending else loop.state.anchor
+    if pending:
+        _require_finite(loop, sources, kept)
     for fragment, source in zip(fragments, sources, strict=True):
         loop.adapter.write(fragment.id, source.to(loop.adapter.device))
     loop.totals.bytes_sent += sum(p.bytes_sent for p in pending)
@@ -98,6 +101,20 @@ def end_export(loop: OuterLoop, kept: list[Tensor]) -> None:
     for fragment, local in zip(loop.adapter.fragments, kept, strict=True):
         loop.adapter.write(fragment.id, local)
     loop.adapter.sync_model_weights()
+
+
+def _require_finite(loop: OuterLoop, means: Sequence[Tensor], own: Sequence[Tensor]) -> None:
+    """Raise NonFiniteError on every rank of a cluster if a mean is not finite on any of them."""
+    norms = [[torch.linalg.vector_norm(x) for x in tensors] for tensors in (means, own)]
+    found = torch.tensor([not all(bool(n.isfinite()) for n in of) for of in norms])
+    is_wrong, is_own = loop.adapter.ranks.max_over_stages(found.float()).tolist()
+    if is_wrong:
+        whose = "this cluster" if is_own else "another cluster"
+        raise NonFiniteError(
+            f"step {loop.history.step}: the clusters' average is not finite, as the weights of "
+            f"{whose} are not; resume from an earlier checkpoint, with a lower learning rate or "
+            "other data"
+        )
 
 
 def _read_copy(loop: OuterLoop, fragment: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from dsx.config.schema import preset
 from dsx.core.exchange import HEADER_BYTES
 from dsx.core.membership import Membership
+from dsx.outer.recovery import NonFiniteError
 from dsx.outer.transfer import Transfer
 from tests.simulated import Simulated
 from tests.tiny import CASES, TinyNet, mean_loss
@@ -133,3 +134,22 @@ def test_bytes_are_those_of_the_direct_exchange() -> None:
     headers = 3 * (3 - 1) * HEADER_BYTES
     assert sum(sent) == 2 * (3 - 1) * numel * 4 + headers  # both legs, over all clusters
     assert max(sent) - min(sent) <= 4 * 3
+
+
+def test_an_average_that_is_not_finite_is_not_handed_out() -> None:
+    """Of what has not been sent, no header told: the mean would be the first to have it."""
+    run = Simulated(
+        TinyNet(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        CASES["dreamddp"].method(2),
+        2,
+    )
+    run.train_step(mean_loss)
+    run.finish()
+    with torch.no_grad():
+        run.models[1].layers[0].weight[0, 0] = torch.nan
+    before = run.parameters()[0]
+    said = "step 1: the clusters' average is not finite, as the weights of another cluster are not"
+    with pytest.raises(NonFiniteError, match=said), run.averaged():
+        pass
+    assert all(torch.equal(run.parameters()[0][name], before[name]) for name in before)
