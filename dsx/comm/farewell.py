@@ -65,7 +65,7 @@ class Farewells:
 
     def close(self) -> None:
         """Let go of the connections."""
-        del self._group
+        self._group = None
         self._posted.clear()
 
     def _look(self, peer: int) -> tuple[int, int]:

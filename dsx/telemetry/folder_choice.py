@@ -87,15 +87,21 @@ class FolderChoice:
         self._is_claimed = self.continues = True
         if folder is None or not is_new or not writes:
             return ""
-        folder.mkdir(parents=True, exist_ok=True)
         records = cluster_file(folder, "metrics", ".jsonl", self._cluster)
         try:
+            folder.mkdir(parents=True, exist_ok=True)
             records.touch(exist_ok=False)
-        except FileExistsError:
+        except OSError as error:
+            if isinstance(error, FileExistsError) and folder.is_dir():
+                raise RuntimeError(
+                    f"{folder} was free when this run was attached, and another has taken it "
+                    "since: start again, or give each its own dsx.metrics.dir"
+                ) from None
             raise RuntimeError(
-                f"{folder} was free when this run was attached, and another has taken it since: "
-                "start again, or give each its own dsx.metrics.dir"
-            ) from None
+                f"dsx.metrics.dir: {folder} cannot be written to ({error.strerror}); give a folder "
+                "that can be made and written by cluster "
+                f"{self._cluster}, or null: no records are written"
+            ) from error
         return "" if self._number == 1 else self._say_why(origin)
 
     def _is_of_run(self, number: int, session: str) -> bool:

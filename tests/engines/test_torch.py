@@ -221,6 +221,7 @@ def train_two_ranks() -> dict[str, Any]:
         optimizer.step()
     said["again"] = f"{handle.step}, {second.step}"
     second.close()
+    second.close()  # as an outer `finally` does: nothing is left to let go of
     return {"said": said, "trained": trained}
 
 

@@ -137,6 +137,14 @@ def test_the_state_of_a_run_that_said_no_end(
     assert state in start([tmp_path / "run"], "b")[1][0]
 
 
+@pytest.mark.parametrize("below", ["", "below"])
+def test_a_folder_that_cannot_be_written_to_is_named(below: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / below
+    with pytest.raises(RuntimeError, match=f"metrics.dir: {folder} cannot be .* by cluster 0, or"):
+        start([folder], "a")
+
+
 def test_without_a_folder_there_is_nothing_to_choose() -> None:
     choice = FolderChoice(None, 0, "a", [{}, {"1": ["b"]}])
     choice.begin(None)
