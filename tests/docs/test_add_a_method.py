@@ -20,6 +20,7 @@ CHECKS = [
     (conformance.test_equals_the_reference, (1, 2, 3, 5)),
     (conformance.test_equals_the_reference_with_sgd, (1, 2, 3, 5)),
     (conformance.test_anchors_are_bit_identical_at_every_step, (2, 3, 5)),
+    (conformance.test_goes_on_after_finish_as_the_reference, ()),
     (conformance.test_is_deterministic, ()),
     (conformance.test_state_takes_what_the_method_declares, ()),
 ]
