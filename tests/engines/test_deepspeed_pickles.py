@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -72,7 +74,7 @@ def test_whatever_the_pickle_s_protocol(tmp_path: Path, protocol: int) -> None:
 
 
 class Arguments(argparse.Namespace):
-    """A class of one's own: Megatron allows argparse's, for a whole process."""
+    """A class of one's own: argparse's is allowed."""
 
 
 def test_a_class_of_one_s_own_is_allowed_by_torch_s_means(tmp_path: Path) -> None:
@@ -81,3 +83,21 @@ def test_a_class_of_one_s_own_is_allowed_by_torch_s_means(tmp_path: Path) -> Non
     with torch.serialization.safe_globals([Arguments]):
         assert find_code([tmp_path / "a.pt"]) is None
         assert read_pickle(tmp_path / "a.pt")["arguments"].lr == 0.1
+
+
+def test_what_scripts_keep_beside_a_model_is_read(tmp_path: Path) -> None:
+    kept = {
+        "numpy": np.random.RandomState(7).get_state(), "python": random.getstate(),
+        "best": np.float64(0.5), "arguments": argparse.Namespace(lr=0.1, seen=np.arange(3)),
+    }  # fmt: skip
+    torch.save(kept, tmp_path / "a.pt")
+    assert find_code([tmp_path / "a.pt"]) is None
+    read = read_pickle(tmp_path / "a.pt")
+    assert (read["numpy"][1] == kept["numpy"][1]).all() and read["python"] == kept["python"]
+    assert (read["best"], list(read["arguments"].seen)) == (0.5, [0, 1, 2])
+    hidden = np.array([Trap(tmp_path / "sprung")], dtype=object)
+    torch.save({**kept, "mine": hidden}, tmp_path / "a.pt")
+    assert "holds posix.mkdir, which" in str(find_code([tmp_path / "a.pt"]))
+    with pytest.raises(ValueError, match=r"posix\.mkdir"):
+        read_pickle(tmp_path / "a.pt")
+    assert not (tmp_path / "sprung").exists()
