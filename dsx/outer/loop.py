@@ -218,10 +218,11 @@ class OuterLoop:
         if buffers.kept is not None and delay.keeps == "contribution" and not is_coded_here:
             buffers.kept.copy_(contribution)
         sideband = self.method.staleness.sideband(slots.staleness)
+        # before the copy, whose event then says that the hash is there, too
+        anchor = self.recovery.hash_anchor(fragment, self.history.launches[fragment])
         timer.mark("contribution")
         host_copy = self._host_copies.start(fragment, contribution, sideband, buffers)
         timer.mark("copy")
-        anchor = self.recovery.hash_anchor(fragment, self.history.launches[fragment])
         buffers.parity = ParityResult(is_idle=fragment in self._idle, anchor=anchor)
         self._idle.add(fragment)
         sync_params = self._sync_params()
