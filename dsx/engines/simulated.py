@@ -33,6 +33,7 @@ from dsx.training.finish import (
     end_comparison,
     end_export,
     finish_export,
+    require_own,
 )
 
 _NO_SECONDS = (
@@ -65,9 +66,11 @@ class SimulatedClusters:
                 f"{len(models)} models and {len(optimizers)} optimizers: give one of each per "
                 "cluster, and at least one cluster"
             )
-        if len({id(model) for model in models}) < len(models):
+        holders = [id(p) for model in models for p in {*model.parameters()}]
+        if len({*holders}) < len(holders):
             raise ValueError(
-                "two clusters share one model object: give each its own, e.g. copy.deepcopy(model)"
+                "two clusters share one model object, or a parameter: give each its own, e.g. "
+                "copy.deepcopy(model)"
             )
         _require_alike([_describe(model) for model in models])
         method.validate(num_clusters=len(models), num_steps=num_steps)
@@ -87,6 +90,7 @@ class SimulatedClusters:
                 zip(self._adapters, transports, strict=True)
             )
         ]
+        self._own: list[list[Tensor]] | None = None  # masters, while models hold the average
         for loop in self.loops:
             loop.start()
         tell_what_is_factored(method, self._adapters[0])
@@ -116,6 +120,7 @@ class SimulatedClusters:
 
         `skipped` are the clusters whose optimizer did not step, as a `GradScaler` has it.
         """
+        require_own(self._own, "an inner step")
         step_together(self.loops, skipped)
         for adapter in self._adapters:
             adapter.end_inner_step()
@@ -145,6 +150,7 @@ class SimulatedClusters:
         Training may go on, and nothing is lost: progress that has not been launched goes with the
         next launch, and rounds that stay under way start anew.
         """
+        require_own(self._own, "finish()")
         for _ in zip(*(loop.draining() for loop in self.loops), strict=True):
             pass
         compared = [begin_comparison(loop) for loop in self.loops]
@@ -158,11 +164,16 @@ class SimulatedClusters:
         The anchor, or the mean of the clusters' parameters, as the method says. The clusters' own
         parameters return on exit.
         """
+        if self._own is not None:
+            yield self.models[0]
+            return
         pending = [begin_export(loop) for loop in self.loops]
         kept = [finish_export(loop, p) for loop, p in zip(self.loops, pending, strict=True)]
+        self._own = kept
         try:
             yield self.models[0]
         finally:
+            self._own = None
             for loop, local in zip(self.loops, kept, strict=True):
                 end_export(loop, local)
 

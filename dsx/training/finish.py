@@ -103,6 +103,15 @@ def end_export(loop: OuterLoop, kept: list[Tensor]) -> None:
     loop.adapter.sync_model_weights()
 
 
+def require_own(kept: object, what: str) -> None:
+    """Raise RuntimeError inside `averaged()`, whose exit would undo what is done there."""
+    if kept is not None:
+        raise RuntimeError(
+            f"{what} inside averaged(): the cluster's own weights, which return on its exit, would "
+            "not have it; leave the `with` block first"
+        )
+
+
 def _require_finite(loop: OuterLoop, means: Sequence[Tensor], own: Sequence[Tensor]) -> None:
     """Raise NonFiniteError on every rank of a cluster if a mean is not finite on any of them."""
     norms = [[torch.linalg.vector_norm(x) for x in tensors] for tensors in (means, own)]

@@ -29,7 +29,7 @@ from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.agreement import layout_of, require_alike
 from dsx.training.early_stop import StopAgreement
-from dsx.training.finish import begin_comparison, end_comparison, exported
+from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
 from dsx.training.positions import Resumable, restore_positions
 from dsx.training.records import Records
 
@@ -149,6 +149,7 @@ class Handle:
 
     def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
+        require_own(self._own, "an inner step")
         with self._naming_last_checkpoint():
             was_written = self.loop.after_inner_step(is_skipped)
         self.is_finished, self._saved = False, {}
@@ -194,6 +195,7 @@ class Handle:
         goes with the next launch, and rounds that stay under way start anew. Returns once all
         clusters have finished; ValueError if they took different numbers of steps.
         """
+        require_own(self._own, "finish()")
         with self._naming_last_checkpoint():
             self.loop.drain()
             self._syncs.flush()
@@ -205,11 +207,8 @@ class Handle:
             # whatever this stage had under way: all stages take part
             self.loop.adapter.sync_model_weights()
         self._records.confirm()
-        self.log(
-            "finish",
-            bytes_sent=self._syncs.bytes_sent,
-            skipped_steps=self.totals.skipped_steps,
-        )
+        skipped = self.totals.skipped_steps
+        self.log("finish", bytes_sent=self._syncs.bytes_sent, skipped_steps=skipped)
         if len(set(steps)) > 1:
             taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
             raise ValueError(

@@ -126,6 +126,13 @@ def test_models_that_differ_are_refused_with_the_first_difference(
         simulate(models, lambda m: SGD([p for p in m.parameters() if p.requires_grad], 0.1))
 
 
+def test_a_parameter_of_two_clusters_is_refused() -> None:
+    models = [TinyNet(), TinyNet()]
+    models[1].layers[0].weight = models[0].layers[0].weight
+    with pytest.raises(ValueError, match="two clusters share one model object, or a parameter"):
+        simulate(models)
+
+
 def test_models_of_which_other_parameters_are_trained_are_refused() -> None:
     models = [TinyNet(), TinyNet()]
     models[1].layers[0].weight.requires_grad_(False)
@@ -212,6 +219,11 @@ def train_two_ranks() -> dict[str, Any]:
         model(*batch(world.cluster_id, step, world.rank)).backward()
         for optimizer in optimizers:
             optimizer.step()
+    with handle.averaged():
+        with pytest.raises(RuntimeError, match=r"finish\(\) inside averaged\(\)"):
+            handle.finish()
+        with pytest.raises(RuntimeError, match=r"an inner step inside averaged\(\)"):
+            handle.skip_inner_step()
     handle.finish()
     trained = {n: p.detach().clone().numpy() for n, p in bare.named_parameters()}
     handle.close()

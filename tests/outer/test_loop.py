@@ -153,3 +153,22 @@ def test_an_average_that_is_not_finite_is_not_handed_out() -> None:
     with pytest.raises(NonFiniteError, match=said), run.averaged():
         pass
     assert all(torch.equal(run.parameters()[0][name], before[name]) for name in before)
+
+
+def test_training_inside_of_averaged_is_refused() -> None:
+    """On exit the weights of before come back, and what was trained would be gone."""
+    run = Simulated(
+        TinyNet(),
+        lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+        CASES["diloco"].method(2),
+        2,
+    )
+    run.train_step(mean_loss)
+    with run.averaged() as average, run.averaged() as again:
+        assert again is average
+        with pytest.raises(RuntimeError, match=r"an inner step inside averaged\(\): .* leave"):
+            run.train_step(mean_loss)
+        with pytest.raises(RuntimeError, match=r"finish\(\) inside averaged\(\)"):
+            run.finish()
+    run.train_step(mean_loss)
+    assert run.num_steps == 2
