@@ -55,9 +55,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text())
         expected = manifest.pop(_OWN, None)
-    except (ValueError, AttributeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:  # no JSON, or that of no object
         return {DAMAGED: f"{path} cannot be read ({error})"}
-    if expected is not None and expected != of_manifest(manifest):
+    if (expected or _FILES in manifest) and expected != of_manifest(manifest):
         return {DAMAGED: f"{path} has changed since it was written: its checksum is another"}
     manifest.pop(_FILES, None)
     return manifest

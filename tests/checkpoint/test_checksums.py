@@ -104,6 +104,17 @@ def test_a_state_saved_without_a_tag_is_looked_over_too(tmp_path: Path) -> None:
         load_state(run.loops[0], tmp_path / "own", rank_info(0), {})
 
 
+@pytest.mark.parametrize("damaged", ["no checksum of its own", "no object"])
+def test_a_manifest_that_lost_its_own_checksum_is_refused(damaged: str, tmp_path: Path) -> None:
+    run = save_two(tmp_path)
+    path = cluster_directory(tmp_path, 1) / "step8" / MANIFEST
+    told = json.loads(path.read_text())
+    del told["checksum"], told["checksums"]["dsx_rank_00000.safetensors"]
+    path.write_text(json.dumps(told if damaged == "no checksum of its own" else [told]))
+    with pytest.raises(ValueError, match=f"{path} (has changed|cannot be read).* an earlier"):
+        resume(tmp_path, run)
+
+
 @pytest.mark.parametrize("left", ["", "0123 dsx_rank", f"{'0' * 64}  dsx_rank_00000.s"])
 def test_a_checksum_that_is_not_whole_is_no_checksum_of_another_file(
     left: str, tmp_path: Path
