@@ -22,6 +22,8 @@ from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost, Submission
 from tests.distributed import free_port, run_distributed
 
+NUM_LOSSES = 24
+
 
 def lose_one_again_and_again(num_clusters: int, num_losses: int) -> list[tuple[int, str]]:
     """Return, for every loss, the victim and what this cluster said; one after another loses it."""
@@ -60,17 +62,17 @@ def lose_one_again_and_again(num_clusters: int, num_losses: int) -> list[tuple[i
     return said
 
 
-@pytest.mark.parametrize("num_losses", [3, pytest.param(24, marks=pytest.mark.ci)])
-def test_the_first_one_lost_is_named_by_all(num_losses: int) -> None:
+@pytest.mark.ci
+def test_the_first_one_lost_is_named_by_all() -> None:
     """Who ended because of it was named once in ten losses, before they told each other."""
-    results = run_distributed(lose_one_again_and_again, 3, 3, num_losses, timeout_seconds=200)
+    results = run_distributed(lose_one_again_and_again, 3, 3, NUM_LOSSES, timeout_seconds=200)
     for cluster, said in enumerate(results):
         wrong = [
             (victim, message)
             for victim, message in said
             if victim != cluster and f": cluster {victim} " not in message
         ]
-        assert not wrong, f"cluster {cluster}, {len(wrong)} of {num_losses}: {wrong[0]}"
+        assert not wrong, f"cluster {cluster}, {len(wrong)} of {NUM_LOSSES}: {wrong[0]}"
 
 
 @pytest.mark.ci

@@ -98,7 +98,7 @@ def check_export(clusters: list[dict[str, Any]], name: str) -> None:
             assert (np.sort(flat) == np.sort(anchors)).all()
 
 
-@pytest.mark.parametrize("num_clusters", [2, 3])
+@pytest.mark.parametrize("num_clusters", [2, pytest.param(3, marks=pytest.mark.ci)])
 def test_every_preset(num_clusters: int) -> None:
     results = run_distributed(train_every_preset, num_clusters, num_clusters, timeout_seconds=120)
     for name in names_for(num_clusters):

@@ -51,6 +51,7 @@ print(torch.backends.cpu.get_cpu_capability(), *digests)
 """
 
 
+@pytest.mark.ci
 def test_clusters_on_unequal_machines_apply_the_same_bits(tmp_path: Path) -> None:
     best = torch.backends.cpu.get_cpu_capability().lower()  # asked for more, it ends in SIGILL
     middle = min("avx2", best, key=["default", "avx2", "avx512"].index)

@@ -10,6 +10,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "deepspeed --num_gpus 2 train.py",
     "dsx report runs/minimal",
     "torchrun --nproc-per-node 2 train_torch.py",
+    "torchrun --nproc-per-node 2 train_two.py",
     "dsx data build",
     "dsx bench pseudo-gradients",
     "OMP_NUM_THREADS=1 dsx bench codec",

@@ -202,6 +202,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.ci
 def test_one_stage_goes_on_where_two_were(tmp_path: Path) -> None:
     """Two ranks of one stage take over from two stages of one rank."""
     base = str(tmp_path)

@@ -26,16 +26,18 @@ pytestmark = needs_megatron
 NUM_STEPS = 14  # more than three outer rounds of H = 4
 SKIPPED = (2, 6, 7)  # fragments are launched or applied there
 TWO_RANKS = [
-    Kind(pipeline=2),
     Kind(is_sharded=True),
-    Kind(is_sharded=True, overlaps=True),
-    Kind(precision="bf16", is_sharded=True),
     Kind(precision="bf16", is_sharded=True, overlaps=True),
     Kind(tensor=2),
-    Kind(tensor=2, precision="bf16"),
     Kind(pipeline=2, chunks=2),
     Kind(),  # data parallel, masters shared out
     Kind(pipeline=2, precision="bf16", is_tied=True),
+]
+MORE_OF_TWO = [
+    Kind(pipeline=2),
+    Kind(is_sharded=True, overlaps=True),
+    Kind(precision="bf16", is_sharded=True),
+    Kind(tensor=2, precision="bf16"),
 ]
 FOUR_RANKS = [
     Kind(tensor=2, pipeline=2),
@@ -160,6 +162,13 @@ def check_agreement(results: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize("kind", TWO_RANKS, ids=str)
 def test_two_ranks_equal_the_reference(kind: Kind, two_ranks: Any) -> None:
     check(kind, [rank[0][TWO_RANKS.index(kind)] for rank in two_ranks])
+
+
+@pytest.mark.ci
+def test_more_of_two_ranks_equal_the_reference() -> None:
+    trained = run_distributed(train_kinds, 4, MORE_OF_TWO, timeout_seconds=280, engine="megatron")
+    for index, kind in enumerate(MORE_OF_TWO):
+        check(kind, [rank[index] for rank in trained])
 
 
 @pytest.mark.ci

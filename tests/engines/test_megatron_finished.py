@@ -99,9 +99,8 @@ def finish_all(kinds: list[Kind], base: str) -> list[dict[str, Any]]:
             child.kill()
 
 
-@pytest.mark.parametrize(
-    "kinds", [[SHARDED], pytest.param(KINDS, marks=pytest.mark.ci)], ids=["sharded", "others"]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("kinds", [[SHARDED], KINDS], ids=["sharded", "others"])
 def test_megatron_s_checkpoint_holds_the_finished_model(kinds: list[Kind], tmp_path: Path) -> None:
     everyone = run_distributed(
         finish_all, 4, kinds, str(tmp_path), timeout_seconds=280, engine="megatron"

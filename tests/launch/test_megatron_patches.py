@@ -38,6 +38,7 @@ def test_a_missing_script_is_named() -> None:
     assert done.stderr.startswith("megatron_patches: no script at no_such.py\n")
 
 
+@pytest.mark.ci
 def test_the_old_spelling_works_and_names_the_new_one() -> None:
     done = run("-m", "dsx.megatron", "--help")
     assert done.returncode == 0
