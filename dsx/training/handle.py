@@ -14,27 +14,23 @@ from typing import Any
 
 from torch import Tensor
 
-from dsx.checkpoint.checksums import UNFINISHED
-from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
-from dsx.core.transport import PeerLost
 from dsx.method.method import Method
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.memory import OuterMemory, predict
-from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.agreement import layout_of, require_alike
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
-from dsx.training.positions import Resumable, restore_positions
+from dsx.training.positions import Resumable
 from dsx.training.records import Records
+from dsx.training.saving import Saving
 
 logger = logging.getLogger(__name__)
-_COUNTERS = "dsx.counters"  # travels beside what a script tracks
 
 
 class Handle:
@@ -59,10 +55,7 @@ class Handle:
             )
         self._world = world
         self._config = config
-        self._tracked: dict[str, Resumable] = {}
-        self._last_checkpoint: Path | None = None
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
-        self._saved: dict[str, Callable[[], Any] | None] = {}  # at this step: how to save it again
         self.is_finished = False  # whether `finish()` has been called since the last step
         method = config.method
         self._records = Records(config, world, adapter)
@@ -94,6 +87,7 @@ class Handle:
         self.loop = OuterLoop(
             method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
         )
+        self._saving = Saving(self.loop, world, config, self._records, self._syncs)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, adapter)
@@ -150,9 +144,10 @@ class Handle:
     def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
         require_own(self._own, "an inner step")
-        with self._naming_last_checkpoint():
+        with self._saving.naming_last():
             was_written = self.loop.after_inner_step(is_skipped)
-        self.is_finished, self._saved = False, {}
+        self.is_finished = False
+        self._saving.pass_boundary()
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
         return was_written
@@ -172,7 +167,7 @@ class Handle:
 
     def track(self, **objects: Resumable) -> None:
         """Let the position of these objects travel with every checkpoint, under their names."""
-        self._tracked.update(objects)
+        self._saving.tracked.update(objects)
 
     def request_stop(self, reason: str) -> None:
         """Ask all clusters to stop early, at one step; from any rank, a signal handler, too."""
@@ -185,7 +180,7 @@ class Handle:
         periods of H steps after the first question that follows a request at the latest, n being
         the rounds under way.
         """
-        with self._naming_last_checkpoint():
+        with self._saving.naming_last():
             return self._stop.is_due(self.step)
 
     def finish(self) -> None:
@@ -196,10 +191,10 @@ class Handle:
         clusters have finished; ValueError if they took different numbers of steps.
         """
         require_own(self._own, "finish()")
-        with self._naming_last_checkpoint():
+        with self._saving.naming_last():
             self.loop.drain()
             self._syncs.flush()
-            again = any(self._saved.values())
+            again = self._saving.has_more_to_save
             told = self._world.rendezvous.gather("end of training", [self.step, again])
             steps = [step for step, _ in told]
             if len(set(steps)) == 1:
@@ -218,16 +213,7 @@ class Handle:
         self.is_finished = True
         # all clusters hold the average while any saves again: some may have nothing to save
         with self.averaged() if any(again for _, again in told) else nullcontext():
-            for name, save_again in self._saved.items():
-                if save_again is not None:
-                    save_again()
-                elif self._world.rank == 0:
-                    logger.warning(
-                        "%s was saved at this step before finish(): it holds the cluster's own "
-                        "weights; for the finished model save again, inside `with "
-                        "handle.saving():`", name,
-                    )  # fmt: skip
-        self._saved = {}
+            self._saving.save_again()
         self._records.end(self.step, "finished")
 
     @contextmanager
@@ -240,7 +226,7 @@ class Handle:
         if self._own is not None:
             yield
             return
-        with self._naming_last_checkpoint():
+        with self._saving.naming_last():
             context = exported(self.loop)
             self._own = context.__enter__()
         try:
@@ -266,28 +252,7 @@ class Handle:
         After `finish()` inside `saving()` only, as the weights beside it are, too. `save_again`
         writes the whole checkpoint, for `finish()` to do so where it is called at this step.
         """
-        if self.is_finished and self._own is None:
-            raise RuntimeError(
-                f"{directory}: after finish() a checkpoint holds the finished model; save the "
-                "weights and the outer state inside `with handle.saving():`"
-            )
-        if not self.is_finished:
-            self._saved[str(directory).removesuffix(UNFINISHED)] = save_again
-        self._syncs.flush()
-        if any(refusals.in_a_row for refusals in self.loop.history.refusals):
-            logger.warning(
-                "the checkpoint of step %d is of a time when rounds are refused: a cluster's "
-                "weights or moments may not be finite in it", self.step,
-            )  # fmt: skip
-        states = {name: thing.state_dict() for name, thing in self._tracked.items()}
-        states[_COUNTERS] = {
-            "bytes_sent": self._syncs.bytes_sent,
-            "skipped_steps": self.totals.skipped_steps,
-            "is_finished": self.is_finished,
-        }
-        rank_info, session, axes = self._world.rank_info, self._world.session, self._config.axes
-        with self._naming_last_checkpoint():
-            save_state(self.loop, directory, rank_info, session, axes, states, self._own)
+        self._saving.save(directory, self.is_finished, self._own, save_again)
 
     def load(
         self,
@@ -301,20 +266,11 @@ class Handle:
         `is_new`: the directory is cluster 0's, as this cluster did not take part.
         `is_repartitioned`: the parameters lie on other pipeline stages than they did.
         """
-        rank_info, axes = self._world.rank_info, self._config.axes
-        states = dict(load_state(self.loop, directory, rank_info, axes, is_repartitioned))
-        counters = states.pop(_COUNTERS)
-        self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
-        self.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
-        restore_positions(self._tracked, states, directory, is_other_number)
-        self.is_finished, self._saved = counters.get("is_finished", False), {}
-        self._last_checkpoint = directory
-        self._records.begin(self.step, self.totals, directory)
+        self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
-        self._last_checkpoint = directory
-        self._records.saved(directory, self.step)
+        self._saving.saved(directory)
 
     def close(self) -> None:
         """Write the last records, release connections, and let go of the engine."""
@@ -334,16 +290,3 @@ class Handle:
                     "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
                     self.loop.adapter.stage.name_of(event["fragment"]),
                 )
-
-    @contextmanager
-    def _naming_last_checkpoint(self) -> Generator[None, None, None]:
-        """Add to the message of what ends a run what it can be resumed from."""
-        try:
-            yield
-        except (PeerLost, ParityError, NonFiniteError) as error:
-            kept = self._last_checkpoint
-            is_usable = kept is not None and not isinstance(error, NonFiniteError)
-            advice = f"resume from {kept}" if is_usable else kept or "none saved"
-            told = type(error)(f"{error}; last checkpoint: {advice}")
-            self._records.end(self.step, f"{type(error).__name__}: {told}")
-            raise told from None

@@ -1,0 +1,127 @@
+"""What a handle saves and loads, and the name of the last checkpoint, for whatever ends a run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dsx.checkpoint.checksums import UNFINISHED
+from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.comm.world import World
+from dsx.config.schema import DsxConfig
+from dsx.core.transport import PeerLost
+from dsx.outer.loop import OuterLoop
+from dsx.outer.recovery import NonFiniteError, ParityError
+from dsx.telemetry.sync_records import SyncRecords
+from dsx.training.positions import Resumable, restore_positions
+from dsx.training.records import Records
+
+logger = logging.getLogger(__name__)
+_COUNTERS = "dsx.counters"  # travels beside what a script tracks
+
+
+class Saving:
+    """One rank's outer state, to and from the directories of checkpoints."""
+
+    def __init__(
+        self, loop: OuterLoop, world: World, config: DsxConfig, records: Records, syncs: SyncRecords
+    ) -> None:
+        self.tracked: dict[str, Resumable] = {}
+        self._loop = loop
+        self._world = world
+        self._axes = config.axes
+        self._records = records
+        self._syncs = syncs
+        self._last: Path | None = None
+        self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
+
+    @property
+    def has_more_to_save(self) -> bool:
+        """Whether something saved at this step can be saved again by `save_again`."""
+        return any(self._of_step.values())
+
+    def pass_boundary(self) -> None:
+        """Forget what was saved at the step before."""
+        self._of_step = {}
+
+    def save(
+        self,
+        directory: Path,
+        is_finished: bool,
+        own_masters: Sequence[Tensor] | None,
+        save_again: Callable[[], Any] | None,
+    ) -> None:
+        """Write this rank's outer state; `own_masters` while the engine holds the average."""
+        if is_finished and own_masters is None:
+            raise RuntimeError(
+                f"{directory}: after finish() a checkpoint holds the finished model; save the "
+                "weights and the outer state inside `with handle.saving():`"
+            )
+        if not is_finished:
+            self._of_step[str(directory).removesuffix(UNFINISHED)] = save_again
+        loop = self._loop
+        self._syncs.flush()
+        if any(refusals.in_a_row for refusals in loop.history.refusals):
+            logger.warning(
+                "the checkpoint of step %d is of a time when rounds are refused: a cluster's "
+                "weights or moments may not be finite in it", loop.history.step,
+            )  # fmt: skip
+        states = {name: thing.state_dict() for name, thing in self.tracked.items()}
+        states[_COUNTERS] = {
+            "bytes_sent": self._syncs.bytes_sent,
+            "skipped_steps": loop.totals.skipped_steps,
+            "is_finished": is_finished,
+        }
+        rank_info, session = self._world.rank_info, self._world.session
+        with self.naming_last():
+            save_state(loop, directory, rank_info, session, self._axes, states, own_masters)
+
+    def load(
+        self, directory: Path, is_new: bool, is_other_number: bool, is_repartitioned: bool
+    ) -> bool:
+        """Restore this rank's outer state; return whether it is of a finished run."""
+        loop, rank_info = self._loop, self._world.rank_info
+        states = dict(load_state(loop, directory, rank_info, self._axes, is_repartitioned))
+        counters = states.pop(_COUNTERS)
+        self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
+        loop.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
+        restore_positions(self.tracked, states, directory, is_other_number)
+        self._of_step = {}
+        self._last = directory
+        self._records.begin(loop.history.step, loop.totals, directory)
+        return counters.get("is_finished", False)
+
+    def saved(self, directory: Path) -> None:
+        """Enter a complete checkpoint; messages name the last one."""
+        self._last = directory
+        self._records.saved(directory, self._loop.history.step)
+
+    def save_again(self) -> None:
+        """Save what was saved at this step before the run was finished once more."""
+        for name, save in self._of_step.items():
+            if save is not None:
+                save()
+            elif self._world.rank == 0:
+                logger.warning(
+                    "%s was saved at this step before finish(): it holds the cluster's own "
+                    "weights; for the finished model save again, inside `with "
+                    "handle.saving():`", name,
+                )  # fmt: skip
+        self._of_step = {}
+
+    @contextmanager
+    def naming_last(self) -> Generator[None, None, None]:
+        """Add to the message of what ends a run what it can be resumed from."""
+        try:
+            yield
+        except (PeerLost, ParityError, NonFiniteError) as error:
+            is_usable = self._last is not None and not isinstance(error, NonFiniteError)
+            advice = f"resume from {self._last}" if is_usable else self._last or "none saved"
+            told = type(error)(f"{error}; last checkpoint: {advice}")
+            self._records.end(self._loop.history.step, f"{type(error).__name__}: {told}")
+            raise told from None
