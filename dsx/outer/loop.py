@@ -34,6 +34,7 @@ from dsx.outer.outer_step import Arrival, OuterStep
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.per_tensor import sharded_tensors
 from dsx.outer.recovery import Recovery
+from dsx.outer.start import Start
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers, sync_event
 from dsx.outer.whole_matrices import MatrixGather, plan_matrix_gathers
@@ -74,6 +75,7 @@ class OuterLoop:
         self.measurements = Measurements(method, adapter, seat)
         self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
         self.recovery = Recovery(method, adapter, transport, self.state)
+        self._start = Start(method, adapter, transport, self.state)
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
@@ -83,24 +85,9 @@ class OuterLoop:
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(method, adapter, self.state, per_tensor, seat.num_clusters)
 
-    @torch.no_grad()
     def start(self, keeps_masters: bool = False) -> None:
         """Before training, take the first member's masters, or the own, as the first anchor."""
-        for fragment in self.adapter.fragments:
-            start = self.state.scratch(fragment.id, "local")
-            self.adapter.read(fragment.id, start)
-            if fragment.numel and not keeps_masters:
-                wire = start.to("cpu", copy=True)
-                self.transport.broadcast(fragment.id, wire)
-                start.copy_(wire)
-                self.adapter.write(fragment.id, start)
-            slots = self.state.slots[fragment.id]
-            if self.method.outer_optimizer.keeps_anchor:
-                self.state.anchor[fragment.id].copy_(start)
-            self.method.delay.begin(start, slots.delay)
-            if "start" in slots.staleness:
-                slots.staleness["start"].copy_(start)
-        self.adapter.sync_model_weights()
+        self._start.take(keeps_masters)
         self.method.schedule.advance(self.history, self._sync_params())
         if self.method.schedule.when is not None:
             self.adapter.watch_backward(self.launch_in_backward, self.method.schedule.when)
