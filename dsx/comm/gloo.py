@@ -39,6 +39,7 @@ from dsx.core.exchange import HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.membership import Seat
 from dsx.core.transport import Pending, Submission
 from dsx.core.types import Stage
+from dsx.core.waits import waiting_for
 
 _WHOLE = Stage()
 
@@ -46,12 +47,15 @@ _WHOLE = Stage()
 class GlooPending(Pending):
     """An exchange running on its fragment's thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, label: str, deadline_seconds: float) -> None:
         self.future: Future[Tensor] = Future()
+        self._label = label
+        self._deadline_seconds = deadline_seconds
 
     def wait(self) -> Tensor:
         """Return the mean; the thread behind it keeps the deadline."""
-        return self.future.result()
+        with waiting_for(self._label, self._deadline_seconds):
+            return self.future.result()
 
 
 class Fifo:
@@ -152,6 +156,7 @@ class GlooTransport:
         notes: dist.Store | None = None,
     ) -> None:
         self._stage = stage
+        self._deadline_seconds = deadline_seconds
         self.seat = seat
         self._groups: dict[int, FragmentGroups] = {}
         self._fifos: dict[int, Fifo] = {}
@@ -167,14 +172,15 @@ class GlooTransport:
     def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
         """Run the exchange on the fragment's thread and return at once."""
         group = self._groups[what.fragment]
-        pending = GlooPending()
+        label = what.on(self._stage)
+        pending = GlooPending(label, self._deadline_seconds)
         number = self._handshake.take_number()
 
         def shake_hands(header: ExchangeRound | None) -> int:
             return self._handshake.agree(what, number, header)
 
         def run() -> Tensor:
-            return _drive(group, what.on(self._stage), exchange, pending, shake_hands)
+            return _drive(group, label, exchange, pending, shake_hands)
 
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
@@ -182,9 +188,9 @@ class GlooTransport:
     def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
         """Overwrite `tensor` in place with that of the member at place `giver`."""
         if self.seat.num_clusters > 1:
-            group, sent = self._groups[fragment], GlooPending()
             name = self._stage.name_of(fragment)
             label = f"{name}, outer state of cluster {self.seat.ids[giver]}"
+            group, sent = self._groups[fragment], GlooPending(label, self._deadline_seconds)
 
             def run() -> Tensor:  # in turn with the fragment's transfers
                 group.broadcast_(tensor, label, giver)

@@ -13,6 +13,7 @@ from dsx.comm.farewell import Farewells
 from dsx.comm.multistream import pieces
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
+from dsx.core.waits import waiting_for
 
 
 class PointToPoint:
@@ -38,6 +39,7 @@ class PointToPoint:
         self._deadline_seconds = deadline_seconds
         self._farewells = farewells
         self._posted: list[tuple[int, Any]] = []
+        self._at = 0  # of those posted: the one that is waited for
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Post a send; nothing for an empty tensor."""
@@ -51,12 +53,20 @@ class PointToPoint:
 
     def wait(self) -> None:
         """Wait for all that was posted, until the phase's deadline."""
-        for peer, work in self._posted:
-            left = max(self._until - time.monotonic(), 0.001)
-            try:
-                work.wait(timedelta(seconds=left))
-            except RuntimeError as error:
-                raise self._lost(peer, error) from None
+        with waiting_for(self._say, self._deadline_seconds):
+            for place, (peer, work) in enumerate(self._posted):
+                self._at = place
+                left = max(self._until - time.monotonic(), 0.001)
+                try:
+                    work.wait(timedelta(seconds=left))
+                except RuntimeError as error:
+                    raise self._lost(peer, error) from None
+
+    def _say(self) -> str:
+        """Return what is waited for now."""
+        if not self._posted:
+            return self._label
+        return f"{self._label}, cluster {self._seat.ids[self._posted[self._at][0]]}"
 
     def _striped(self, tensor: Tensor) -> Iterator[tuple[Any, Tensor]]:
         parts = pieces(tensor, len(self._groups)) if tensor.numel() else []

@@ -28,6 +28,7 @@ from dsx.config.schema import (
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method
+from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
 
 Config = str | Path | Mapping[str, Any]
@@ -57,6 +58,7 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
     clusters = with_launch_arguments(load_config(config), given).clusters
     meeting = {field.name for field in dataclasses.fields(RendezvousConfig)}
+    stall_watch()
     world = join(RendezvousConfig(**clusters.model_dump(include=meeting)))
     if "deepspeed" in sys.modules:
         from dsx.engines.deepspeed.engine import adopt_world

@@ -4,6 +4,7 @@
     metrics.jsonl, metrics.cluster_1.jsonl     a record per inner step and per sync
     log.txt, log.cluster_1.txt, ...            what dsx logged
     trace.cluster_0.rank_0.jsonl, ...          spans of a rank, with `metrics.trace`
+    stacks.cluster_0.rank_0.txt, ...           what a rank that stalled was doing (stalls.py)
     tensorboard/cluster_0, ...                 with `metrics.tensorboard`
     summary.json                               the script's own results, where it writes any
     plot.png, trace.json                       what `dsx report` and `dsx trace` make

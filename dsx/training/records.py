@@ -22,6 +22,7 @@ from dsx.outer.transfer import Totals
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.run_file import RunFile
+from dsx.telemetry.stalls import stall_watch
 from dsx.telemetry.trace.recorder import trace_path
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace
 
@@ -80,6 +81,8 @@ class Records:
         if self._is_confirmed:
             return
         self._is_confirmed = True
+        if self.folder is not None:
+            stall_watch().write_to(self.folder, *self._place)
         if self._first_record is not None:
             self._metrics.event("start", self._first_record())
             self._first_record = None
@@ -134,6 +137,8 @@ class Records:
         self._metrics.close()
         self.trace.close()
         self._run.close()
+        if self.folder is not None:
+            stall_watch().leave(self.folder, *self._place)
 
     def _event(self, kind: str, record: Mapping[str, Any]) -> None:
         if self._is_confirmed:
