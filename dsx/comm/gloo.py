@@ -78,7 +78,8 @@ class Fifo:
     def close(self) -> None:
         """Let the submitted tasks end, then end the thread."""
         self._queue.put(None)
-        self._thread.join()
+        with waiting_for(f"the end of thread {self._thread.name}", None):
+            self._thread.join()
 
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
+from dsx.core.waits import waiting_for
 
 PROTOCOL = 3  # of what clusters send each other; counted up where another dsx would not read it
 _POLL_SECONDS = 0.05
@@ -49,13 +50,14 @@ def parse_address(rendezvous: str) -> tuple[str, int]:
 def open_store(host: str, port: int, *, is_host: bool, deadline_seconds: float) -> dist.TCPStore:
     """Connect to the store, or host it; PeerLost if nobody answers within the deadline."""
     try:
-        return dist.TCPStore(
-            host,
-            port,
-            is_master=is_host,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=deadline_seconds),
-        )
+        with waiting_for(f"the rendezvous store at {host}:{port}", deadline_seconds):
+            return dist.TCPStore(
+                host,
+                port,
+                is_master=is_host,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=deadline_seconds),
+            )
     except RuntimeError as error:
         if is_host:
             raise RuntimeError(
@@ -118,7 +120,8 @@ class Rendezvous:
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         try:
-            return call()
+            with waiting_for(f"the rendezvous store: {name}", self._deadline_seconds):
+                return call()
         except RuntimeError as error:
             raise PeerLost(
                 f"{name}: the rendezvous store does not answer: {str(error).splitlines()[0]}"
@@ -160,8 +163,9 @@ class Rendezvous:
             for cluster in range(self._rank_info.num_clusters):
                 left = max(until - time.monotonic(), 0.001)
                 key = f"{prefix}/{cluster}"
-                self._store.wait([key], timedelta(seconds=left))
-                values.append(self._store.get(key))
+                with waiting_for(f"{name}, from cluster {cluster}", left):
+                    self._store.wait([key], timedelta(seconds=left))
+                    values.append(self._store.get(key))
             self._store.add(f"{prefix}/read", 1)
         except RuntimeError as error:
             raise PeerLost(self._explain(name, cluster, until)) from error
@@ -171,8 +175,9 @@ class Rendezvous:
     def _linger(self, counter: str, readers: int, until: float) -> None:
         """Stay until all have read, for this process may host the store."""
         try:
-            while self._store.add(counter, 0) < readers and time.monotonic() < until:
-                time.sleep(_POLL_SECONDS)
+            with waiting_for(f"all to have read at {counter}", self._deadline_seconds):
+                while self._store.add(counter, 0) < readers and time.monotonic() < until:
+                    time.sleep(_POLL_SECONDS)
         except RuntimeError:
             logger.debug("the store's host has left, which it does once all have read")
 
@@ -206,22 +211,24 @@ def meet(store: dist.Store, rank_info: RankInfo, deadline_seconds: float) -> str
     answered: dict[int, str] = {}
     met = {rank_info.cluster_id: hello}
     until = time.monotonic() + deadline_seconds
-    while len(met) < rank_info.num_clusters:
-        for peer in peers:
-            answer = f"answer/{nonce}/{peer}"
-            has_answered = peer not in met and store.check([answer])
-            _answer(store, rank_info, hello, peer, answered)  # whoever has answered can be answered
-            if has_answered:
-                met[peer] = json.loads(store.get(answer))
-                _require_alike(rank_info, peer, hello, met[peer])
-        missing = [m for m in peers if m not in met]
-        if missing and time.monotonic() > until:
-            raise PeerLost(
-                f"{_name(missing)} of {rank_info.num_clusters} did not come within "
-                f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher of "
-                "each missing cluster with the same rendezvous address"
-            )
-        time.sleep(_POLL_SECONDS)
+    missing = peers
+    with waiting_for(lambda: f"{_name(missing)} to join", deadline_seconds):
+        while len(met) < rank_info.num_clusters:
+            for peer in peers:
+                answer = f"answer/{nonce}/{peer}"
+                has_answered = peer not in met and store.check([answer])
+                _answer(store, rank_info, hello, peer, answered)  # who has answered can be answered
+                if has_answered:
+                    met[peer] = json.loads(store.get(answer))
+                    _require_alike(rank_info, peer, hello, met[peer])
+            missing = [m for m in peers if m not in met]
+            if missing and time.monotonic() > until:
+                raise PeerLost(
+                    f"{_name(missing)} of {rank_info.num_clusters} did not come within "
+                    f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher "
+                    "of each missing cluster with the same rendezvous address"
+                )
+            time.sleep(_POLL_SECONDS)
     return "-".join(str(met[m]["nonce"])[:8] for m in range(rank_info.num_clusters))
 
 

@@ -24,6 +24,7 @@ from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 from dsx.core.types import Stage
+from dsx.core.waits import waiting_for
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,8 @@ class World:
             deadline = timedelta(seconds=config.join_deadline_seconds)
             store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
-                return connect_gloo(store, self.seat, deadline, device(), streams)
+                with waiting_for(f"connections of the {what}", config.join_deadline_seconds):
+                    return connect_gloo(store, self.seat, deadline, device(), streams)
             except RuntimeError as error:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "
@@ -220,9 +222,10 @@ def _init_cluster_world(rank_info: RankInfo, store: dist.Store) -> None:
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
         backend = "nccl"  # as DeepSpeed chooses; between clusters it is gloo in any case
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    dist.init_process_group(
-        backend, store=store, rank=rank_info.rank, world_size=rank_info.world_size
-    )
+    with waiting_for("the other ranks of this cluster to join", None):
+        dist.init_process_group(
+            backend, store=store, rank=rank_info.rank, world_size=rank_info.world_size
+        )
 
 
 def _agree_session(
@@ -235,7 +238,8 @@ def _agree_session(
     key = "dsx/session"
     if rank_info.rank != 0:
         wait = timedelta(seconds=config.join_deadline_seconds + 30)
-        cluster_store.wait([key], wait)
+        with waiting_for("rank 0, which meets the other clusters", wait.total_seconds()):
+            cluster_store.wait([key], wait)
         session = cluster_store.get(key).decode()
         if session.startswith("error:"):
             raise PeerLost(session.removeprefix("error:"))

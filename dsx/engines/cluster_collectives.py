@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.core.types import Fragment
+from dsx.core.waits import waiting_for
 
 
 def collective_device() -> torch.device:
@@ -88,7 +89,8 @@ class ClusterCollectives:
     def max_over_stages(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of all of the cluster's ranks, on the host."""
         largest = values.to("cpu", copy=True)
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._cluster_group)
+        with waiting_for("all ranks of this cluster (largest values)", None):
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._cluster_group)
         return largest
 
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
@@ -99,7 +101,8 @@ class ClusterCollectives:
             return _answer_on_host(work, largest)
 
         def wait() -> Tensor:
-            work.wait()
+            with waiting_for("the ranks of this stage (largest values)", None):
+                work.wait()
             return largest
 
         return wait
@@ -113,7 +116,8 @@ class ClusterCollectives:
         sent = torch.cat([t.to(self._device) for t in outgoing])
         received = torch.empty(sum(t.numel() for t in incoming), device=self._device)
         here, away = [[t.numel() for t in tensors] for tensors in (incoming, outgoing)]
-        dist.all_to_all_single(received, sent, here, away, group=self._group)
+        with waiting_for("the ranks of this stage (whole matrices)", None):
+            dist.all_to_all_single(received, sent, here, away, group=self._group)
         for tensor, part in zip(incoming, received.split(here), strict=True):
             tensor.copy_(part)
 
@@ -123,7 +127,8 @@ class ClusterCollectives:
         group = self._host_group if is_on_host else self._group
         own = values if is_on_host else values.to(self._device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(everyone, own.contiguous(), group=group)
+        with waiting_for("the ranks of this stage (values of every rank)", None):
+            dist.all_gather(everyone, own.contiguous(), group=group)
         return [other.to(values.device) for other in everyone]
 
 
@@ -139,7 +144,8 @@ def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
     values.record_stream(stream)
 
     def wait() -> Tensor:
-        arrived.synchronize()
+        with waiting_for("the ranks of this stage (largest values)", None):
+            arrived.synchronize()
         return answer
 
     return wait
@@ -148,15 +154,23 @@ def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return every rank's value, in rank order. Collective over `group`, or the cluster."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, value, group=group)
+    with waiting_for("the ranks of this cluster (small values)", None):
+        dist.all_gather_object(everyone, value, group=group)
     return everyone
 
 
 def from_first(value: Any) -> Any:
     """Return rank 0's value on every rank of the cluster; nobody goes on before rank 0 has."""
     values = [value]
-    dist.broadcast_object_list(values, src=0)
+    with waiting_for("rank 0 of this cluster", None):
+        dist.broadcast_object_list(values, src=0)
     return values[0]
+
+
+def meet_in_cluster(what: str) -> None:
+    """Return once all ranks of the cluster have come here; `what` they do, for a stall's report."""
+    with waiting_for(f"all ranks of this cluster: {what}", None):
+        dist.barrier()
 
 
 def beside(group: Any) -> Any:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.core.buffers import Buffers
+from dsx.core.waits import waiting_for
 from dsx.engines.masters import Piece
 
 _CHUNK = 1 << 24  # elements of all ranks gathered at a time
@@ -79,7 +80,8 @@ class ReplicaShards:
         own, parts = own[:numel], everyone[: numel * self._count].split(numel)
         for place, piece in _overlaps(wholes, self._rank * run + first, numel):
             own[place : place + piece.numel].copy_(piece.view())
-        dist.all_gather(list(parts), own, group=self._group)
+        with waiting_for(f"the ranks of this stage (masters of fragment {fragment})", None):
+            dist.all_gather(list(parts), own, group=self._group)
         for rank, part in enumerate(parts):
             for place, piece in _overlaps(wholes, rank * run + first, numel):
                 if rank != self._rank:

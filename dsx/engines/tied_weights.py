@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsx.core.waits import waiting_for
 from dsx.engines.masters import Piece
 
 _CHUNK = 1 << 24  # elements sent at a time
@@ -82,7 +83,8 @@ class TiedWeights:
         for tied_weight in self._tied_weights:
             is_written = tied_weight.is_owner and tied_weight.fragment in written
             flag = torch.tensor([float(is_written)])
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=tied_weight.host_group)
+            with waiting_for(f"the stages that share {tied_weight.name}", None):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=tied_weight.host_group)
             if flag.item():
                 self._broadcast(tied_weight)
                 has_come |= not tied_weight.is_owner
@@ -95,5 +97,6 @@ class TiedWeights:
             values = buffer[: tied_weight.numel - first]
             tied_weight.pack(first, values)
             # one summand is not zero; as integers, so that every bit stays
-            dist.all_reduce(values.view(torch.int32), group=tied_weight.group)
+            with waiting_for(f"the stages that share {tied_weight.name}", None):
+                dist.all_reduce(values.view(torch.int32), group=tied_weight.group)
             tied_weight.unpack(first, values)

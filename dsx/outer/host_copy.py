@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
+from dsx.core.waits import waiting_for
 from dsx.method.method import Method
 from dsx.outer.transfer import TransferBuffers
 from dsx.outer.whole_matrices import MatrixGather
@@ -48,7 +49,8 @@ class HostCopy:
 
     def _look(self) -> bool:
         if self._copied is not None:
-            self._copied.synchronize()
+            with waiting_for("the copy of a contribution to the host", None):
+                self._copied.synchronize()
         self.norm.copy_(torch.linalg.vector_norm(self._buffers.wire))
         if self._agreed is not None:
             return not bool(self._agreed())

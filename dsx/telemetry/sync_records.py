@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from dsx.core.transport import PeerLost
 from dsx.core.types import Stage
+from dsx.core.waits import waiting_for
 
 _SUMMED = ("bytes_sent",)
 _LONGEST = ("wait_seconds", "transfer_seconds", "coding_seconds")
@@ -141,7 +142,8 @@ class SyncRecords:
         """Write what a further stage has passed on by its flush."""
         key = f"flush/{stage}/{self._flushes}"
         try:
-            self._store.wait([key], self._deadline)
+            with waiting_for(f"records of pipeline stage {stage}", self._deadline.total_seconds()):
+                self._store.wait([key], self._deadline)
             count = int(self._store.get(key))
         except RuntimeError as error:
             raise PeerLost(
@@ -163,7 +165,10 @@ class SyncRecords:
         keys = [f"{key}/{rank}" for rank in range(1, self._num_ranks)]
         try:
             if keys:
-                self._store.wait(keys, self._deadline)
+                with waiting_for(
+                    f"{', '.join(keys)} of this cluster", self._deadline.total_seconds()
+                ):
+                    self._store.wait(keys, self._deadline)
             everyone = [own, *(json.loads(self._store.get(k)) for k in keys)]
         except RuntimeError as error:
             raise PeerLost(

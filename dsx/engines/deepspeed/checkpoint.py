@@ -22,8 +22,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from dsx.checkpoint.averaged_model import MODULE_FACTS
 from dsx.checkpoint.files import FORMAT, SavedCluster
 from dsx.checkpoint.pipeline_repartition import is_cut_anew, own_cut, saved_cut
@@ -38,7 +36,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World
-from dsx.engines.cluster_collectives import from_first, gather_objects
+from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
 from dsx.engines.deepspeed.pickles import find_code
 from dsx.engines.deepspeed.pipeline import (
     OF_STAGE,
@@ -73,7 +71,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
             arguments = save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             handle.save(directory / begun, lambda: save(*arguments))
             _complete(engine, handle, world, directory, tag, save_latest)
-        dist.barrier()
+        meet_in_cluster(f"save {tag}")
         handle.saved(directory / tag)
         return result
 
@@ -197,8 +195,7 @@ def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[i
 def _require_no_code(handle: Handle, world: World, directory: Path) -> None:
     """Refuse, in every cluster, what DeepSpeed would run on reading it. Collective over all."""
     files = sorted(directory.rglob("*.pt"))[world.rank :: world.world_size]
-    everyone: list[Any] = [None] * world.world_size
-    dist.all_gather_object(everyone, find_code(files))
+    everyone = gather_objects(find_code(files))
     found = next((trouble for trouble in everyone if trouble), None)
     for cluster, trouble in enumerate(handle.gather(found)):
         if trouble:

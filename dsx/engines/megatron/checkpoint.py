@@ -16,7 +16,6 @@ import json
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from dsx.checkpoint.files import FORMAT, SavedCluster
 from dsx.checkpoint.tags import (
@@ -29,7 +28,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World, current_world
-from dsx.engines.cluster_collectives import from_first, gather_objects
+from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
 from dsx.engines.megatron.copies import bit_sum
 from dsx.training.handle import Handle
 
@@ -49,7 +48,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     sums = _sum_masters(handle)
     unfinished: Path = base / from_first(begin_tag(base, tag) if world.rank == 0 else None)
     handle.save(unfinished)
-    dist.barrier()
+    meet_in_cluster(f"save {tag}")
     if world.rank == 0:
         write_durably(unfinished / MASTERS, json.dumps(sums))
         manifest = Manifest(
@@ -57,7 +56,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
             handle.is_finished,
         )  # fmt: skip
         complete_tag(base, tag, manifest)
-    dist.barrier()
+    meet_in_cluster(f"complete {tag}")
     handle.saved(base / tag)
 
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
+from dsx.core.waits import waiting_for
 from dsx.engines.cluster_collectives import gather_objects, new_groups
 from dsx.engines.masters import Piece
 from dsx.engines.megatron.parameters import EMBEDDING, Coordinates, Parameter
@@ -55,7 +56,8 @@ class TensorParallelCopies:
             pieces = self._pieces[fragment]
             if pieces:
                 values = torch.cat([piece.view() for piece in pieces]).to(self._device)
-                dist.broadcast(values, src=self._first_rank, group=self._group)
+                with waiting_for(f"tensor-parallel copies of fragment {fragment}", None):
+                    dist.broadcast(values, src=self._first_rank, group=self._group)
                 if not self._is_first:
                     _write(pieces, values)
 
