@@ -55,6 +55,24 @@ class Wait:
         _under_way.pop(id(self), None)
 
 
+class NextWait:
+    """A wait without a `with`: `begin` ends the one before, as a step ends and the next begins."""
+
+    def __init__(self) -> None:
+        self._wait: Wait | None = None
+
+    def begin(self, what: str, deadline_seconds: float) -> None:
+        """Wait for this from now on, and for nothing that was said before."""
+        self.end()
+        self._wait = Wait(what, deadline_seconds).__enter__()
+
+    def end(self) -> None:
+        """Wait no more."""
+        if self._wait is not None:
+            self._wait.__exit__(None, None, None)
+            self._wait = None
+
+
 _under_way: dict[int, Wait] = {}  # one operation on it is atomic, so that nobody takes a lock
 
 

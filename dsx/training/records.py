@@ -18,6 +18,7 @@ from dsx.checkpoint.files import SavedRank, rank_file
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
+from dsx.core.waits import NextWait
 from dsx.outer.transfer import Totals
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
@@ -52,6 +53,8 @@ class Records:
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self._origin: Origin | None = None
         self._is_confirmed = False
+        self._next_step = NextWait()  # so that a rank which hangs in the engine reports itself
+        self._deadline_seconds = world.deadline_seconds
 
     @property
     def folder(self) -> Path | None:
@@ -70,6 +73,7 @@ class Records:
         self._passed = time.perf_counter()
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
+        self._await_step(step)
 
     def confirm(self) -> None:
         """Take the folder: a step has been taken, or training ends. Later calls undo an end."""
@@ -104,6 +108,7 @@ class Records:
         }
         self._metrics.step(record)
         self.trace.end_step(step)
+        self._await_step(step)
 
     def complete_step(self, fields: Mapping[str, Any]) -> None:
         """Add the script's own numbers to the step just taken."""
@@ -124,6 +129,7 @@ class Records:
 
     def end(self, step: int, how: str) -> None:
         """Enter how the run ended, and write what there is."""
+        self._next_step.end()
         self._metrics.flush()
         self.trace.flush()
         self._run.end(step, how)
@@ -131,6 +137,7 @@ class Records:
 
     def close(self) -> None:
         """Write what there is and close the files."""
+        self._next_step.end()
         if self._early and self._writes:  # no step was taken: nothing that is there is dropped
             self._metrics.begin(self.folder, None)
             self._write_early()
@@ -139,6 +146,9 @@ class Records:
         self._run.close()
         if self.folder is not None:
             stall_watch().leave(self.folder, *self._place)
+
+    def _await_step(self, step: int) -> None:
+        self._next_step.begin(f"the end of inner step {step + 1}", self._deadline_seconds)
 
     def _event(self, kind: str, record: Mapping[str, Any]) -> None:
         if self._is_confirmed:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from dsx.core.waits import PATIENCE_SECONDS, waiting_for, waits_under_way
+from dsx.core.waits import PATIENCE_SECONDS, NextWait, waiting_for, waits_under_way
 
 
 def named(prefix: str) -> list[str]:
@@ -62,6 +62,16 @@ def test_waits_of_other_threads_are_seen_and_many_at_once_do_not_disturb_each_ot
         thread.join(60)
     assert found == {thread.ident: f"test d: {n}" for n, thread in enumerate(threads)}
     assert named("test d") == []
+
+
+def test_what_recurs_ends_by_its_next_time() -> None:
+    step = NextWait()
+    for number in (1, 2):
+        step.begin(f"test f: step {number}", 60)
+        assert named("test f") == [f"test f: step {number}"]
+    step.end()
+    step.end()
+    assert named("test f") == []
 
 
 def test_a_wait_costs_the_waiting_thread_next_to_nothing() -> None:
