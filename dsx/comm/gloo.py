@@ -23,9 +23,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch.distributed as dist
@@ -51,6 +52,8 @@ class GlooPending(Pending):
         self.future: Future[Tensor] = Future()
         self._label = label
         self._deadline_seconds = deadline_seconds
+        self.told: dict[int, bytes] = {}  # what `notes` shows, while it is filled
+        self.notes: Mapping[int, bytes] = MappingProxyType(self.told)
 
     def wait(self) -> Tensor:
         """Return the mean; the thread behind it keeps the deadline."""
@@ -178,7 +181,7 @@ class GlooTransport:
         number = self._handshake.take_number()
 
         def shake_hands(header: ExchangeRound | None) -> int:
-            return self._handshake.agree(what, number, header)
+            return self._handshake.agree(what, number, header, pending.told)
 
         def run() -> Tensor:
             return _drive(group, label, exchange, pending, shake_hands)

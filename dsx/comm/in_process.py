@@ -146,8 +146,10 @@ def step_together(loops: Sequence[TwoPass], skipped: Collection[int] = ()) -> No
 def _run(group: list[InProcessPending]) -> None:
     """Drive the exchanges of all clusters in lockstep to their ends."""
     num_clusters = len(group)
+    notes = {pending.seat.cluster_id: pending.what.notes for pending in group if pending.what.notes}
     for pending in group:
-        pending.bytes_sent += HEADER_BYTES * (num_clusters - 1)
+        pending.bytes_sent += (HEADER_BYTES + len(pending.what.notes)) * (num_clusters - 1)
+        pending.notes = notes
     for number in itertools.count():
         rounds: list[ExchangeRound | None] = []
         for pending in group:

@@ -82,7 +82,6 @@ class Rendezvous:
         self._rank_info = rank_info
         self._deadline_seconds = deadline_seconds
         self._exchanges = 0
-        self._is_store_lost = False
 
     def group_store(self, name: str) -> dist.Store:
         """Return a key space for one group's own connection setup."""
@@ -97,26 +96,6 @@ class Rendezvous:
     def is_speaker(self) -> bool:
         """Whether this rank speaks for its cluster."""
         return self._rank_info.rank == 0
-
-    def say_once(self, name: str, value: str) -> str:
-        """Set a value that only the first one to say it sets; return what was set."""
-        return self._call(name, lambda: self._store.compare_set(name, "", value)).decode()
-
-    def look(self, name: str) -> str | None:
-        """Return what has been said under a name, without waiting for it.
-
-        None, too, where the store is gone: nobody can have said anything since.
-        """
-        try:
-            return self._store.get(name).decode() if self._store.check([name]) else None
-        except RuntimeError as error:
-            if not self._is_store_lost:
-                self._is_store_lost = True
-                logger.warning(
-                    "the rendezvous store does not answer any more (%s): training goes on, but a "
-                    "stop cannot be agreed", str(error).splitlines()[0],
-                )  # fmt: skip
-            return None
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         try:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
+from dsx.comm.in_cluster import InCluster
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
@@ -58,6 +59,7 @@ class World:
         self._config = config
         self._transports = 0
         self._handles = 0
+        self._in_cluster: InCluster | None = None
 
     @property
     def cluster_id(self) -> int:
@@ -99,10 +101,12 @@ class World:
         self._handles += 1
         return dist.PrefixStore(f"handle_{self._handles}", self._cluster_store)
 
-    @property
-    def num_handles(self) -> int:
-        """The handles made so far, the same number on every rank of every cluster."""
-        return self._handles
+    def in_cluster(self) -> InCluster:
+        """Return what this cluster's ranks tell each other by. The first call is collective."""
+        if self._in_cluster is None:
+            deadline = self._config.deadline_seconds
+            self._in_cluster = InCluster(self.cluster_id, self.rank, self.world_size, deadline)
+        return self._in_cluster
 
     def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.

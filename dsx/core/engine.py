@@ -7,7 +7,7 @@ when in a step they are fresh, and how a change reaches the model's own (bit16) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from dsx.core.buffers import Buffers
 from dsx.core.recorder import ComputeRecorder
@@ -46,6 +46,10 @@ class ClusterRanks(Protocol):
 
     def begin_max_over_ranks(self, values: Tensor) -> Callable[[], Tensor]:
         """Start `max_over_ranks` without waiting; the result is for any thread, once."""
+        ...
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        """Return every shard's plain value, in rank order."""
         ...
 
     def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:

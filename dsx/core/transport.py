@@ -8,8 +8,9 @@ such a group must submit the same fragments in the same order.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from torch import Tensor
@@ -28,11 +29,16 @@ class PeerLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Submission:
-    """What is exchanged: of a fragment, at an inner step; `purpose` is an index of `VERBS`."""
+    """What is exchanged: of a fragment, at an inner step; `purpose` is an index of `VERBS`.
+
+    `notes` is what this cluster tells all others beside it (`Pending.notes`), its own and no part
+    of what has to be the same.
+    """
 
     fragment: int
     step: int
     purpose: int = TRAINING
+    notes: bytes = field(default=b"", compare=False, repr=False)
 
     def __str__(self) -> str:
         return self.on(Stage())
@@ -48,12 +54,14 @@ class Pending(ABC):
     - `bytes_sent`: the payload this rank has handed to the network for other clusters so far;
     - `seconds`: from the exchange's start to its end without the launch handshake; 0 before. The
       wait until all have come is so left out, and with it the handshake's two latencies;
-    - `coding_seconds`: those of them that were not spent on messages: copies awaited, coding, sums.
+    - `coding_seconds`: those of them that were not spent on messages: copies awaited, coding, sums;
+    - `notes`: once it has ended, what clusters told beside it, the own one, too: by id.
     """
 
     bytes_sent = 0
     seconds = 0.0
     coding_seconds = 0.0
+    notes: Mapping[int, bytes] = MappingProxyType({})
 
     @abstractmethod
     def wait(self) -> Tensor:

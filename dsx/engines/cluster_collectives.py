@@ -49,6 +49,10 @@ class OneRank:
         """Return what gives `values`."""
         return lambda: values
 
+    def gather(self, value: Any) -> Sequence[Any]:
+        """Return the value alone."""
+        return [value]
+
     def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return this rank's fragments alone."""
         return [own], 0
@@ -106,6 +110,10 @@ class ClusterCollectives:
             return largest
 
         return wait
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        """Return every shard's value, sent over the host."""
+        return gather_objects(value, self._host_group)
 
     def layouts(self, own: Sequence[Fragment]) -> tuple[Sequence[Sequence[Fragment]], int]:
         """Return every rank's fragments, and this rank's place among them."""

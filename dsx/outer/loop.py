@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from dsx.method.method import Method
 from dsx.outer.first_steps import FirstSteps
 from dsx.outer.host_copy import HostCopies, HostCopy
 from dsx.outer.measurements import Measurements
+from dsx.outer.notices import NoticeCarrier
 from dsx.outer.outer_step import Arrival, OuterStep
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.per_tensor import sharded_tensors
@@ -74,7 +76,8 @@ class OuterLoop:
         self.totals = Totals()
         self.measurements = Measurements(method, adapter, seat)
         self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
-        self.recovery = Recovery(method, adapter, transport, self.state)
+        self.notices = NoticeCarrier(adapter.ranks)
+        self.recovery = Recovery(method, adapter, transport, self.state, self.notices)
         self._start = Start(method, adapter, transport, self.state)
         self._on_sync = on_sync
         self._trace = trace
@@ -176,6 +179,7 @@ class OuterLoop:
         """Go on from a checkpoint whose buffers have been copied into `state`."""
         self.history = history
         self.in_flight = in_flight
+        self.notices.begin_anew()
         self._idle.clear()  # what was skipped of a round before the checkpoint is not known
 
     def _sync_params(self) -> SyncParams:
@@ -256,7 +260,7 @@ class OuterLoop:
             buffers.wire, host_copy.is_finite, launch, buffers.parity, buffers.sideband, measure
         )
         followed = self._trace.follow(exchange, what.fragment, what.step)
-        return self.transport.submit(what, followed)
+        return self.transport.submit(replace(what, notes=self.notices.to_say()), followed)
 
     def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
         later = self.in_flight[index + 1 :]
@@ -291,7 +295,8 @@ class OuterLoop:
         mean_on_wire = transfer.pending.wait()
         wait_seconds = time.perf_counter() - waited
         arrival.timer.mark("wait", "wait")
-        self.recovery.act_on(fragment, transfer.launched, parity, self.history)
+        told = transfer.pending.notes
+        self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.recovery.count_idle(transfer, self.history)
         mean = self.state.scratch(fragment, "mean")
         self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,6 +26,7 @@ from dsx.core.transport import Transport
 from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
+from dsx.outer.notices import NoticeCarrier
 from dsx.outer.parity_check import MEAN, ParityResult, Sides
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
@@ -45,12 +47,18 @@ class Recovery:
     """Acts on the parity results of one rank's transfers, as every rank of every cluster does."""
 
     def __init__(
-        self, method: Method, adapter: EngineAdapter, transport: Transport, state: StateStore
+        self,
+        method: Method,
+        adapter: EngineAdapter,
+        transport: Transport,
+        state: StateStore,
+        notices: NoticeCarrier,
     ) -> None:
         self._method = method
         self._adapter = adapter
         self._transport = transport
         self._state = state
+        self._notices = notices
         self._hash_buffers = state.allocator.buffers("work_space")
         self._hash = BitHash(self._hash_buffers)
         transport.offer(self._shared_state)
@@ -74,13 +82,15 @@ class Recovery:
         parity: ParityResult,
         history: History,
         is_comparison: bool = False,
+        notes: Mapping[int, bytes] = MappingProxyType({}),
     ) -> None:
         """Agree in the cluster on a transfer's result, in place; repair or stop if means differ.
 
         Collective over the cluster's ranks: one may own nothing of the fragment, or see in its
-        shard what the others do not. NonFiniteError after too many refusals in a row.
+        shard what the others do not. NonFiniteError after too many refusals in a row. `notes` have
+        come beside it (notices.py).
         """
-        kinds = self._agree(parity)
+        kinds = self._agree(parity, notes)
         what = f"{self._adapter.stage.name_of(fragment)} launched at step {launched}"
         refusals = history.refusals[fragment]
         refusals.count(parity.refused_by, launched)
@@ -94,26 +104,30 @@ class Recovery:
         is_refused_by_any = bool(parity.refused_by or kinds)
         parity.is_refused = parity.is_refused or is_refused_by_any or is_from_before
 
-    def _agree(self, parity: ParityResult) -> dict[tuple[int, int], int]:
+    def _agree(
+        self, parity: ParityResult, notes: Mapping[int, bytes]
+    ) -> dict[tuple[int, int], int]:
         """Make a result the whole cluster's, in place; return which clusters differ, and in what.
 
         Two clusters hold the same where all shards do.
         """
         ids = self._transport.seat.ids
         place = {id: position for position, id in enumerate(ids)}
-        flags = torch.zeros(3 + len(ids), len(ids))
+        flags = torch.zeros(4 + len(ids), len(ids))
         for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
             flags[row, [place[id] for id in clusters]] = 1
-        flags[2] = parity.round
+        flags[2], flags[3] = parity.round, self._notices.hear(notes)
         for a, b, kind in parity.apart:
-            flags[3 + place[a], place[b]] = kind
+            flags[4 + place[a], place[b]] = kind
         flags = self._adapter.ranks.max_over_ranks(flags)
+        if flags[3, 0]:
+            self._notices.agree()
         parity.refused_by, parity.idle_in = (
             [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:2].tolist()
         )
         parity.round = int(flags[2, 0])
         kinds = {
-            (ids[a], ids[b]): int(flags[3 + a, b]) for a, b in torch.nonzero(flags[3:]).tolist()
+            (ids[a], ids[b]): int(flags[4 + a, b]) for a, b in torch.nonzero(flags[4:]).tolist()
         }
         parity.differing = Sides.of(ids, kinds, parity.refused_by).wrong
         return kinds

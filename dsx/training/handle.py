@@ -26,6 +26,7 @@ from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.agreement import layout_of, require_alike
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
+from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.records import Records
 from dsx.training.saving import Saving
@@ -60,12 +61,6 @@ class Handle:
         method = config.method
         self._records = Records(config, world, adapter)
         store = world.new_handle_store()
-        self._stop = StopAgreement(
-            world.rendezvous,
-            f"stop/{world.num_handles}",
-            method.schedule.interval,
-            method.delay.rounds_under_way,
-        )
         self._syncs = SyncRecords(
             store,
             adapter.stage,
@@ -87,6 +82,14 @@ class Handle:
         self.loop = OuterLoop(
             method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
         )
+        is_one_part = adapter.ranks.shard[1] == world.world_size
+        self.notices = Notices(
+            self.loop.notices,
+            (world.cluster_id, world.rank),
+            method.schedule.interval,
+            None if is_one_part else world.in_cluster(),
+        )
+        self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
@@ -146,6 +149,7 @@ class Handle:
         require_own(self._own, "an inner step")
         with self._saving.naming_last():
             was_written = self.loop.after_inner_step(is_skipped)
+            self.notices.pass_boundary(self.step)
         self.is_finished = False
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
@@ -176,9 +180,8 @@ class Handle:
     def should_stop(self) -> bool:
         """Whether to leave the training loop: at the same step on every rank of every cluster.
 
-        To be asked once per step, on every rank, where stops may be requested: it is `n + 3`
-        periods of H steps after the first question that follows a request at the latest, n being
-        the rounds under way.
+        To be asked once per step, on every rank, where stops may be requested. How long after a
+        request that is at most: training/notices.py.
         """
         with self._saving.naming_last():
             return self._stop.is_due(self.step)

@@ -66,6 +66,28 @@ def test_the_wait_for_others_is_not_in_a_transfers_seconds() -> None:
     assert first[4] == second[4] == 48 + 8
 
 
+def tell() -> tuple[list[dict[int, bytes]], list[int]]:
+    """Cluster 1 tells something beside the second and the third transfer, cluster 0 the third."""
+    line = transport(20.0)
+    cluster = line.seat.cluster_id
+    told: list[dict[int, bytes]] = []
+    sent: list[int] = []
+    for step, notes in enumerate([(b"", b""), (b"", b"one" * 99), (b"an", b"other"), (b"", b"")]):
+        what = Submission(0, step, notes=notes[cluster])
+        pending = line.submit(what, ExactMean(line.seat).exchange(torch.ones(2)))
+        assert pending.wait().tolist() == [1.0, 1.0]
+        told.append(dict(pending.notes))
+        sent.append(pending.bytes_sent - 48 - 8)
+    line.close()
+    return told, sent
+
+
+def test_what_is_told_beside_a_transfer_comes_with_it() -> None:
+    first, second = run_distributed(tell, 2)
+    assert first[0] == second[0] == [{}, {1: b"one" * 99}, {0: b"an", 1: b"other"}, {}]
+    assert first[1] == [0, 0, 2, 0] and second[1] == [0, 297, 5, 0]
+
+
 def fail_first() -> str:
     line = transport(1.0)
     if line.seat.cluster_id == 1:
