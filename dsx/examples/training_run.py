@@ -142,5 +142,8 @@ def conclude_run(
         "unigram_entropy": results.unigram_entropy,
         "wall_seconds": time.perf_counter() - results.started,
     }
-    (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    report(run_dir)
+    try:
+        (run_dir / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        report(run_dir)
+    except (OSError, ValueError) as error:  # the model is trained and saved: nothing ends by this
+        console.print(f"no report of the run: {error}; its results: {json.dumps(summary)}")

@@ -10,13 +10,22 @@ although each may see a file system of its own.
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from dsx.telemetry.run_folder import cluster_file, is_run, names_of_starts, read_about, say_end
+from dsx.telemetry.run_folder import (
+    cluster_file,
+    is_run,
+    names_of_starts,
+    read_about,
+    read_own,
+    say_end,
+)
 
+_OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
 Found = Mapping[str, Sequence[str] | None]  # by number; None: records of a run without run.json
 
 
@@ -38,7 +47,7 @@ def look(base: Path, cluster: int) -> dict[str, list[str] | None]:
     for path in base.parent.iterdir() if base.parent.is_dir() else ():
         match = pattern.fullmatch(path.name)
         if match and match["number"] != "1" and is_run(path):
-            about = read_about(path).get(cluster)
+            about = read_own(path, cluster)
             has_records = cluster_file(path, "metrics", ".jsonl", cluster).exists()
             names = sorted(names_of_starts(about)) if about else None if has_records else []
             found[match["number"] or "1"] = names
@@ -97,6 +106,8 @@ class FolderChoice:
                     f"{folder} was free when this run was attached, and another has taken it "
                     "since: start again, or give each its own dsx.metrics.dir"
                 ) from None
+            if error.errno in _OF_THE_DISK:  # what is written later counts what is missing
+                return f"{folder} cannot be written to ({error.strerror}): training goes on"
             raise RuntimeError(
                 f"dsx.metrics.dir: {folder} cannot be written to ({error.strerror}); give a folder "
                 "that can be made and written by cluster "
@@ -120,7 +131,8 @@ class FolderChoice:
         assert self._base is not None
         if self._cluster and cluster_file(self._base, "metrics", ".jsonl", 0).exists():
             return ""
-        about = read_about(self._base).get(self._cluster) if self._base.is_dir() else None
+        told = read_about(self._base, self._cluster) if self._base.is_dir() else {}
+        about = told.get(self._cluster)
         what = ""
         if about:
             last = about["starts"][-1]

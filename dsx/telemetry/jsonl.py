@@ -1,32 +1,96 @@
-"""A file of JSON lines that a resumed run goes on with: the records of steps taken again go."""
+"""A file of JSON lines that a resumed run goes on with: the records of steps taken again go.
+
+It holds whole lines, whatever the disk does: what can be written in part only is taken back.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
 from pathlib import Path
-from typing import TextIO
 
 logger = logging.getLogger(__name__)
 
 
-def reopen(path: Path, step: int | None) -> TextIO:
-    """Open for appending after the records up to `step`; the others are dropped, atomically.
+class RecordFile:
+    """Appends after the records up to `step`, where the others are dropped; None: after all.
 
-    None: after all there are.
+    `head` is a line that goes before the first record. Nothing is opened or made before that.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if step is None:
-        return path.open("a")
+
+    def __init__(self, path: Path, step: int | None, head: str = "") -> None:
+        self.path = path
+        self._step = step
+        self._head = head
+        self._descriptor: int | None = None
+        self._is_begun = False
+
+    def append(self, text: str) -> None:
+        """Write whole lines; OSError: none of them is in the file."""
+        descriptor = self._open()
+        size = os.fstat(descriptor).st_size
+        rest = memoryview((self._gap(size) + self._head + text).encode())
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+        self._head = ""
+
+    def close(self) -> None:
+        """Close; a later `append` opens it again, behind what it holds."""
+        if self._descriptor is not None:
+            descriptor, self._descriptor = self._descriptor, None
+            os.close(descriptor)
+
+    def _open(self) -> int:
+        if self._descriptor is not None and self._is_there(self._descriptor):
+            return self._descriptor
+        self.close()
+        if not self._is_begun:  # later the folder is not made again: it may be where a disk was
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if self._step is not None:
+                _drop_beyond(self.path, self._step)
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(self.path, flags, 0o666)
+        self._is_begun = True
+        return self._descriptor
+
+    def _is_there(self, descriptor: int) -> bool:
+        """Whether the name still stands for the open file."""
+        try:
+            return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
+        except FileNotFoundError:
+            return False
+
+    def _gap(self, size: int) -> str:
+        """Return what ends a line that a killed run has left open."""
+        assert self._descriptor is not None
+        return "" if not size or os.pread(self._descriptor, 1, size - 1) == b"\n" else "\n"
+
+
+def _drop_beyond(path: Path, step: int) -> None:
+    """Drop the records beyond a step, atomically; they stay where there is no space for that."""
+    if not path.exists():
+        return
     rewritten = path.with_suffix(".tmp")
-    rewritten.write_text("".join(_lines_up_to(path, step)))
-    rewritten.replace(path)
-    return path.open("a")
+    try:
+        rewritten.write_text("".join(_lines_up_to(path, step)))
+        rewritten.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            rewritten.unlink(missing_ok=True)
+        logger.warning(
+            "%s: the records beyond step %d stay (%s); of two of one step the later counts",
+            path, step, error.strerror,
+        )  # fmt: skip
 
 
 def _lines_up_to(path: Path, step: int) -> list[str]:
-    if not path.exists():
-        return []
     kept: list[str] = []
     for line in path.read_bytes().splitlines(keepends=True):
         try:

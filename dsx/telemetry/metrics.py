@@ -11,19 +11,26 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from dsx.telemetry.jsonl import reopen
+from dsx.telemetry.behind import Behind
+from dsx.telemetry.jsonl import RecordFile
 from dsx.telemetry.run_folder import cluster_file
 
 
 class Metrics:
-    """Writes one cluster's records; every method is a no-op without a directory."""
+    """Writes one cluster's records; every method is a no-op without a directory.
 
-    def __init__(self, cluster_id: int, tensorboard: bool = False) -> None:
+    `behind` does the writing; a failure takes records, and ends nothing.
+    """
+
+    def __init__(
+        self, cluster_id: int, tensorboard: bool = False, behind: Behind | None = None
+    ) -> None:
         self._cluster_id = cluster_id
+        self._behind = behind or Behind()
         self._directory: Path | None = None
-        self._file: TextIO | None = None
+        self._file: RecordFile | None = None
         self._begins_at: int | None = 0
         self._held: dict[str, Any] | None = None
         self._open_board = _writer_of_boards() if tensorboard else None
@@ -45,47 +52,51 @@ class Metrics:
             self._held.update(fields)
 
     def event(self, kind: str, record: Mapping[str, Any]) -> None:
-        """Write a record of another kind at once."""
+        """Write a record of another kind, behind those before it."""
         self._write({"kind": kind, **record})
 
     def flush(self) -> None:
-        """Write what is held back."""
+        """Hand over what is held back."""
         if self._held is not None:
             self._write(self._held)
             self._held = None
 
     def close(self) -> None:
-        """Write what is held back and close the files."""
+        """Return once what is held back is written, and the files are closed."""
         self.flush()
         if self._file is not None:
-            self._file.close()
+            self._behind.do(self._file.close, self._file.path, 0)
             self._file = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        if self._open_board is not None and self._directory is not None:
+            self._behind.do(self._close_board, _board_path(self._directory, self._cluster_id), 0)
+        self._behind.flush()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._directory is None:
             return
+        beyond = None
         if self._file is None:
-            self._open(self._directory)
-        assert self._file is not None
+            path = metrics_path(self._directory, self._cluster_id)
+            self._file = RecordFile(path, self._begins_at)
+            beyond = None if self._begins_at is None else self._begins_at + 1
+            self._begins_at = None  # what still comes goes behind what there is
         line = {"cluster": self._cluster_id, "time": time.time(), **record}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
-        if self._board is not None:
-            self._to_board(line)
-
-    def _open(self, directory: Path) -> None:
-        path, step = metrics_path(directory, self._cluster_id), self._begins_at
-        self._file = reopen(path, step)
+        file, text = self._file, json.dumps(line) + "\n"
+        self._behind.do(lambda: file.append(text), file.path)
         if self._open_board is not None:
-            board = directory / "tensorboard" / f"cluster_{self._cluster_id}"
-            beyond = None if step is None else step + 1
-            self._board = self._open_board(str(board), purge_step=beyond)
-        self._begins_at = None  # what still comes goes behind what there is
+            board = _board_path(self._directory, self._cluster_id)
+            self._behind.do(lambda: self._to_board(line, board, beyond), board)
 
-    def _to_board(self, line: Mapping[str, Any]) -> None:
+    def _close_board(self) -> None:
+        if self._board is not None:
+            board, self._board = self._board, None
+            board.close()
+
+    def _to_board(self, line: Mapping[str, Any], path: Path, beyond: int | None) -> None:
+        """Write a record's numbers; the first one written makes the file."""
+        if self._board is None:
+            assert self._open_board is not None
+            self._board = self._open_board(str(path), purge_step=beyond)
         step = line.get("step", line.get("applied_step"))
         prefix = line["kind"]
         if prefix == "sync":
@@ -99,6 +110,10 @@ class Metrics:
 def metrics_path(directory: Path, cluster_id: int) -> Path:
     """Return the file of one cluster's records."""
     return cluster_file(directory, "metrics", ".jsonl", cluster_id)
+
+
+def _board_path(directory: Path, cluster_id: int) -> Path:
+    return directory / "tensorboard" / f"cluster_{cluster_id}"
 
 
 def _writer_of_boards() -> Callable[..., Any]:

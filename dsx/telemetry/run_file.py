@@ -7,7 +7,8 @@
         time, step    when, and the inner steps taken before
         resumed_from, resumed_session      the checkpoint, and the start that wrote it; or null
         (facts)       of the program: settings as given and resolved, versions, sizes, host
-        end           time, step and how; null of a run under way, or that was killed
+        end           time, step and how, and how many records which files lack, if any do; null of
+                      a run under way, or that was killed
     checkpoints       those saved complete: path, tag, step, time
 
 Paths are relative to the folder where they lie in it. The file is replaced as a whole, so that a
@@ -16,7 +17,9 @@ reader never sees half of one. Nothing but a start waits for a disk on the train
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,7 +27,8 @@ from typing import Any
 
 from dsx.telemetry.behind import Behind, RunLog
 from dsx.telemetry.folder_choice import Origin
-from dsx.telemetry.run_folder import FORMAT, cluster_file, read_about
+from dsx.telemetry.leftovers import remove_leftovers
+from dsx.telemetry.run_folder import FORMAT, cluster_file, read_own
 
 
 class RunFile:
@@ -40,6 +44,7 @@ class RunFile:
         cluster: int,
         files: Mapping[str, str],
         facts: Mapping[str, Any],
+        behind: Behind | None = None,
     ) -> None:
         self._directory: Path | None = None
         self._cluster = cluster
@@ -47,7 +52,7 @@ class RunFile:
         self._facts = facts
         self._document: dict[str, Any] = {}
         self._pending: dict[str, Any] | None = None
-        self._behind = Behind()
+        self._behind = behind or Behind()
         self._log = RunLog(self._behind) if is_kept else None
 
     def begin(
@@ -75,7 +80,9 @@ class RunFile:
                 self._write()
             return
         assert self._directory is not None and self._log is not None
-        self._directory.mkdir(parents=True, exist_ok=True)
+        folder, cluster = self._directory, self._cluster
+        self._behind.do(lambda: folder.mkdir(parents=True, exist_ok=True), folder, 0)
+        self._behind.do(lambda: remove_leftovers(folder, cluster), folder, 0)
         log = cluster_file(self._directory, "log", ".txt", self._cluster)
         self._document["files"] = {**self._files, "log": log.name}
         self._document["starts"].append({"time": _now(), **self._pending})
@@ -96,11 +103,16 @@ class RunFile:
     def end(self, step: int, how: str) -> None:
         """Say how the run ended, unless that has been said."""
         if self._document and self._pending is None and not self._document["starts"][-1]["end"]:
-            self._document["starts"][-1]["end"] = {"time": _now(), "step": step, "how": how}
+            end: dict[str, Any] = {"time": _now(), "step": step, "how": how}
+            if missing := self._behind.missing.by_file():
+                end["missing"] = missing
+            self._document["starts"][-1]["end"] = end
             self._write()
 
     def close(self) -> None:
         """Return once everything is written."""
+        self._behind.flush()
+        self._behind.missing.tell()
         if self._log is not None:
             self._log.close()
         self._behind.close()
@@ -121,11 +133,15 @@ class RunFile:
 
     def _read(self) -> dict[str, Any] | None:
         assert self._directory is not None
-        return read_about(self._directory).get(self._cluster) if self._directory.is_dir() else None
+        try:
+            return read_own(self._directory, self._cluster)
+        except OSError as error:
+            self._behind.missing.add(self._path, str(error.strerror), 0)
+            return None
 
     def _write(self) -> None:
-        text = json.dumps(self._document, indent=1, default=str) + "\n"
-        self._behind.do(lambda: replace_file(self._path, text))
+        text, path = json.dumps(self._document, indent=1, default=str) + "\n", self._path
+        self._behind.do(lambda: replace_file(path, text), path, is_whole=True)
 
     def _relative(self, path: Path) -> str:
         assert self._directory is not None
@@ -136,8 +152,16 @@ class RunFile:
 def replace_file(path: Path, text: str) -> None:
     """Write a small file as a whole or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(path)
+    try:
+        with unfinished.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
 
 
 def _now() -> str:

@@ -18,6 +18,7 @@ no run.json, are read, too, and so is what a killed run leaves.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import socket
@@ -28,6 +29,7 @@ from typing import Any, cast
 
 FORMAT = 1  # of run.json, see run_file.py
 Record = Mapping[str, Any]
+logger = logging.getLogger(__name__)
 RUN_HELP = "A run's folder (metrics.dir), a file in it, or a checkpoint below it."
 _FILES = re.compile(
     r"(?P<kind>run|metrics)(\.cluster_(?P<cluster>\d+))?\.jsonl?|trace\.cluster_\d+\.rank_\d+\.jsonl"
@@ -121,9 +123,13 @@ def open_run(path: str | Path) -> Run:
     return Run(folder, clusters, _read_summary(folder), left_out)
 
 
-def read_about(folder: Path) -> dict[int, dict[str, Any]]:
-    """Return what every run*.json of a run's folder says, by cluster; ValueError for another's."""
-    found = {m: (file, _read_object(file)) for m, file in sorted(_files(folder, "run").items())}
+def read_about(folder: Path, cluster: int | None = None) -> dict[int, dict[str, Any]]:
+    """Return what every run*.json of a run's folder says, by cluster; ValueError for another's.
+
+    With a `cluster`, that one's alone.
+    """
+    files = sorted(_files(folder, "run").items())
+    found = {m: (file, _read_object(file)) for m, file in files if cluster in (None, m)}
     for file, about in found.values():
         if about.get("format") != FORMAT or not _has_starts(about):
             raise ValueError(
@@ -133,25 +139,58 @@ def read_about(folder: Path) -> dict[int, dict[str, Any]]:
     return {m: about for m, (_, about) in found.items()}
 
 
+def read_own(folder: Path, cluster: int) -> dict[str, Any] | None:
+    """Return what one cluster's run.json says, None if there is none, to go on with it.
+
+    One that is cut off, as a loss of power may leave it, is set aside as `run.json.damaged`;
+    ValueError for another's.
+    """
+    path = cluster_file(folder, "run", ".json", cluster)
+    if not path.exists():
+        return None
+    if not _is_json(path):
+        aside = path.with_name(f"{path.name}.damaged")
+        path.replace(aside)
+        logger.warning("%s is not whole, and set aside as %s: a new one begins", path, aside.name)
+        return None
+    return read_about(folder, cluster).get(cluster)
+
+
+def _is_json(path: Path) -> bool:
+    try:
+        json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return False
+    return True
+
+
 def sessions_of(folder: Path) -> set[str]:
     """Return the names of all starts of a folder's run; none of a run of dsx 0.1."""
     return _own_sessions(read_about(folder))
 
 
 def read_records(path: Path) -> list[Record]:
-    """Parse a file of records; an incomplete last line is what a killed run leaves."""
+    """Parse a file of records, without lines cut off, as killed runs and full disks leave them.
+
+    ValueError if none of them is a record.
+    """
     records: list[Record] = []
     lines = path.read_bytes().splitlines()
+    trouble: list[str] = []
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number} is not a JSON record: {error}") from error
+            if number < len(lines):
+                trouble.append(f"{path}:{number} is not a JSON record: {error}")
+            continue
         if not isinstance(record, dict):
             raise ValueError(f"{path}:{number} must be a JSON object, not {record!r:.40}")
         records.append(cast(Record, record))
+    if trouble and not records:
+        raise ValueError(trouble[0])
+    if trouble:
+        logger.warning("%s; left out with %d lines like it", trouble[0], len(trouble) - 1)
     return records
 
 

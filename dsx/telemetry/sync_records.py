@@ -16,16 +16,18 @@ posted. By the order of a pipeline's passes that is at most one boundary later.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from dsx.core.transport import PeerLost
 from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
+logger = logging.getLogger(__name__)
 _SUMMED = ("bytes_sent",)
+_MOST_SECONDS = 60.0  # that training waits for a record
 _LONGEST = ("wait_seconds", "transfer_seconds", "coding_seconds")
 
 
@@ -75,12 +77,13 @@ class SyncRecords:
         self._fragment_numel = fragment_numel
         self._write = write
         self._is_enabled = is_enabled
-        self._deadline = timedelta(seconds=deadline_seconds)
+        self._deadline = timedelta(seconds=min(deadline_seconds, _MOST_SECONDS))
         self._fresh: list[Mapping[str, Any]] = []
         self._ready: list[Mapping[str, Any]] = []
         self._posted: list[tuple[str, dict[str, Any]]] = []
         self._passed_on = [0] * stage.count  # records of each further stage, posted or written
         self._flushes = 0
+        self._is_ended = False
         self.bytes_sent = 0
 
     def add(self, event: Mapping[str, Any]) -> None:
@@ -89,7 +92,30 @@ class SyncRecords:
             self._fresh.append(event)
 
     def pass_boundary(self) -> None:
-        """Write what was posted a boundary ago, then post what came the boundary before."""
+        """Write what was posted a boundary ago, then post what came the boundary before.
+
+        Where the store is lost, or a rank does not post, these records end, and nothing else does.
+        """
+        self._ending_records_alone(self._pass_boundary)
+
+    def flush(self) -> None:
+        """Write everything now; rank 0 waits for the others, which must flush, too."""
+        self._ending_records_alone(self._flush)
+
+    def _ending_records_alone(self, do: Callable[[], None]) -> None:
+        if self._is_ended:
+            return
+        try:
+            do()
+        except RuntimeError as error:
+            self._is_ended, self._is_enabled = True, False
+            self._fresh, self._ready, self._posted = [], [], []
+            logger.warning(
+                "the records of syncs end here, and so does the count of bytes sent: %s; training "
+                "goes on", str(error).splitlines()[0],
+            )  # fmt: skip
+
+    def _pass_boundary(self) -> None:
         if self._rank == 0:
             for key, own in self._posted:
                 self._pass_on(self._combine(key, own))
@@ -100,10 +126,9 @@ class SyncRecords:
         self._posted = [self._post(event) for event in self._ready]
         self._ready, self._fresh = self._fresh, []
 
-    def flush(self) -> None:
-        """Write everything now; rank 0 waits for the others, which must flush, too."""
+    def _flush(self) -> None:
         for _ in range(3):
-            self.pass_boundary()
+            self._pass_boundary()
         self._flushes += 1
         if self._is_writer:
             for stage in range(1, self._stage.count):
@@ -146,7 +171,7 @@ class SyncRecords:
                 self._store.wait([key], self._deadline)
             count = int(self._store.get(key))
         except RuntimeError as error:
-            raise PeerLost(
+            raise RuntimeError(
                 f"pipeline stage {stage} of this cluster has not posted its records within "
                 f"{self._deadline.total_seconds():g} s"
             ) from error
@@ -171,7 +196,7 @@ class SyncRecords:
                     self._store.wait(keys, self._deadline)
             everyone = [own, *(json.loads(self._store.get(k)) for k in keys)]
         except RuntimeError as error:
-            raise PeerLost(
+            raise RuntimeError(
                 f"{self._stage.name_of(own['fragment'])} applied at step {own['applied_step']}: a "
                 "rank of this cluster has not posted its record within "
                 f"{self._deadline.total_seconds():g} s"

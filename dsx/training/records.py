@@ -20,6 +20,7 @@ from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.waits import NextWait
 from dsx.outer.transfer import Totals
+from dsx.telemetry.behind import Behind
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.run_file import RunFile
@@ -41,13 +42,16 @@ class Records:
         self._choice = _choose(config, world)
         self._place = cluster, world.rank
         self._writes = world.rank == 0
-        self.trace = start_trace(config.metrics, world, adapter)
-        self._metrics = Metrics(cluster, config.metrics.tensorboard and self._writes)
+        self._behind = Behind()
+        self.trace = start_trace(config.metrics, world, adapter, self._behind)
+        has_board = config.metrics.tensorboard and self._writes
+        self._metrics = Metrics(cluster, has_board, self._behind)
         self._run = RunFile(
             self._writes and self.folder is not None,
             cluster,
             files_of_run(config, cluster),
             start_facts(adapter, world, config),
+            self._behind,
         )
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
@@ -132,8 +136,10 @@ class Records:
         self._next_step.end()
         self._metrics.flush()
         self.trace.flush()
+        self._behind.flush()
         self._run.end(step, how)
-        self._run.flush()
+        self._behind.missing.tell()
+        self._behind.flush()
 
     def close(self) -> None:
         """Write what there is and close the files."""
@@ -169,7 +175,7 @@ def _choose(config: DsxConfig, world: World) -> FolderChoice:
     if base is not None and world.rank == 0:
         try:
             found = look(base, world.cluster_id)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             found = str(error)
     everyone = world.rendezvous.gather("the run's folder", found)
     for cluster, one in enumerate(everyone):

@@ -13,6 +13,7 @@ from dsx.comm.world import World
 from dsx.config.schema import DsxConfig, MetricsConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
+from dsx.telemetry.behind import Behind
 from dsx.telemetry.metrics import metrics_path
 from dsx.telemetry.trace.recorder import Trace, trace_path
 
@@ -74,11 +75,14 @@ def _versions() -> dict[str, str]:
     return {"python": platform.python_version(), **versions}
 
 
-def start_trace(metrics: MetricsConfig, world: World, adapter: EngineAdapter) -> Recorder:
+def start_trace(
+    metrics: MetricsConfig, world: World, adapter: EngineAdapter, behind: Behind
+) -> Recorder:
     """Return this rank's recorder; the engine tells it of its steps from now on."""
     if not metrics.trace or metrics.dir is None:
         return UNTRACED
     path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)  # `begin` names another
-    trace = Trace(path, world.session, world.seat, metrics.trace_steps, logs=world.rank == 0)
+    steps, logs = metrics.trace_steps, world.rank == 0
+    trace = Trace(path, world.session, world.seat, steps, logs, behind)
     adapter.trace_compute(trace)
     return trace

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import socket
 import threading
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from dsx.telemetry.folder_choice import Origin
+from dsx.telemetry.folder_choice import Origin, look
 from dsx.telemetry.metrics import metrics_path
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.run_folder import read_about
@@ -35,6 +36,7 @@ def start(
     if origin is not None:
         run.begin(folder, step, origin, True)
     run.confirm()
+    run.flush()
     if folder is not None:
         metrics_path(folder, cluster).touch()
     return run
@@ -121,7 +123,7 @@ def test_the_thread_that_trains_does_not_wait_for_the_disk(tmp_path: Path) -> No
     run = start(tmp_path, "a")
     is_free = threading.Event()
     run.flush()
-    run._behind.do(is_free.wait)  # a disk that hangs
+    run._behind.do(is_free.wait, tmp_path)  # a disk that hangs
     run.saved(tmp_path / "c/cluster_0/x", 4)
     LOGGER.warning("while it hangs")
     assert not about(tmp_path)["checkpoints"]
@@ -130,15 +132,49 @@ def test_the_thread_that_trains_does_not_wait_for_the_disk(tmp_path: Path) -> No
     assert about(tmp_path)["checkpoints"] and "while it hangs" in (tmp_path / "log.txt").read_text()
 
 
-def test_a_disk_that_fails_is_told_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_vanishes_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     run = start(tmp_path / "run", "a")
     run.flush()
-    for path in (tmp_path / "run").iterdir():
-        path.unlink()
-    (tmp_path / "run").rmdir()
+    shutil.rmtree(tmp_path / "run")
     run.end(4, "finished")
     run.close()
-    assert "a file of the run's folder cannot be written" in capsys.readouterr().err
+    assert "cannot be written: No such file or directory" in caplog.text
+    assert "records of the run are missing, by file: " in caplog.text
+    assert "run.json: 1" in caplog.text
+    assert not (tmp_path / "run").exists()  # it may be where a disk was
+
+
+def test_an_end_says_what_is_missing(tmp_path: Path) -> None:
+    run = start(tmp_path, "a")
+    run._behind.missing.add(tmp_path / "metrics.jsonl", "No space left on device", 3)
+    run.end(4, "finished")
+    run.close()
+    assert about(tmp_path)["starts"][0]["end"]["missing"] == {"metrics.jsonl": 3}
+
+
+def test_a_run_json_cut_off_is_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    start(tmp_path, "a").close()
+    whole = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").write_text(whole[:50])
+    assert look(tmp_path, 0) == {"1": None}
+    assert (tmp_path / "run.json.damaged").read_text() == whole[:50]
+    assert "run.json is not whole, and set aside as run.json.damaged" in caplog.text
+    start(tmp_path, "b", 4, Origin(tmp_path / "c/cluster_0/x", "a")).close()
+    assert [s["session"] for s in about(tmp_path)["starts"]] == ["b"]
+
+
+def test_what_a_killed_start_left_half_written_goes(tmp_path: Path) -> None:
+    own = ["metrics.tmp", "run.json.tmp", "trace.cluster_0.rank_3.tmp"]
+    others = ["metrics.cluster_1.tmp", "run.cluster_1.json.tmp", "trace.cluster_1.rank_0.tmp"]
+    for name in (*own, *others, "mine.tmp"):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (0, 0))
+    (tmp_path / "trace.cluster_0.rank_1.tmp").touch()  # a moment ago: somebody writes it
+    start(tmp_path, "a").close()
+    left = {path.name for path in tmp_path.iterdir() if path.suffix == ".tmp"}
+    assert left == {*others, "mine.tmp", "trace.cluster_0.rank_1.tmp"}
 
 
 def test_no_half_file_is_ever_seen(tmp_path: Path) -> None:

@@ -9,8 +9,8 @@ Of a transfer nothing but its rounds is known: `follow` stands between an exchan
 drives it, and so sees the time on the network, from a round handed out to the next request, and
 the time in codecs, between two rounds; what lies around tells which.
 
-A step's spans are written when its boundary has been passed, so a killed run keeps them. A
-resumed run drops those of steps it takes again. Only the steps asked for are kept.
+A step's spans are handed over at its boundary and written by a thread of their own, so a killed run
+keeps them. A resumed run drops those of steps it takes again. Only the steps asked for are kept.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange
 from dsx.core.membership import Seat
 from dsx.core.recorder import Recorder, SpanTimer
-from dsx.telemetry.jsonl import reopen
+from dsx.telemetry.behind import Behind
+from dsx.telemetry.jsonl import RecordFile
 
 logger = logging.getLogger(__name__)
 now: Callable[[], int] = time.perf_counter_ns
@@ -44,9 +45,16 @@ class Trace(Recorder):
     """
 
     def __init__(
-        self, path: Path, session: str, seat: Seat, steps: tuple[int, int], logs: bool = True
+        self,
+        path: Path,
+        session: str,
+        seat: Seat,
+        steps: tuple[int, int],
+        logs: bool = True,
+        behind: Behind | None = None,
     ) -> None:
         self._path = path
+        self._behind = behind or Behind()
         self._session = session
         self._seat = seat
         self._first, self._last = steps
@@ -54,7 +62,7 @@ class Trace(Recorder):
         self._offset = time.time_ns() - now()
         self._begins_at = 0
         self._is_held = False
-        self._file: TextIO | None = None
+        self._file: RecordFile | None = None
         self._is_past = False
         self._spans: deque[_Span] = deque()  # any thread appends, one takes
         self._free_since: dict[int, int] = {}  # a fragment's thread, after a transfer
@@ -135,32 +143,37 @@ class Trace(Recorder):
         self._is_held = False
 
     def end_step(self, step: int) -> None:
-        """Write what there is; a boundary has been passed."""
+        """Hand over what there is; a boundary has been passed."""
         self.confirm()
         self.step = step + 1
-        self.flush()
+        self._hand_over()
         if step >= self._last and not self._is_past:
             self._tell("the last step traced has been taken")
 
     def flush(self) -> None:
-        """Write what there is."""
-        if self._is_held or not self._spans:
-            return
-        if self._file is None:
-            self._file = reopen(self._path, self._begins_at)
-            run = {"session": self._session, "step": self._begins_at}
-            self._file.write(json.dumps(run) + "\n")
-        while self._spans:
-            self._file.write(self._line(self._spans.popleft()))
-        self._file.flush()
+        """Return once what there is has been written."""
+        self._hand_over()
+        self._behind.flush()
 
     def close(self) -> None:
         """Write what there is and close the file."""
-        self.flush()
+        self._hand_over()
         if self._file is not None:
-            self._file.close()
+            self._behind.do(self._file.close, self._file.path, 0)
             self._file = None
             self._begins_at = self._last  # what still comes goes behind what there is
+        self._behind.flush()
+
+    def _hand_over(self) -> None:
+        if self._is_held or not self._spans:
+            return
+        if self._file is None:
+            run = {"session": self._session, "step": self._begins_at}
+            self._file = RecordFile(self._path, self._begins_at, json.dumps(run) + "\n")
+        file, spans = self._file, list[_Span]()
+        while self._spans:
+            spans.append(self._spans.popleft())
+        self._behind.do(lambda: file.append("".join(map(self._line, spans))), file.path, len(spans))
 
     def _line(self, span: _Span) -> str:
         name, category, thread, began, ended, step, facts = span

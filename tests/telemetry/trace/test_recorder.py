@@ -74,6 +74,7 @@ def test_a_boundary_writes_what_came_before_it(tmp_path: Path) -> None:
     trace.add("forward", "forward", now())
     assert not (tmp_path / "t.jsonl").exists()
     trace.end_step(1)
+    trace._behind.flush()
     assert len(lines(tmp_path / "t.jsonl")) == 2  # although the run may now be killed
 
 
