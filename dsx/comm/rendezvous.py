@@ -18,7 +18,6 @@ import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch.distributed as dist
 
@@ -30,21 +29,6 @@ PROTOCOL = 3  # of what clusters send each other; counted up where another dsx w
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
-
-
-def parse_address(rendezvous: str) -> tuple[str, int]:
-    """Split `tcp://host:port`; ValueError says what is allowed."""
-    parts = urlsplit(rendezvous)
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme != "tcp" or not parts.hostname or not port:
-        raise ValueError(
-            f"clusters.rendezvous={rendezvous!r} must be 'env://' (one launcher over all clusters) "
-            "or 'tcp://host:port' (one launcher per cluster), for example tcp://10.0.0.1:29400"
-        )
-    return parts.hostname, port
 
 
 def open_store(host: str, port: int, *, is_host: bool, deadline_seconds: float) -> dist.TCPStore:

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dsx.comm.address import parse_address
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.launcher_watch import end_with_launcher
-from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
+from dsx.comm.rendezvous import Rendezvous, meet, open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost

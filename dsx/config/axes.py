@@ -21,20 +21,25 @@ from dsx.method.choices import AXES
 _STRICT = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
 
-def read_choice(axis: str, values: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+def read_choice(
+    axis: str, values: Mapping[str, Any], usual: Mapping[str, Any]
+) -> tuple[dict[str, Any], Any]:
     """Return what an axis says, complete, as plain values and as the choice itself.
 
-    `values` names a choice by the axis's selector. Raises ConfigError for a name or a key that is
-    not known, one that is missing, and a value of another type.
+    `values` names a choice by the axis's selector; `usual` is what they are if left out. Raises
+    ConfigError for a name or a key that is not known, one that is missing, and a value of another
+    type.
     """
     selector, choices = AXES[axis]
     text = json.dumps(dict(values))
     try:
         model = _union(axis, tuple(choices.items())).validate_json(text)
     except ValidationError as error:
-        kind = choices.get(values[selector]) if isinstance(values[selector], str) else None
-        keys = [selector, *(f.name for f in dataclasses.fields(kind))] if kind else list(choices)
-        raise ConfigError(explain_choice(error, axis, values, selector, keys)) from error
+        called = values[selector]
+        kind = choices.get(called) if isinstance(called, str) else None
+        limited = choice_model(axis, called, kind, has_limits=True) if kind else None
+        message = explain_choice(error, axis, values, selector, [*choices], limited, usual)
+        raise ConfigError(message) from error
     name = getattr(model, selector)
     kind = choices[name]
     choice = kind(**{field.name: getattr(model, field.name) for field in dataclasses.fields(kind)})

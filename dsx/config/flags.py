@@ -14,11 +14,11 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
 
-from dsx.config.files import ConfigError, read_json
+from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.renames import with_new_names
 from dsx.config.schema import DsxConfig
 from dsx.config.sections import ClustersConfig, LinkConfig, MetricsConfig, StateConfig
@@ -43,6 +43,8 @@ class Flag:
     key: str
     help: str
     is_list: bool = False
+    is_text: bool = False
+    is_one: bool = False  # or one value, as another choice on the axis has it
 
     @property
     def attribute(self) -> str:
@@ -57,20 +59,41 @@ def all_flags() -> Iterator[Flag]:
     for section, model in _SECTIONS.items():
         for key, field in model.model_fields.items():
             words = [key] if section == "clusters" else [section, key]
-            is_list = str(field.annotation).startswith("tuple")
-            yield Flag(_flag(*words), section, key, f"dsx.{section}.{key}", is_list)
+            of_key = field.annotation
+            text = f"dsx.{section}.{key}"
+            yield Flag(_flag(*words), section, key, text, _is_list(of_key), _is_text(of_key))
     for axis, (selector, choices) in AXES.items():
         yield Flag(_flag(axis, selector), axis, selector, ", ".join(choices))
         of: dict[str, list[str]] = {}
-        lists: set[str] = set()
+        kinds: dict[str, list[Any]] = {}
         for name, kind in choices.items():
+            hints = get_type_hints(kind)
             for field in dataclasses.fields(kind):
                 of.setdefault(field.name, []).append(name)
-                if str(field.type).startswith("tuple"):
-                    lists.add(field.name)
+                kinds.setdefault(field.name, []).append(hints[field.name])
         for key, names in of.items():
             text = f"of dsx.{axis}.{selector}: {', '.join(names)}"
-            yield Flag(_flag(axis, key), axis, key, text, key in lists)
+            are_lists, is_text = [*map(_is_list, kinds[key])], all(map(_is_text, kinds[key]))
+            is_one = not all(are_lists)
+            yield Flag(_flag(axis, key), axis, key, text, any(are_lists), is_text, is_one)
+
+
+def _is_list(annotation: Any) -> bool:
+    return annotation is tuple or any(get_origin(one) is tuple for one in _parts(annotation))
+
+
+def _is_text(annotation: Any) -> bool:
+    """Return whether what is given there, or in a list there, is text whatever it looks like."""
+    ends = [one for one in _parts(annotation) if not get_args(one)]
+    return any(one is str or isinstance(one, str) for one in ends) and not any(
+        one in (int, float, bool) or isinstance(one, int) for one in ends
+    )
+
+
+def _parts(annotation: Any) -> Iterator[Any]:
+    yield annotation
+    for one in get_args(annotation):
+        yield from _parts(one)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -104,8 +127,15 @@ def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "see --help for all of them"
             raise ConfigError(f"{name} is not a flag of dsx; {hint}")
-    parser = add_flags(argparse.ArgumentParser(allow_abbrev=False, add_help=False))
+    parser = add_flags(_Parser(allow_abbrev=False, add_help=False))
     return _block_of_namespace(parser.parse_known_args(list(arguments))[0])
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose mistakes are those of a configuration."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; give each --dsx flag its value, as --dsx-preset diloco")
 
 
 def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
@@ -120,7 +150,10 @@ def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
         if flag.section:
             section = block.setdefault(flag.section, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"dsx.{flag.section} must be an object, not {section!r}")
+                raise ConfigError(
+                    f"dsx.{flag.section} must be an object, not {shown(section)}; leave it out of "
+                    f"--dsx-config, as {flag.name} says it"
+                )
             section[flag.key] = _value(flag, text)
         elif flag.key == "preset":
             block["preset"] = text
@@ -129,7 +162,10 @@ def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError(f"--dsx-preset is missing; choose one of {', '.join(PRESETS)}")
     clusters = block.get("clusters", {})  # what is no object is refused with the block
     if isinstance(clusters, dict) and "num_clusters" not in clusters:
-        raise ConfigError("--dsx-num-clusters is missing, the number of clusters in this run")
+        raise ConfigError(
+            "--dsx-num-clusters is missing, the number of clusters in this run; add "
+            "--dsx-num-clusters 2"
+        )
     return {"dsx": block}
 
 
@@ -161,26 +197,27 @@ def _flag(*words: str) -> str:
 def _block_of(path: str) -> dict[str, Any]:
     document = read_json(path)
     if not isinstance(document.get("dsx"), dict):
-        raise ConfigError(f'--dsx-config {path}: the file has no "dsx" block')
+        raise ConfigError(
+            f'--dsx-config {path}: the file has no "dsx" block; add {{"dsx": {{"preset": ...}}}}'
+        )
     return json.loads(json.dumps(document["dsx"]))
 
 
 def _value(flag: Flag, text: str) -> Any:
-    if flag.is_list:
-        try:
-            whole = json.loads(text)
-        except json.JSONDecodeError:
-            whole = None
+    if flag.is_list and ("," in text or not flag.is_one):
+        whole = _scalar(text)
         if isinstance(whole, list):
-            return whole
-        return [_scalar(part.strip()) for part in text.split(",")]
+            return cast("list[Any]", whole)
+        return [_scalar(part.strip(), flag.is_text) for part in text.split(",")]
     if flag.key == "rendezvous" and "://" not in text:
         return f"tcp://{text}"
-    return _scalar(text)
+    return _scalar(text, flag.is_text)
 
 
-def _scalar(text: str) -> Any:
+def _scalar(text: str, is_text: bool = False) -> Any:
+    """Return a value as JSON has it, else the text: `20261122` is a folder where one is meant."""
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
         return text
+    return found if not is_text or found is None or isinstance(found, str) else text

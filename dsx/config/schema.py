@@ -18,8 +18,9 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from dsx.config.axes import read_choice
-from dsx.config.errors import explain_section
-from dsx.config.files import ConfigError, read_json
+from dsx.config.errors import explain_section, shorten_key, with_advice, word_of
+from dsx.config.files import ConfigError, read_json, shown
+from dsx.config.plain import plain_block
 from dsx.config.renames import with_new_names
 from dsx.config.sections import (
     COMMON,
@@ -28,6 +29,7 @@ from dsx.config.sections import (
     LinkConfig,
     MetricsConfig,
     StateConfig,
+    check_address,
     check_clusters,
     check_metrics,
 )
@@ -94,12 +96,16 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     if "dsx" not in document:
         raise ConfigError('the DeepSpeed config has no "dsx" block; add {"dsx": {"preset": ...}}')
     if not isinstance(document["dsx"], Mapping):
-        raise ConfigError(f'"dsx" must be an object, not {document["dsx"]!r}')
-    block = _section("dsx", Block, cast(Mapping[str, Any], document["dsx"]))
+        raise ConfigError(
+            f'"dsx" must be an object, not {shown(document["dsx"])}; write '
+            '{"dsx": {"preset": ..., "clusters": {"num_clusters": 2}}}'
+        )
+    block = _section("dsx", Block, plain_block(document["dsx"]))
     overrides = {axis: getattr(block, axis) for axis in AXES}
     file = None if isinstance(source, Mapping) else str(source)
     method, axes = resolve_method(block.preset, overrides, block.clusters.num_clusters, file)
     check_metrics(block.metrics)
+    check_address(block.clusters)
     return DsxConfig(
         preset=block.preset,
         clusters=block.clusters,
@@ -125,29 +131,34 @@ def resolve_method(
     `file` is where the overrides stand, if in one.
     """
     if not isinstance(name, str) or name not in PRESETS:
-        raise ConfigError(f"dsx.preset={name!r} is not known{nearest(str(name), PRESETS)}")
+        raise ConfigError(f"dsx.preset={shown(name)} is not known{nearest(word_of(name), PRESETS)}")
     for axis in overrides:
         if axis not in AXES:
-            raise ConfigError(f"dsx.{axis} is not a known key{nearest(axis, AXES)}")
-    if num_clusters < 1:
-        raise ConfigError(f"num_clusters={num_clusters} must be at least 1")
+            raise ConfigError(f"dsx.{shorten_key(axis)} is not a known key{nearest(axis, AXES)}")
+    _require_count(num_clusters)
     try:
         base = preset_method(name, num_clusters)
     except ValueError as error:
         raise ConfigError(f"dsx.{error}") from error
     axes: dict[str, Any] = {}
     chosen: dict[str, Any] = {}
+    usual: dict[str, Any] = {}
     for axis in AXES:
         override = overrides.get(axis, {})
         if not isinstance(override, Mapping):
-            raise ConfigError(f"dsx.{axis} must be an object, not {override!r}")
-        given = with_new_names(axis, cast(Mapping[str, Any], override), file)
-        axes[axis], chosen[axis] = _resolve_axis(axis, getattr(base, axis), given)
+            raise ConfigError(
+                f"dsx.{axis} must be an object, not {shown(override)}; write "
+                f'"{axis}": {{...}}, or leave it out'
+            )
+        plain = plain_block(cast(Mapping[str, Any], override), f"dsx.{axis}")
+        given = with_new_names(axis, plain, file)
+        usual[axis] = _usual(axis, getattr(base, axis), given)
+        axes[axis], chosen[axis] = read_choice(axis, {**usual[axis], **given}, usual[axis])
     method = dataclasses.replace(base, **chosen)
     try:
         method.validate()
     except ValueError as error:
-        raise ConfigError(f"dsx.{error}") from error
+        raise ConfigError(f"dsx.{with_advice(str(error), usual, overrides)}") from error
     return method, axes
 
 
@@ -159,23 +170,43 @@ def with_launch_arguments(config: DsxConfig, given: Mapping[str, Any]) -> DsxCon
     return dataclasses.replace(config, clusters=clusters)
 
 
-def _resolve_axis(axis: str, default: Any, given: dict[str, Any]) -> tuple[dict[str, Any], Any]:
-    """Merge an override into a preset's choice; another type starts from its own defaults."""
+def _require_count(num_clusters: Any) -> None:
+    """Raise ConfigError, in the words of a block, for what cannot be a number of clusters."""
+    _section("dsx.clusters", ClustersConfig, plain_block({"num_clusters": num_clusters}))
+
+
+def _usual(axis: str, default: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the keys of an axis if nothing of it is given but, perhaps, the type.
+
+    They are the preset's, and those of another type its own defaults. `given` gets a type, in
+    place, if it has none.
+    """
     selector, choices = AXES[axis]
-    default_name = choices.of(default)
-    is_same = given.setdefault(selector, default_name) == default_name
-    return read_choice(axis, {**(dataclasses.asdict(default) if is_same else {}), **given})
+    name = choices.of(default)
+    chosen = given.setdefault(selector, name)
+    if chosen == name:
+        return {selector: name, **dataclasses.asdict(default)}
+    kind = choices.get(chosen) if isinstance(chosen, str) else None
+    return _defaults(kind) if kind else {}
+
+
+def _defaults(kind: type[Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif field.default_factory is not dataclasses.MISSING:
+            found[field.name] = field.default_factory()
+    return found
 
 
 def _section(path: str, model: type[_Model], values: Mapping[str, Any]) -> _Model:
     try:
         return model.model_validate_json(json.dumps(dict(values)))
     except ValidationError as error:
-        message = explain_section(error, path, model)
+        message = explain_section(error, path, model, values)
         raise ConfigError(message + _missing_advice(message)) from error
 
 
 def _missing_advice(message: str) -> str:
-    if message == "dsx.preset is missing":
-        return f"; choose one of {', '.join(PRESETS)}"
-    return '; add {"clusters": {"num_clusters": 2}}' if message == "dsx.clusters is missing" else ""
+    return f"; choose one of {', '.join(PRESETS)}" if message == "dsx.preset is missing" else ""

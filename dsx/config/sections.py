@@ -5,17 +5,22 @@ The line of text below a key is what the generated reference and editors say of 
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from dsx.comm.address import parse_address
 from dsx.comm.multistream import MAX_STREAMS
-from dsx.config.files import ConfigError
+from dsx.config.files import ConfigError, shown
 
 OF_DATA = ("data", "validation")
 _DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
 COMMON = ("num_clusters", *_DECIDING, "may_differ", *OF_DATA)  # of "clusters"
+MOST_CLUSTERS = 10_000
+_LONGEST = 3e7  # about a year, which torch's and gloo's timeouts can hold
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
+_Text = Annotated[str, Field(min_length=1)]
+_Seconds = Annotated[float, Field(ge=0.001, le=_LONGEST)]
 
 
 class ClustersConfig(BaseModel):
@@ -23,14 +28,14 @@ class ClustersConfig(BaseModel):
 
     model_config = _STRICT
 
-    num_clusters: int = Field(ge=1)
+    num_clusters: int = Field(ge=1, le=MOST_CLUSTERS, examples=[2])
     """The number of clusters (C) that train together; all of them have to come."""
 
     cluster_id: int | None = Field(default=None, ge=0)
     """The number of this cluster, from 0. It differs where every cluster has a launcher of its own,
     and is better given as `--dsx-cluster-id` then; null: one launcher starts all clusters."""
 
-    rendezvous: str = "env://"
+    rendezvous: _Text = "env://"
     """Where the clusters meet: "tcp://HOST:PORT" of cluster 0 or of `dsx rendezvous`, or "env://",
     where one launcher starts all ranks of all clusters: its own meeting point is used."""
 
@@ -38,10 +43,10 @@ class ClustersConfig(BaseModel):
     """Who listens at the rendezvous: the first rank of cluster 0, or a `dsx rendezvous` that runs
     by itself."""
 
-    join_deadline_seconds: float = Field(default=300.0, gt=0)
+    join_deadline_seconds: _Seconds = 300.0
     """How long a cluster waits at the start for all others, in seconds, before it gives up."""
 
-    deadline_seconds: float = Field(default=600.0, gt=0)
+    deadline_seconds: _Seconds = 600.0
     """How long any exchange of messages may take, in seconds; more than the largest fragment needs
     on a shared line, in fp32 for `averaged()`. A peer that does not answer by then is lost."""
 
@@ -69,12 +74,12 @@ class ClustersConfig(BaseModel):
     of all clusters, or both, on the same batches, which are kept in host memory for that. An
     average costs what an export does; elsewhere it is `averaged()`."""
 
-    may_differ: tuple[str, ...] = ()
+    may_differ: tuple[_Text, ...] = ()
     """Settings of the inner training that are meant to differ between clusters, by the names that
     the message of a difference has, such as "optimizer.lr" or "deepspeed.gradient_clipping"; a name
     stands for all that is below it. Everything else that is compared has to be equal."""
 
-    interface: str | None = None
+    interface: _Text | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's
     name stands for."""
 
@@ -84,7 +89,7 @@ class MetricsConfig(BaseModel):
 
     model_config = _STRICT
 
-    dir: str | None = None
+    dir: _Text | None = None
     """The directory for the run's records, which `dsx report` and `dsx trace` read; the next free
     name (`dir-2`) where another run has used it; null: none are written."""
 
@@ -164,15 +169,35 @@ def check_metrics(metrics: MetricsConfig) -> None:
     """Raise ConfigError for keys that would have no effect, and for steps out of order."""
     for key in ("tensorboard", "trace"):
         if getattr(metrics, key) and metrics.dir is None:
-            raise ConfigError(f"dsx.metrics.{key} needs dsx.metrics.dir, a directory to write to")
+            raise ConfigError(
+                f"dsx.metrics.{key}=True needs dsx.metrics.dir, a directory to write to; add "
+                '"dir": "runs/first", or leave it out'
+            )
+    if metrics.dir is not None and "\0" in metrics.dir:
+        raise ConfigError(
+            f"dsx.metrics.dir={shown(metrics.dir)} must be a name that a folder can have, without "
+            "a character 0; write another one"
+        )
     first, last = metrics.trace_steps
     if "trace_steps" in metrics.model_fields_set and not metrics.trace:
-        raise ConfigError(f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true')
+        raise ConfigError(
+            f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true; add that, or leave it '
+            "out"
+        )
     if not 1 <= first <= last:
         raise ConfigError(
             f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "
             "trace, from 1; try [1, 1000]"
         )
+
+
+def check_address(clusters: ClustersConfig) -> None:
+    """Raise ConfigError for an address at which no clusters can meet."""
+    if clusters.rendezvous != "env://":
+        try:
+            parse_address(clusters.rendezvous)
+        except ValueError as error:
+            raise ConfigError(f"dsx.{error}") from error
 
 
 def check_clusters(clusters: ClustersConfig) -> None:
@@ -185,5 +210,5 @@ def check_clusters(clusters: ClustersConfig) -> None:
     if clusters.cluster_id is not None and clusters.cluster_id >= clusters.num_clusters:
         raise ConfigError(
             f"dsx.clusters.cluster_id={clusters.cluster_id} must be below num_clusters="
-            f"{clusters.num_clusters}"
+            f"{clusters.num_clusters}: clusters count from 0; give 0 to {clusters.num_clusters - 1}"
         )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from dsx.comm.world import RendezvousConfig, World, current_world, join
+from dsx.config.files import require_folder
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import (
     ConfigError,
@@ -56,7 +57,10 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     """
     keys = ("cluster_id", "rendezvous", "store", "interface")
     given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
-    clusters = with_launch_arguments(load_config(config), given).clusters
+    settings = with_launch_arguments(load_config(config), given)
+    if settings.metrics.dir is not None:
+        require_folder("dsx.metrics.dir", settings.metrics.dir)
+    clusters = settings.clusters
     meeting = {field.name for field in dataclasses.fields(RendezvousConfig)}
     stall_watch()
     world = join(RendezvousConfig(**clusters.model_dump(include=meeting)))

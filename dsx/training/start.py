@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.comm.world import World
+from dsx.config.plain import told
 from dsx.config.schema import DsxConfig, MetricsConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
@@ -52,7 +53,7 @@ def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict
         "stages": adapter.stage.count,
         "device": str(adapter.device),
         "versions": _versions(),
-        "config": {"given": config.given, "resolved": resolved},
+        "config": {"given": told(config.given), "resolved": resolved},
     }
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dsx.comm.rendezvous import PROTOCOL, Rendezvous, meet, open_store, parse_address
+from dsx.comm.address import parse_address
+from dsx.comm.rendezvous import PROTOCOL, Rendezvous, meet, open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
 from tests.distributed import free_port

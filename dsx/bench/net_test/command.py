@@ -64,7 +64,7 @@ def net_test(
 
     from dsx.bench.net_test.advice import Model, plans
     from dsx.bench.net_test.settings import Settings, read_streams
-    from dsx.comm.rendezvous import parse_address
+    from dsx.comm.address import parse_address
     from dsx.core.transport import PeerLost
 
     try:

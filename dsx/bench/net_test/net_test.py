@@ -26,9 +26,10 @@ from torch import Tensor
 
 from dsx.bench.net_test.figures import AllReduce, Figures, PairBandwidth, RoundTrip
 from dsx.bench.net_test.settings import Settings
+from dsx.comm.address import parse_address
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
 from dsx.comm.point_to_point import PointToPoint
-from dsx.comm.rendezvous import Rendezvous, meet, open_store, parse_address
+from dsx.comm.rendezvous import Rendezvous, meet, open_store
 from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
 from dsx.compress.slices import exact_rounds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsx.config.plain import told
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers, settings_of_schedule
 
 NOT_COMPARED = (
@@ -25,7 +26,7 @@ def settings_of_engine(engine: Any) -> dict[str, Any]:
     """Return the settings by the names that `clusters.may_differ` has."""
     document = engine._config._param_dict
     return {
-        "deepspeed": {key: value for key, value in document.items() if key not in NOT_COMPARED},
+        "deepspeed": told({k: v for k, v in document.items() if k not in NOT_COMPARED}),
         "optimizer": settings_of_optimizers([engine.basic_optimizer]),
         "lr_scheduler": settings_of_schedule(engine.lr_scheduler),
         "model": settings_of_modules(engine.module.named_modules()),

@@ -92,15 +92,22 @@ class AdaptiveRank(Control):
     def validate(self, initial: SyncParams) -> None:
         """Require ordered bounds, a target share, and H_min <= H."""
         require_bounds("control", self)
+        if self.min_rank > self.max_rank:
+            raise ValueError(
+                f"control.min_rank={self.min_rank} must be at most control.max_rank="
+                f"{self.max_rank}; use min_rank <= {self.max_rank} or a larger max_rank"
+            )
         if not self.min_rank <= self.rank <= self.max_rank:
+            limit = f">= {self.min_rank}" if self.rank < self.min_rank else f"<= {self.max_rank}"
             raise ValueError(
                 f"control.rank={self.rank} must lie between control.min_rank={self.min_rank} and "
-                f"control.max_rank={self.max_rank}"
+                f"control.max_rank={self.max_rank}; use rank {limit}"
             )
         if self.min_interval > initial.interval:
             raise ValueError(
                 f"control.min_interval={self.min_interval} must be at most "
-                f"schedule.interval={initial.interval}, which H starts from"
+                f"schedule.interval={initial.interval}, which H starts from; use min_interval <= "
+                f"{initial.interval} or a larger interval"
             )
 
     def lowest_interval(self, initial: SyncParams) -> int:
