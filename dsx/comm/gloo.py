@@ -29,6 +29,7 @@ from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from dsx.comm.coalescing import Incoming, outgoing
 from dsx.comm.farewell import Farewells
 from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
+from dsx.comm.spread import Spread, Way
 from dsx.core.exchange import HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.membership import Seat
 from dsx.core.transport import Pending, Submission
@@ -129,17 +131,11 @@ class FragmentGroups:
             incoming.deliver()
         return round.bytes_sent(self._seat)
 
-    def broadcast_(self, x: Tensor, label: str, giver: int) -> None:
-        """Overwrite `x` in place with that of the member at place `giver`."""
-        messages = PointToPoint(
-            self._groups, self._seat, label, self._deadline_seconds, farewells=self._farewells
-        )
-        if self._seat.position == giver:
-            for peer in self._seat.others:
-                messages.send(x, peer)
-        else:
-            messages.receive(x, giver)
-        messages.wait()
+    def spread(self, tensor: Tensor, label: str, way: Way) -> int:
+        """Take a tensor from the one before in a chain, and pass it on; return the bytes sent."""
+        return Spread(
+            self._groups, self._seat, label, self._deadline_seconds, self._farewells, way
+        ).run(tensor)
 
 
 class GlooTransport:
@@ -189,19 +185,29 @@ class GlooTransport:
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
 
-    def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
-        """Overwrite `tensor` in place with that of the member at place `giver`."""
-        if self.seat.num_clusters > 1:
-            name = self._stage.name_of(fragment)
-            label = f"{name}, outer state of cluster {self.seat.ids[giver]}"
-            group, sent = self._groups[fragment], GlooPending(label, self._deadline_seconds)
+    def spread(
+        self,
+        fragment: int,
+        tensor: Tensor,
+        chain: Sequence[int],
+        moved: Callable[[int], None],
+        index: int = -1,
+    ) -> int:
+        """Overwrite `tensor` in place with that of the chain's first; return the bytes sent."""
+        if len(chain) < 2 or self.seat.position not in chain or not tensor.numel():
+            return 0
+        label = f"{self._stage.name_of(fragment)} of cluster {self.seat.ids[chain[0]]}"
+        group, passed, sent = self._groups[fragment], Future[Tensor](), [0]
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()  # another thread reads it
 
-            def run() -> Tensor:  # in turn with the fragment's transfers
-                group.broadcast_(tensor, label, giver)
-                return tensor
+        def run() -> Tensor:  # in turn with the fragment's transfers
+            sent[0] = group.spread(tensor, label, Way(chain, moved))
+            return tensor
 
-            self._fifos[fragment].submit(sent.future, run)
-            sent.wait()
+        self._fifos[fragment].submit(passed, run)
+        passed.result()  # that thread keeps the deadline of each piece
+        return sent[0]
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Nothing to do: every cluster is waited for."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -27,7 +27,7 @@ class InProcessHub:
         self._queues: dict[int, list[deque[InProcessPending]]] = {}
         self._launches = [0] * membership.num_clusters
         self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
-        self._broadcasts: dict[int, list[deque[Tensor]]] = {}  # by fragment and receiver
+        self._given: dict[int, list[deque[Tensor]]] = {}  # by fragment and taker
         self.offers: dict[int, Callable[[int], Sequence[Tensor]]] = {}  # by place
 
     def transports(self) -> list[InProcessTransport]:
@@ -56,25 +56,26 @@ class InProcessHub:
         if min(self._launches) >= number:
             del self._announced[number]
 
-    def broadcast(self, seat: Seat, fragment: int, tensor: Tensor, giver: int, index: int) -> None:
-        """Copy the giver's tensor into the others'.
+    def spread(
+        self, seat: Seat, fragment: int, tensor: Tensor, chain: Sequence[int], index: int
+    ) -> None:
+        """Copy the tensor of the chain's first into the others'.
 
         One that is offered is read where it lies: while clusters take turns at one transfer, a
-        giver's fragment stays as it is. Else the first member stores its own, and comes first.
+        giver's fragment stays as it is. Else the first stores its own, and comes first.
         """
+        giver = chain[0]
         if index >= 0:
             if seat.position != giver:
                 tensor.copy_(self.offers[giver](fragment)[index])
             return
-        waiting = self._broadcasts.setdefault(fragment, [deque() for _ in seat.ids])
-        if seat.position == 0:
+        waiting = self._given.setdefault(fragment, [deque() for _ in seat.ids])
+        if seat.position == giver:
             copy = tensor.clone()
-            for queue in waiting[1:]:
-                queue.append(copy)
+            for taker in chain[1:]:
+                waiting[taker].append(copy)
         elif not waiting[seat.position]:
-            raise PeerLost(
-                f"cluster {seat.ids[0]} has not broadcast fragment {fragment}: start it first"
-            )
+            raise PeerLost(f"cluster {seat.ids[giver]} has not given fragment {fragment}: it first")
         else:
             tensor.copy_(waiting[seat.position].popleft())
 
@@ -108,9 +109,21 @@ class InProcessTransport:
         self._hub.submit(what.fragment, pending)
         return pending
 
-    def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
-        """Overwrite `tensor` in place with that of the member at place `giver`."""
-        self._hub.broadcast(self.seat, fragment, tensor, giver, index)
+    def spread(
+        self,
+        fragment: int,
+        tensor: Tensor,
+        chain: Sequence[int],
+        moved: Callable[[int], None],
+        index: int = -1,
+    ) -> int:
+        """Take the tensor of the chain's first, in place; return what a line would carry."""
+        if self.seat.position not in chain:
+            return 0
+        self._hub.spread(self.seat, fragment, tensor, chain, index)
+        num_bytes = tensor.numel() * tensor.element_size()
+        moved(num_bytes)
+        return num_bytes if self.seat.position != chain[-1] else 0
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Tell what a fragment's outer state is."""
@@ -132,6 +145,14 @@ class TwoPass(Protocol):
         ...
 
 
+class Starting(Protocol):
+    """The loop's verb before training."""
+
+    def starting(self) -> Iterator[None]:
+        """Start, by turns."""
+        ...
+
+
 def step_together(loops: Sequence[TwoPass], skipped: Collection[int] = ()) -> None:
     """Pass one step boundary of all clusters: every launch before any apply.
 
@@ -141,6 +162,12 @@ def step_together(loops: Sequence[TwoPass], skipped: Collection[int] = ()) -> No
         loop.launch_due(place in skipped)
     for loop in loops:
         loop.apply_ripe()
+
+
+def start_together(loops: Sequence[Starting]) -> None:
+    """Start all clusters' loops, before training: each tells what it holds before any takes it."""
+    for _ in zip(*(loop.starting() for loop in loops), strict=True):
+        pass
 
 
 def _run(group: list[InProcessPending]) -> None:

@@ -19,8 +19,8 @@ from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.types import Stage
 
-VERBS = ("launched", "averaged for export", "compared")
-TRAINING, EXPORT, COMPARISON = range(3)
+VERBS = ("launched", "averaged for export", "compared", "and all others hashed for the start")
+TRAINING, EXPORT, COMPARISON, START = range(4)
 
 
 class PeerLost(RuntimeError):
@@ -84,10 +84,19 @@ class Transport(Protocol):
         """
         ...
 
-    def broadcast(self, fragment: int, tensor: Tensor, giver: int = 0, index: int = -1) -> None:
-        """Overwrite `tensor` in place with that of the member at place `giver`. Blocks.
+    def spread(
+        self,
+        fragment: int,
+        tensor: Tensor,
+        chain: Sequence[int],
+        moved: Callable[[int], None],
+        index: int = -1,
+    ) -> int:
+        """Overwrite `tensor`, fp32 `[n]`, in place with that of the first in `chain`. Blocks.
 
-        Raises `PeerLost`. `index` is the tensor's among those that `offer` tells of, if it is one.
+        Those in the chain, places of members, call it; each has it from the one before. `moved`
+        hears of bytes that have come or gone. Returns the bytes that this one has sent. Raises
+        `PeerLost`. `index` is the tensor's among those that `offer` tells of, if it is one.
         """
         ...
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from dsx.checkpoint.files import first_difference, layout
-from dsx.comm.in_process import InProcessHub, step_together
+from dsx.comm.in_process import InProcessHub, start_together, step_together
 from dsx.core.membership import Membership
 from dsx.engines.masters import dtype_name
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
@@ -91,8 +91,7 @@ class SimulatedClusters:
             )
         ]
         self._own: list[list[Tensor]] | None = None  # masters, while models hold the average
-        for loop in self.loops:
-            loop.start()
+        start_together(self.loops)
         tell_what_is_factored(method, self._adapters[0])
 
     @property

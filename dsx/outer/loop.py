@@ -78,7 +78,7 @@ class OuterLoop:
         self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
         self.notices = NoticeCarrier(adapter.ranks)
         self.recovery = Recovery(method, adapter, transport, self.state, self.notices)
-        self._start = Start(method, adapter, transport, self.state)
+        self.beginning = Start(method, adapter, transport, self.state)
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
@@ -88,9 +88,17 @@ class OuterLoop:
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(method, adapter, self.state, per_tensor, seat.num_clusters)
 
-    def start(self, keeps_masters: bool = False) -> None:
-        """Before training, take the first member's masters, or the own, as the first anchor."""
-        self._start.take(keeps_masters)
+    def start(self, keeps_masters: bool = False, waits: bool = False) -> None:
+        """Before training, take the first member's masters, or the own, as the first anchor.
+
+        With `waits`: at `beginning.settle()`, if they differ, or never, if a checkpoint comes.
+        """
+        for _ in self.starting(keeps_masters, waits):
+            pass
+
+    def starting(self, keeps_masters: bool = False, waits: bool = False) -> Iterator[None]:
+        """Start; clusters of one process take turns, as one may take another's masters."""
+        yield from self.beginning.taking(keeps_masters, waits)
         self.method.schedule.advance(self.history, self._sync_params())
         if self.method.schedule.when is not None:
             self.adapter.watch_backward(self.launch_in_backward, self.method.schedule.when)
@@ -123,6 +131,7 @@ class OuterLoop:
     @torch.no_grad()
     def launch_due(self, is_skipped: bool = False) -> None:
         """Advance the clock by one inner step and launch what the schedule says."""
+        self.beginning.require_settled()
         started = time.perf_counter()
         self.totals.skipped_steps += is_skipped
         if not is_skipped:
@@ -180,6 +189,7 @@ class OuterLoop:
         self.history = history
         self.in_flight = in_flight
         self.notices.begin_anew()
+        self.beginning.is_open = False  # masters that differ have been loaded over
         self._idle.clear()  # what was skipped of a round before the checkpoint is not known
 
     def _sync_params(self) -> SyncParams:

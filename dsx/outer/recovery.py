@@ -28,6 +28,7 @@ from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.parity_check import MEAN, ParityResult, Sides
+from dsx.outer.progress import Progress
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
 
@@ -233,18 +234,20 @@ class Recovery:
             "%s; %s: taking cluster %d's outer state of the fragment, and leaving out this round "
             "and those under way", message, agree, giver,
         )  # fmt: skip
-        self._repair(fragment, ids.index(giver))
+        self._repair(fragment, [ids.index(id) for id in (giver, *sides.wrong)])
         return True
 
-    def _repair(self, fragment: int, giver: int) -> None:
-        """Take a cluster's outer state of a fragment, in fp32; `giver` is its position."""
+    def _repair(self, fragment: int, chain: Sequence[int]) -> None:
+        """Take the outer state of a fragment, in fp32, of the first in `chain`; positions."""
         shared = self._shared_slots(fragment)
         if self._state.is_sent(fragment):
-            for index, tensor in enumerate(self._shared_state(fragment)):
+            tensors = self._shared_state(fragment)
+            what = f"outer state of {self._adapter.stage.name_of(fragment)}, of this rank"
+            is_told = self._transport.seat.position in chain and not self._adapter.ranks.shard[0]
+            progress = Progress(what, 4 * sum(tensor.numel() for tensor in tensors), is_told)
+            for index, tensor in enumerate(tensors):
                 if tensor.numel():
-                    wire = tensor.to("cpu", copy=True)
-                    self._transport.broadcast(fragment, wire, giver, index)
-                    tensor.copy_(wire)
+                    self._transport.spread(fragment, tensor, chain, progress.moved, index)
         else:
             for tensor in shared:
                 tensor.fill_(-torch.inf)  # what the cluster's other ranks have taken

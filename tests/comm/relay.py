@@ -1,6 +1,8 @@
-"""A relay that delays every byte: `python relay.py PORT SECONDS` listens in place of PORT.
+"""A relay that delays every byte: `python relay.py PORT SECONDS [BYTES_PER_SECOND]`.
 
-Prints its port: one whose low byte is 0, below those that sockets get by themselves.
+It listens in place of PORT, passes on so many bytes a second of each connection, and takes no more
+than it can pass on. Prints its port: one whose low byte is 0, below those that sockets get by
+themselves.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ import sys
 import threading
 import time
 
-UnderWay = queue.SimpleQueue[tuple[float, bytes]]
+UnderWay = queue.Queue[tuple[float, bytes]]
 
 
-def accept(listener: socket.socket, port: int, latency: float) -> None:
+def accept(listener: socket.socket, port: int, latency: float, rate: float) -> None:
     """Pass on what comes, both ways, of every connection."""
     while True:
         near, _ = listener.accept()
         far = socket.create_connection(("127.0.0.1", port))
         for source, sink in ((near, far), (far, near)):
             sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            under_way: UnderWay = queue.SimpleQueue()
-            for function, end in ((read, source), (write, sink)):
-                arguments = (end, under_way, latency)
+            under_way: UnderWay = queue.Queue(2 if rate else 0)
+            for function, end, limit in ((read, source, latency), (write, sink, rate)):
+                arguments = (end, under_way, limit)
                 threading.Thread(target=function, args=arguments, daemon=True).start()
 
 
@@ -34,13 +36,15 @@ def read(source: socket.socket, under_way: UnderWay, latency: float) -> None:
         under_way.put((time.monotonic() + latency, data))
 
 
-def write(sink: socket.socket, under_way: UnderWay, latency: float) -> None:
-    """Send what is due."""
+def write(sink: socket.socket, under_way: UnderWay, rate: float) -> None:
+    """Send what is due, at a rate if there is one."""
     never = threading.Event()
     while True:
         due, data = under_way.get()
         never.wait(max(due - time.monotonic(), 0))
         sink.sendall(data)
+        if rate:
+            never.wait(len(data) / rate)
 
 
 def listen() -> socket.socket:
@@ -54,4 +58,4 @@ def listen() -> socket.socket:
 if __name__ == "__main__":
     own = listen()
     print(own.getsockname()[1], flush=True)
-    accept(own, int(sys.argv[1]), float(sys.argv[2]))
+    accept(own, int(sys.argv[1]), *map(float, [*sys.argv[2:], 0.0][:2]))

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import copy
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dsx
-from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import GlooTransport
 from dsx.comm.in_process import InProcessHub
 from dsx.compress.averaging import ExactMean
 from dsx.compress.base import Channel, Compressor, Dense, Launch
@@ -22,6 +19,7 @@ from dsx.compress.quantized import Quantized
 from dsx.core.membership import Membership, Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot, Stage
+from tests.comm.threads import over_gloo
 from tests.distributed import run_distributed
 from tests.tiny import TinyNet, mean_loss
 
@@ -63,31 +61,20 @@ def in_process(codec: Compressor, num_clusters: int) -> list[tuple[torch.Tensor,
     return found
 
 
-def over_gloo(codec: Compressor, num_clusters: int, streams: int) -> list[tuple[torch.Tensor, int]]:
+def in_threads(
+    codec: Compressor, num_clusters: int, streams: int
+) -> list[tuple[torch.Tensor, int]]:
     """The same with a thread per cluster, each with connections of its own."""
-    config = dist.HashStore()
 
-    def cluster(m: int) -> list[tuple[torch.Tensor, int]]:
-        seat, device = Seat.of(m, num_clusters), open_device("lo")
-
-        def connect(what: str, number: int) -> list[Any]:
-            store = dist.PrefixStore(what, config)
-            return connect_gloo(store, seat, timedelta(seconds=20), device, number)
-
-        transport = GlooTransport([0], connect, seat, 20.0, streams=streams)
-        channel = codec.open(fragment(), seat, 0)
+    def cluster(transport: GlooTransport) -> list[tuple[torch.Tensor, int]]:
+        channel = codec.open(fragment(), transport.seat, 0)
         found: list[tuple[torch.Tensor, int]] = []
         for round in range(1, ROUNDS + 1):
             pending = submit(transport, channel, round)
             found.append((pending.wait().clone(), pending.bytes_sent))
-        start = torch.full((100_001,), float(m))
-        transport.broadcast(0, start)
-        assert not start.any()  # all are cluster 0's
-        transport.close()
         return found
 
-    with ThreadPoolExecutor(num_clusters) as threads:
-        by_cluster = list(threads.map(cluster, range(num_clusters)))
+    by_cluster = over_gloo(num_clusters, cluster, streams=streams)
     return [by_cluster[m][round] for round in range(ROUNDS) for m in range(num_clusters)]
 
 
@@ -96,7 +83,7 @@ def over_gloo(codec: Compressor, num_clusters: int, streams: int) -> list[tuple[
 def test_any_number_of_streams_gives_the_bits_of_one_process(name: str, num_clusters: int) -> None:
     expected = in_process(CODECS[name], num_clusters)
     for streams in (1, 2, 3, 8) if num_clusters == 2 else (1, 3):
-        found = over_gloo(CODECS[name], num_clusters, streams)
+        found = in_threads(CODECS[name], num_clusters, streams)
         for (mean, num_bytes), (right, right_bytes) in zip(found, expected, strict=True):
             assert torch.equal(mean, right), streams
             assert num_bytes == right_bytes, streams

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dsx.comm.gloo import GlooTransport
-from dsx.comm.in_process import InProcessHub, step_together
+from dsx.comm.in_process import InProcessHub, start_together, step_together
 from dsx.config.schema import preset
 from dsx.core.membership import Membership, Seat
 from dsx.engines.torch import TorchAdapter
@@ -158,8 +158,7 @@ def test_state_on_the_host_takes_nothing_on_the_device_and_gives_the_same() -> N
             loops.append(OuterLoop(method, adapter, transport))
             assert loops[-1].state.anchor[0].is_cuda != is_on_host
             assert not is_on_host or loops[-1].state.anchor[0].is_pinned()
-        for loop in loops:
-            loop.start()
+        start_together(loops)
         for step in range(1, 25):
             for cluster, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
                 optimizer.zero_grad()

@@ -89,14 +89,16 @@ def test_one_cluster_with_sgd_one_leaves_training_alone() -> None:
 
 
 def test_start_takes_cluster_zeros_weights_everywhere() -> None:
-    from dsx.comm.in_process import InProcessHub
+    from dsx.comm.in_process import InProcessHub, start_together
     from dsx.engines.torch import TorchAdapter
     from dsx.outer.loop import OuterLoop
 
     method = preset("diloco")
     nets = [TinyNet(seed) for seed in (3, 4)]
-    for net, transport in zip(nets, InProcessHub(Membership.of(2)).transports(), strict=True):
-        OuterLoop(method, TorchAdapter(net, sgd(net), method.fragments), transport).start()
+    transports = InProcessHub(Membership.of(2)).transports()
+    adapters = [TorchAdapter(net, sgd(net), method.fragments) for net in nets]
+    pairs = zip(adapters, transports, strict=True)
+    start_together([OuterLoop(method, adapter, transport) for adapter, transport in pairs])
     for first, second in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
         assert torch.equal(first, second)
     assert torch.equal(next(nets[0].parameters()), next(TinyNet(3).parameters()))
