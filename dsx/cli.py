@@ -21,6 +21,7 @@ from dsx.examples.command import quickstart
 from dsx.plan.command import plan
 from dsx.plan.memory.command import memory
 from dsx.plan.published.simulate import simulate
+from dsx.support.command import support
 from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
 
@@ -39,6 +40,7 @@ app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)
 app.command(rich_help_panel=AFTER)(export)
 app.command(rich_help_panel=AFTER)(report)
+app.command(rich_help_panel=AFTER)(support)
 app.command(rich_help_panel=AFTER)(trace)
 
 

@@ -20,7 +20,7 @@ from dsx.core.one_line_errors import one_line_errors
 
 NAMES = [
     "bench", "config", "data", "export", "memory", "net-test", "plan", "quickstart", "rendezvous",
-    "report", "simulate", "trace",
+    "report", "simulate", "support", "trace",
 ]  # fmt: skip
 
 

@@ -26,6 +26,7 @@ AREAS = {  # by where it is raised; the first that fits
     "dsx/training": "Start and end of a run",
     "dsx/checkpoint": "Checkpoints and exports",
     "dsx/run": "Folders of runs",
+    "dsx/support": "dsx support",
     "dsx/telemetry": "Records, reports and traces",
     "dsx/data": "Data",
     "dsx/plan": "dsx memory, dsx plan, dsx simulate",
