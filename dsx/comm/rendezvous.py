@@ -22,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.comm.topology import RankInfo
+from dsx.comm.versions import about_me, refusal, tell_differences
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
-PROTOCOL = 3  # of what clusters send each other; counted up where another dsx would not read it
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
@@ -153,18 +153,23 @@ class Rendezvous:
         )
 
 
-def meet(store: dist.Store, rank_info: RankInfo, deadline_seconds: float) -> str:
+def meet(
+    store: dist.Store,
+    rank_info: RankInfo,
+    deadline_seconds: float,
+    may_differ: Sequence[str] = (),
+) -> str:
     """Wait until every cluster is alive here, and return a session name all of them share.
 
     Called by rank 0 of each cluster. A cluster posts a fresh nonce and answers the nonces it sees
     from the others; only a live cluster answers a fresh one. PeerLost names who never came;
-    ValueError says if clusters disagree about their number or size, or run dsx of different
-    protocols.
+    ValueError says if clusters disagree about their number or size, or run versions that cannot
+    meet (versions.py); `may_differ` is that of the configuration.
     """
     nonce = uuid.uuid4().hex
     hello = {
         "nonce": nonce,
-        "protocol": PROTOCOL,
+        **about_me(may_differ),
         "num_clusters": rank_info.num_clusters,
         "world_size": rank_info.world_size,
     }
@@ -192,6 +197,7 @@ def meet(store: dist.Store, rank_info: RankInfo, deadline_seconds: float) -> str
                     "of each missing cluster with the same rendezvous address"
                 )
             time.sleep(_POLL_SECONDS)
+    tell_differences(met)
     return "-".join(str(met[m]["nonce"])[:8] for m in range(rank_info.num_clusters))
 
 
@@ -224,14 +230,10 @@ def _require_alike(
 def _difference(
     rank_info: RankInfo, peer: int, own: dict[str, Any], theirs: dict[str, Any]
 ) -> str | None:
-    """Return what differs. A dsx of protocol 1, which has no number in its hello, does not look."""
-    protocol = theirs.get("protocol", 1)
-    if own["protocol"] != protocol:
-        return (
-            f"cluster {rank_info.cluster_id} runs a dsx of protocol {own['protocol']}, cluster "
-            f"{peer} one of protocol {protocol}: they send each other different messages; "
-            "install the same dsx everywhere"
-        )
+    """Return what differs: in which dsx they run, first, for only equal ones know what follows."""
+    refused = refusal(rank_info.cluster_id, own, peer, theirs)
+    if refused:
+        return refused
     for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
         if own[key] != theirs[key]:
             return (

@@ -40,6 +40,7 @@ class RendezvousConfig:
     join_deadline_seconds: float
     deadline_seconds: float
     interface: str | None
+    may_differ: tuple[str, ...] = ()
 
 
 class World:
@@ -250,7 +251,7 @@ def _agree_session(
             raise PeerLost(session.removeprefix("error:"))
         return session
     try:
-        session = meet(shared_store, rank_info, config.join_deadline_seconds)
+        session = meet(shared_store, rank_info, config.join_deadline_seconds, config.may_differ)
     except (PeerLost, ValueError) as error:
         cluster_store.set(key, f"error:{error}")
         raise

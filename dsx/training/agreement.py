@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from dsx.checkpoint.files import first_difference, layout
 from dsx.comm.rendezvous import Rendezvous
+from dsx.comm.versions import NAMES as VERSIONS
 from dsx.config.files import ConfigError
 from dsx.core.checks import nearest
 from dsx.core.engine import EngineAdapter
@@ -80,7 +81,7 @@ def _both(difference: tuple[str, Any, Any], cluster: int) -> str:
 
 def _refuse_unknown(may_differ: Sequence[str], everyone: Sequence[Mapping[str, Any]]) -> None:
     """Raise ConfigError for the first name that stands for nothing compared."""
-    known = {name for settings in everyone for name in _names(settings)}
+    known = {name for settings in everyone for name in _names(settings)} | set(VERSIONS)
     for name in may_differ:
         if name not in known:
             short = sorted({re.sub(r"\[\d+\]", "", name) for name in known})

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import platform
 import socket
 import sys
 from pathlib import Path
 from typing import Any
 
+from dsx.comm.versions import own_versions
 from dsx.comm.world import World
 from dsx.config.plain import told
 from dsx.config.schema import DsxConfig, MetricsConfig
@@ -52,7 +52,7 @@ def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict
         "ranks": world.world_size,
         "stages": adapter.stage.count,
         "device": str(adapter.device),
-        "versions": _versions(),
+        "versions": own_versions(),
         "config": {"given": told(config.given), "resolved": resolved},
     }
 
@@ -66,14 +66,6 @@ def files_of_run(config: DsxConfig, cluster: int) -> dict[str, str]:
     if config.metrics.tensorboard:
         names["tensorboard"] = f"tensorboard/cluster_{cluster}"
     return names
-
-
-def _versions() -> dict[str, str]:
-    """Return those of dsx, of Python, and of torch and the engines as far as they are in use."""
-    modules = ("dsx", "torch", "deepspeed", "megatron.core")
-    loaded = {name: sys.modules[name] for name in modules if name in sys.modules}
-    versions = {name: getattr(module, "__version__", "unknown") for name, module in loaded.items()}
-    return {"python": platform.python_version(), **versions}
 
 
 def start_trace(

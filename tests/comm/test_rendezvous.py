@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
-from dsx.comm.rendezvous import PROTOCOL, Rendezvous, meet, open_store
+from dsx.comm.rendezvous import Rendezvous, meet, open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
 from tests.distributed import free_port
@@ -78,21 +78,6 @@ def test_clusters_of_different_number_or_size_are_refused(
     errors = together(*(join(port, *c) for c in clusters))
     assert all(isinstance(e, ValueError) for e in errors), errors
     assert said in str(errors[0])
-
-
-def test_another_protocol_is_refused_by_name(port: int) -> None:
-    """Cluster 1 is of the time before protocols had numbers: its hello has none."""
-    store = dist.PrefixStore("dsx/join", client(port))
-    hello = json.dumps({"nonce": "old", "num_clusters": 2, "world_size": 1})
-
-    def old_cluster() -> None:
-        store.set("here/1", hello)
-        nonce = json.loads(store.get("here/0"))["nonce"]
-        store.set(f"answer/{nonce}/1", hello)
-
-    error, _ = together(join(port, 0), old_cluster)
-    assert isinstance(error, ValueError)
-    assert f"runs a dsx of protocol {PROTOCOL}, cluster 1 one of protocol 1" in str(error)
 
 
 def test_gather_and_compare(port: int) -> None:

@@ -55,7 +55,7 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Figures:
     is_host = settings.cluster_id == 0
     store = open_store(host, port, is_host=is_host, deadline_seconds=deadline)
     rank_info = RankInfo(settings.cluster_id, settings.clusters, 0, 1)
-    session = meet(store, rank_info, deadline)
+    session = meet(store, rank_info, deadline, may_differ=["versions"])
     rendezvous = Rendezvous(store, rank_info, session, deadline)
     seconds, streams = rendezvous.gather(
         "settings of cluster 0", [settings.seconds, settings.streams]
