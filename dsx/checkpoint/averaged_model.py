@@ -25,7 +25,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from dsx.checkpoint.checksums import require_intact
+from dsx.checkpoint.checksums import DAMAGED, find_damage, require_intact
 from dsx.checkpoint.files import SavedCluster, SavedRank, put_together, shard_ranges, vector_sources
 from dsx.checkpoint.tags import (
     cluster_directory,
@@ -160,22 +160,33 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
             "e.g. runs/quickstart/checkpoints"
         )
     tables = {m: complete_tags(cluster_directory(base, m)) for m in found}
-    for table in tables.values():
-        require_readable(table, tag)
     skipped: list[str] = []
+    for m, table in tables.items():
+        if tag is not None:
+            require_readable(table, tag)
+        damaged = (one[DAMAGED] for one in table.values() if DAMAGED in one)
+        skipped += [f"cluster {m}: {why}" for why in damaged]
     for name, manifest in newest_first(tables[found[0]], tag):
         members = [m for m in found if m < manifest["num_clusters"]]  # others are of another run
         held = [(m, same_content(tables[m], name, manifest)) for m in members]
         lacking = [m for m, same in held if same is None]
-        if not lacking:
-            for line in skipped:
-                logger.warning("%s; exporting %s", line, name)
-            return SavedModel([cluster_directory(base, m) / str(same) for m, same in held])
-        skipped.append(f"{name} is not complete in cluster(s) {lacking}")
+        if lacking:
+            skipped.append(f"{name} is not complete in cluster(s) {lacking}")
+            continue
+        places = [cluster_directory(base, m) / str(same) for m, same in held]
+        told = [tables[m][str(same)].get("trouble") for m, same in held]
+        wrong = next(filter(None, (*told, *map(find_damage, places))), "") if tag is None else ""
+        if wrong:
+            skipped.append(f"{name}: {wrong}")
+            continue
+        for line in skipped:
+            logger.warning("%s; exporting %s", line, name)
+        return SavedModel(places)
     there = "; ".join(f"cluster {m}: {sorted(table) or 'none'}" for m, table in tables.items())
     what = f"checkpoint {tag!r}" if tag else "checkpoint"
+    why = "".join(f"; {line}" for line in skipped)
     raise FileNotFoundError(
-        f"no complete {what} that all clusters hold under {base} from one run ({there})"
+        f"no complete {what} that all clusters hold under {base} from one run ({there}){why}"
     )
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ MANIFEST = "dsx.json"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
 DAMAGED = "damaged"  # in place of what a manifest held
 _SUFFIX = ".sha256"
-_FILES, _OWN = "checksums", "checksum"
+_FILES, _SIZES, _OWN = "checksums", "sizes", "checksum"
 _CHUNK_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
@@ -40,13 +41,22 @@ def leave_checksum(path: Path) -> None:
 
 
 def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a manifest with the checksums of a tag and its own; removes those left by ranks."""
+    """Return a manifest with the checksums of a tag and its own; removes those left by ranks.
+
+    Of the engine's files it has the sizes.
+    """
     files = {path.name: checksum(path) for path in sorted(directory.glob("*.json"))}
     for left in sorted(directory.glob(f"*{_SUFFIX}")):
         name, digest = _read_left(left)
         files[name] = digest
         left.unlink()
-    whole = {**manifest, _FILES: files}
+    paths = {path.relative_to(directory).as_posix(): path for path in directory.rglob("*")}
+    sizes = {
+        name: path.stat().st_size
+        for name, path in sorted(paths.items())
+        if name not in files and path.is_file()
+    }
+    whole = {**manifest, _FILES: files, _SIZES: sizes}
     return {**whole, _OWN: of_manifest(whole)}
 
 
@@ -60,6 +70,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if (expected or _FILES in manifest) and expected != of_manifest(manifest):
         return {DAMAGED: f"{path} has changed since it was written: its checksum is another"}
     manifest.pop(_FILES, None)
+    manifest.pop(_SIZES, None)
     return manifest
 
 
@@ -83,6 +94,39 @@ def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
                 f"{path} has changed since it was saved: its SHA-256 is not {expected[name]}; "
                 f"{earlier_tags(directory)}"
             )
+
+
+def find_damage(directory: Path, rank: int = 0, num_ranks: int = 1) -> str | None:
+    """Say what is wrong with the files of a tag, the engine's included; of `num_ranks`, a share.
+
+    Of the engine's files the sizes are known, and torch keeps checks of its own in them.
+    """
+    try:
+        require_intact(directory, rank, num_ranks)
+        manifest = json.loads((directory / MANIFEST).read_text())
+        lost = [name for name in manifest.get(_FILES, {}) if not (directory / name).is_file()]
+        if lost:
+            return f"{directory / lost[0]} is gone"
+        for name, size in list(manifest.get(_SIZES, {}).items())[rank::num_ranks]:
+            _require_whole(directory / name, size)
+    except (OSError, ValueError) as error:
+        return str(error).split("; load an earlier checkpoint")[0]
+    return None
+
+
+def _require_whole(path: Path, size: int) -> None:
+    """Raise ValueError if a file has another size, or is a zip, as torch's are, with other bits."""
+    if not path.is_file() or path.stat().st_size != size:
+        held = f"{path.stat().st_size:,} bytes" if path.is_file() else "nothing"
+        raise ValueError(f"{path} holds {held}, and {size:,} bytes were saved")
+    if zipfile.is_zipfile(path):
+        try:
+            with zipfile.ZipFile(path) as file:
+                broken = file.testzip()
+        except zipfile.BadZipFile as error:
+            broken = str(error)
+        if broken:
+            raise ValueError(f"{path} has changed since it was saved ({broken})")
 
 
 def earlier_tags(directory: Path) -> str:

@@ -1,4 +1,4 @@
-"""Which checkpoints of a cluster are complete, and which one all clusters resume from.
+"""Which checkpoints of a cluster are complete, and which of them are the same in all clusters.
 
 A tag is written as `<tag>.unfinished` and renamed once every rank's files are on disk and rank 0
 has written `dsx.json`: a process that is killed at any moment leaves the last complete tag as it
@@ -40,6 +40,7 @@ class Manifest:
     num_clusters: int
     num_ranks: int
     is_finished: bool = False  # whether the weights are the finished model's
+    trouble: str = ""  # why a run should not go on from it: what is not finite, what is refused
 
 
 def cluster_directory(base: str | Path, cluster_id: int) -> Path:
@@ -105,46 +106,61 @@ def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, dict[
 
 
 def common_tag(
-    found: Sequence[Sequence[Manifests]], base: str | Path, wanted: str | None
+    found: Sequence[Sequence[Manifests]], base: str | Path, wanted: str
 ) -> list[tuple[int, str]]:
-    """Return `(source cluster, its tag)` per cluster: `wanted`, or else the one of most steps.
+    """Return `(source cluster, its tag)` per cluster for the tag that is `wanted`.
 
-    `found` is `tags_within_reach` of every cluster. All clusters of the run that wrote the tag
-    must hold it from that same run, as far as they take part now; a cluster that it did not have
-    takes cluster 0's. FileNotFoundError lists what each holds, or names the directory it misses;
-    ValueError names a manifest that is damaged.
+    `found` is `tags_within_reach` of every cluster. FileNotFoundError lists what each holds, or
+    names the directory it misses; ValueError names a manifest that is damaged.
     """
     for own, first in found:
         require_readable(own, wanted)
         require_readable(first, wanted)
     missing = ""
     for tag, manifest in newest_first(found[0][0], wanted):
-        count = manifest.get("num_clusters", len(found))
-        sources: list[tuple[int, str]] = []
-        for cluster, (own, first) in enumerate(found):
-            source = cluster if cluster < count else 0
-            same = same_content(own if cluster < count else first, tag, manifest)
-            if same is not None:
-                sources.append((source, same))
-            elif cluster >= count:
-                missing = (
-                    f"; cluster {cluster} is new to that run of {count} and takes cluster 0's "
-                    f"state: it looked for {cluster_directory(base, 0) / tag}, which is not "
-                    "complete there (is the directory on a file system that it shares?)"
-                )
-        if len(sources) == len(found):
+        sources, lacking = sources_of(found, base, tag, manifest)
+        if sources is not None:
             return sources
-    held = "; ".join(f"cluster {m}: {sorted(own) or 'none'}" for m, (own, _) in enumerate(found))
-    what = f"checkpoint {wanted!r}" if wanted else "checkpoint"
+        missing = f"; {lacking}"
     raise FileNotFoundError(
-        f"no complete {what} that all clusters hold under {base} from one run ({held}){missing}"
+        f"no complete checkpoint {wanted!r} that all clusters hold under {base} from one run "
+        f"({held_by(found)}){missing}"
     )
 
 
-def require_readable(manifests: Manifests, wanted: str | None) -> None:
-    """Raise ValueError for a damaged manifest: of the wanted tag, else of any, as all may be it."""
+def held_by(found: Sequence[Sequence[Manifests]]) -> str:
+    """Say which tags each cluster holds."""
+    return "; ".join(f"cluster {m}: {sorted(own) or 'none'}" for m, (own, _) in enumerate(found))
+
+
+def sources_of(
+    found: Sequence[Sequence[Manifests]], base: str | Path, tag: str, manifest: Mapping[str, Any]
+) -> tuple[list[tuple[int, str]] | None, str]:
+    """Return `(source cluster, its tag)` per cluster for a tag of cluster 0's, or who lacks it.
+
+    All clusters of the run that wrote it must hold it from that same run, as far as they take part
+    now; a cluster that it did not have takes cluster 0's.
+    """
+    count = manifest.get("num_clusters", len(found))
+    sources: list[tuple[int, str]] = []
+    for cluster, (own, first) in enumerate(found):
+        same = same_content(own if cluster < count else first, tag, manifest)
+        if same is None and cluster < count:
+            return None, f"cluster {cluster} does not hold it complete from the same run"
+        if same is None:
+            return None, (
+                f"cluster {cluster} is new to that run of {count} and takes cluster 0's "
+                f"state: it looked for {cluster_directory(base, 0) / tag}, which is not "
+                "complete there (is the directory on a file system that it shares?)"
+            )
+        sources.append((cluster if cluster < count else 0, same))
+    return sources, ""
+
+
+def require_readable(manifests: Manifests, wanted: str) -> None:
+    """Raise ValueError if the manifest of the wanted tag is damaged."""
     for tag, manifest in manifests.items():
-        if DAMAGED in manifest and wanted in (None, tag):
+        if DAMAGED in manifest and wanted == tag:
             raise ValueError(
                 f"{manifest[DAMAGED]}; name the checkpoint to load (tag=...), an earlier one, or "
                 "delete the folder"

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model
-from dsx.checkpoint.checksums import MANIFEST
+from dsx.checkpoint.checksums import MANIFEST, find_damage
+from dsx.checkpoint.choice import Candidate, newest_good
 from dsx.checkpoint.files import FORMAT, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.checkpoint.tags import (
@@ -55,7 +56,15 @@ def save_two(base: Path) -> Simulated:
 
 def resume(base: Path, run: Simulated, tag: str | None = None) -> list[str]:
     """As the engines do; return the tags."""
-    chosen = common_tag([tags_within_reach(base, m) for m in range(2)], base, tag)
+    found = [tags_within_reach(base, m) for m in range(2)]
+
+    def examine(one: Candidate) -> list[str | None]:
+        return [find_damage(cluster_directory(base, m) / name) for m, name in one.sources]
+
+    if tag is None:
+        chosen = newest_good(found, base, examine, tells=False).sources
+    else:
+        chosen = common_tag(found, base, tag)
     for m, (loop, (source, found)) in enumerate(zip(run.loops, chosen, strict=True)):
         load_state(loop, cluster_directory(base, source) / found, rank_info(m), {})
     return [found for _, found in chosen]
@@ -78,7 +87,7 @@ def test_one_flipped_bit_in_any_file_is_refused(cluster: int, name: str, tmp_pat
     for bit in (0, bits - 1, *drawn):
         flip(path, bit)
         with pytest.raises(ValueError, match="an earlier") as refused:
-            resume(tmp_path, run)
+            resume(tmp_path, run, "step8")
         assert str(path) in str(refused.value), refused.value
         flip(path, bit)
         after = [anchor for loop in run.loops for anchor in loop.state.anchor]
@@ -86,10 +95,11 @@ def test_one_flipped_bit_in_any_file_is_refused(cluster: int, name: str, tmp_pat
     flip(path, bits // 2)
     assert "step4" in str(refused.value) or name == MANIFEST
     with pytest.raises(ValueError, match="an earlier"):
-        find_model(tmp_path, None)
-    assert resume(tmp_path, run, "step4") == ["step4"] * 2
-    assert find_model(tmp_path, "step4").step == 4
-    result = CliRunner().invoke(app, ["export", str(tmp_path), "--out", str(tmp_path / "out")])
+        find_model(tmp_path, "step8")
+    assert resume(tmp_path, run) == resume(tmp_path, run, "step4") == ["step4"] * 2
+    assert find_model(tmp_path, None).step == find_model(tmp_path, "step4").step == 4
+    options = ["--tag", "step8", "--out", str(tmp_path / "out")]
+    result = CliRunner().invoke(app, ["export", str(tmp_path), *options])
     assert result.exit_code and not (tmp_path / "out").exists()
 
 
@@ -112,7 +122,8 @@ def test_a_manifest_that_lost_its_own_checksum_is_refused(damaged: str, tmp_path
     del told["checksum"], told["checksums"]["dsx_rank_00000.safetensors"]
     path.write_text(json.dumps(told if damaged == "no checksum of its own" else [told]))
     with pytest.raises(ValueError, match=f"{path} (has changed|cannot be read).* an earlier"):
-        resume(tmp_path, run)
+        resume(tmp_path, run, "step8")
+    assert resume(tmp_path, run) == ["step4"] * 2
 
 
 @pytest.mark.parametrize("left", ["", "0123 dsx_rank", f"{'0' * 64}  dsx_rank_00000.s"])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dsx.checkpoint.choice import newest_good
 from dsx.checkpoint.tags import (
     Manifest,
     begin_tag,
@@ -24,18 +25,21 @@ def write(
     session: str = "a",
     num_clusters: int = 2,
     is_finished: bool = False,
+    trouble: str = "",
 ) -> None:
     directory = cluster_directory(base, cluster)
     unfinished = begin_tag(directory, f"step{step}")
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
-    mark = Manifest(5, step, session, num_clusters, 1, is_finished)
+    mark = Manifest(5, step, session, num_clusters, 1, is_finished, trouble)
     complete_tag(directory, f"step{step}", mark)
 
 
 def chosen(base: Path, wanted: str | None, num_clusters: int = 2) -> list[tuple[int, str]]:
     found = [tags_within_reach(base, m) for m in range(num_clusters)]
-    return common_tag(found, base, wanted)
+    if wanted is not None:
+        return common_tag(found, base, wanted)
+    return [*newest_good(found, base, lambda one: [], tells=True).sources]
 
 
 def test_clusters_resume_from_the_newest_tag_that_all_hold(tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_new_clusters_take_cluster_0s_tag(tmp_path: Path) -> None:
     found = [tags_within_reach(tmp_path, m) for m in range(3)]
     found[2][1].clear()  # no file system is shared with cluster 0
     with pytest.raises(FileNotFoundError, match=r"cluster 2 is new .*for .*cluster_0/step10"):
-        common_tag(found, tmp_path, None)
+        newest_good(found, tmp_path, lambda one: [], tells=True)
 
 
 def test_what_is_unfinished_is_not_complete(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_missing_checkpoints_are_hard_errors(tmp_path: Path) -> None:
         assert len(messages) == 5
         assert "no complete checkpoint that all clusters hold" in messages[0]
         assert "no complete checkpoint 'step99' that all clusters hold" in messages[1]
-        assert "no outer state at" in messages[2]
+        assert "cluster 0: " in messages[2] and ".safetensors is gone; load" in messages[2]
         assert "without optimizer states" in messages[3]
         assert messages[4].startswith("cluster 1: ") and "posix.mkdir" in messages[4]
     assert not (tmp_path / "sprung").exists()

@@ -3,9 +3,9 @@
 Each cluster has its own directory, `<save_dir>/cluster_<m>/<tag>/`: every cluster has a rank 0,
 and they must not overwrite each other's files. The outer state is written beside DeepSpeed's
 files, and the directory gets its name once all of them are there (tags.py). Without a tag, loading
-takes the newest one that all clusters hold complete, so a cluster that died while saving does not
-split the run. After `finish()` DeepSpeed's files hold the averaged model; a cluster that goes on
-from them takes its own weights back.
+takes the newest good one that all clusters hold (choice.py), so a cluster that died while saving
+does not split the run. After `finish()` DeepSpeed's files hold the averaged model; a cluster that
+goes on from them takes its own weights back.
 
 DeepSpeed (0.19) brings its own part to another number of ranks, or from ZeRO-1 to 2 and back, by
 its universal checkpoint, made with its `ds_to_universal` as `<tag>_universal` and loaded where the
@@ -24,19 +24,19 @@ from typing import Any
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS
 from dsx.checkpoint.files import FORMAT, SavedCluster
+from dsx.checkpoint.health import find_trouble, tensors_of
 from dsx.checkpoint.pipeline_repartition import is_cut_anew, own_cut, saved_cut
 from dsx.checkpoint.tags import (
     UNFINISHED,
     Manifest,
     begin_tag,
     cluster_directory,
-    common_tag,
     complete_tag,
-    tags_within_reach,
     write_durably,
 )
 from dsx.comm.world import World
 from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
+from dsx.engines.deepspeed.parameters import stepping_optimizer
 from dsx.engines.deepspeed.pickles import find_code
 from dsx.engines.deepspeed.pipeline import (
     OF_STAGE,
@@ -44,6 +44,7 @@ from dsx.engines.deepspeed.pipeline import (
     mark_replicas,
     name_in_model,
 )
+from dsx.engines.resume_point import choose
 from dsx.training.handle import Handle
 
 UNIVERSAL = "_universal"
@@ -86,7 +87,8 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
     ) -> Any:
         """Load as DeepSpeed does, from this cluster's directory, with the outer state."""
         _require_everything(load_optimizer_states and not load_module_only)
-        source, tag = _choose(handle, world, load_dir, tag)
+        wanted = None if tag is None else str(tag)
+        source, tag = choose(handle.gather, world, load_dir, wanted)
         directory = cluster_directory(load_dir, source)
         saved = SavedCluster(directory / tag)
         is_repartitioned = _is_cut_anew(engine, handle, saved)
@@ -124,11 +126,12 @@ def _complete(
 ) -> None:
     """Write what belongs to all ranks, and give the tag its name. Collective in the cluster."""
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
+    troubles = gather_objects(find_trouble(handle.loop, tensors_of([stepping_optimizer(engine)])))
     if world.rank == 0:
         write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
         manifest = Manifest(
             FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-            handle.is_finished,
+            handle.is_finished, next(filter(None, troubles), ""),
         )  # fmt: skip
         complete_tag(directory, tag, manifest)
         if is_latest:
@@ -184,12 +187,6 @@ def _is_cut_anew(engine: Any, handle: Handle, saved: SavedCluster) -> bool:
             f"the optimizer's states; {advice}"
         )
     return is_repartitioned
-
-
-def _choose(handle: Handle, world: World, base: str, tag: str | None) -> tuple[int, str]:
-    """Return the cluster whose tag to load, and the tag. Collective over all clusters."""
-    found = handle.gather(tags_within_reach(base, world.cluster_id))
-    return common_tag(found, base, None if tag is None else str(tag))[world.cluster_id]
 
 
 def _require_no_code(handle: Handle, world: World, directory: Path) -> None:

@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dsx.checkpoint.files import FORMAT, SavedCluster
+from dsx.checkpoint.health import find_trouble, tensors_of
 from dsx.checkpoint.tags import (
     Manifest,
     begin_tag,
@@ -48,12 +50,13 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     sums = _sum_masters(handle)
     unfinished: Path = base / from_first(begin_tag(base, tag) if world.rank == 0 else None)
     handle.save(unfinished)
-    meet_in_cluster(f"save {tag}")
+    adapter: Any = handle.loop.adapter
+    troubles = gather_objects(find_trouble(handle.loop, tensors_of(adapter.inner_optimizers)))
     if world.rank == 0:
         write_durably(unfinished / MASTERS, json.dumps(sums))
         manifest = Manifest(
             FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-            handle.is_finished,
+            handle.is_finished, next(filter(None, troubles), ""),
         )  # fmt: skip
         complete_tag(base, tag, manifest)
     meet_in_cluster(f"complete {tag}")

@@ -33,7 +33,7 @@ from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
 from dsx.engines.megatron.copies import TensorParallelCopies, find_tied_weights
 from dsx.engines.megatron.features import refuse_unsupported
-from dsx.engines.megatron.masters import gather, locate
+from dsx.engines.megatron.masters import gather, leaves, locate
 from dsx.engines.megatron.parameters import (
     Coordinates,
     Parameter,
@@ -108,6 +108,11 @@ class MegatronAdapter(MultiRankAdapter):
         self._copy()
         if self.is_sharded:
             gather(self._chunks)
+
+    @property
+    def inner_optimizers(self) -> list[Any]:
+        """Torch's optimizers inside Megatron's, which hold the moments."""
+        return [getattr(leaf, "optimizer", leaf) for leaf in leaves(self._optimizer)]
 
     def inner_lr(self) -> float:
         """Return the first parameter group's rate; 0 on a rank that steps nothing."""
