@@ -4,6 +4,7 @@ A tag is written as `<tag>.unfinished` and renamed once every rank's files are o
 has written `dsx.json`: a process that is killed at any moment leaves the last complete tag as it
 was. A tag that is written again keeps what it held as `<tag>.replaced`, since another cluster may
 not have got as far; both hold the inner step and the run's name, by which clusters find the same.
+What they save when they are told to end is the same at whatever steps they do.
 
 A run may resume with another number of clusters: those that are new take cluster 0's tag.
 """
@@ -41,6 +42,7 @@ class Manifest:
     num_ranks: int
     is_finished: bool = False  # whether the weights are the finished model's
     trouble: str = ""  # why a run should not go on from it: what is not finite, what is refused
+    is_preempted: bool = False  # whether the run was told to end: each cluster at a step of its own
 
 
 def cluster_directory(base: str | Path, cluster_id: int) -> Path:
@@ -194,4 +196,6 @@ def same_content(manifests: Manifests, tag: str, wanted: Mapping[str, Any]) -> s
 
 
 def _content(manifest: Mapping[str, Any]) -> tuple[Any, ...]:
-    return manifest.get("step"), manifest.get("session"), manifest.get("is_finished", False)
+    """Return what is equal in all clusters; a session ends with being told to end, once."""
+    step = None if manifest.get("is_preempted") else manifest.get("step")
+    return step, manifest.get("session"), manifest.get("is_finished", False)

@@ -6,6 +6,10 @@ connections: what a peer says in leaving lies here whenever this rank comes to l
 rendezvous store went with its host. Ranks of one cluster tell each other over their own store, as
 the peer of one may have been ended by its launcher, without a word.
 
+One that ends because it was told to (`core/leaving.py`) says so, too, long before it leaves; and a
+second word once it has saved. Neither takes the training thread: whoever asks looks at what lies
+here.
+
 Looking takes up to `_GRACE_SECONDS`, on the transfer's thread: what was said may still be on its
 way when another connection has closed.
 """
@@ -23,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsx.core.leaving import Reason
 from dsx.core.membership import Seat
 
 _GRACE_SECONDS = 1.0
@@ -44,13 +49,15 @@ class Farewells:
         self._seat = seat
         self._notes = notes
         self._lock = threading.Lock()
+        self._hearing = threading.Lock()
         self._first: tuple[int, int] | None = None
         others = seat.others if group else []
         self._heard = {peer: torch.zeros(2, dtype=torch.int64) for peer in others}
         self._posted: list[Any] = []
+        self._second: dict[int, Tensor] = {}  # words of those that had said why they end
+        self._said: list[Tensor] = []
         for peer in others:
-            with suppress(RuntimeError):  # gone already: the first transfer says so
-                self._posted.append(group.recv([self._heard[peer]], peer, _TAG))
+            self._listen(peer, self._heard[peer])
 
     def first_lost(self, peer: int) -> tuple[int, int]:
         """Return the id of the cluster lost first, and of who said so, as `peer` is gone.
@@ -60,8 +67,35 @@ class Farewells:
         with self._lock:
             if self._first is None:
                 self._first = self._look(peer)
-                self._say(self._first[0])
+                if self.heard_reason() is None:
+                    self._say(self._first[0] + 1)
         return self._first
+
+    def heard_reason(self) -> Reason | None:
+        """Return why a peer is about to end, if one has said so. Does not wait; any thread."""
+        said = {peer: _value(word) or 0 for peer, word in self._heard.items()}
+        ending = [peer for peer, value in said.items() if value < 0]
+        with self._hearing:
+            for peer in ending:
+                if peer not in self._second:
+                    self._second[peer] = torch.zeros(2, dtype=torch.int64)
+                    self._listen(peer, self._second[peer])
+        return Reason.unpack(-said[ending[0]]) if ending else None
+
+    def say_reason(self, reason: Reason) -> None:
+        """Tell all peers why this cluster is about to end. Does not wait."""
+        self._send(-reason.pack())
+
+    def say_saved(self) -> None:
+        """Tell all peers that this cluster has saved; after `say_reason`. Does not wait."""
+        self._send(1)
+
+    def have_saved(self) -> bool:
+        """Whether all peers have said why they end, and that they have saved."""
+        self.heard_reason()
+        return all(
+            peer in self._second and _value(self._second[peer]) is not None for peer in self._heard
+        )
 
     def close(self) -> None:
         """Let go of the connections."""
@@ -76,15 +110,29 @@ class Farewells:
                 lost = _unpack(self._heard[other])
                 if lost not in (None, own):
                     return self._note(lost), self._seat.ids[other]
+            if self.heard_reason() is not None:
+                return self._seat.ids[peer], own
             noted = self._noted()
             if noted is not None:
                 return noted, own
             time.sleep(_POLL_SECONDS)
         return self._note(self._seat.ids[peer]), own
 
-    def _say(self, lost: int) -> None:
+    def _listen(self, peer: int, word: Tensor) -> None:
+        with suppress(RuntimeError, AttributeError):  # gone already: the first transfer says so
+            self._posted.append(self._group.recv([word], peer, _TAG))
+
+    def _send(self, value: int) -> None:
+        """Tell every peer; what is under way is kept here until it is there."""
+        word = torch.tensor([value, ~value])
+        self._said.append(word)
+        for peer in self._heard:
+            with suppress(RuntimeError, AttributeError):  # gone, or closed here
+                self._posted.append(self._group.send([word], peer, _TAG))
+
+    def _say(self, value: int) -> None:
         """Tell every peer that is left; those that are gone cannot be told."""
-        word = torch.tensor([lost + 1, ~(lost + 1)])
+        word = torch.tensor([value, ~value])
         for peer in self._heard:
             with suppress(RuntimeError):  # gone, too
                 self._group.send([word], peer, _TAG).wait(timedelta(seconds=_GRACE_SECONDS))
@@ -114,6 +162,12 @@ class Farewells:
 
 
 def _unpack(word: Tensor) -> int | None:
+    """Return which cluster was said to be lost; None if none was."""
+    value = _value(word)
+    return value - 1 if value is not None and value > 0 else None
+
+
+def _value(word: Tensor) -> int | None:
     """Return what was said; None if nothing has come, or not all of it."""
     value, check = word.tolist()
-    return value - 1 if value == ~check else None
+    return value if value == ~check else None

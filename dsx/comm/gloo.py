@@ -20,11 +20,12 @@ each other what it is (handshake.py).
 
 from __future__ import annotations
 
+import concurrent.futures
 import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -61,6 +62,13 @@ class GlooPending(Pending):
         """Return the mean; the thread behind it keeps the deadline."""
         with waiting_for(self._label, self._deadline_seconds):
             return self.future.result()
+
+    def wait_unless(self, event: Future[Any]) -> bool:
+        """Block until the exchange has ended or failed, or `event` is done; whether it has."""
+        if not self.future.done():
+            with waiting_for(self._label, self._deadline_seconds):
+                concurrent.futures.wait([self.future, event], return_when=FIRST_COMPLETED)
+        return self.future.done()
 
 
 class Fifo:
@@ -184,6 +192,11 @@ class GlooTransport:
 
         self._fifos[what.fragment].submit(pending.future, run)
         return pending
+
+    @property
+    def farewells(self) -> Farewells:
+        """What peers say in leaving."""
+        return self._farewells
 
     def spread(
         self,

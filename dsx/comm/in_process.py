@@ -103,6 +103,10 @@ class InProcessTransport:
         self._hub = hub
         self.seat = seat
 
+    @property
+    def farewells(self) -> None:
+        """Nobody leaves a process alone."""
+
     def submit(self, what: Submission, exchange: Exchange) -> InProcessPending:
         """Queue the exchange and return at once."""
         pending = InProcessPending(self.seat, what, exchange)

@@ -2,7 +2,8 @@
 
 `deepspeed` starts `deepspeed.launcher.launch`, which starts the ranks; killing either of the two
 outright leaves the ranks training on as orphans, and the other clusters believe all is well. A
-daemon thread watches the parent, and the runner above it where there is one.
+daemon thread watches the parent, and the runner above it where there is one. SIGTERM to `deepspeed`
+itself, on one host, ends that runner alone, whose ranks so learn of it here and save.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from pathlib import Path
 
 _POLL_SECONDS = 1.0
-_GRACE_SECONDS = 10.0
+_grace_seconds = 10.0
 logger = logging.getLogger(__name__)
 
 
@@ -33,6 +34,12 @@ def launcher_processes() -> list[tuple[int, str]]:
     return found
 
 
+def allow_seconds(seconds: float) -> None:
+    """Let a rank that handles SIGTERM take so long to save before it is ended."""
+    global _grace_seconds  # one process has one launcher
+    _grace_seconds = max(_grace_seconds, seconds)
+
+
 def end_with_launcher() -> None:
     """Start the watch; SIGTERM to this process, then a hard exit, once a launcher is gone."""
     watched = launcher_processes()
@@ -47,7 +54,7 @@ def _watch(watched: list[tuple[int, str]]) -> None:
         time.sleep(_POLL_SECONDS)
     logger.error("the launcher of this rank is gone: ending it too")
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_GRACE_SECONDS)
+    time.sleep(_grace_seconds)
     os._exit(1)
 
 

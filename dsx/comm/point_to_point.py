@@ -12,7 +12,7 @@ from torch import Tensor
 from dsx.comm.farewell import Farewells
 from dsx.comm.multistream import pieces
 from dsx.core.membership import Seat
-from dsx.core.transport import PeerLost
+from dsx.core.transport import PeerLost, PeerPreempted
 from dsx.core.waits import waiting_for
 
 
@@ -87,6 +87,14 @@ class PointToPoint:
         lost, told_by = (
             (gone, gone) if self._farewells is None else self._farewells.first_lost(peer)
         )
+        told = None if self._farewells is None else self._farewells.heard_reason()
+        if told is not None:
+            error_told = PeerPreempted(
+                f"{self._label}: cluster {gone} {what}, as cluster {told.cluster} was told to end "
+                f"by {told.name}"
+            )
+            error_told.reason = told
+            return error_told
         if lost == gone:
             return PeerLost(f"{self._label}: cluster {gone} {what} (gloo: {reason or error})")
         by = "another rank here" if told_by == self._seat.cluster_id else f"cluster {told_by}"

@@ -60,6 +60,7 @@ class World:
         self.rendezvous = rendezvous
         self._config = config
         self._transports = 0
+        self._own_stores = 0
         self._handles = 0
         self._in_cluster: InCluster | None = None
 
@@ -109,6 +110,18 @@ class World:
             deadline = self._config.deadline_seconds
             self._in_cluster = InCluster(self.cluster_id, self.rank, self.world_size, deadline)
         return self._in_cluster
+
+    def connect_own_store(self, name: str) -> dist.Store:
+        """Return a new key space of this cluster, over a connection that nobody else waits on.
+
+        Every rank of the cluster makes the same ones.
+        """
+        self._own_stores += 1
+        store: Any = self._cluster_store
+        beneath = store.underlying_store
+        deadline = self._config.join_deadline_seconds
+        own = open_store(beneath.host, beneath.port, is_host=False, deadline_seconds=deadline)
+        return dist.PrefixStore(f"dsx/cluster_{self.cluster_id}/{name}_{self._own_stores}", own)
 
     def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.

@@ -18,6 +18,7 @@ _DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what 
 COMMON = ("num_clusters", *_DECIDING, "may_differ", *OF_DATA)  # of "clusters"
 MOST_CLUSTERS = 10_000
 _LONGEST = 3e7  # about a year, which torch's and gloo's timeouts can hold
+_SIGNALS = {"SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"}
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _Text = Annotated[str, Field(min_length=1)]
 _Seconds = Annotated[float, Field(ge=0.001, le=_LONGEST)]
@@ -78,6 +79,14 @@ class ClustersConfig(BaseModel):
     """Settings of the inner training that are meant to differ between clusters, by the names that
     the message of a difference has, such as "optimizer.lr" or "deepspeed.gradient_clipping"; a name
     stands for all that is below it. Everything else that is compared has to be equal."""
+
+    preemption_signals: tuple[_Text, ...] = ("SIGTERM",)
+    """The signals on which this cluster saves at its next step boundary and ends, such as
+    ["SIGTERM", "SIGUSR1"]; the other clusters are told, and do the same. []: none."""
+
+    grace_seconds: _Seconds = 30.0
+    """How long after such a signal the process is left to live by whoever sent it, in seconds. A
+    warning says if a step and a save take longer."""
 
     interface: _Text | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's
@@ -212,3 +221,9 @@ def check_clusters(clusters: ClustersConfig) -> None:
             f"dsx.clusters.cluster_id={clusters.cluster_id} must be below num_clusters="
             f"{clusters.num_clusters}: clusters count from 0; give 0 to {clusters.num_clusters - 1}"
         )
+    for name in clusters.preemption_signals:
+        if name not in _SIGNALS:
+            raise ConfigError(
+                f"dsx.clusters.preemption_signals names {name!r}; choose among "
+                f"{', '.join(sorted(_SIGNALS))}"
+            )

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from dsx.core.exchange import Exchange
+from dsx.core.leaving import Reason
 from dsx.core.membership import Seat
 from dsx.core.types import Stage
 
@@ -25,6 +27,12 @@ TRAINING, EXPORT, COMPARISON, START = range(4)
 
 class PeerLost(RuntimeError):
     """Another cluster closed its connection or missed a deadline; the message names both."""
+
+
+class PeerPreempted(PeerLost):
+    """Another cluster has ended because it was told to, and this one is to save and end, too."""
+
+    reason = Reason(0)
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,26 @@ class Submission:
         return f"{stage.name_of(self.fragment)} {VERBS[self.purpose]} at step {self.step}"
 
 
+class Farewells(Protocol):
+    """What clusters say before they end. Nothing here waits."""
+
+    def heard_reason(self) -> Reason | None:
+        """Return why another cluster is about to end, if one has said so."""
+        ...
+
+    def say_reason(self, reason: Reason) -> None:
+        """Tell all why this one is."""
+        ...
+
+    def say_saved(self) -> None:
+        """Tell all that this one has saved; after `say_reason`."""
+        ...
+
+    def have_saved(self) -> bool:
+        """Whether all others have said both."""
+        ...
+
+
 class Pending(ABC):
     """A transfer under way.
 
@@ -66,6 +94,14 @@ class Pending(ABC):
     @abstractmethod
     def wait(self) -> Tensor:
         """Block until the mean is there and return it; may be called again. Raises `PeerLost`."""
+
+    def wait_unless(self, event: Future[Any]) -> bool:
+        """Block until it has ended, or failed, or `event` is done; return whether it has.
+
+        What cannot wait for both is waited for as a whole.
+        """
+        self.wait()
+        return True
 
 
 class Transport(Protocol):
@@ -102,6 +138,11 @@ class Transport(Protocol):
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Tell what a fragment's outer state is, for a cluster in this process that is ahead."""
+        ...
+
+    @property
+    def farewells(self) -> Farewells | None:
+        """Where clusters tell each other why they end; None if they cannot."""
         ...
 
     def close(self) -> None:

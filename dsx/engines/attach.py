@@ -26,6 +26,7 @@ from dsx.config.schema import (
     read_json,
     with_launch_arguments,
 )
+from dsx.engines.end_of_script import end_when_told
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method
@@ -162,6 +163,7 @@ def attach(
     compared = _settings_of(engine, as_list(optimizer))
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
+    end_when_told(engine, handle, world)
     return handle
 
 
@@ -208,6 +210,7 @@ def attach_megatron(
     if resume:
         directory, iteration = resume
         load_outer_state(handle, iteration, directory)
+    end_when_told(chunks[0], handle, world)
     optimizer.dsx = handle
     return handle
 
@@ -244,6 +247,7 @@ def _attach_deepspeed(
 ) -> Handle:
     from dsx.engines.deepspeed.checkpoint import carry_outer_state
     from dsx.engines.deepspeed.engine import DeepSpeedAdapter
+    from dsx.engines.deepspeed.preemption import end_when_told
     from dsx.engines.deepspeed.settings import settings_of_engine
 
     if not hasattr(engine, "basic_optimizer"):
@@ -263,7 +267,7 @@ def _attach_deepspeed(
     }
     handle = Handle(adapter, world, settings, facts, settings=settings_of_engine(engine))
     adapter.on_inner_step(handle.after_inner_step)
-    carry_outer_state(engine, handle, world)
+    carry_outer_state(engine, handle, world, end_when_told(engine, handle))
     engine.dsx = handle
     return handle
 

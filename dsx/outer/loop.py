@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dsx.comm.stop_place import StopPlace
 from dsx.compress.base import Launch
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
@@ -78,6 +79,7 @@ class OuterLoop:
         self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
         self.notices = NoticeCarrier(adapter.ranks)
         self.recovery = Recovery(method, adapter, transport, self.state, self.notices)
+        self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
         self.beginning = Start(method, adapter, transport, self.state)
         self._on_sync = on_sync
         self._trace = trace
@@ -151,8 +153,8 @@ class OuterLoop:
         """Wait for and apply every transfer whose time has come, in launch order."""
         started = time.perf_counter()
         ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
-        for transfer in ripe:
-            self._apply(transfer)
+        if not all(self._apply(transfer, self.stop_place) for transfer in ripe):
+            return True  # the rest is for whoever goes on from here
         self._first_steps.keep(self.history)
         self.measurements.end_boundary(self.history)
         self.method.schedule.advance(self.history, self._sync_params())
@@ -278,15 +280,17 @@ class OuterLoop:
         age = self.history.step - transfer.launched if isinstance(transfer, Transfer) else 0
         return self.method.delay.is_ripe(age, newer)
 
-    def _apply(self, transfer: Transfer | NothingYet) -> None:
-        """Take in what has come, take the outer step with it, and account for it."""
+    def _apply(self, transfer: Transfer | NothingYet, stop_place: StopPlace | None = None) -> bool:
+        """Take in what has come, and the outer step with it; False if the cluster stops before."""
+        timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
+        wait_seconds = -time.perf_counter()
+        if stop_place and not stop_place.may_receive(getattr(transfer, "pending", None)):
+            return False
         self.in_flight.remove(transfer)
         under_way = [t for t in self.in_flight if isinstance(t, Transfer)]
-        timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
         arrival = Arrival(transfer, None, under_way, {}, timer)
-        wait_seconds = 0.0
         if isinstance(transfer, Transfer):
-            wait_seconds = self._receive(transfer, arrival)
+            wait_seconds += self._receive(transfer, arrival)
         if restarts := self.recovery.restarts(transfer):
             self.recovery.restart(restarts, under_way)
         else:
@@ -297,13 +301,13 @@ class OuterLoop:
             self.history.applied[transfer.fragment] = self.history.step
             self._account(transfer, wait_seconds, arrival.report)
             timer.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
+        return True
 
     def _receive(self, transfer: Transfer, arrival: Arrival) -> float:
-        """Wait for a mean and check it, into `arrival`; return the seconds waited."""
+        """Wait for a mean and check it, into `arrival`; return until when it was waited for."""
         fragment, parity = transfer.fragment, transfer.buffers.parity
-        waited = time.perf_counter()
         mean_on_wire = transfer.pending.wait()
-        wait_seconds = time.perf_counter() - waited
+        waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
         told = transfer.pending.notes
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
@@ -327,7 +331,7 @@ class OuterLoop:
             self.history.rounds[fragment] += 1
             self.history.intervals[fragment] = transfer.interval
             arrival.mean = mean
-        return wait_seconds
+        return waited_until
 
     def _take_back(self, transfer: Transfer) -> None:
         """Give what a refused round carried back to the residuals, if it was encoded before."""

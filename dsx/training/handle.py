@@ -28,6 +28,7 @@ from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
+from dsx.training.preemption import Callback, Preemption
 from dsx.training.records import Records
 from dsx.training.saving import Saving
 
@@ -96,6 +97,7 @@ class Handle:
             tell_what_is_factored(config.method, adapter)
             logger.info("outer state of this rank, on %s: %s", adapter.device, self.memory)
         self._records.begin(self.step, self.totals)
+        self.preemption = Preemption(world, config.clusters, self.loop, self._records)
 
     @property
     def cluster_id(self) -> int:
@@ -147,6 +149,7 @@ class Handle:
     def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
         require_own(self._own, "an inner step")
+        self.preemption.begin_boundary()
         with self._saving.naming_last():
             was_written = self.loop.after_inner_step(is_skipped)
             self.notices.pass_boundary(self.step)
@@ -154,6 +157,7 @@ class Handle:
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
+        self.preemption.pass_boundary()
         return was_written
 
     def skip_inner_step(self) -> None:
@@ -173,6 +177,17 @@ class Handle:
         """Let the position of these objects travel with every checkpoint, under their names."""
         self._saving.tracked.update(objects)
 
+    def on_preemption(self, callback: Callback) -> None:
+        """Let `callback(directory)` save what is the script's own where the run is told to end.
+
+        On every rank, into the checkpoint's directory. With DeepSpeed it may return a client_state.
+        """
+        self.preemption.callback = callback
+
+    def preempt(self) -> None:
+        """Save and end as on a signal; from any thread of any rank."""
+        self.preemption.ask()
+
     def request_stop(self, reason: str) -> None:
         """Ask all clusters to stop early, at one step; from any rank, a signal handler, too."""
         self._stop.request(reason)
@@ -183,6 +198,7 @@ class Handle:
         To be asked once per step, on every rank, where stops may be requested. How long after a
         request that is at most: training/notices.py.
         """
+        self.preemption.end_if_due()
         with self._saving.naming_last():
             return self._stop.is_due(self.step)
 
@@ -193,6 +209,7 @@ class Handle:
         goes with the next launch, and rounds that stay under way start anew. Returns once all
         clusters have finished; ValueError if they took different numbers of steps.
         """
+        self.preemption.end_if_due()
         require_own(self._own, "finish()")
         with self._saving.naming_last():
             self.loop.drain()
@@ -270,13 +287,18 @@ class Handle:
         `is_repartitioned`: the parameters lie on other pipeline stages than they did.
         """
         self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
+        self.preemption.follow(directory)
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
         self._saving.saved(directory)
+        self.preemption.follow(directory)
 
     def close(self) -> None:
         """Write the last records, release connections, and let go of the engine."""
+        if self.preemption.is_over:
+            return  # the process ends
+        self.preemption.close()
         self.loop.adapter.detach()
         self._records.end(self.step, "closed without finish()")
         self._records.close()

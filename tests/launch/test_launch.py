@@ -83,6 +83,20 @@ class Launcher:
                 f"still running after {timeout_seconds} s\n{self.output()}"
             ) from None
 
+    def wait_for_ranks(self, timeout_seconds: float = 60) -> None:
+        """Return once no process of this launch is left."""
+        until = time.monotonic() + timeout_seconds
+        while self._is_alive():
+            assert time.monotonic() < until, self.output()
+            time.sleep(0.05)
+
+    def _is_alive(self) -> bool:
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
     def output(self) -> str:
         return self.log.read_text()
 

@@ -43,6 +43,8 @@ while engine.dsx.step < args.steps:
     engine.backward(loss)
     engine.step()
     engine.dsx.log_step(loss=loss.item())
+    if world.rank == 0 and args.step_seconds:
+        print(f"step {engine.dsx.step}", flush=True)
     if args.save_dir and engine.dsx.step % 5 == 0:
         engine.save_checkpoint(args.save_dir, tag=f"step{engine.dsx.step}")
         if world.rank == 0:

@@ -44,6 +44,7 @@ from dsx.engines.deepspeed.pipeline import (
     mark_replicas,
     name_in_model,
 )
+from dsx.engines.deepspeed.preemption import EndOfEngine
 from dsx.engines.resume_point import choose
 from dsx.training.handle import Handle
 
@@ -51,7 +52,7 @@ UNIVERSAL = "_universal"
 logger = logging.getLogger(__name__)
 
 
-def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
+def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> None:
     """Replace the engine's two checkpoint methods by ones that carry the outer state, too."""
     save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
 
@@ -67,7 +68,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World) -> None:
         directory = cluster_directory(save_dir, world.cluster_id)
         with handle.saving():
             begun: str = from_first(begin_tag(directory, tag) if world.rank == 0 else None)
-            state = {**mark_replicas(engine), **(client_state or {})}
+            state = {**mark_replicas(engine), **end.script_state(directory / begun, client_state)}
             result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
             arguments = save_dir, tag, client_state, save_latest, exclude_frozen_parameters
             handle.save(directory / begun, lambda: save(*arguments))
@@ -131,7 +132,7 @@ def _complete(
         write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
         manifest = Manifest(
             FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-            handle.is_finished, next(filter(None, troubles), ""),
+            handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
         )  # fmt: skip
         complete_tag(directory, tag, manifest)
         if is_latest:

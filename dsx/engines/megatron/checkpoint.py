@@ -56,7 +56,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         write_durably(unfinished / MASTERS, json.dumps(sums))
         manifest = Manifest(
             FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-            handle.is_finished, next(filter(None, troubles), ""),
+            handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
         )  # fmt: skip
         complete_tag(base, tag, manifest)
     meet_in_cluster(f"complete {tag}")

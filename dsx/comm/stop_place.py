@@ -1,0 +1,158 @@
+"""At which step boundary the ranks of a cluster stop, where they were told to at any moment.
+
+All of them stop at the same one, without a collective per step, and without a wait for the store on
+the training thread. Every rank counts *places*: `(step, n)` is inside the boundary of a step,
+before the next of its ripe transfers is applied, `n` of them having been. Asked for a stop, each
+says at which place it can stop first, and holds there; the last of these places is where all stop.
+The saying is done by a thread of its own, so that ranks which wait for each other, in a collective
+or a pipeline, cannot keep each other from answering.
+
+A rank that waits at a boundary for a transfer can stop right there: the transfer is put off, and
+whoever goes on from the checkpoint applies it first.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as NotYet
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from dsx.core.leaving import Reason
+from dsx.core.transport import PeerLost, PeerPreempted, Pending
+
+Place = tuple[int, int]
+_ASKED, _AGREED, _PLACE = "asked", "agreed", "place"
+
+
+class StopPlace:
+    """One rank's part; `store` is a key space of the cluster's, None where there is one rank.
+
+    `may_receive` and `may_leave` are the training thread's, `look` and `agree` another one's.
+    """
+
+    def __init__(self, store: Any, rank: int, num_ranks: int, deadline_seconds: float) -> None:
+        self._store = store
+        self._rank, self._num_ranks = rank, num_ranks
+        self._deadline_seconds = deadline_seconds
+        self._lock = threading.Lock()
+        self._place: Place = (1, 0)  # the first that this rank has not passed
+        self._is_said = False  # from then on it is not passed without an agreement
+        self._asked: Future[Reason] = Future()
+        self._agreed: Future[Place] = Future()
+
+    @property
+    def reason(self) -> Reason | None:
+        """Why this cluster is to stop, if it is."""
+        return self._asked.result() if self._asked.done() else None
+
+    def ask(self, reason: Reason) -> None:
+        """Ask for a stop; any thread, but no signal handler. The first reason counts."""
+        with self._lock:
+            if not self._asked.done():
+                self._asked.set_result(reason)
+
+    def begin(self, step: int) -> None:
+        """Enter the boundary of a step, which need not follow the one before: after a resume."""
+        with self._lock:
+            self._place = (step, 0)
+
+    def may_receive(self, pending: Pending | None) -> bool:
+        """Wait for a ripe transfer; False if this rank stops here instead, and it is put off.
+
+        One that has failed may be received, too, for its error to be raised; unless it failed
+        because a peer was told to end, and has left.
+        """
+        here = self._place
+        is_there = pending is None or (
+            pending.wait_unless(self._asked) and not self._was_left(pending)
+        )
+        if is_there and self._pass((here[0], here[1] + 1)):
+            return True
+        return not self._stops_at(here)
+
+    def may_leave(self) -> bool:
+        """Whether training goes on after this boundary, whose ripe transfers have been applied."""
+        step = self._place[0]
+        if self._pass((step + 1, 0)):
+            return True
+        stops = self._wait_for_agreement()[0] <= step
+        if not stops:
+            self._place = (step + 1, 0)
+        return not stops
+
+    def _was_left(self, pending: Pending) -> bool:
+        """Whether a transfer that has ended failed because of a stop, which is then asked for."""
+        try:
+            pending.wait()
+        except PeerPreempted as left:
+            self.ask(left.reason)
+            return True
+        except PeerLost:
+            return self._asked.done()
+        return False
+
+    def _pass(self, next_place: Place) -> bool:
+        """Go on to a place, unless this rank has said that it can stop where it is."""
+        with self._lock:
+            if not self._is_said:
+                self._place = next_place
+            return not self._is_said
+
+    def _stops_at(self, here: Place) -> bool:
+        stops = self._wait_for_agreement() <= here
+        if not stops:
+            self._place = (here[0], here[1] + 1)
+        return stops
+
+    def _wait_for_agreement(self) -> Place:
+        try:
+            return self._agreed.result(self._deadline_seconds)
+        except NotYet:
+            raise RuntimeError(self._explain()) from None
+
+    def look(self) -> None:
+        """Hear whether another rank of the cluster asks for a stop; RuntimeError from the store."""
+        if self._store is not None and not self._asked.done() and self._store.check([_ASKED]):
+            self.ask(Reason(**json.loads(self._store.get(_ASKED))))
+
+    def agree(self) -> Place:
+        """Say where this rank can stop, and return where all do; waits for the other ranks."""
+        assert self._asked.done()
+        with self._lock:
+            self._is_said = True
+            own = self._place
+        try:
+            agreed = self._agree_on(own)
+        except RuntimeError as error:
+            told = f"{self._explain()} ({str(error).splitlines()[0]})"
+            self._agreed.set_exception(RuntimeError(told))
+            raise RuntimeError(told) from error
+        self._agreed.set_result(agreed)
+        return agreed
+
+    def _agree_on(self, own: Place) -> Place:
+        store, deadline = self._store, timedelta(seconds=self._deadline_seconds)
+        if store is None:
+            return own
+        store.compare_set(_ASKED, "", json.dumps(asdict(self._asked.result())))
+        store.set(f"{_PLACE}/{self._rank}", json.dumps(own))
+        if self._rank == 0:
+            names = [f"{_PLACE}/{rank}" for rank in range(self._num_ranks)]
+            store.wait(names, deadline)
+            last = max(tuple(json.loads(store.get(name))) for name in names)
+            store.set(_AGREED, json.dumps(last))
+        store.wait([_AGREED], deadline)
+        step, applied = json.loads(store.get(_AGREED))
+        return step, applied
+
+    def _explain(self) -> str:
+        reason = self._asked.result()
+        return (
+            f"told to end by {reason.name}, but the ranks of this cluster have not all said within "
+            f"{self._deadline_seconds:g} s (clusters.grace_seconds) at which step they can stop: "
+            "nothing is saved; resume from the last checkpoint"
+        )

@@ -1,0 +1,258 @@
+"""A run that is told to end, by a signal to any rank of any cluster: each cluster saves, and ends.
+
+A thread of its own hears of it: from a signal, from another rank of the cluster, or from another
+cluster, which says so before it leaves. The ranks agree on one boundary (comm/stop_place.py); the
+clusters do not, as each stops at its own next one. There the step is completed, the engine saves
+what it trains and the outer state, with what is under way, and the process ends once all clusters
+have saved: a launcher kills the rest as soon as one rank has gone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, Protocol
+
+from dsx.comm.launcher_watch import allow_seconds
+from dsx.comm.stop_place import StopPlace
+from dsx.comm.world import World
+from dsx.config.sections import ClustersConfig
+from dsx.core.leaving import Reason
+from dsx.outer.loop import OuterLoop
+from dsx.training.grace import Grace
+from dsx.training.records import Records
+from dsx.training.signals import Signals
+
+Callback = Callable[[Path], Mapping[str, Any] | None]
+_TICK_SECONDS = 0.25
+_PARTING_SECONDS = 0.2  # what was said last may still be on its way
+_HARD_END_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What an engine does about the end of a run."""
+
+    needs_callback: bool  # whether the script saves what is trained
+
+    def save(self, base: Path, tag: str) -> Path:
+        """Save everything as a tag below `base`; return what a script loads. On every rank."""
+        ...
+
+
+class Preemption:
+    """One rank's part in it; `is_due` once the boundary has been passed where the cluster stops."""
+
+    def __init__(
+        self, world: World, clusters: ClustersConfig, loop: OuterLoop, records: Records
+    ) -> None:
+        self._world, self._loop, self._records = world, loop, records
+        self._grace_seconds = clusters.grace_seconds
+        self._listens = bool(clusters.preemption_signals)
+        self._store = world.connect_own_store("stop_place") if world.world_size > 1 else None
+        self.place = StopPlace(self._store, world.rank, world.world_size, clusters.grace_seconds)
+        loop.stop_place = self.place
+        self._base: Path | None = None  # where this run has saved to, or loaded from
+        self.callback: Callback | None = None
+        self.engine: Engine | None = None
+        self.is_due = self.is_saving = self.is_over = False
+        self.grace = Grace(clusters.grace_seconds, world.rank == 0)
+        self._told_at = 0.0  # by time.monotonic()
+        self._boundaries = 0
+        self._is_closed = False
+        self._signals = Signals(clusters.preemption_signals)
+        if self._listens:
+            allow_seconds(clusters.grace_seconds)
+        self._thread = threading.Thread(target=self._attend, name="dsx-preemption", daemon=True)
+        self._thread.start()
+
+    def ask(self) -> None:
+        """Let all clusters save and end, each at its next boundary; from any rank and thread."""
+        self.place.ask(Reason(self._world.cluster_id, 0))
+        self._signals.wake()
+
+    def begin_boundary(self) -> None:
+        """Enter the boundary that follows a step; before anything is launched."""
+        self.place.begin(self._loop.history.step + 1)
+
+    def pass_boundary(self) -> None:
+        """Leave a boundary: on to the next step, or to the end."""
+        self.is_due = not self.place.may_leave()
+        self.grace.pass_boundary()
+        self._boundaries += 1
+        if self._boundaries == 1 and self._listens and self._world.rank == 0:
+            self._say_what_is_missing()
+
+    def end_if_due(self) -> None:
+        """Save and end the process, by SystemExit, where the cluster is to stop; engines ask.
+
+        Where the step that a boundary belongs to is complete. On every rank of the cluster.
+        """
+        if self.is_due or self.is_over:
+            self._end()
+
+    def follow(self, directory: Path) -> None:
+        """Save where the run has saved or loaded a tag, if it is told to end."""
+        if directory.parent.name == f"cluster_{self._world.cluster_id}":
+            self._base = directory.parents[1]
+
+    def script_state(self, directory: Path) -> dict[str, Any]:
+        """Return what the script's callback gives for its own state; it may write files, too."""
+        if self.callback is None:
+            return {}
+        directory.mkdir(parents=True, exist_ok=True)
+        return dict(self.callback(directory) or {})
+
+    def close(self) -> None:
+        """Hear nothing any more."""
+        self._is_closed = True
+        self._signals.close()
+        self._signals.wake()
+        self._thread.join(1.0)
+
+    @property
+    def _folder(self) -> Path | None:
+        run = self._records.folder
+        return self._base or (None if run is None else run / "checkpoints")
+
+    def _say_what_is_missing(self) -> None:
+        needs_callback = self.engine is None or self.engine.needs_callback
+        if needs_callback and self.callback is None:
+            logger.warning(
+                "told to end by a signal (clusters.preemption_signals), this run saves nothing: "
+                "model and optimizer are the script's, which says how they are saved by "
+                "handle.on_preemption(callback)"
+            )
+        elif self._folder is None:
+            logger.warning(
+                "told to end by a signal (clusters.preemption_signals) before it has saved or "
+                "loaded a checkpoint, this run has nowhere to save: set metrics.dir"
+            )
+
+    def _attend(self) -> None:
+        """Hear of an end, and agree where; on a thread of its own."""
+        ticks, has_agreed = 0, False
+        while not self._is_closed:
+            self._signals.wait(_TICK_SECONDS)
+            ticks += 1
+            try:
+                if not has_agreed:
+                    has_agreed = self._look(ticks)
+                else:
+                    self._end_if_told_again()
+            except RuntimeError as error:
+                if self._is_closed:
+                    return
+                if self.place.reason is None:  # the cluster's store has ended, as runs end
+                    logger.debug("the cluster's store does not answer: %s", error)
+                    return
+                logger.error("%s", error)
+                has_agreed = True
+            if ticks == 40 and self._folder is not None:
+                self.grace.estimate(self._bytes_to_save(), self._folder)
+
+    def _look(self, ticks: int) -> bool:
+        """Look whether the run is to end; return whether it is, and the ranks have agreed where."""
+        place, farewells = self.place, self._loop.transport.farewells
+        count, number = self._signals.count()
+        if count:
+            place.ask(Reason(self._world.cluster_id, number))
+        elif farewells is not None and (heard := farewells.heard_reason()):
+            place.ask(heard)
+        elif ticks % 2 == 0:
+            place.look()
+        reason = place.reason
+        if reason is None:
+            return False
+        self._told_at = time.monotonic()
+        if farewells is not None:
+            farewells.say_reason(reason)
+        place.agree()
+        if self._world.rank == 0:
+            logger.warning(
+                "told to end by %s (cluster %d): saving at the end of this step", reason.name,
+                reason.cluster,
+            )  # fmt: skip
+        return True
+
+    def _end_if_told_again(self) -> None:
+        """End at once if a signal comes again, long after the first, and nothing is being saved."""
+        count, number = self._signals.count()
+        is_late = time.monotonic() - self._told_at > self._grace_seconds
+        if count > 1 and is_late and not (self.is_due or self.is_saving):
+            logger.error("told to end again, and no step has ended meanwhile: ending now")
+            os._exit(128 + number)
+
+    def _bytes_to_save(self) -> int:
+        """Return about how much the ranks of this host write: masters, moments, outer state."""
+        state = self._loop.state
+        numel = sum(fragment.numel for fragment in self._loop.adapter.fragments)
+        outer = sum(
+            tensor.numel() * tensor.element_size()
+            for fragment in self._loop.adapter.fragments
+            for tensor in state.named_state(fragment.id).values()
+        )
+        return (12 * numel + outer) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+    def _end(self) -> NoReturn:
+        reason = self.place.reason
+        assert reason is not None
+        if not self.is_over:
+            self.is_over = True
+            how = self._save(reason)
+            self._wait_for_others()
+            self._records.end(self._loop.history.step, how)
+            self._records.close()
+            threading.Thread(target=_end_hard, args=(reason.exit_code,), daemon=True).start()
+        raise SystemExit(reason.exit_code)
+
+    def _save(self, reason: Reason) -> str:
+        """Save, say so, and return what there is to say."""
+        step, folder, started = self._loop.history.step, self._folder, time.monotonic()
+        told = f"step {step}: told to end by {reason.name} (cluster {reason.cluster})"
+        engine = self.engine
+        if engine is None or folder is None or (engine.needs_callback and self.callback is None):
+            how = f"{told}; nothing is saved"
+        else:
+            self.is_saving = True
+            path = engine.save(folder, f"preempted_step{step}")
+            now = time.monotonic()
+            how = (
+                f"{told}; saved in {now - started:.1f} s, {now - self._told_at:.1f} s after it was "
+                f"told: {path}; to go on, start the same command again and load {folder}"
+            )
+        if self._world.rank == 0:
+            logger.warning("%s", how)
+        return how
+
+    def _wait_for_others(self) -> None:
+        """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
+        until = max(self._told_at + self._grace_seconds, time.monotonic() + 1.0) - 1.0
+        farewells = self._loop.transport.farewells
+        if farewells is not None:
+            farewells.say_saved()
+            while not farewells.have_saved() and time.monotonic() < until:
+                time.sleep(0.02)
+        try:
+            if self._store is not None:
+                self._store.add("saved", 1)
+                while self._store.add("saved", 0) < self._world.world_size:
+                    if time.monotonic() > until:
+                        break
+                    time.sleep(0.02)
+        except RuntimeError:
+            logger.debug("the cluster's first rank has left")
+        time.sleep(_PARTING_SECONDS * (2 if self._world.rank == 0 else 1))
+
+
+def _end_hard(code: int) -> None:
+    """End a process that its interpreter's own end keeps alive."""
+    time.sleep(_HARD_END_SECONDS)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
