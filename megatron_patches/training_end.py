@@ -109,8 +109,8 @@ class _Watch:
     def end_early(self) -> None:
         """Release connections; what is under way is in the checkpoint, if one was saved."""
         if self._run.handle is not None:
-            if self._all_leave:  # none takes the meeting point away before all know
-                self._run.world.rendezvous.gather("exit", self._run.handle.step)
+            if self._all_leave:  # none takes its connections away before all have come here
+                self._run.handle.gather("exit")
             self._run.handle.close()
 
     def _log(self, iteration: int) -> None:

@@ -19,6 +19,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -56,6 +59,7 @@ class Farewells:
         self._posted: list[Any] = []
         self._second: dict[int, Tensor] = {}  # words of those that had said why they end
         self._said: list[Tensor] = []
+        self._is_closed = False
         for peer in others:
             self._listen(peer, self._heard[peer])
 
@@ -63,7 +67,10 @@ class Farewells:
         """Return the id of the cluster lost first, and of who said so, as `peer` is gone.
 
         Tells the others, who will find this cluster gone. Any thread; all get the same answer.
+        After `close` nobody is looked for: it was this rank that has left.
         """
+        if self._is_closed:
+            return self._seat.ids[peer], self._seat.cluster_id
         with self._lock:
             if self._first is None:
                 self._first = self._look(peer)
@@ -99,6 +106,7 @@ class Farewells:
 
     def close(self) -> None:
         """Let go of the connections."""
+        self._is_closed = True
         self._group = None
         self._posted.clear()
 
@@ -132,33 +140,44 @@ class Farewells:
 
     def _say(self, value: int) -> None:
         """Tell every peer that is left; those that are gone cannot be told."""
-        word = torch.tensor([value, ~value])
+        group, word = self._group, torch.tensor([value, ~value])
         for peer in self._heard:
             with suppress(RuntimeError):  # gone, too
-                self._group.send([word], peer, _TAG).wait(timedelta(seconds=_GRACE_SECONDS))
+                group.send([word], peer, _TAG).wait(timedelta(seconds=_GRACE_SECONDS))
 
     def _noted(self) -> int | None:
         if self._notes is None:
             return None
-        try:
-            return int(self._notes.get(_NOTE)) if self._notes.check([_NOTE]) else None
-        except RuntimeError as error:
-            self._leave_notes(error)
-            return None
+        notes = self._notes
+        found = self._ask(lambda: notes.get(_NOTE) if notes.check([_NOTE]) else None)
+        return None if found is None else int(found)
 
     def _note(self, lost: int) -> int:
         """Return what the first rank of this cluster to know has noted; `lost`, if this one is."""
-        try:
-            return lost if self._notes is None else int(
-                self._notes.compare_set(_NOTE, "", str(lost))
-            )  # fmt: skip
-        except RuntimeError as error:
-            self._leave_notes(error)
+        if self._notes is None:
             return lost
+        notes = self._notes
+        found = self._ask(lambda: notes.compare_set(_NOTE, "", str(lost)))
+        return lost if found is None else int(found)
 
-    def _leave_notes(self, error: RuntimeError) -> None:
-        logger.info("this cluster's store has ended: %s", str(error).splitlines()[0])
-        self._notes = None
+    def _ask(self, question: Callable[[], bytes | None]) -> bytes | None:
+        """Return what the store of this cluster says; None, for good, if it is lost or silent."""
+        asked: Future[bytes | None] = Future()
+
+        def ask() -> None:
+            try:
+                asked.set_result(question())
+            except RuntimeError as error:
+                asked.set_exception(error)
+
+        threading.Thread(target=ask, name="dsx-farewell-notes", daemon=True).start()
+        try:
+            return asked.result(_GRACE_SECONDS)
+        except (RuntimeError, futures.TimeoutError) as error:
+            told = str(error).splitlines() or [f"it is silent for {_GRACE_SECONDS:g} s"]
+            logger.info("this cluster's store has ended: %s", told[0])
+            self._notes = None
+            return None
 
 
 def _unpack(word: Tensor) -> int | None:

@@ -20,12 +20,10 @@ each other what it is (handshake.py).
 
 from __future__ import annotations
 
-import concurrent.futures
-import queue
-import threading
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import Future
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -36,71 +34,41 @@ from torch import Tensor
 
 from dsx.comm.coalescing import Incoming, outgoing
 from dsx.comm.farewell import Farewells
+from dsx.comm.gather import Gathers
 from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
+from dsx.comm.sockets import opened_here
 from dsx.comm.spread import Spread, Way
 from dsx.core.exchange import HEADER, Exchange, ExchangeRound, next_round
+from dsx.core.fifo import Fifo
 from dsx.core.membership import Seat
 from dsx.core.transport import Pending, Submission
 from dsx.core.types import Stage
-from dsx.core.waits import waiting_for
 
 _WHOLE = Stage()
+_END_SECONDS = 1.0  # in which transfers under way may end when a transport is closed
+logger = logging.getLogger(__name__)
 
 
 class GlooPending(Pending):
     """An exchange running on its fragment's thread."""
 
-    def __init__(self, label: str, deadline_seconds: float) -> None:
+    def __init__(self, fifo: Fifo, label: str, deadline_seconds: float) -> None:
         self.future: Future[Tensor] = Future()
-        self._label = label
+        self._fifo = fifo
+        self.label = label
         self._deadline_seconds = deadline_seconds
         self.told: dict[int, bytes] = {}  # what `notes` shows, while it is filled
         self.notes: Mapping[int, bytes] = MappingProxyType(self.told)
 
     def wait(self) -> Tensor:
         """Return the mean; the thread behind it keeps the deadline."""
-        with waiting_for(self._label, self._deadline_seconds):
-            return self.future.result()
+        return self._fifo.result(self.future, self.label, self._deadline_seconds)
 
     def wait_unless(self, event: Future[Any]) -> bool:
         """Block until the exchange has ended or failed, or `event` is done; whether it has."""
-        if not self.future.done():
-            with waiting_for(self._label, self._deadline_seconds):
-                concurrent.futures.wait([self.future, event], return_when=FIRST_COMPLETED)
+        self._fifo.wait(self.future, self.label, self._deadline_seconds, event)
         return self.future.done()
-
-
-class Fifo:
-    """One thread that runs submissions in order.
-
-    A daemon: a process that fails must not stay alive until the deadline of what is in flight.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._queue: queue.SimpleQueue[tuple[Future[Tensor], Callable[[], Tensor]] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, future: Future[Tensor], task: Callable[[], Tensor]) -> None:
-        """Run `task` after those before it; its result or error goes to `future`."""
-        self._queue.put((future, task))
-
-    def close(self) -> None:
-        """Let the submitted tasks end, then end the thread."""
-        self._queue.put(None)
-        with waiting_for(f"the end of thread {self._thread.name}", None):
-            self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            future, task = item
-            try:
-                future.set_result(task())
-            except Exception as error:  # noqa: BLE001 - handed to whoever waits, whatever it is
-                future.set_exception(error)
 
 
 class FragmentGroups:
@@ -168,29 +136,37 @@ class GlooTransport:
         self.seat = seat
         self._groups: dict[int, FragmentGroups] = {}
         self._fifos: dict[int, Fifo] = {}
+        self._under_way: list[GlooPending] = []
         is_alone = seat.num_clusters == 1
-        group = None if is_alone or not fragments else connect("launch handshake", 1)[0]
+        with opened_here() as self._sockets:
+            group = None if is_alone else connect("launch handshake", 1)[0]
+            of_fragments = {
+                fragment: [] if is_alone else connect(stage.name_of(fragment), streams)
+                for fragment in fragments
+            }
         self._farewells = Farewells(group, seat, notes)
         self._handshake = LaunchHandshake(group, seat, deadline_seconds, stage, self._farewells)
-        for fragment in fragments:
-            groups = [] if is_alone else connect(stage.name_of(fragment), streams)
+        self._gathers = Gathers(group, seat, deadline_seconds, self._farewells)
+        self._gather_fifo = Fifo("dsx-gather")
+        for fragment, groups in of_fragments.items():
             self._groups[fragment] = FragmentGroups(groups, seat, deadline_seconds, self._farewells)
             self._fifos[fragment] = Fifo(f"dsx-fragment-{fragment}")
 
     def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
         """Run the exchange on the fragment's thread and return at once."""
         group = self._groups[what.fragment]
-        label = what.on(self._stage)
-        pending = GlooPending(label, self._deadline_seconds)
+        fifo, label = self._fifos[what.fragment], what.on(self._stage)
+        pending = GlooPending(fifo, label, self._deadline_seconds)
+        self._under_way = [p for p in self._under_way if not p.future.done()] + [pending]
         number = self._handshake.take_number()
 
         def shake_hands(header: ExchangeRound | None) -> int:
             return self._handshake.agree(what, number, header, pending.told)
 
         def run() -> Tensor:
-            return _drive(group, label, exchange, pending, shake_hands)
+            return _drive(group, label, exchange, pending, shake_hands, fifo.give_sign)
 
-        self._fifos[what.fragment].submit(pending.future, run)
+        fifo.submit(pending.future, run)
         return pending
 
     @property
@@ -211,27 +187,52 @@ class GlooTransport:
             return 0
         label = f"{self._stage.name_of(fragment)} of cluster {self.seat.ids[chain[0]]}"
         group, passed, sent = self._groups[fragment], Future[Tensor](), [0]
+        fifo = self._fifos[fragment]
         if tensor.is_cuda:
             torch.cuda.current_stream(tensor.device).synchronize()  # another thread reads it
 
+        def tell(num_bytes: int) -> None:
+            fifo.give_sign()
+            moved(num_bytes)
+
         def run() -> Tensor:  # in turn with the fragment's transfers
-            sent[0] = group.spread(tensor, label, Way(chain, moved))
+            sent[0] = group.spread(tensor, label, Way(chain, tell))
             return tensor
 
-        self._fifos[fragment].submit(passed, run)
-        passed.result()  # that thread keeps the deadline of each piece
+        fifo.submit(passed, run)
+        fifo.result(passed, label, self._deadline_seconds)  # kept by each piece
         return sent[0]
+
+    def gather(self, what: str, value: Any) -> Callable[[], Sequence[Any]]:
+        """Tell the peers a value, on a thread of its own; what is returned waits for theirs."""
+        future: Future[list[Any]] = Future()
+        self._gather_fifo.submit(future, lambda: self._gathers.exchange(what, value))
+        return lambda: self._gather_fifo.result(future, what, self._deadline_seconds)
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Nothing to do: every cluster is waited for."""
 
     def close(self) -> None:
-        """Let running exchanges end and drop the connections."""
-        for fifo in self._fifos.values():
-            fifo.close()
-        self._groups.clear()
+        """Let running exchanges end, if they do so within a second, and drop the connections.
+
+        What is given up is logged; its peers find the connection closed.
+        """
+        fifos = [*self._fifos.values(), self._gather_fifo]
+        for fifo in fifos:
+            fifo.end_soon()
+        until = time.monotonic() + _END_SECONDS
+        have_ended = [fifo.join(max(until - time.monotonic(), 0.0)) for fifo in fifos]
         self._farewells.close()
+        if not all(have_ended):
+            given_up = [p.label for p in self._under_way if not p.future.done()]
+            logger.warning("closed, giving up what was under way: %s", "; ".join(given_up) or "-")
+            self._sockets.shut_down()
+            for fifo in fifos:
+                fifo.join(max(until + _END_SECONDS - time.monotonic(), 0.0))
+        self._sockets.forget()
+        self._groups.clear()
         self._handshake.close()
+        self._gathers.close()
 
 
 def open_device(interface: str | None) -> Any:
@@ -272,22 +273,27 @@ def _drive(
     exchange: Exchange,
     pending: GlooPending,
     shake_hands: Callable[[ExchangeRound | None], int],
+    give_sign: Callable[[], None],
 ) -> Tensor:
     """Run one exchange to its end: the launch handshake, then each round that it yields."""
     started = time.perf_counter()
     round, mean = next_round(exchange)
+    give_sign()
     header = round if round is not None and round.what == HEADER else None
     since = time.perf_counter()
     pending.bytes_sent += shake_hands(header)
     meeting_seconds = time.perf_counter() - since
     if header is not None:
         round, mean = next_round(exchange)
+    give_sign()
     message_seconds = 0.0
     while round is not None:
         since = time.perf_counter()
         pending.bytes_sent += group.run(round, label)
         message_seconds += time.perf_counter() - since
+        give_sign()
         round, mean = next_round(exchange)
+        give_sign()
     assert mean is not None
     pending.seconds = time.perf_counter() - started - meeting_seconds
     pending.coding_seconds = pending.seconds - message_seconds

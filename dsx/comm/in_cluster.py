@@ -1,84 +1,132 @@
 """What all ranks of one cluster tell each other, pipeline stages and copies alike: on the host.
 
 Over a gloo group of its own, so that no collective of the inner engine is waited for with it, and
-no store. Every rank of the cluster calls the same, in the same order, on its training thread.
+no store once it is connected. It is not registered with torch, whose world an engine may make anew.
+Every rank of the cluster calls the same, in the same order, on its training thread.
 """
 
 from __future__ import annotations
 
+import json
+import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from dsx.comm.sockets import opened_here
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 
 class InCluster:
-    """The ranks of this cluster. Creating it is collective over them."""
+    """The ranks of this cluster, which all make it; `store` is a key space for that alone."""
 
     def __init__(
-        self, cluster_id: int, rank: int, world_size: int, deadline_seconds: float
+        self,
+        cluster_id: int,
+        rank: int,
+        world_size: int,
+        store: dist.Store,
+        join_deadline_seconds: float,
+        deadline_seconds: float,
     ) -> None:
         self._cluster_id = cluster_id
         self._rank, self._world_size = rank, world_size
-        self._deadline_seconds = deadline_seconds
+        self._deadline_seconds = join_deadline_seconds
         self._group: Any = None
         if world_size > 1:
-            deadline = timedelta(seconds=deadline_seconds)
-            self._group = dist.new_group(backend=dist.Backend.GLOO, timeout=deadline)
+            options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
+            options._timeout = timedelta(seconds=join_deadline_seconds)
+            options._threads = 1
+            options._devices = [_device()]
+            with self._waiting("connecting"), opened_here():
+                self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
+            self._group.set_timeout(timedelta(seconds=deadline_seconds))
+        self._deadline_seconds = deadline_seconds
 
     @property
-    def world_size(self) -> int:
-        """Ranks of the cluster."""
-        return self._world_size
+    def rank(self) -> int:
+        """This rank's number in the cluster."""
+        return self._rank
 
     def any(self, what: str, is_so: bool) -> bool:
         """Return whether it is so on any rank; `what` names it in messages, as below."""
         flag = torch.tensor([int(is_so)])
         if self._group is not None:
+            options: Any = dist.AllreduceOptions()
+            options.reduceOp = dist.ReduceOp.MAX
             with self._waiting(what):
-                dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._group)
+                self._group.allreduce([flag], options).wait()
         return bool(flag)
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order."""
-        everyone: list[Any] = [value] * self._world_size
-        if self._group is not None:
-            with self._waiting(what):
-                dist.all_gather_object(everyone, value, group=self._group)
-        return everyone
+        """Return every rank's JSON value, in rank order."""
+        own = _packed(value)
+        sizes = self._gather(what, torch.tensor([own.numel()]))
+        longest = int(max(sizes))
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: own.numel()] = own
+        texts = self._gather(what, padded)
+        return [_unpacked(text[: int(size)]) for text, size in zip(texts, sizes, strict=True)]
 
     def from_first(self, what: str, value: Any = None) -> Any:
-        """Return rank 0's value on every rank."""
-        values = [value]
+        """Return rank 0's JSON value on every rank."""
+        own = _packed(value)
+        size = torch.tensor([own.numel()])
+        self._broadcast(what, size)
+        text = own if self._rank == 0 else torch.empty(int(size), dtype=torch.uint8)
+        self._broadcast(what, text)
+        return _unpacked(text)
+
+    def _gather(self, what: str, own: Tensor) -> list[Tensor]:
+        everyone = [own.clone() for _ in range(self._world_size)]
         if self._group is not None:
             with self._waiting(what):
-                dist.broadcast_object_list(values, src=0, group=self._group)
-        return values[0]
+                self._group.allgather([everyone], [own]).wait()
+        return everyone
 
-    def _waiting(self, what: str) -> _Waiting:
+    def _broadcast(self, what: str, x: Tensor) -> None:
+        if self._group is not None:
+            with self._waiting(what):
+                self._group.broadcast([x], _of_first()).wait()
+
+    @contextmanager
+    def _waiting(self, what: str) -> Generator[None, None, None]:
+        """Note a wait, and name it in the error where a rank does not come."""
         who = f"the other {self._world_size - 1} rank(s) of cluster {self._cluster_id}"
-        return _Waiting(f"{what}: rank {self._rank} waits for {who}", self._deadline_seconds)
-
-
-class _Waiting:
-    """A context that notes a wait, and names it in the error of a rank that does not come."""
-
-    def __init__(self, what: str, deadline_seconds: float) -> None:
-        self._what, self._deadline_seconds = what, deadline_seconds
-        self._wait = waiting_for(what, deadline_seconds)
-
-    def __enter__(self) -> None:
-        self._wait.__enter__()
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        self._wait.__exit__(kind, error, trace)
-        if isinstance(error, RuntimeError) and not isinstance(error, PeerLost):
+        text = f"{what}: rank {self._rank} waits for {who}"
+        try:
+            with waiting_for(text, self._deadline_seconds):
+                yield
+        except RuntimeError as error:
             raise PeerLost(
-                f"{self._what}, of which one has ended or did not answer within "
-                f"{self._deadline_seconds:g} s (clusters.deadline_seconds): "
-                f"{str(error).splitlines()[0]}"
+                f"{text}, of which one has ended, or has not come within "
+                f"{self._deadline_seconds:g} s: {str(error).splitlines()[0]}"
             ) from error
+
+
+def _device() -> Any:
+    """Return the device that torch takes for gloo groups inside a cluster."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    if interface:
+        return dist.ProcessGroupGloo.create_device(interface=interface)
+    return dist.ProcessGroupGloo.create_default_device()
+
+
+def _of_first() -> Any:
+    options: Any = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = 0, 0
+    return options
+
+
+def _packed(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+
+
+def _unpacked(text: Tensor) -> Any:
+    return json.loads(text.numpy().tobytes())

@@ -8,9 +8,10 @@ two passes, as `step_together` does: all launch, then all apply.
 from __future__ import annotations
 
 import itertools
+import json
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -28,6 +29,8 @@ class InProcessHub:
         self._launches = [0] * membership.num_clusters
         self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
         self._given: dict[int, list[deque[Tensor]]] = {}  # by fragment and taker
+        self._gathers: dict[int, dict[int, tuple[str, Any]]] = {}  # by number, then by place
+        self._told = [0] * membership.num_clusters
         self.offers: dict[int, Callable[[int], Sequence[Tensor]]] = {}  # by place
 
     def transports(self) -> list[InProcessTransport]:
@@ -55,6 +58,27 @@ class InProcessHub:
             )
         if min(self._launches) >= number:
             del self._announced[number]
+
+    def gather(self, seat: Seat, what: str, value: Any) -> Callable[[], Sequence[Any]]:
+        """Keep what one cluster tells; return what gives all values, once all have told theirs."""
+        self._told[seat.position] += 1
+        told = self._gathers.setdefault(self._told[seat.position], {})
+        told[seat.position] = what, json.loads(json.dumps(value))
+        if len(told) == seat.num_clusters:
+            del self._gathers[self._told[seat.position]]
+
+        def wait() -> Sequence[Any]:
+            for place, id in enumerate(seat.ids):
+                if place not in told:
+                    raise PeerLost(f"{what}: cluster {id} of this process has not told its value")
+                if told[place][0] != what:
+                    raise PeerLost(
+                        f"{what}, but cluster {id} is at {told[place][0]}: the clusters have lost "
+                        "step; let all of them call the same, in the same order"
+                    )
+            return [told[place][1] for place in range(seat.num_clusters)]
+
+        return wait
 
     def spread(
         self, seat: Seat, fragment: int, tensor: Tensor, chain: Sequence[int], index: int
@@ -128,6 +152,10 @@ class InProcessTransport:
         num_bytes = tensor.numel() * tensor.element_size()
         moved(num_bytes)
         return num_bytes if self.seat.position != chain[-1] else 0
+
+    def gather(self, what: str, value: Any) -> Callable[[], Sequence[Any]]:
+        """Tell a value; what is returned gives everybody's."""
+        return self._hub.gather(self.seat, what, value)
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Tell what a fragment's outer state is."""

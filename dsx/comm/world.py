@@ -107,8 +107,16 @@ class World:
     def in_cluster(self) -> InCluster:
         """Return what this cluster's ranks tell each other by. The first call is collective."""
         if self._in_cluster is None:
-            deadline = self._config.deadline_seconds
-            self._in_cluster = InCluster(self.cluster_id, self.rank, self.world_size, deadline)
+            # one of them may wait for other clusters meanwhile, and is to say so first
+            deadline = 2 * self._config.deadline_seconds + 90
+            self._in_cluster = InCluster(
+                self.cluster_id,
+                self.rank,
+                self.world_size,
+                dist.PrefixStore("in_cluster", self._cluster_store),
+                self._config.join_deadline_seconds,
+                deadline,
+            )
         return self._in_cluster
 
     def connect_own_store(self, name: str) -> dist.Store:

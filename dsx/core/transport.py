@@ -136,6 +136,14 @@ class Transport(Protocol):
         """
         ...
 
+    def gather(self, what: str, value: Any) -> Callable[[], Sequence[Any]]:
+        """Start telling the peers a small JSON value; what is returned waits for theirs.
+
+        It gives one of each member, by position, or raises `PeerLost`. `what` is the same in all
+        clusters, which call it in the same order.
+        """
+        ...
+
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Tell what a fragment's outer state is, for a cluster in this process that is ahead."""
         ...

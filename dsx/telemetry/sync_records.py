@@ -3,7 +3,8 @@
 A rank knows only its shard: it may own nothing of a fragment. Each rank posts its numbers to the
 cluster's own key-value store one boundary after the sync (tensors are ready by then, so nothing
 stalls an accelerator), and rank 0 reads them one boundary later, when the inner engine's own
-gradient reduction has shown that every rank has passed the posting.
+gradient reduction has shown that every rank has passed the posting. A thread of its own asks the
+store, which may be lost or silent; what it has put together is written at a boundary.
 
 Bytes add up, seconds are the longest of any rank, and norms are those of the whole fragment: the
 squares add up, divided by how many times the cluster holds each element.
@@ -18,10 +19,15 @@ from __future__ import annotations
 import json
 import logging
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import Any, Protocol
 
+from dsx.core.fifo import Fifo
 from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
@@ -80,6 +86,10 @@ class SyncRecords:
         self._deadline = timedelta(seconds=min(deadline_seconds, _MOST_SECONDS))
         self._fresh: list[Mapping[str, Any]] = []
         self._ready: list[Mapping[str, Any]] = []
+        is_alone = self._num_ranks == stage.count == 1
+        self._thread = None if is_alone or not is_enabled else Fifo("dsx-sync-records")
+        self._under_way: deque[tuple[float, Future[None]]] = deque()  # on the thread, since when
+        self._combined: deque[Mapping[str, Any]] = deque()  # on the thread, to be written
         self._posted: list[tuple[str, dict[str, Any]]] = []
         self._passed_on = [0] * stage.count  # records of each further stage, posted or written
         self._flushes = 0
@@ -94,28 +104,80 @@ class SyncRecords:
     def pass_boundary(self) -> None:
         """Write what was posted a boundary ago, then post what came the boundary before.
 
-        Where the store is lost, or a rank does not post, these records end, and nothing else does.
+        Where the store is lost or silent, or a rank does not post, these records end, and nothing
+        else does.
         """
-        self._ending_records_alone(self._pass_boundary)
+        self._write_combined()
+        ready = [_plain(event) for event in self._ready]
+        self._ready, self._fresh = self._fresh, []
+        self._do(lambda: self._pass_boundary(ready))
 
     def flush(self) -> None:
-        """Write everything now; rank 0 waits for the others, which must flush, too."""
-        self._ending_records_alone(self._flush)
+        """Write everything now; rank 0 waits for the others, which must flush, too.
 
-    def _ending_records_alone(self, do: Callable[[], None]) -> None:
-        if self._is_ended:
+        So long at most: see above.
+        """
+        for _ in range(3):
+            self.pass_boundary()
+        self._do(self._flush)
+        self._write_combined(waits=True)
+
+    def close(self) -> None:
+        """Let the thread end, when it comes to it."""
+        if self._thread is not None:
+            self._thread.end_soon()
+            self._thread = None
+
+    def _do(self, work: Callable[[], None]) -> None:
+        """Have something done with the store, on the thread, if another rank takes part."""
+        if self._is_ended or not self._is_enabled:
             return
-        try:
-            do()
-        except RuntimeError as error:
-            self._is_ended, self._is_enabled = True, False
-            self._fresh, self._ready, self._posted = [], [], []
-            logger.warning(
-                "the records of syncs end here, and so does the count of bytes sent: %s; training "
-                "goes on", str(error).splitlines()[0],
-            )  # fmt: skip
+        if self._thread is None:
+            work()
+            self._write_combined()
+            return
+        done: Future[None] = Future()
+        self._under_way.append((time.monotonic(), done))
+        self._thread.submit(done, work)
 
-    def _pass_boundary(self) -> None:
+    def _write_combined(self, waits: bool = False) -> None:
+        """Write what is ready, of all that is under way if it `waits`; or end these records."""
+        deadline = self._deadline.total_seconds() + 1  # what the store says by then is told
+        until = time.monotonic() + deadline
+        while self._under_way and not self._is_ended:
+            since, done = self._under_way[0]
+            try:
+                if waits:
+                    with waiting_for("the records of this cluster's syncs", deadline):
+                        done.result(max(until - time.monotonic(), 0.0))
+                elif done.done():
+                    done.result()
+                elif time.monotonic() > since + deadline:
+                    raise futures.TimeoutError
+                else:
+                    break
+            except futures.TimeoutError:
+                self._end(f"this cluster's store has not answered within {deadline:g} s")
+            except RuntimeError as error:
+                self._end(str(error).splitlines()[0])
+            else:
+                self._under_way.popleft()
+        while self._combined:
+            record = self._combined.popleft()
+            self.bytes_sent += record["bytes_sent"]
+            self._write(record)
+
+    def _end(self, why: str) -> None:
+        self._is_ended, self._is_enabled = True, False
+        self._fresh, self._ready = [], []
+        self._under_way.clear()
+        self.close()
+        logger.warning(
+            "the records of syncs end here, and so does the count of bytes sent: %s; training "
+            "goes on", why,
+        )  # fmt: skip
+
+    def _pass_boundary(self, ready: Sequence[dict[str, Any]]) -> None:
         if self._rank == 0:
             for key, own in self._posted:
                 self._pass_on(self._combine(key, own))
@@ -123,12 +185,9 @@ class SyncRecords:
                 for stage in range(1, self._stage.count):
                     while self._store.check([self._key_of(stage)]):
                         self._take(stage)
-        self._posted = [self._post(event) for event in self._ready]
-        self._ready, self._fresh = self._fresh, []
+        self._posted = [self._post(event) for event in ready]
 
     def _flush(self) -> None:
-        for _ in range(3):
-            self._pass_boundary()
         self._flushes += 1
         if self._is_writer:
             for stage in range(1, self._stage.count):
@@ -148,8 +207,7 @@ class SyncRecords:
     def _pass_on(self, record: Mapping[str, Any]) -> None:
         """Write a record of this stage, or post it for the rank that writes."""
         if self._is_writer:
-            self.bytes_sent += record["bytes_sent"]
-            self._write(record)
+            self._combined.append(record)
         else:
             self._store.set(self._key_of(self._stage.index), json.dumps(record))
             self._passed_on[self._stage.index] += 1
@@ -160,8 +218,7 @@ class SyncRecords:
         record = json.loads(self._store.get(key))
         self._store.delete_key(key)
         self._passed_on[stage] += 1
-        self.bytes_sent += record["bytes_sent"]
-        self._write(record)
+        self._combined.append(record)
 
     def _take_all(self, stage: int) -> None:
         """Write what a further stage has passed on by its flush."""
@@ -179,8 +236,7 @@ class SyncRecords:
         while self._passed_on[stage] < count:
             self._take(stage)
 
-    def _post(self, event: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        own = {k: v.item() if hasattr(v, "item") else v for k, v in event.items()}
+    def _post(self, own: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         key = f"sync/{self._stage.index}/{own['fragment']}/{own['launched_step']}"
         if self._rank:
             self._store.set(f"{key}/{self._rank}", json.dumps(own))
@@ -217,3 +273,8 @@ class SyncRecords:
         if self._stage.count > 1:
             record["stage"] = self._stage.index
         return record
+
+
+def _plain(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the loop said with numbers in the place of tensors, which are there by now."""
+    return {k: v.item() if hasattr(v, "item") else v for k, v in event.items()}

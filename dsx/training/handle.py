@@ -26,6 +26,7 @@ from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.agreement import layout_of, require_alike
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
+from dsx.training.gathering import Gathering
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.preemption import Callback, Preemption
@@ -83,13 +84,8 @@ class Handle:
         self.loop = OuterLoop(
             method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
         )
-        is_one_part = adapter.ranks.shard[1] == world.world_size
-        self.notices = Notices(
-            self.loop.notices,
-            (world.cluster_id, world.rank),
-            method.schedule.interval,
-            None if is_one_part else world.in_cluster(),
-        )
+        self._gathering = Gathering(transport, world.in_cluster())
+        self.notices = Notices.of(world, self.loop)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
@@ -215,7 +211,7 @@ class Handle:
             self.loop.drain()
             self._syncs.flush()
             again = self._saving.has_more_to_save
-            told = self._world.rendezvous.gather("end of training", [self.step, again])
+            told = self._gathering.gather("end of training", [self.step, again])
             steps = [step for step, _ in told]
             if len(set(steps)) == 1:
                 end_comparison(self.loop, begin_comparison(self.loop))
@@ -264,7 +260,8 @@ class Handle:
 
     def gather(self, value: Any) -> list[Any]:
         """Return one small JSON value per cluster, in cluster order, on every rank."""
-        return self._world.rendezvous.gather("gather", value)
+        with self._saving.naming_last():
+            return self._gathering.gather("gather()", value)
 
     def save(self, directory: Path, save_again: Callable[[], Any] | None = None) -> None:
         """Write this rank's outer state into a checkpoint's directory. Every rank calls it.
@@ -302,6 +299,7 @@ class Handle:
         self.loop.adapter.detach()
         self._records.end(self.step, "closed without finish()")
         self._records.close()
+        self._syncs.close()
         self.loop.transport.close()
 
     def _on_sync(self, event: Event) -> None:

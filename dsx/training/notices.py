@@ -26,10 +26,12 @@ from __future__ import annotations
 
 import itertools
 import json
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from dsx.comm.in_cluster import InCluster
+from dsx.comm.world import World
+from dsx.outer.loop import OuterLoop
 from dsx.outer.notices import Notice, NoticeCarrier
 
 
@@ -64,6 +66,13 @@ class Notices:
         self._known: set[Notice] = set()
         self._due: dict[str, list[Due]] = {}
 
+    @classmethod
+    def of(cls, world: World, loop: OuterLoop) -> Notices:
+        """Return those of a rank of a cluster."""
+        is_one_part = loop.adapter.ranks.shard[1] == world.world_size
+        place, interval = (world.cluster_id, world.rank), loop.method.schedule.interval
+        return cls(loop.notices, place, interval, None if is_one_part else world.in_cluster())
+
     def post(self, kind: str, payload: Any = None) -> None:
         """Tell all ranks of all clusters; returns at once. ValueError above 4 kB of JSON."""
         number = next(self._numbers)
@@ -80,8 +89,8 @@ class Notices:
             return
         what = f"notices of step {step}"
         if self._in_parts.any(what, bool(self._of_part)):
-            everyone = self._in_parts.gather(what, self._of_part)
-            merged = {notice for part in everyone for notice in part} - self._known
+            everyone = self._in_parts.gather(what, [astuple(notice) for notice in self._of_part])
+            merged = {Notice(*fields) for part in everyone for fields in part} - self._known
             self._known |= merged
             self._take_effect(sorted(merged), step)
             self._of_part = []

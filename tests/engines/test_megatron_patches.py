@@ -239,6 +239,9 @@ class EndingHandle(Handle):
     def finish(self) -> None:
         self._order.append("finish")
 
+    def gather(self, value: Any) -> None:
+        self._order.append(value)
+
     def close(self) -> None:
         self._order.append("close")
 
@@ -270,10 +273,8 @@ def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int
     monkeypatch.setattr(probe, "training", lambda: training)
     monkeypatch.setattr(probe, "arguments_in_force", lambda: arguments)
     monkeypatch.setattr(training_end.atexit, "register", lambda function: None)
-    rendezvous = SimpleNamespace(gather=lambda what, value: order.append(what))
     run: Any = SimpleNamespace(
         handle=EndingHandle(order),
-        world=SimpleNamespace(rendezvous=rendezvous),
         tell=lambda text: None,
     )
     training_end.patch(run)

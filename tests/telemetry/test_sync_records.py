@@ -88,6 +88,7 @@ def test_a_store_that_is_lost_ends_the_records_and_nothing_else(
     for _ in range(4):
         records.add(event(10, 1.0, 4, 0.1))
         records.pass_boundary()
+    records.flush()
     (record,) = caplog.records
     assert "bytes sent: Connection reset by peer; training goes on" in record.getMessage()
 

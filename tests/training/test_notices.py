@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.comm.in_process import InProcessHub, step_together
+from dsx.comm.in_process import InProcessHub, start_together, step_together
 from dsx.core.membership import Membership
 from dsx.core.types import Stage
 from dsx.engines.cluster_collectives import OneRank
@@ -43,11 +44,11 @@ class Part:
             adapter = TorchAdapter(model, optimizer, method.fragments, method.schedule.backwards)
             adapter.stage = stage
             loop = OuterLoop(method, adapter, transport)
-            loop.start()
             self.loops.append(loop)
             interval = method.schedule.interval
             place = (cluster, stage.index)
             self.notices.append(Notices(loop.notices, place, interval, clusters[cluster]))
+        start_together(self.loops)
 
     def train(self, first: int, last: int, asked: dict[int, list[tuple[int, str]]]) -> list[Any]:
         """Take steps; return what was due, by cluster. `asked`: by step, before it, who what."""
@@ -97,7 +98,7 @@ class Meeting:
         return any(self.gather(what, is_so))
 
     def gather(self, what: str, value: Any) -> list[Any]:
-        self._values[threading.get_ident()] = value
+        self._values[threading.get_ident()] = json.loads(json.dumps(value))
         self._barrier.wait()
         everyone = list(self._values.values())
         self._barrier.wait()
