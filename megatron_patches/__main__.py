@@ -6,7 +6,7 @@
 
 The script is run as it is, in its own folder's import path, after megatron_patches has been
 applied. `{cluster_id}` in any argument becomes this cluster's number, e.g. in
-`--save checkpoints/{cluster_id}`.
+`--save checkpoints/{cluster_id}`. Without any flag of dsx it is run as ever: plain Megatron.
 """
 
 from __future__ import annotations
@@ -16,29 +16,28 @@ import runpy
 import sys
 from collections.abc import Sequence
 
-from dsx.comm.world import current_world
-
-_USAGE = "usage: python -m megatron_patches SCRIPT [--dsx-... VALUE] [Megatron's flags]"
+from megatron_patches.own_flags import USAGE, asks_for_help, listed
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Apply the patches and run the script; exits with a message for flags that are wrong."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if not given or given[0] in ("-h", "--help"):
-        print(f"{_USAGE}\n\n{__doc__}")
+        print(f"{listed()}\n{__doc__}")
         sys.exit(0 if given else 2)
     script, *rest = given
     if not os.path.isfile(script):
-        sys.exit(f"megatron_patches: no script at {script}\n{_USAGE}")
+        sys.exit(f"megatron_patches: no script at {script}\nusage: {USAGE}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     sys.argv = [script, *rest]
+    if asks_for_help(rest):
+        _show_help(script)
+        return
     try:
         _apply()
     except (ValueError, RuntimeError) as error:  # of flags, of clusters, of the tree
         sys.exit(f"megatron_patches: {error}")
-    world = current_world()
-    if world is not None:
-        sys.argv = [text.replace("{cluster_id}", str(world.cluster_id)) for text in sys.argv]
+    _fill_in_cluster()
     runpy.run_path(script, run_name="__main__")
 
 
@@ -46,6 +45,30 @@ def _apply() -> None:
     import megatron_patches
 
     megatron_patches.apply()
+
+
+def _fill_in_cluster() -> None:
+    """Put this cluster's number where an argument stands for it, if there are clusters."""
+    joined = sys.modules.get("dsx.comm.world")
+    world = joined and joined.current_world()
+    if world:
+        sys.argv = [text.replace("{cluster_id}", str(world.cluster_id)) for text in sys.argv]
+
+
+def _show_help(script: str) -> None:
+    """Show Megatron's help with the flags of dsx in it; or these, where Megatron's fails."""
+    try:
+        _apply()
+        runpy.run_path(script, run_name="__main__")
+    except Exception as error:  # noqa: BLE001 - a tree's own help may end in anything
+        said = (str(error).splitlines() or [""])[0]
+        print(listed())
+        sys.stdout.flush()
+        print(
+            f"megatron_patches: these are the flags of dsx alone, as the help of {script} itself "
+            f"ends with {type(error).__name__}: {said}",
+            file=sys.stderr,
+        )
 
 
 if __name__ == "__main__":

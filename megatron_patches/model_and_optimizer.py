@@ -2,7 +2,8 @@
 
 Wraps `setup_model_and_optimizer`. After it the optimizer instance's `step` passes the boundaries;
 weights that Megatron has loaded stay each cluster's own, and the outer state of that iteration is
-loaded with them (checkpoint.py). Refuses, by flag, what would go around the wraps.
+loaded with them (checkpoint.py). Before anything is built it refuses, by flag, what is not served:
+once more (refusals.py), as a script's defaults and a checkpoint's arguments are in force only now.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.engines.attach import attach_megatron
-from dsx.engines.megatron.features import refuse_arguments
+from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
 from megatron_patches import probe
-from megatron_patches.checkpoint import claim_directory
 from megatron_patches.data import agree
 from megatron_patches.run import Run
+from megatron_patches.save_directory import claim_directory
 
 _EQUAL = (
     "global_batch_size", "seq_length", "train_iters", "train_samples",
@@ -37,7 +38,11 @@ def patch(run: Run) -> None:
 
     @functools.wraps(original)
     def setup_model_and_optimizer(*args: Any, **kwargs: Any) -> Any:
-        refuse_arguments(probe.arguments_in_force())
+        arguments = probe.arguments_in_force()
+        refuse_arguments(arguments)
+        refuse_backend(arguments.distributed_backend, dist.get_backend())
+        if run.handle is None:
+            claim_directory(run, arguments.save)
         made = original(*args, **kwargs)
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], list)):
             raise probe.UnknownMegatron(
@@ -54,8 +59,6 @@ def patch(run: Run) -> None:
 
 def _attach(run: Run, model: Any, optimizer: Any) -> None:
     arguments = probe.arguments_in_force()
-    _require_backend(arguments.distributed_backend)
-    claim_directory(run, arguments.save)
     _require_same_start(run, arguments)
     equal = _EQUAL if run.validation == "own" else (*_EQUAL, *_OF_VALIDATION)
     facts = {name: getattr(arguments, name, None) for name in equal}
@@ -76,16 +79,6 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
         f"{method.method.schedule.interval} steps, {len(run.handle.loop.adapter.fragments)} "
         "fragment(s) on this stage"
     )
-
-
-def _require_backend(wanted: str) -> None:
-    """Raise ValueError if Megatron was told another backend than the cluster's world has."""
-    made = dist.get_backend()
-    if wanted != made:
-        raise ValueError(
-            f"--distributed-backend {wanted}, but this cluster's world runs on {made}, which dsx "
-            "chooses by the hardware (nccl where there is CUDA, else gloo); give that one"
-        )
 
 
 def _require_same_start(run: Run, arguments: Any) -> None:

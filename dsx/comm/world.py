@@ -244,10 +244,15 @@ def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> 
     )
 
 
+def backend_of_world() -> str:
+    """Return that of a cluster's own world, as DeepSpeed chooses; between clusters it is gloo."""
+    has_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
+    return "nccl" if has_cuda else "gloo"
+
+
 def _init_cluster_world(rank_info: RankInfo, store: dist.Store) -> None:
-    backend = "gloo"
-    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        backend = "nccl"  # as DeepSpeed chooses; between clusters it is gloo in any case
+    backend = backend_of_world()
+    if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     with waiting_for("the other ranks of this cluster to join", None):
         dist.init_process_group(

@@ -36,11 +36,6 @@ OPTIMIZER = {
     "reuse_grad_buf_for_mxfp8_param_ag": True,
     "optimizer": "dist_muon",
 }
-ARGUMENTS = (
-    "optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp",
-    "use_custom_fsdp", "hybrid_context_parallel", "non_persistent_save_interval",
-    "rampup_batch_size", "step_batch_size_schedule", "skip_train",
-)  # fmt: skip
 TYPES = ("LayerWiseDistributedOptimizer", "TensorParallelMuon", "HybridDeviceOptimizer")
 
 
@@ -89,15 +84,6 @@ def try_types(engine: Any) -> dict[str, str]:
     sharded = build_inner(Kind(is_sharded=True), 0)
     chain.chained_optimizers += sharded.optimizer.chained_optimizers
     messages["mixed"] = message_of(locate, chain)
-    return messages
-
-
-def try_arguments() -> dict[str, str]:
-    from dsx.engines.megatron.features import refuse_arguments
-
-    messages = {"plain": message_of(refuse_arguments, SimpleNamespace(use_torch_fsdp2=False))}
-    for name in ARGUMENTS:
-        messages[name] = message_of(refuse_arguments, SimpleNamespace(**{name: True}))
     return messages
 
 
@@ -157,7 +143,6 @@ def try_everything() -> dict[str, dict[str, str]]:
     return {
         "settings": try_settings(engine),
         "types": try_types(engine),
-        "arguments": try_arguments(),
         "attaching": try_attaching(),
     }
 
@@ -196,13 +181,6 @@ def test_an_unknown_shape_is_refused(outcomes: Any) -> None:
     attaching = outcomes[0]["attaching"]
     assert "place of parameter vision.layers.0" in attaching["unknown place"]
     assert "parameters, " in attaching["not the model's"]
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_an_argument_of_the_training_loop_is_refused_by_name(name: str, outcomes: Any) -> None:
-    messages = outcomes[0]["arguments"]
-    assert messages["plain"] == "served"
-    assert messages[name].startswith(f"dsx does not serve --{name.replace('_', '-')} of Megatron: ")
 
 
 def test_attaching_is_refused_in_all_clusters_alike(outcomes: Any) -> None:

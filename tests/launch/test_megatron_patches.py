@@ -29,7 +29,17 @@ def test_its_own_help(arguments: Sequence[str], status: int) -> None:
     done = run("-m", "megatron_patches", *arguments)
     assert done.returncode == status
     assert done.stdout.startswith("usage: python -m megatron_patches SCRIPT [--dsx-... VALUE]")
+    assert "--dsx-schedule-interval" in done.stdout and "--dsx-num-clusters" in done.stdout
     assert done.stderr == ""
+
+
+def test_its_own_help_needs_neither_torch_nor_megatron() -> None:
+    code = (
+        "import sys; from megatron_patches.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: print({'torch', 'megatron'} & {*sys.modules})"
+    )
+    assert run("-c", code).stdout.splitlines()[-1] == "set()"
 
 
 def test_a_missing_script_is_named() -> None:

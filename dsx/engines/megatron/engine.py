@@ -40,6 +40,7 @@ from dsx.engines.megatron.parameters import (
     name_parameters,
     stage_shapes,
 )
+from dsx.engines.megatron.refusals import refuse_layerwise
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
@@ -132,11 +133,7 @@ class MegatronAdapter(MultiRankAdapter):
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
         """Refuse: Megatron reduces gradients in buckets, after the last micro-batch."""
-        raise ValueError(
-            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
-            "where Megatron's gradients are not reduced yet; use schedule.type='streaming' with "
-            "delay.type='average' for layer-wise averaging at step boundaries"
-        )
+        refuse_layerwise(when)
 
     def trace_compute(self, trace: ComputeRecorder) -> None:
         """Record forward and backward, by micro-batch and chunk, and the optimizer's step."""

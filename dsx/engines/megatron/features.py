@@ -1,14 +1,25 @@
-"""What of Megatron the adapter does not serve, refused by name before training."""
+"""What of Megatron the adapter does not serve, in what has been built; refused before training.
+
+The second line: what arguments tell is refused before anything is built (refusals.py).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel
 
 from dsx.engines.megatron.masters import leaves
+from dsx.engines.megatron.refusals import (
+    ABOVE_ONE,
+    OF_DATA_PARALLEL,
+    OF_MODEL,
+    OF_OPTIMIZER,
+    OPTIMIZERS,
+    refuse,
+)
 
 _TYPES = {
     "LayerWiseDistributedOptimizer": "use adam or sgd, with or without use_distributed_optimizer",
@@ -29,38 +40,7 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
         found |= _refused_ddp(part)
     for leaf in [optimizer, *leaves(optimizer)]:
         found |= _refused_optimizer(getattr(leaf, "config", None))
-    _refuse(found)
-
-
-def refuse_arguments(arguments: Any) -> None:
-    """Raise ValueError for arguments of Megatron's training loop that act outside of its model.
-
-    `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
-    """
-    one_size = "samples are counted per cluster with one batch size; use --global-batch-size"
-    reasons = {
-        "optimizer_cuda_graph": "it would capture the outer step; leave it out",
-        "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
-        "use_torch_fsdp2": "use the distributed optimizer",
-        "use_megatron_fsdp": "use the distributed optimizer",
-        "use_custom_fsdp": "use the distributed optimizer",
-        "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
-        "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
-        "rampup_batch_size": one_size,
-        "step_batch_size_schedule": one_size,
-        "skip_train": "there is nothing to synchronise; start the script without dsx",
-    }
-    given = {name: getattr(arguments, name, None) for name in reasons}
-    _refuse({_flag(name): reasons[name] for name, value in given.items() if value})
-
-
-def _refuse(found: Mapping[str, str]) -> None:
-    for setting, advice in found.items():
-        raise ValueError(f"dsx does not serve {setting} of Megatron: {advice}")
-
-
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    refuse(found)
 
 
 def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
@@ -78,55 +58,30 @@ def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
 
 
 def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
-    experts = "only dense layers are known"
     found: dict[str, str] = {}
     for chunk in chunks:
-        config = chunk.config
-        context, expert = (
-            config.context_parallel_size,
-            config.expert_model_parallel_size,
-        )
-        settings = {
-            f"context_parallel_size={context}": (context > 1, "leave it out"),
-            f"expert_model_parallel_size={expert}": (expert > 1, experts),
-            f"num_moe_experts={config.num_moe_experts}": (bool(config.num_moe_experts), experts),
-            f"mtp_num_layers={getattr(config, 'mtp_num_layers', None)}": (
-                bool(getattr(config, "mtp_num_layers", None)),
-                "multi-token prediction has further copies of the embedding; leave it out",
-            ),
+        found |= {
+            f"{name}={getattr(chunk.config, name)}": why
+            for name, why in OF_MODEL.items()
+            if getattr(chunk.config, name, None)
         }
-        found |= {name: advice for name, (is_used, advice) in settings.items() if is_used}
+        found |= _above_one(chunk.config)
     return found
+
+
+def _above_one(config: Any) -> dict[str, str]:
+    given = {name: getattr(config, name, None) or 1 for name in ABOVE_ONE}
+    return {f"{n}={value}": ABOVE_ONE[n] for n, value in given.items() if value > 1}
 
 
 def _refused_ddp(config: Any) -> dict[str, str]:
-    instances = getattr(config, "num_distributed_optimizer_instances", 1)
-    fsdp = "use the distributed optimizer"
-    reasons = {
-        "use_megatron_fsdp": fsdp,
-        "use_custom_fsdp": fsdp,
-        "reuse_grad_buf_for_mxfp8_param_ag": "leave it out",
-        "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
-    }
-    found = {f"{n}=True": why for n, why in reasons.items() if getattr(config, n, False)}
-    if instances > 1:
-        name = f"num_distributed_optimizer_instances={instances}"
-        found[name] = "it reduces over instances at every step; use 1"
-    return found
+    found = {f"{n}=True": why for n, why in OF_DATA_PARALLEL.items() if getattr(config, n, False)}
+    return found | _above_one(config)
 
 
 def _refused_optimizer(config: Any) -> dict[str, str]:
-    reasons = {
-        "use_precision_aware_optimizer": "its masters are in the fused optimizer; leave it out",
-        "overlap_param_gather_with_optimizer_step": (
-            "it gathers weights before the outer step; use overlap_param_gather"
-        ),
-        "optimizer_cpu_offload": "leave it out",
-        "optimizer_cuda_graph": "it would capture the outer step; leave it out",
-        "reuse_grad_buf_for_mxfp8_param_ag": "leave it out",
-    }
-    found = {f"{n}=True": why for n, why in reasons.items() if getattr(config, n, False)}
+    found = {f"{n}=True": why for n, why in OF_OPTIMIZER.items() if getattr(config, n, False)}
     kind = getattr(config, "optimizer", "adam")
-    if kind not in ("adam", "sgd"):
+    if kind not in OPTIMIZERS:
         found[f"optimizer={kind!r}"] = "use 'adam' or 'sgd'"
     return found

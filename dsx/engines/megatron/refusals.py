@@ -1,0 +1,97 @@
+"""What of Megatron is not served, by its settings: known from arguments, before anything is built.
+
+The same settings are looked for again in the configurations of what has been built (features.py),
+where a script on megatron-core has no such arguments. Needs no megatron.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_FSDP = "use the distributed optimizer"
+_EXPERTS = "only dense layers are known"
+_ONE_SIZE = "samples are counted per cluster with one batch size; use --global-batch-size"
+_BUFFER = "leave it out"
+OF_OPTIMIZER = {
+    "use_precision_aware_optimizer": "its masters are in the fused optimizer; leave it out",
+    "overlap_param_gather_with_optimizer_step": (
+        "it gathers weights before the outer step; use overlap_param_gather"
+    ),
+    "optimizer_cpu_offload": "leave it out",
+    "optimizer_cuda_graph": "it would capture the outer step; leave it out",
+    "reuse_grad_buf_for_mxfp8_param_ag": _BUFFER,
+}
+OF_DATA_PARALLEL = {
+    "use_megatron_fsdp": _FSDP,
+    "use_custom_fsdp": _FSDP,
+    "reuse_grad_buf_for_mxfp8_param_ag": _BUFFER,
+    "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
+}
+ABOVE_ONE = {
+    "context_parallel_size": "leave it out",
+    "expert_model_parallel_size": _EXPERTS,
+    "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
+}
+OF_MODEL = {
+    "num_moe_experts": _EXPERTS,
+    "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
+}
+OPTIMIZERS = ("adam", "sgd")
+_OF_LOOP = {
+    "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
+    "use_torch_fsdp2": _FSDP,
+    "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
+    "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
+    "rampup_batch_size": _ONE_SIZE,
+    "step_batch_size_schedule": _ONE_SIZE,
+    "skip_train": "there is nothing to synchronise; start the script without dsx",
+}
+_FLAGS = {"num_experts": OF_MODEL["num_moe_experts"], "mtp_num_layers": OF_MODEL["mtp_num_layers"]}
+
+
+def refuse_arguments(arguments: Any) -> None:
+    """Raise ValueError for arguments of Megatron's training loop that dsx does not serve.
+
+    `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
+    """
+    reasons = {**_OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **_FLAGS}
+    found = {name: why for name, why in reasons.items() if getattr(arguments, name, None)}
+    named = {_flag(name): why for name, why in found.items()}
+    for name, why in ABOVE_ONE.items():
+        value = getattr(arguments, name, None) or 1
+        if value > 1:
+            named[f"{_flag(name)} {value}"] = why
+    kind = getattr(arguments, "optimizer", None) or "adam"
+    if kind not in OPTIMIZERS:
+        named[f"--optimizer {kind}"] = "use 'adam' or 'sgd'"
+    refuse(named)
+
+
+def refuse_backend(wanted: str | None, made: str) -> None:
+    """Raise ValueError if Megatron is told another backend than the cluster's world has."""
+    if wanted is not None and wanted != made:
+        raise ValueError(
+            f"--distributed-backend {wanted}, but this cluster's world runs on {made}, which dsx "
+            "chooses by the hardware (nccl where there is CUDA, else gloo); give that one"
+        )
+
+
+def refuse_layerwise(when: str | None) -> None:
+    """Raise ValueError for a schedule that launches inside the backward: `when` it does, if so."""
+    if when is not None:
+        raise ValueError(
+            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
+            "where Megatron's gradients are not reduced yet; use schedule.type='streaming' with "
+            "delay.type='average' for layer-wise averaging at step boundaries"
+        )
+
+
+def refuse(found: Mapping[str, str]) -> None:
+    """Raise ValueError for the first setting that was found, with what to do."""
+    for setting, advice in found.items():
+        raise ValueError(f"dsx does not serve {setting} of Megatron: {advice}")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

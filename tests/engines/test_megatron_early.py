@@ -1,0 +1,231 @@
+"""What is refused, shown or left alone before clusters meet; on stand-ins of a tree's modules."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+import megatron_patches
+from dsx.comm.world import backend_of_world
+from dsx.engines.megatron import refusals
+from dsx.engines.megatron.refusals import refuse_arguments
+from megatron_patches import model_and_optimizer, probe
+from megatron_patches.__main__ import main
+from megatron_patches.run import Run
+
+DSX = ["--dsx-preset", "diloco", "--dsx-num-clusters", "2", "--dsx-cluster-id", "1"]
+NAMES = ("arguments", "initialize", "training", "global_vars")
+SWITCHES = (
+    "optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp",
+    "use_custom_fsdp", "hybrid_context_parallel", "skip_train", "use_precision_aware_optimizer",
+    "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
+    "reuse_grad_buf_for_mxfp8_param_ag",
+)  # fmt: skip
+VALUES = {
+    "non_persistent_save_interval": 5,
+    "rampup_batch_size": 8,
+    "step_batch_size_schedule": 4,
+    "context_parallel_size": 2,
+    "expert_model_parallel_size": 2,
+    "num_distributed_optimizer_instances": 2,
+    "num_experts": 8,
+    "mtp_num_layers": 1,
+}
+
+
+class Joining(Exception):
+    """The clusters would be waited for now."""
+
+
+@pytest.fixture
+def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    """The modules of a Megatron-LM tree that are looked up first; joining is an exception."""
+    modules = {name: ModuleType(f"megatron.training.{name}") for name in NAMES}
+
+    def parse_args(extra_args_provider: Any = None, ignore_unknown_args: bool = False) -> Any:
+        parser = argparse.ArgumentParser(prog="megatron", allow_abbrev=False)
+        for name in SWITCHES:
+            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
+        for name in VALUES:
+            parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+        parser.add_argument("--optimizer", default="adam")
+        parser.add_argument("--clip-grad", type=float, help=modules["arguments"].help_of_clip)
+        parser.add_argument("--distributed-backend", default=backend_of_world())
+        if extra_args_provider is not None:
+            parser = extra_args_provider(parser)
+        return parser.parse_known_args()[0] if ignore_unknown_args else parser.parse_args()
+
+    modules["arguments"].help_of_clip = "the norm"
+    modules["arguments"].parse_args = parse_args
+    modules["initialize"].parse_args = parse_args
+    for name, made in modules.items():
+        monkeypatch.setitem(sys.modules, f"megatron.training.{name}", made)
+    package = ModuleType("megatron")
+    package.training = ModuleType("megatron.training")
+    monkeypatch.setitem(sys.modules, "megatron", package)
+    monkeypatch.setitem(sys.modules, "megatron.training", package.training)
+
+    def join(arguments: Any) -> Run:
+        raise Joining
+
+    monkeypatch.setattr(Run, "join", join)
+    # the only wrap that imports megatron.core, which takes seconds
+    monkeypatch.setitem(sys.modules, "megatron_patches.checkpoint", ModuleType("checkpoint"))
+    monkeypatch.setattr(sys, "argv", ["before"])
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return modules
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    """What a pretraining script does as far as its command line goes."""
+    path = tmp_path / "pretrain_gpt.py"
+    path.write_text(
+        "import sys\nfrom megatron.training.arguments import parse_args\n"
+        "def provide(parser):\n    parser.add_argument('--my-own')\n    return parser\n"
+        "args = parse_args(provide)\nprint('ran with', sys.argv[1:], args.my_own)\n"
+    )
+    return str(path)
+
+
+def test_without_a_flag_of_dsx_nothing_is_patched(
+    tree: dict[str, ModuleType], script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {name: {**vars(made)} for name, made in tree.items()}
+    main([script, "--optimizer", "muon", "--my-own", "x"])
+    after = {name: {**vars(made)} for name, made in tree.items()}
+    for name, attributes in before.items():
+        assert after[name].keys() == attributes.keys()
+        assert all(after[name][key] is value for key, value in attributes.items())
+    said = capsys.readouterr().out.splitlines()
+    assert said == [
+        "megatron_patches: no --dsx-* flag is given: plain Megatron, nothing is patched",
+        "ran with ['--optimizer', 'muon', '--my-own', 'x'] x",
+    ]
+
+
+def test_one_rank_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    megatron_patches.apply(["--lr", "1"])
+    assert capsys.readouterr().out == ""
+
+
+def test_a_cluster_s_number_without_clusters_is_refused(
+    tree: dict[str, ModuleType], script: str
+) -> None:
+    with pytest.raises(SystemExit, match=r"checkpoints/\{cluster_id\} has a cluster's number in"):
+        main([script, "--my-own", "checkpoints/{cluster_id}"])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *[[f"--{name.replace('_', '-')}"] for name in SWITCHES],
+        *[[f"--{name.replace('_', '-')}", str(value)] for name, value in VALUES.items()],
+        ["--optimizer", "dist_muon"],
+    ],
+    ids=" ".join,
+)
+def test_what_is_not_served_is_refused_before_clusters_meet(
+    tree: dict[str, ModuleType], script: str, given: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([script, *DSX, *given])
+    assert str(ended.value).startswith(f"megatron_patches: dsx does not serve {given[0]}")
+    assert sys.argv == [script, *DSX, *given]
+
+
+def test_another_backend_and_a_layerwise_schedule_are_refused_there_too(
+    tree: dict[str, ModuleType], script: str
+) -> None:
+    other = "gloo" if backend_of_world() == "nccl" else "nccl"
+    with pytest.raises(SystemExit, match=f"--distributed-backend {other}, but this cluster's"):
+        main([script, *DSX, "--distributed-backend", other])
+    with pytest.raises(SystemExit, match="launches a layer inside the backward"):
+        main([script, "--dsx-preset", "dreamddp", *DSX[2:]])
+
+
+def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str) -> None:
+    given = ["--clip-grad", "1.{cluster_id}", "--my-own", "x", "--context-parallel-size", "1"]
+    with pytest.raises(Joining):
+        main([script, *DSX, *given])
+    assert sys.argv == [script, *DSX, *given]
+    with pytest.raises(Joining):  # what is in that file is known where the model is built
+        main([script, *DSX, "--yaml-cfg", "x.yaml", "--context-parallel-size", "2"])
+
+
+def test_every_argument_that_is_refused_is_tried_here() -> None:
+    known = {*refusals._OF_LOOP, *refusals.OF_OPTIMIZER, *refusals.OF_DATA_PARALLEL}
+    known |= {*refusals._FLAGS, *refusals.ABOVE_ONE}
+    assert known == {*SWITCHES, *VALUES}
+    refuse_arguments(SimpleNamespace(use_torch_fsdp2=False))  # a version without the others
+
+
+def test_the_second_line_is_before_the_model(
+    tree: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A script's defaults and a checkpoint's arguments are in force only there."""
+    built: list[str] = []
+    tree["training"].setup_model_and_optimizer = lambda model_type: built.append("model")
+    in_force = SimpleNamespace(distributed_backend="gloo", save="same", context_parallel_size=2)
+    tree["global_vars"].get_args = lambda: in_force
+    monkeypatch.setattr(model_and_optimizer.dist, "get_backend", lambda: "gloo")
+
+    def claim_directory(run: Any, save: str) -> None:
+        raise ValueError(f"{save} is where another cluster saves")
+
+    monkeypatch.setattr(model_and_optimizer, "claim_directory", claim_directory)
+    model_and_optimizer.patch(SimpleNamespace(handle=None))  # type: ignore[arg-type]
+    setup = probe.training().setup_model_and_optimizer
+    for message, changes in {
+        "does not serve --context-parallel-size 2": {},
+        "--distributed-backend nccl, but": {
+            "context_parallel_size": 1, "distributed_backend": "nccl",
+        },
+        "same is where another cluster saves": {"distributed_backend": "gloo"},
+    }.items():  # fmt: skip
+        vars(in_force).update(changes)
+        with pytest.raises(ValueError, match=message):
+            setup("gpt")
+    assert built == []
+
+
+def test_megatrons_help_has_the_flags_of_dsx(
+    tree: dict[str, ModuleType], script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([script, "--help"])
+    shown = capsys.readouterr()
+    assert ended.value.code == 0 and shown.err == ""
+    assert "--dsx-schedule-interval" in shown.out and "--my-own" in shown.out
+
+
+def test_where_megatrons_help_fails_the_flags_of_dsx_are_shown(
+    tree: dict[str, ModuleType], script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tree["arguments"].help_of_clip = "the norm (100%)"
+    main([script, *DSX, "--help"])
+    shown = capsys.readouterr()
+    assert "--dsx-schedule-interval" in shown.out and "--clip-grad" not in shown.out
+    (line,) = shown.err.splitlines()
+    assert "these are the flags of dsx alone" in line and "unsupported format character" in line
+
+
+def test_where_there_is_no_tree_the_flags_of_dsx_are_shown(
+    tree: dict[str, ModuleType],
+    script: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron.training.arguments", None)
+    main([script, "-h"])
+    shown = capsys.readouterr()
+    assert "--dsx-schedule-interval" in shown.out
+    assert "megatron.training.arguments" in shown.err and shown.err.count("\n") == 1
