@@ -18,7 +18,7 @@ import dsx
 _RELEVANT = re.compile(
     r"torch.*|deepspeed|megatron.*|transformer[_-]engine.*|apex|flash[_-]attn.*|triton.*|nvidia[_-].*"
     r"|numpy|pydantic.*|safetensors|typer|rich|matplotlib|tensorboard|transformers|accelerate|trl"
-    r"|dsx[_-]train|mpi4py|setuptools",
+    r"|dsx_train|dsx-train|mpi4py|setuptools",
     re.I,
 )
 _GPU_SECONDS = 10
