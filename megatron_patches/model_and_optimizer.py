@@ -9,6 +9,7 @@ once more (refusals.py), as a script's defaults and a checkpoint's arguments are
 from __future__ import annotations
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -57,6 +58,16 @@ def patch(run: Run) -> None:
     training.setup_model_and_optimizer = setup_model_and_optimizer
 
 
+class EndOfLoop:
+    """Where a run is told to end, Megatron's loop saves and exits (training_end.py)."""
+
+    needs_callback = False
+
+    def save(self, base: Path, tag: str) -> Path:
+        """Refuse: another part of the script has asked for the end."""
+        raise RuntimeError("Megatron-LM's loop saves by itself where the run is told to end")
+
+
 def _attach(run: Run, model: Any, optimizer: Any) -> None:
     arguments = probe.arguments_in_force()
     _require_same_start(run, arguments)
@@ -71,6 +82,7 @@ def _attach(run: Run, model: Any, optimizer: Any) -> None:
         facts={"arguments": facts, "data": run.data, "validation": run.validation},
         settings={"arguments": settings_of_arguments(arguments)},
     )
+    run.handle.preemption.engine = EndOfLoop()
     agree(run, arguments)
     start = f"goes on from iteration {arguments.iteration}" if resume else "starts"
     method = run.config

@@ -2,9 +2,10 @@
 
 Wraps `checkpoint_and_decide_exit`, which the loop calls after every step. After the last one, and
 before its checkpoint, what is under way is applied: that checkpoint is of the finished model. A
-stop for `--exit-duration-in-mins` or a signal is one cluster's own: it is asked for, and all
-clusters stop at one later step, as if `--exit-interval` had named it, with a checkpoint that holds
-what is under way. Wraps `train`, which is left then by exiting.
+stop for `--exit-duration-in-mins` is one cluster's own: it is asked for, and all clusters stop at
+one later step, as if `--exit-interval` had named it, with a checkpoint that holds what is under
+way. A signal does not leave the time for that: each cluster stops at its own next step. Wraps
+`train`, which is left then by exiting.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import atexit
 import functools
 import time
+from pathlib import Path
 from typing import Any
 
 from megatron_patches import probe
@@ -36,7 +38,7 @@ def patch(run: Run) -> None:
         try:
             result = train(*args, **kwargs)
         except SystemExit:
-            watch.end_early()
+            watch.end_early()  # with a status of its own, where the run was told to end
             raise
         watch.finish()  # where no iteration was the last one, say none was to be taken
         return result
@@ -70,6 +72,8 @@ class _Watch:
         self._blocked = 0.0
         self._is_finished = False
         self._all_leave = False
+        self._iteration, self._saves_from = 0, 0.0
+        self._saves_to: str | None = None
 
     def begin(self) -> None:
         """Start the clock of what is logged; that of --exit-duration-in-mins is Megatron's own."""
@@ -77,13 +81,18 @@ class _Watch:
 
     def pass_iteration(self, iteration: int, arguments: Any, signals: Any) -> None:
         """Ask for a stop where this cluster wants one, and make the loop exit at an agreed one."""
-        handle = self._run.handle
+        handle, self._iteration = self._run.handle, iteration
         assert handle is not None
+        if arguments.exit_signal_handler and any(signals().signals_received()):
+            handle.preempt()
+        if handle.preemption.is_due:  # this cluster alone: Megatron saves, and exits
+            handle.preemption.is_saving = True
+            self._saves_from, self._saves_to = time.monotonic(), arguments.save
+            arguments.exit_interval = iteration
+            return
         minutes = arguments.exit_duration_in_mins
         if minutes and time.time() - self._training._TRAIN_START_TIME > 60 * minutes:
             handle.request_stop(f"--exit-duration-in-mins {minutes}")
-        if arguments.exit_signal_handler and any(signals().signals_received()):
-            handle.request_stop("a signal")
         if handle.should_stop():
             arguments.exit_interval = iteration
         self._all_leave = bool(arguments.exit_interval) and not iteration % arguments.exit_interval
@@ -109,6 +118,10 @@ class _Watch:
     def end_early(self) -> None:
         """Release connections; what is under way is in the checkpoint, if one was saved."""
         if self._run.handle is not None:
+            preemption = self._run.handle.preemption
+            if preemption.is_saving:
+                path = self._saves_to and Path(self._saves_to) / f"iter_{self._iteration:07d}"
+                preemption.end_saved(path or None, time.monotonic() - self._saves_from)
             if self._all_leave:  # none takes its connections away before all have come here
                 self._run.handle.gather("exit")
             self._run.handle.close()

@@ -51,6 +51,8 @@ def patch(run: Run) -> None:
     @functools.wraps(original)
     def evaluate_and_print_results(*args: Any, **kwargs: Any) -> Any:
         handle = run.handle
+        if handle is not None and handle.preemption.is_due:
+            return None  # the run is told to end: no time for it
         if handle is None or run.validation == "own":
             return original(*args, **kwargs)
         call = signature.bind(*args, **kwargs)

@@ -10,13 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from dsx.checkpoint.files import FORMAT
+from dsx.checkpoint.health import find_trouble, tensors_of
 from dsx.checkpoint.tags import Manifest, begin_tag, cluster_directory, complete_tag
 from dsx.comm.world import World
-from dsx.engines.cluster_collectives import from_first
+from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
 from dsx.training.handle import Handle
 
 
@@ -40,14 +40,15 @@ class EndOfScript:
                 "client_state takes: write it into the directory that it is given"
             )
         handle.save(directory / begun)
-        dist.barrier()
+        adapter: Any = handle.loop.adapter
+        troubles = gather_objects(find_trouble(handle.loop, tensors_of(adapter.inner_optimizers)))
         if world.rank == 0:
             manifest = Manifest(
                 FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                is_preempted=True,
+                False, next(filter(None, troubles), ""), True,
             )  # fmt: skip
             complete_tag(directory, tag, manifest)
-        dist.barrier()
+        meet_in_cluster(f"complete {tag}")
         handle.saved(directory / tag)
         return directory / tag
 
@@ -55,9 +56,10 @@ class EndOfScript:
 def end_when_told(model: nn.Module, handle: Handle, world: World) -> None:
     """Let the run save and end before the model is called again, where it is told to."""
     preemption = handle.preemption
-    preemption.engine = EndOfScript(handle, world)
+    preemption.engine = end = EndOfScript(handle, world)
 
     def before_forward(module: nn.Module, args: Any) -> None:
-        preemption.end_if_due()
+        if preemption.engine is end:  # unless somebody knows better
+            preemption.end_if_due()
 
     model.register_forward_pre_hook(before_forward)

@@ -81,6 +81,11 @@ class TorchAdapter(MastersAdapter):
         """Return the rate of the first parameter group, of the first optimizer."""
         return float(self._optimizers[0].param_groups[0]["lr"])
 
+    @property
+    def inner_optimizers(self) -> list[Optimizer]:
+        """What steps the parameters."""
+        return self._optimizers
+
     def require_unattached(self) -> None:
         """Raise ValueError if another handle averages these parameters: it would do so twice."""
         for parameter in self._parameters:

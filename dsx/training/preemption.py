@@ -200,31 +200,44 @@ class Preemption:
         return (12 * numel + outer) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
     def _end(self) -> NoReturn:
+        folder, engine = self._folder, self.engine
+        if self.is_over:
+            raise SystemExit(self._reason.exit_code)
+        self.is_over = True
+        path, started = None, time.monotonic()
+        if engine is not None and folder and (self.callback or not engine.needs_callback):
+            self.is_saving = True
+            path = engine.save(folder, f"preempted_step{self._loop.history.step}")
+        self.end_saved(path, time.monotonic() - started)
+
+    def end_saved(self, path: Path | None, seconds: float) -> NoReturn:
+        """End the process, its cluster having saved to `path` within so many seconds, if at all."""
+        self.is_over = True
+        how = self._tell(path, seconds)
+        self._wait_for_others()
+        self._records.end(self._loop.history.step, how)
+        self._records.close()
+        code = self._reason.exit_code
+        threading.Thread(target=_end_hard, args=(code,), daemon=True).start()
+        raise SystemExit(code)
+
+    @property
+    def _reason(self) -> Reason:
         reason = self.place.reason
         assert reason is not None
-        if not self.is_over:
-            self.is_over = True
-            how = self._save(reason)
-            self._wait_for_others()
-            self._records.end(self._loop.history.step, how)
-            self._records.close()
-            threading.Thread(target=_end_hard, args=(reason.exit_code,), daemon=True).start()
-        raise SystemExit(reason.exit_code)
+        return reason
 
-    def _save(self, reason: Reason) -> str:
-        """Save, say so, and return what there is to say."""
-        step, folder, started = self._loop.history.step, self._folder, time.monotonic()
-        told = f"step {step}: told to end by {reason.name} (cluster {reason.cluster})"
-        engine = self.engine
-        if engine is None or folder is None or (engine.needs_callback and self.callback is None):
-            how = f"{told}; nothing is saved"
+    def _tell(self, path: Path | None, seconds: float) -> str:
+        """Say how the run ends, and return it."""
+        step, reason = self._loop.history.step, self._reason
+        how = f"step {step}: told to end by {reason.name} (cluster {reason.cluster}); "
+        if path is None:
+            how += "nothing is saved"
         else:
-            self.is_saving = True
-            path = engine.save(folder, f"preempted_step{step}")
-            now = time.monotonic()
-            how = (
-                f"{told}; saved in {now - started:.1f} s, {now - self._told_at:.1f} s after it was "
-                f"told: {path}; to go on, start the same command again and load {folder}"
+            since = time.monotonic() - self._told_at
+            how += (
+                f"saved in {seconds:.1f} s, {since:.1f} s after it was told: {path}; to go on, "
+                f"start the same command again and load {path.parents[1]}"
             )
         if self._world.rank == 0:
             logger.warning("%s", how)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,6 +110,8 @@ def test_data_of_its_own_is_read_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 class Averaging(list[str]):
     """A handle that notes when it holds the average."""
 
+    preemption = SimpleNamespace(is_due=False)
+
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
         self.append("averaged")
@@ -187,6 +190,15 @@ class Handle:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_due = False
+        self.preemption = SimpleNamespace(is_due=False, is_saving=False, end_saved=self.end_saved)
+        self.ended: list[Any] = []
+
+    def preempt(self) -> None:
+        self.asked.append("preempt")
+
+    def end_saved(self, path: Path | None, seconds: float) -> None:
+        self.ended.append(path)
+        raise SystemExit(143)
 
     def request_stop(self, reason: str) -> None:
         self.asked.append(reason)
@@ -255,7 +267,8 @@ def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int
 
     def decide(model: Any, optimizer: Any, scheduler: Any, iteration: int) -> bool:
         order.append(f"save {iteration}")
-        return bool(exit_interval) and iteration % exit_interval == 0
+        every = arguments.exit_interval
+        return bool(every) and iteration % every == 0
 
     def train() -> None:
         for iteration in range(1, 7):
@@ -267,14 +280,14 @@ def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int
         _TRAIN_START_TIME=time.time(),
         train=train,
         checkpoint_and_decide_exit=decide,
-        get_signal_handler=None,
+        get_signal_handler=lambda: SimpleNamespace(signals_received=lambda: [False, True]),
+        handle=EndingHandle(order),
     )
-    training.get_signal_handler = lambda: None
     monkeypatch.setattr(probe, "training", lambda: training)
     monkeypatch.setattr(probe, "arguments_in_force", lambda: arguments)
     monkeypatch.setattr(training_end.atexit, "register", lambda function: None)
     run: Any = SimpleNamespace(
-        handle=EndingHandle(order),
+        handle=training.handle,
         tell=lambda text: None,
     )
     training_end.patch(run)
@@ -292,3 +305,21 @@ def test_clusters_that_exit_together_wait_for_each_other(monkeypatch: pytest.Mon
     with pytest.raises(SystemExit):
         ending(monkeypatch, order, 4).train()
     assert order == [*(f"save {i}" for i in range(1, 5)), "exit", "close"]
+
+
+@pytest.mark.parametrize("save", ["checkpoints/0", None])
+def test_a_cluster_that_is_told_to_end_saves_and_leaves_alone(
+    monkeypatch: pytest.MonkeyPatch, save: str | None
+) -> None:
+    order: list[Any] = []
+    training = ending(monkeypatch, order, None)
+    arguments = probe.arguments_in_force()
+    arguments.save, arguments.exit_signal_handler = save, True
+    handle = training.handle
+    handle.should_stop = lambda: setattr(handle.preemption, "is_due", True)  # at the next step
+    with pytest.raises(SystemExit) as left:
+        training.train()
+    assert left.value.code == 143 and handle.preemption.is_saving
+    assert order == ["save 1", "save 2"]  # no other cluster is waited for
+    assert handle.asked[0] == "preempt"
+    assert handle.ended == [save and Path(save) / "iter_0000002"]

@@ -71,21 +71,24 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     """
     world = _world()
     iterations = handle.gather(iteration)
-    if len(set(iterations)) > 1:
-        loaded = ", ".join(f"cluster {m}: {i}" for m, i in enumerate(iterations))
-        raise ValueError(
-            f"the clusters have loaded different iterations ({loaded}); load the last one that "
-            "all of them hold (--ckpt-step)"
-        )
     base = _outer(directory)
     found = handle.gather(tags_within_reach(base, world.cluster_id))
     try:
-        source, tag = common_tag(found, base, _tag(iteration))[world.cluster_id]
+        sources = common_tag(found, base, _tag(iterations[0]))
     except FileNotFoundError as error:
-        raise FileNotFoundError(
-            f"{error}; to begin outer training from weights of Megatron alone, leave resume out "
-            "(with Megatron-LM's own loading: --finetune)"
-        ) from None
+        sources = []
+        if len(set(iterations)) == 1:
+            raise FileNotFoundError(
+                f"{error}; to begin outer training from weights of Megatron alone, leave resume "
+                "out (with Megatron-LM's own loading: --finetune)"
+            ) from None
+    if [tag for _, tag in sources] != [_tag(i) for i in iterations] and len(set(iterations)) > 1:
+        loaded = ", ".join(f"cluster {m}: {i}" for m, i in enumerate(iterations))
+        raise ValueError(
+            f"the clusters have loaded different iterations ({loaded}), and have not saved them "
+            "as they were told to end; load the last one that all of them hold (--ckpt-step)"
+        )
+    source, tag = sources[world.cluster_id]
     path = cluster_directory(base, source) / tag
     saved = _open(handle, path)
     handle.load(
