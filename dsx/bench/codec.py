@@ -123,9 +123,15 @@ def measure_codecs(
 
 def load_flat(path: Path) -> Tensor:
     """Return all tensors of a safetensors file, flattened and concatenated, as fp32."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    tensors = load_file(path)
+    try:
+        tensors = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(
+            f"{path} is no safetensors file: {error}; make one by dsx bench pseudo-gradients"
+        ) from error
     if not any(tensor.numel() for tensor in tensors.values()):
         raise ValueError(f"{path} holds no values; save a model's pseudo-gradients to it")
     return torch.cat([tensors[name].float().flatten() for name in sorted(tensors)])

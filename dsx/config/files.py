@@ -38,10 +38,23 @@ def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
             f"{shown(source)} is no DeepSpeed configuration: give the path of its JSON file, or "
             'its content as a dict, {"dsx": {...}}'
         )
-    name = shorten(os.fspath(source)) or "''"
-    text = _decode(name, _read_bytes(name, Path(source)))
+    document = read_any_json(source)
+    if not isinstance(document, Mapping):
+        raise ConfigError(
+            f"{_name(source)} must hold a JSON object, not {shown(document)}; write "
+            '{"dsx": {...}}'
+        )
+    return cast(Mapping[str, Any], document)
+
+
+def read_any_json(source: str | PathLike[str]) -> Any:
+    """Return what a JSON file holds; ConfigError, with the place and the fix, if it is none."""
+    name = _name(source)
+    text = read_text(source)
+    if not text.strip():
+        raise ConfigError(f'{name} is not valid JSON: it is empty; write {{"dsx": {{...}}}}')
     try:
-        document = json.loads(text, object_pairs_hook=_object, parse_int=_whole_number)
+        return json.loads(text, object_pairs_hook=_object, parse_int=_whole_number)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not valid JSON: {_explain(text, error)}") from error
     except RecursionError as error:
@@ -51,11 +64,15 @@ def read_json(source: str | Path | Mapping[str, Any]) -> Mapping[str, Any]:
         ) from error
     except ValueError as error:  # of the two functions above
         raise ConfigError(f"{name} is not valid JSON for DeepSpeed and dsx: {error}") from error
-    if not isinstance(document, Mapping):
-        raise ConfigError(
-            f'{name} must hold a JSON object, not {shown(document)}; write {{"dsx": {{...}}}}'
-        )
-    return cast(Mapping[str, Any], document)
+
+
+def read_text(source: str | PathLike[str]) -> str:
+    """Return the text of a file that a user has written; ConfigError if there is none."""
+    return _decode(_name(source), _read_bytes(_name(source), Path(source)))
+
+
+def _name(source: str | PathLike[str]) -> str:
+    return shorten(os.fspath(source)) or "''"
 
 
 def require_place(option: str, path: Path | None) -> None:
@@ -111,13 +128,13 @@ def _read_bytes(name: str, path: Path) -> bytes:
             found = file.read(_MOST_BYTES + 1)
     except FileNotFoundError as error:
         raise ConfigError(
-            f"no config file at {name}: give the path of a JSON file, from {Path.cwd()} or whole"
+            f"no config file at {name}: give the path of one, from {Path.cwd()} or whole"
         ) from error
     except IsADirectoryError as error:
         inside = sorted(path.glob("*.json"))
         which = f", such as {inside[0]}" if inside else ""
         raise ConfigError(
-            f"no config file at {name}, which is a folder; give a JSON file{which}"
+            f"no config file at {name}, which is a folder; give a file{which}"
         ) from error
     except (OSError, ValueError) as error:  # the latter for what can be no name of a file
         reason = error.strerror if isinstance(error, OSError) else error
@@ -127,8 +144,8 @@ def _read_bytes(name: str, path: Path) -> bytes:
         ) from error
     if len(found) > _MOST_BYTES:
         raise ConfigError(
-            f"{name} is no configuration: it has more than {_MOST_BYTES // 2**20} MiB; give the "
-            "JSON file"
+            f"{name} is no file of settings: it has more than {_MOST_BYTES // 2**20} MiB; give "
+            "another"
         )
     return found
 
@@ -136,23 +153,18 @@ def _read_bytes(name: str, path: Path) -> bytes:
 def _decode(name: str, data: bytes) -> str:
     for mark, encoding in _MARKS.items():
         if data.startswith(mark):
-            raise ConfigError(
-                f"{name} is not valid JSON for DeepSpeed and dsx: it is {encoding}; save it as "
-                "plain UTF-8"
-            )
+            raise ConfigError(f"{name} is {encoding}, which is not read; save it as plain UTF-8")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{name} is not valid JSON: {error}; save it as plain UTF-8, or give another file"
+            f"{name} is no text: {error}; save it as plain UTF-8, or give another file"
         ) from error
     if "\0" in text:
         raise ConfigError(
-            f"{name} is not valid JSON: it holds bytes of value 0; save it as plain UTF-8, or give "
+            f"{name} is no text: it holds bytes of value 0; save it as plain UTF-8, or give "
             "another file"
         )
-    if not text.strip():
-        raise ConfigError(f'{name} is not valid JSON: it is empty; write {{"dsx": {{...}}}}')
     return text
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
+
+MOST = 10**9
 
 
 def pretraining_arguments() -> argparse.ArgumentParser:
@@ -22,9 +25,9 @@ def pretraining_arguments() -> argparse.ArgumentParser:
     add("--hidden", type=positive, default=256, help="width of the model")
     add("--heads", type=positive, default=4, help="attention heads")
     add("--sequence-length", type=positive, default=128, help="tokens per sample")
-    add("--seed", type=int, default=0, help="of the weights and of the order of the data")
+    add("--seed", type=seed, default=0, help="of the weights and of the order of the data")
     add("--save-interval", type=positive, help="steps between checkpoints; none: at the end only")
-    add("--max-minutes", type=float, metavar="M", help="stop early, save, and end as ever")
+    add("--max-minutes", type=minutes, metavar="M", help="stop early, save, and end as ever")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")
     add("--validation-batches", type=positive, default=16, help="micro batches per rank")
     add("--trace", action="store_true", help="record where the time goes, for `dsx trace`")
@@ -34,6 +37,40 @@ def pretraining_arguments() -> argparse.ArgumentParser:
 
 def positive(text: str) -> int:
     """Read a whole number above 0, for argparse."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be a whole number of at least 1")
+    if not text.isdecimal() or not 1 <= int(text[:20]) <= MOST or len(text) > 20:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]} must be a whole number from 1 to {MOST:.0e}; try 1"
+        )
     return int(text)
+
+
+def seed(text: str) -> int:
+    """Read a whole number that numpy and torch take as a seed, for argparse."""
+    if not text.isdecimal() or len(text) > 20 or int(text) >= 2**32:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]} must be a whole number of at least 0 and below 2^32; try 0"
+        )
+    return int(text)
+
+
+def minutes(text: str) -> float:
+    """Read a time that passes, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 < found < MOST:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]} must be a number of minutes above 0 and below {MOST}; try 30"
+        )
+    return found
+
+
+def require_heads(hidden: int, heads: int) -> None:
+    """Raise ValueError unless the width is cut into heads of whole pairs."""
+    step = 2 * heads
+    if hidden % step:
+        raise ValueError(
+            f"--hidden {hidden} must be a multiple of 2 * --heads = {step} (rotary positions turn "
+            f"pairs); try --hidden {-(-hidden // step) * step}"
+        )

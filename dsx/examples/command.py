@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import os
 import re
@@ -17,7 +18,7 @@ import typer
 
 import dsx
 from dsx.core.one_line_errors import one_line_errors
-from dsx.examples.arguments import pretraining_arguments
+from dsx.examples.arguments import pretraining_arguments, require_heads
 
 _RANKS = 4
 _DATA = "data/stdlib"
@@ -44,7 +45,8 @@ def quickstart(context: typer.Context) -> None:
         )
     if {"-h", "--help"} & set(context.args):
         _replace_process(["-m", _SCRIPT, "--help"], dict(os.environ))
-    _require_known(context.args)
+    known = _require_known(context.args)
+    require_heads(known.hidden, known.heads)
     from dsx.data.command import build
 
     build(["stdlib"], _DATA)
@@ -53,8 +55,8 @@ def quickstart(context: typer.Context) -> None:
     _replace_process(launch, environment())
 
 
-def _require_known(arguments: Sequence[str]) -> None:
-    """Raise ValueError for what the training script would refuse, before anything is made."""
+def _require_known(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return what the script will read; ValueError for what it would refuse, before all else."""
     parser = dsx.add_launch_arguments(pretraining_arguments())
     for name in ("--deepspeed", "--deepscale"):  # DeepSpeed's own: it takes seconds to be asked
         parser.add_argument(name, action="store_true")
@@ -64,11 +66,12 @@ def _require_known(arguments: Sequence[str]) -> None:
         raise ValueError(f"{message}; dsx quickstart -- --help lists what the script takes")
 
     parser.error = refuse
-    unknown = parser.parse_known_args(arguments)[1]
+    known, unknown = parser.parse_known_args(arguments)
     if unknown:
-        known = re.findall(r"--[\w-]+", parser.format_usage())
-        near = difflib.get_close_matches(unknown[0], known, n=1)
+        options = re.findall(r"--[\w-]+", parser.format_usage())
+        near = difflib.get_close_matches(unknown[0], options, n=1)
         refuse(f"{unknown[0]} is not an option" + (f", did you mean {near[0]}?" if near else ""))
+    return known
 
 
 def environment() -> dict[str, str]:

@@ -35,7 +35,7 @@ from safetensors.torch import save_file
 import dsx
 from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
-from dsx.examples.arguments import pretraining_arguments
+from dsx.examples.arguments import pretraining_arguments, require_heads
 from dsx.examples.gpt import GPT, GPTConfig
 from dsx.examples.gpt_pipeline import as_pipeline, gather_weights, with_targets
 from dsx.examples.training_run import (
@@ -98,6 +98,7 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"--data {arguments.data} is not a dataset; build one with: {build}")
     dsx.load_config(arguments.deepspeed_config)  # its errors name the key and the fix
     config = json.loads(Path(arguments.deepspeed_config).read_text())
+    require_heads(arguments.hidden, arguments.heads)
     metrics = config["dsx"].setdefault("metrics", {})
     arguments.run_dir = arguments.run_dir or Path(metrics.get("dir") or "runs/pretrain_gpt")
     metrics["dir"] = str(arguments.run_dir)
@@ -121,7 +122,12 @@ def set_up(arguments: argparse.Namespace) -> Run:
     shape = GPTConfig(*size, vocab_size=dataset.vocab_size)
     model: Any = GPT(shape, arguments.seed)
     num_parameters = model.num_parameters()
-    world = dsx.init_distributed(config, args=arguments)
+    try:
+        world = dsx.init_distributed(config, args=arguments)
+    except dsx.PeerLost:
+        raise
+    except RuntimeError as error:  # a port that is taken, an environment that is none
+        raise ValueError(str(error)) from error
     if arguments.pipeline_stages > 1:
         model = as_pipeline(model, arguments.pipeline_stages)
     engine, *_ = dsx.initialize(model=model, model_parameters=model.parameters(), config=config)
@@ -286,7 +292,7 @@ def main() -> int:
     arguments = parse_arguments()
     try:
         run = set_up(arguments)
-    except (ValueError, FileNotFoundError) as error:
+    except (ValueError, OSError) as error:
         if arguments.local_rank > 0:
             time.sleep(5)  # the launcher ends all ranks when one exits: let the first one speak
         print(f"error: {error}", file=sys.stderr)

@@ -105,9 +105,12 @@ def read_codec_figures(figures: Any) -> Costs:
             if figure["device"] == "cpu":
                 keys = ("encode", "decode", "encode_ef")
                 speeds = [1e9 * float(figure[f"{key}_gb_per_second"]) for key in keys]
+                for speed in speeds:
+                    require_number("bytes per second", speed, 1, 1e18)
                 formats[figure["format"]] = CodecSpeeds(*speeds)
                 memcpy = 1e9 * float(figure["memcpy_gb_per_second"])
-    except (KeyError, TypeError) as error:
+                require_number("bytes per second", memcpy, 1, 1e18)
+    except (KeyError, TypeError, OverflowError, ValueError) as error:
         raise ValueError(
             f"codec figures must be a list of objects with format, device and GB/s ({error}); "
             "write it by dsx bench codec --json"

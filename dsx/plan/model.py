@@ -123,10 +123,11 @@ def from_sizes(params: float, layers: int, hidden: int | None, ranks: int) -> Pl
             continue
         wide = round((per_layer - 4 * hidden**2) / (2 * hidden))
         if wide < 1:
+            fits = math.isqrt(per_layer // 12)
             raise ValueError(
-                f"hidden={hidden}: {params:g} parameters in {layers} layers are {per_layer} per "
-                f"layer, less than four matrices of {hidden} x {hidden}; try hidden="
-                f"{math.isqrt(per_layer // 12)}"
+                f"--hidden={hidden}: {params:g} parameters in {layers} layers are {per_layer} per "
+                f"layer, less than four matrices of {hidden} x {hidden}; "
+                + (f"try --hidden={fits}" if fits else "leave --hidden out, or give fewer --layers")
             )
         shapes += [
             ParameterShape(f"{name}attention.qkv", (3 * hidden, hidden)),

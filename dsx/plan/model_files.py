@@ -13,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsx.config.files import read_json
+from dsx.config.files import ConfigError, read_json, read_text
 from dsx.core.types import ParameterShape, Stage
 from dsx.plan import inner_memory
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
+from dsx.plan.published.scenario import MAX_LAYERS, require_number
 
+MOST = 10**9  # of any size
 _UNKNOWN_SIZES = ("num-experts", "kv-channels", "context-parallel-size", "mtp-num-layers")
 _UNKNOWN = (
     *_UNKNOWN_SIZES, "fp16", "multi-latent-attention", "optimizer-cpu-offload",
@@ -88,9 +90,11 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
 def read_words(path: Path) -> list[str]:
     """Return the words of a file of flags, comments left out."""
     try:
-        return shlex.split(path.read_text(), comments=True)
-    except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"no file at {path}; give one of Megatron's flags") from None
+        return shlex.split(read_text(path), comments=True)
+    except ConfigError:
+        raise
+    except ValueError as error:  # of quotes
+        raise ValueError(f"{path} holds no flags: {error}; close what is open") from None
 
 
 def _parse(text: Sequence[str]) -> argparse.Namespace:
@@ -128,8 +132,22 @@ def _parse(text: Sequence[str]) -> argparse.Namespace:
     missing = [f"--{n.replace('_', '-')}" for n in needed if getattr(known, n) is None]
     if missing:
         raise ValueError(f"the flags lack {', '.join(missing)}")
+    for name, value in vars(known).items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            most = MAX_LAYERS if name == "num_layers" else MOST
+            require_number(f"--{name.replace('_', '-')}", value, 1, most)
+    _require_whole_heads(known)
     _require_dense_gpt(known)
     return known
+
+
+def _require_whole_heads(known: argparse.Namespace) -> None:
+    hidden, heads = known.hidden_size, known.num_attention_heads
+    if hidden % heads:
+        raise ValueError(
+            f"--hidden-size={hidden} must be a multiple of --num-attention-heads={heads}; try "
+            f"{-(-hidden // heads) * heads}"
+        )
 
 
 def _require_dense_gpt(known: argparse.Namespace) -> None:
@@ -186,6 +204,8 @@ def _megatron(known: argparse.Namespace, ranks: int | None) -> Cluster:
 def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:
     """Read a cluster out of a DeepSpeed JSON; ValueError for what the formulas do not know."""
     zero: Any = document.get("zero_optimization", {})
+    if not isinstance(zero, Mapping):
+        raise ValueError(f'zero_optimization={zero!r} must be an object; write {{"stage": 1}}')
     for key in ("offload_optimizer", "offload_param"):
         device = (zero.get(key) or {}).get("device", "none")
         if device != "none":

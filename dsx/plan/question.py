@@ -5,12 +5,12 @@ Every reading leaves a line that says what was taken and from where, which the p
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from dsx.compress.quantized import Quantized
+from dsx.config.files import read_any_json
 from dsx.plan.candidates import Question
 from dsx.plan.coding import slowdown_of, slowed
 from dsx.plan.from_run import RunFigures, read_run
@@ -243,7 +243,7 @@ def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
         )
         return link
     if given.link is not None:
-        record = _json(given.link)
+        record = read_any_json(given.link)
         rate = _number(record, "bits_per_second", given.link)
         own = _number(record, "latency_seconds", given.link)
         link = Link(rate, own if latency is None else latency, payload_share=1)
@@ -264,7 +264,7 @@ def _link(given: Given, run: RunFigures | None, facts: list[str]) -> Link:
 
 
 def _costs(given: Given, run: RunFigures | None, facts: list[str]) -> Costs:
-    costs = Costs() if given.codec is None else read_codec_figures(_json(given.codec))
+    costs = Costs() if given.codec is None else read_codec_figures(read_any_json(given.codec))
     if given.codec is None:
         facts.append("codecs: one core per rank at the documented speeds; --codec measures")
     if run is None:
@@ -301,27 +301,16 @@ def _with_coding(costs: Costs, run: RunFigures, codec: Path | None, facts: list[
     return costs
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except FileNotFoundError:
-        raise ValueError(f"no file at {path}") from None
-    except IsADirectoryError:
-        raise ValueError(f"{path} is a directory; give a file") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from None
-
-
 def _number(record: Any, key: str, path: Path) -> float:
     value = record.get(key) if isinstance(record, dict) else None
-    if not isinstance(value, (int, float)):
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ValueError(f"{path} has no number {key!r}; write it by dsx net-test --json")
     return float(value)
 
 
 def _count(path: Path | None, key: str) -> int | None:
     """Return a whole number of a measured line's file, None where it has none."""
-    record = None if path is None else _json(path)
+    record = None if path is None else read_any_json(path)
     if not isinstance(record, dict) or key not in record:
         return None
     value = record[key]

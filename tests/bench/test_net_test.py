@@ -97,7 +97,7 @@ def test_a_cluster_that_is_lost_is_named() -> None:
         ("--streams two", "streams='two' must be numbers from 1 to 64"),
         ("--seconds 100", "deadline-seconds=300 must be at least 4 times seconds=100; try 400"),
         ("--interface nope0", "interface='nope0' must be one of this host's: "),
-        ("--target 100", "target=100 must be a percentage above 0 and below 100"),
+        ("--target 100", "target=100 must be 0.1 to 99.99; try 99.99"),
         ("--params 0", "params=0 must be 1 to"),
         ("--json no/such/file", "there is no such directory"),
     ],

@@ -227,5 +227,5 @@ def test_what_is_no_text_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"no config file at {tmp_path}"):
         load_config(tmp_path)
     (tmp_path / "c.json").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="c.json is not valid JSON"):
+    with pytest.raises(ConfigError, match="c.json is UTF-16, which is not read; save it as"):
         load_config(tmp_path / "c.json")

@@ -73,7 +73,7 @@ def test_the_configuration_of_the_readme_is_the_one_it_takes() -> None:
     [
         (["--nosuch"], "--nosuch is not an option; "),
         (["--stesp", "40"], "--stesp is not an option, did you mean --steps?; "),
-        (["--steps", "0"], "argument --steps: 0 must be a whole number of at least 1; "),
+        (["--steps", "0"], "argument --steps: 0 must be a whole number from 1 to 1e+09; try 1; "),
         (["40"], "40 is not an option; "),
     ],
 )

@@ -40,7 +40,7 @@ def test_equal_shares_are_kept_once() -> None:
 
 
 def test_a_width_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="hidden=4096: .* try hidden="):
+    with pytest.raises(ValueError, match="hidden=4096: .* try --hidden="):
         from_sizes(1e9, 100, 4096, 1)
 
 

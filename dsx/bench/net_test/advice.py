@@ -14,8 +14,7 @@ from dsx.method.fragments import WholeModel
 from dsx.plan.link import Link
 from dsx.plan.model import from_sizes
 from dsx.plan.predict import at_interval, fitting_interval, predict
-from dsx.plan.published.scenario import Compute
-from dsx.plan.published.search import require_target
+from dsx.plan.published.scenario import Compute, require_number
 from dsx.plan.traffic import one_rank
 
 _INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
@@ -36,7 +35,7 @@ class Model:
     target: float
 
     def __post_init__(self) -> None:
-        require_target(self.target)
+        require_number("target", self.target, 0.1, 99.99)  # as `dsx plan`
         Compute(self.params, self.layers, self.step_seconds)  # which checks them
 
 

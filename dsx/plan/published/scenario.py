@@ -193,4 +193,7 @@ def require_number(key: str, value: float, least: float, most: float) -> None:
     """Raise ValueError unless `value` lies within the bounds; NaN does not."""
     if not least <= value <= most:
         nearest = most if value > most else least
-        raise ValueError(f"{key}={value:g} must be {least:g} to {most:g}; try {nearest:g}")
+        given = (
+            f"{value:g}" if abs(value) < 1e300 or not isinstance(value, int) else "a huge number"
+        )
+        raise ValueError(f"{key}={given} must be {least:.10g} to {most:.10g}; try {nearest:.10g}")
