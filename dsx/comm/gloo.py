@@ -70,6 +70,11 @@ class GlooPending(Pending):
         self._fifo.wait(self.future, self.label, self._deadline_seconds, event)
         return self.future.done()
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the thread has ended the exchange without an error."""
+        return self.future.done() and self.future.exception() is None
+
 
 class FragmentGroups:
     """One fragment's connections to its peers: one of each group to every other cluster."""
@@ -158,7 +163,7 @@ class GlooTransport:
         fifo, label = self._fifos[what.fragment], what.on(self._stage)
         pending = GlooPending(fifo, label, self._deadline_seconds)
         self._under_way = [p for p in self._under_way if not p.future.done()] + [pending]
-        number = self._handshake.take_number()
+        number = self._handshake.take_number(what)
 
         def shake_hands(header: ExchangeRound | None) -> int:
             return self._handshake.agree(what, number, header, pending.told)

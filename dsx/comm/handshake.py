@@ -1,9 +1,10 @@
 """Before each transfer the clusters tell each other what it is, over a group all fragments share.
 
-The n-th launch of one cluster must be the n-th of all. Clusters that chose different fragments are
-so told at once, rather than waiting for each other on different groups. The parity check's header,
-which most exchanges begin with, travels in that message. What a cluster tells beside a transfer
-follows as a message of its own, where it has anything to tell.
+The n-th launch of one cluster must be the n-th of all, counted from the beginning of the run, so
+that clusters which resume at different steps meet where they launched the same. Clusters that chose
+different fragments are so told at once, rather than waiting for each other on different groups. The
+parity check's header, which most exchanges begin with, travels in that message. What a cluster
+tells beside a transfer follows as a message of its own, where it has anything to tell.
 """
 
 from __future__ import annotations
@@ -36,16 +37,18 @@ class LaunchHandshake:
         self._stage = stage
         self._seat = seat
         self._deadline_seconds = deadline
-        self._launches = 0
+        self._others = 0  # that are no launches
 
     def close(self) -> None:
         """Let go of the connections."""
         self._group = None
 
-    def take_number(self) -> int:
-        """Return the number of a launch; called in launch order."""
-        self._launches += 1
-        return self._launches
+    def take_number(self, what: Submission) -> int:
+        """Return the tag of its messages: even for launches, else odd, counted in this order."""
+        if what.number:
+            return 2 * what.number
+        self._others += 1
+        return 2 * self._others - 1
 
     def agree(
         self,

@@ -26,7 +26,8 @@ class InProcessHub:
     def __init__(self, membership: Membership) -> None:
         self.membership = membership
         self._queues: dict[int, list[deque[InProcessPending]]] = {}
-        self._launches = [0] * membership.num_clusters
+        self._others = [0] * membership.num_clusters  # submitted, beside launches
+        self._met: dict[int, set[int]] = {}  # who has submitted which number
         self._announced: dict[int, tuple[int, Submission]] = {}  # by number of the launch
         self._given: dict[int, list[deque[Tensor]]] = {}  # by fragment and taker
         self._gathers: dict[int, dict[int, tuple[str, Any]]] = {}  # by number, then by place
@@ -46,18 +47,24 @@ class InProcessHub:
             _run([queue.popleft() for queue in queues])
 
     def _require_same_launch(self, pending: InProcessPending) -> None:
-        """Raise PeerLost unless the n-th launch of one cluster is the n-th of all."""
-        own = pending.seat
-        self._launches[own.position] += 1
-        number = self._launches[own.position]
+        """Raise PeerLost unless the n-th launch of one cluster is the n-th of all.
+
+        What is no launch is counted here, apart from launches.
+        """
+        own, number = pending.seat, 2 * pending.what.number
+        if not number:
+            self._others[own.position] += 1
+            number = 2 * self._others[own.position] - 1
+        met = self._met.setdefault(number, set())
+        met.add(own.position)
         first, what = self._announced.setdefault(number, (own.cluster_id, pending.what))
         if what != pending.what:
             raise PeerLost(
                 f"cluster {first} has {what}, cluster {own.cluster_id} {pending.what}: the "
                 "clusters have lost step"
             )
-        if min(self._launches) >= number:
-            del self._announced[number]
+        if len(met) == own.num_clusters:
+            del self._announced[number], self._met[number]
 
     def gather(self, seat: Seat, what: str, value: Any) -> Callable[[], Sequence[Any]]:
         """Keep what one cluster tells; return what gives all values, once all have told theirs."""
@@ -118,6 +125,11 @@ class InProcessPending(Pending):
         if self.result is None:
             raise PeerLost(f"{self.what}: not every simulated cluster has launched it")
         return self.result
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether all clusters have submitted their parts."""
+        return self.result is not None
 
 
 class InProcessTransport:

@@ -22,7 +22,7 @@ from dsx.core.membership import Seat
 from dsx.core.types import Stage
 
 VERBS = ("launched", "averaged for export", "compared", "and all others hashed for the start")
-TRAINING, EXPORT, COMPARISON, START = range(4)
+TRAINING, EXPORT, COMPARISON, START, HAND_OVER, RESUMING = range(6)
 
 
 class PeerLost(RuntimeError):
@@ -37,8 +37,11 @@ class PeerPreempted(PeerLost):
 
 @dataclass(frozen=True)
 class Submission:
-    """What is exchanged: of a fragment, at an inner step; `purpose` is an index of `VERBS`.
+    """What is exchanged: of a fragment, at an inner step; `purpose` is an index of `VERBS`, or
+    `HAND_OVER` (`step` is the round then) or `RESUMING`.
 
+    `number` counts the launches of a run from 1, over all fragments of a stage and all of its
+    resumes, so that clusters which resume at different steps meet; 0 for what is no launch.
     `notes` is what this cluster tells all others beside it (`Pending.notes`), its own and no part
     of what has to be the same.
     """
@@ -46,6 +49,7 @@ class Submission:
     fragment: int
     step: int
     purpose: int = TRAINING
+    number: int = 0
     notes: bytes = field(default=b"", compare=False, repr=False)
 
     def __str__(self) -> str:
@@ -53,6 +57,10 @@ class Submission:
 
     def on(self, stage: Stage) -> str:
         """Return what messages call it."""
+        if self.purpose == RESUMING:
+            return "telling what was under way, after a resume"
+        if self.purpose == HAND_OVER:
+            return f"{stage.name_of(self.fragment)}, launch {self.step} handed over after a resume"
         return f"{stage.name_of(self.fragment)} {VERBS[self.purpose]} at step {self.step}"
 
 
@@ -102,6 +110,11 @@ class Pending(ABC):
         """
         self.wait()
         return True
+
+    @property
+    @abstractmethod
+    def has_arrived(self) -> bool:
+        """Whether the mean is there, and nothing of it is written any more."""
 
 
 class Transport(Protocol):
