@@ -11,6 +11,9 @@ def held_bytes(state: StateStore) -> int:
     tensors = [*state.anchor]
     tensors += [t for slots in state.slots for t in slots.named().values()]
     tensors += [b.wire for b in buffers] + [b.sideband.values for b in buffers]
+    tensors += [b.sent for b in buffers if b.sent is not b.wire]
+    tensors += [b.posted.values for b in buffers]
+    tensors += [t for channel in state.channels for t in channel.before._copies.values()]
     tensors += [b.kept for b in buffers if b.kept is not None]
     tensors += [t for channel in state.channels for t in channel.codec.slots.values()]
     return sum(t.numel() * t.element_size() for t in tensors)

@@ -22,7 +22,7 @@ from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
 from dsx.method.fragments import in_a_row
 
-FORMAT = 8
+FORMAT = 9
 META_CHECKSUM = "dsx.sha256"  # read alone, before a whole file is looked over
 _FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
 _TENSORS_6 = {"in_flight.notes/": "in_flight.sideband/", "guard.memory/": "parity_check.memory/"}
@@ -70,10 +70,12 @@ class SavedRank:
         if self.meta.get("format") == 6:
             self._translate(path)
         if self.meta.get("format") == 7:
-            self.meta |= {"format": FORMAT, "engine_holds": "local"}
+            self.meta |= {"format": 8, "engine_holds": "local"}
+        if self.meta.get("format") == 8:
+            self.meta |= {"format": FORMAT, **_of_format_8(self.meta)}
         if self.meta.get("format") != FORMAT:
             raise ValueError(
-                f"{path} is not an outer state of format {FORMAT} (or 6, 7): found "
+                f"{path} is not an outer state of format {FORMAT} (or 6 to 8): found "
                 f"{self.meta.get('format')!r}"
             )
 
@@ -88,7 +90,10 @@ class SavedRank:
 
     def _translate(self, path: Path) -> None:
         """Give what dsx 0.1 has written the names of today, in place."""
-        old, new = "outer state of format 6 (dsx 0.1)", "of format 8, which the next save writes"
+        old, new = (
+            "outer state of format 6 (dsx 0.1)",
+            f"of format {FORMAT}, which the next save writes",
+        )
         warn_renamed(old, new, str(path))
 
         def today(entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +112,24 @@ class SavedRank:
         """Return the layout of a fragment: `kind` is "layout" (as masters lie) or "wire"."""
         entries = self.meta[kind][fragment]["slots"]
         return in_a_row([Slot(e["name"], tuple(e["shape"]), 0, e["start"]) for e in entries])
+
+
+def _of_format_8(meta: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what dsx 0.2 has not written: its checkpoints waited for all that was under way."""
+    launches = list(meta["history"].get("launches", ()))
+    entries: list[dict[str, Any]] = []
+    for entry in reversed(meta["in_flight"]):
+        if entry["is_empty"]:
+            entries.append(entry)
+            continue
+        round = 0
+        if launches:
+            round = launches[entry["fragment"]]
+            launches[entry["fragment"]] -= 1
+        told = {"number": 0, "round": round, "has_arrived": True, "can_redo": False}
+        told |= {key: entry["parity"].get(key, 0) for key in ("is_idle", "anchor")}
+        entries.append({**entry, **told, "is_finite": True})
+    return {"in_flight": entries[::-1], "last": [], "left_at": None}
 
 
 class SavedCluster:

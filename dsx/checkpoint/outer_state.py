@@ -1,8 +1,9 @@
 """Outer state on disk: one safetensors file per rank, transfers in flight included.
 
-A transfer in flight is waited for and its mean stored with the step it was launched at; on load
-it is applied at its own due step, so a resumed run equals one that was never stopped. Never is a
-transfer issued again on one side only.
+A save waits for no other cluster: of a transfer in flight its mean is stored, if it has come, else
+what another attempt is made from (transfers.py). A run that loads it hands over or makes again what
+is missing (outer/resuming.py) and applies each at its own due step, so it equals one that was never
+stopped. So does one that was stopped in the midst of a boundary, whose rest then comes first.
 
 The layout travels with the buffers. Where it is the run's own, and so is the number of clusters,
 each rank takes its file back, bit for bit; else what a rank needs is put together from the files of
@@ -38,11 +39,12 @@ from dsx.checkpoint.files import (
 from dsx.checkpoint.pipeline_repartition import require_nothing_in_flight
 from dsx.checkpoint.reshard import Resharding
 from dsx.checkpoint.tags import sync_to_disk
-from dsx.checkpoint.transfers import describe, restore
+from dsx.checkpoint.transfers import Restored, restore_all, take_stock
 from dsx.comm.topology import RankInfo
-from dsx.core.types import Fragment, History
+from dsx.core.types import Fragment
 from dsx.outer.loop import OuterLoop
-from dsx.outer.transfer import Totals, Transfer
+from dsx.outer.resuming import Unresumed
+from dsx.outer.transfer import Transfer
 
 logger = logging.getLogger(__name__)
 _ADVICE = "resume with the method it was saved with, or start a new run from the model's weights"
@@ -56,50 +58,60 @@ def save_state(
     axes: Mapping[str, Any],
     tracked: Mapping[str, Any],
     own_masters: Sequence[Tensor] | None = None,
+    keeps_last: bool = False,
 ) -> None:
-    """Write one rank's outer state; waits for what is in flight. Atomic per file.
+    """Write one rank's outer state, waiting for no other cluster. Atomic per file.
 
     `session` names the run. The masters are written, too, where their mean is to be exported, and
-    where the engine holds the average: then they are `own_masters`.
+    where the engine holds the average: then they are `own_masters`. `keeps_last`: clusters may save
+    at different steps, so what was applied last may be lacking elsewhere. Collective over the ranks
+    of a stage.
     """
-    tensors: dict[str, torch.Tensor] = {}
-    for fragment in loop.adapter.fragments:
-        named = dict(loop.state.named_state(fragment.id))
-        if own_masters is not None:
-            named["local"] = own_masters[fragment.id]
-        elif loop.method.delay.export == "mean":
-            named["local"] = torch.empty(fragment.numel, device=loop.adapter.device)
-            loop.adapter.read(fragment.id, named["local"])
-        for name, tensor in named.items():
-            if tensor.numel():
-                tensors[f"{name}/{fragment.id}"] = tensor
-    in_flight = [describe(t, index, tensors) for index, t in enumerate(loop.in_flight)]
-    meta = {
-        "format": FORMAT,
-        "rank_info": asdict(rank_info),
-        "session": session,
-        "step": loop.history.step,
-        "engine_holds": "local" if own_masters is None else "average",
-        "history": loop.history.state_dict(),
-        "in_flight": in_flight,
-        **_layouts(loop),
-        "encodes_at_launch": loop.method.encodes_at_launch,
-        "codec_errors": [_errors(loop, fragment) for fragment in loop.adapter.fragments],
-        "state": _state_shape(loop),
-        "kinds": _kinds(loop),
-        "axes": axes,
-        "tracked": tracked,
-        "totals": asdict(loop.totals),
-    }
     directory.mkdir(parents=True, exist_ok=True)
     path = rank_file(directory, rank_info.rank)
     unfinished = path.with_suffix(".tmp")
-    copies = {name: t.detach().to("cpu").contiguous() for name, t in tensors.items()}
-    text = json.dumps(meta)
-    save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
+    with take_stock(loop) as stock:
+        tensors = _masters(loop, own_masters)
+        for fragment in loop.adapter.fragments:
+            for name, tensor in stock.state(fragment.id).items():
+                tensors[f"{name}/{fragment.id}"] = tensor
+        meta = {
+            "format": FORMAT,
+            "rank_info": asdict(rank_info),
+            "session": session,
+            "step": loop.history.step,
+            "engine_holds": "local" if own_masters is None else "average",
+            "history": loop.history.state_dict(),
+            **stock.describe(tensors, keeps_last),
+            "left_at": loop.deferral.inner_lr,
+            **_layouts(loop),
+            "encodes_at_launch": loop.method.encodes_at_launch,
+            "codec_errors": [_errors(loop, fragment) for fragment in loop.adapter.fragments],
+            "state": _state_shape(loop),
+            "kinds": _kinds(loop),
+            "axes": axes,
+            "tracked": tracked,
+            "totals": asdict(loop.totals),
+        }
+        copies = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items() if t.numel()}
+        text = json.dumps(meta)
+        save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
     sync_to_disk(unfinished)
     unfinished.replace(path)
     leave_checksum(path)
+
+
+def _masters(loop: OuterLoop, own_masters: Sequence[Tensor] | None) -> dict[str, Tensor]:
+    """Return the cluster's masters, where a checkpoint needs them beside the engine's."""
+    if own_masters is not None:
+        return {f"local/{fragment}": masters for fragment, masters in enumerate(own_masters)}
+    if loop.method.delay.export != "mean":
+        return {}
+    found: dict[str, Tensor] = {}
+    for fragment in loop.adapter.fragments:
+        found[f"local/{fragment.id}"] = torch.empty(fragment.numel, device=loop.adapter.device)
+        loop.adapter.read(fragment.id, found[f"local/{fragment.id}"])
+    return found
 
 
 def load_state(
@@ -108,6 +120,7 @@ def load_state(
     rank_info: RankInfo,
     axes: Mapping[str, Any],
     is_repartitioned: bool = False,
+    allows_unequal_steps: bool = False,
 ) -> Mapping[str, Any]:
     """Restore one rank's outer state from a cluster's tag and return the tracked states.
 
@@ -115,34 +128,35 @@ def load_state(
     ValueError if one is of another run, model or method. `place.num_clusters` may differ from the
     number of clusters that saved; a cluster that is new gives another one's directory.
     `is_repartitioned`: the same parameters lie on other pipeline stages, the same on every rank.
+    All clusters load: `loop.settle` waits for them, at the next boundary at the latest; one that
+    was left when this was saved is ended by `loop.end_boundary`, which has to be called then.
     """
     saved, own = _find(loop, directory, rank_info, axes, is_repartitioned)
     for transfer in loop.in_flight:
-        if isinstance(transfer, Transfer):
+        if isinstance(transfer, Transfer) and not isinstance(transfer.pending, Unresumed):
             transfer.pending.wait()  # its thread still writes to the buffers that are restored
     loop.state.free_buffers()
     if own is None:
         resharding = Resharding(loop, saved, rank_info, is_repartitioned)
-        tracked, read_masters = resharding.restore(), resharding.masters
+        restored, read_masters = resharding.restore(), resharding.masters
     else:
-        tracked, read_masters = _restore_own(loop, own), _masters_in(own)
+        restored, read_masters = _restore_own(loop, own), _masters_in(own)
+    loop.restore(
+        restored.history, restored.in_flight, restored.last, restored.left_at, allows_unequal_steps
+    )
+    loop.totals = restored.totals
     if saved.has_average:
         _give_back_masters(loop, read_masters)
-    return tracked
+    return restored.tracked
 
 
-def _restore_own(loop: OuterLoop, own: SavedRank) -> Mapping[str, Any]:
-    """Take this rank's own file back, bit for bit; return the tracked states."""
+def _restore_own(loop: OuterLoop, own: SavedRank) -> Restored:
+    """Take this rank's own file back, bit for bit."""
     for fragment in loop.adapter.fragments:
         for name, tensor in loop.state.named_state(fragment.id).items():
             if tensor.numel():
                 tensor.copy_(own.read(f"{name}/{fragment.id}"))
-    in_flight = [
-        restore(loop, entry, index, own) for index, entry in enumerate(own.meta["in_flight"])
-    ]
-    loop.restore(History.from_state_dict(own.meta["history"]), in_flight)
-    loop.totals = Totals(**own.meta["totals"])
-    return own.meta["tracked"]
+    return restore_all(loop, own)
 
 
 def _masters_in(own: SavedRank) -> Callable[[Fragment], Tensor]:

@@ -5,7 +5,9 @@ number of clusters. Every vector is put together from the files of all ranks, el
 so anchor, outer state, buffers of policies, and what transfers in flight carry and keep have the
 same bits as before. The rest follows these rules:
 
-- a transfer in flight is applied by everybody at its due step, as the mean of those that sent it;
+- a transfer in flight that has come is applied by everybody at its due step, as the mean of those
+  that sent it; of one that has not, the contributions are averaged by the clusters there are now
+  (reshard_transfers.py);
 - a residual stays with its cluster, element by element; stored in less than fp32 it is coded anew.
   A residual of means whose elements another rank or cluster encodes from now on goes, times C, into
   what this cluster sends next: the mean gets it all the same;
@@ -19,15 +21,13 @@ same bits as before. The rest follows these rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from dsx.checkpoint.files import (
     SavedCluster,
-    SavedRank,
     Source,
     error_sources,
     put_together,
@@ -35,12 +35,12 @@ from dsx.checkpoint.files import (
     vector_sources,
 )
 from dsx.checkpoint.pipeline_repartition import Origin, find_origins, merged_history
-from dsx.checkpoint.transfers import restored_transfer
+from dsx.checkpoint.reshard_transfers import ReshardedTransfers
+from dsx.checkpoint.transfers import Restored, restore_rounds
 from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment, History, Slot
 from dsx.outer.loop import OuterLoop
-from dsx.outer.parity_check import ParityResult
-from dsx.outer.transfer import NothingYet, Totals, Transfer, TransferBuffers
+from dsx.outer.transfer import NothingYet, Totals, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -69,22 +69,28 @@ class Resharding:
             self._is_first = self._is_first and loop.adapter.stage.index == 0
             self._origins = find_origins(saved, loop.adapter.fragment_parameters)
 
-    def restore(self) -> Mapping[str, Any]:
-        """Fill the loop's buffers and return the tracked states of this rank, or of the first."""
+    def restore(self) -> Restored:
+        """Fill the loop's buffers; what is tracked is this rank's, or the first one's."""
         self._tell()
         for fragment in self._loop.adapter.fragments:
             self._restore_slots(fragment)
             self._restore_codec(fragment)
+        left_at = self._reference.meta["left_at"]
         if self._is_repartitioned:
             fragments, delay = self._loop.adapter.fragments, self._loop.method.delay
             nothing = [NothingYet(f.id) for f in fragments for _ in range(delay.rounds_under_way)]
-            self._loop.restore(merged_history(self._loop, self._origins), [*nothing])
+            history = merged_history(self._loop, self._origins)
+            in_flight: list[Transfer | NothingYet] = [*nothing]
         else:
-            entries = self._reference.meta["in_flight"]
-            in_flight = [self._transfer(index, entry) for index, entry in enumerate(entries)]
-            self._loop.restore(History.from_state_dict(self._reference.meta["history"]), in_flight)
-        self._loop.totals = self._totals()
-        return self._reference.meta["tracked"]
+            history = History.from_state_dict(self._reference.meta["history"])
+            transfers = ReshardedTransfers(
+                self._loop, self._ranks, self._fill, self._is_first, self._counts
+            )
+            entries = enumerate(self._reference.meta["in_flight"])
+            in_flight = [transfers.rebuild(index, entry) for index, entry in entries]
+        restore_rounds(self._loop, history, in_flight)
+        tracked = self._reference.meta["tracked"]
+        return Restored(history, in_flight, [], left_at, self._totals(), tracked)
 
     def masters(self, fragment: Fragment) -> Tensor:
         """Put together the cluster's own masters of a fragment, where they have been saved."""
@@ -221,67 +227,6 @@ class Resharding:
                 "%s: residuals stored in int8 have been coded anew in other groups",
                 name,
             )
-
-    def _transfer(self, index: int, entry: Mapping[str, Any]) -> Transfer | NothingYet:
-        """Rebuild one transfer in flight from what all ranks have saved of it."""
-        fragment = self._loop.adapter.fragments[entry["fragment"]]
-        if entry["is_empty"]:
-            return NothingYet(fragment.id)
-        entries = [rank.meta["in_flight"][index] for rank in self._ranks]
-        buffers = self._loop.state.take_buffers(fragment.id)
-        ids = self._loop.transport.seat.ids  # others' names are nobody's any more
-        buffers.parity = ParityResult.of_saved([e["parity"] for e in entries], ids)
-        wire = self._loop.matrix_gathers[fragment.id].wire.layout
-        for layout, out, kind, name in (
-            (wire, buffers.wire, "wire", f"in_flight.mean/{index}"),
-            (fragment.layout, buffers.kept, "layout", f"in_flight.kept/{index}"),
-        ):
-            if out is not None:
-                sources = vector_sources(self._ranks, kind, fragment.id, name)
-                self._fill(layout, out, name, sources)
-        self._restore_sideband(index, fragment, buffers, entries)
-        norms = [rank.read(f"in_flight.norm/{index}") for rank in self._ranks]
-        norm = torch.stack(norms).square().sum().sqrt() if self._is_first else torch.tensor(0.0)
-        bytes_sent = sum(e["bytes_sent"] for e in entries) if self._counts else 0
-        seconds = max(e["seconds"] for e in entries)
-        norm = norm.to(self._loop.state.device)
-        return restored_transfer(entry, buffers, norm, bytes_sent, seconds)
-
-    def _restore_sideband(
-        self,
-        index: int,
-        fragment: Fragment,
-        buffers: TransferBuffers,
-        entries: Sequence[Mapping[str, Any]],
-    ) -> None:
-        """Bring what travelled beside a transfer: sums go to one rank, the largest to all."""
-        name, sideband = f"in_flight.sideband/{index}", buffers.sideband
-        sideband.values.zero_()
-        shapes = [e["sideband"] for e in entries]
-        if self._loop.method.staleness.is_elementwise:
-            sources = vector_sources(self._ranks, "layout", fragment.id, name)
-            self._fill(fragment.layout, sideband.averages, name, sources)
-        elif sideband.averages.numel():
-            sideband.averages.copy_(self._sender(fragment).read(name)[: sideband.averages.numel()])
-        for rank, shape in zip(self._ranks, shapes, strict=True):
-            if name not in rank:
-                continue
-            values = rank.read(name)
-            first = shape["averages"]
-            last = first + shape["by_cluster"] * shape["num_clusters"]
-            if shape["by_cluster"]:
-                largest = values[first:last].view(shape["by_cluster"], -1).amax(1, keepdim=True)
-                torch.maximum(sideband.by_cluster, largest, out=sideband.by_cluster)
-        if self._is_first and sideband.of_owner.numel():
-            for rank in self._ranks:
-                sideband.of_owner.add_(rank.read(name)[-sideband.of_owner.numel() :])
-
-    def _sender(self, fragment: Fragment) -> SavedRank:
-        """Return a rank that has sent something of a fragment: its sideband has been averaged."""
-        for rank in self._ranks:
-            if rank.slots("layout", fragment.id) or rank.slots("wire", fragment.id):
-                return rank
-        return self._ranks[0]
 
     def _sources(self, fragment: int, name: str) -> list[Source]:
         """Return a buffer of a fragment, as all who held any of it have saved it."""

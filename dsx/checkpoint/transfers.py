@@ -1,38 +1,144 @@
-"""A transfer under way on disk: its mean, what travels beside it, and when it was launched."""
+"""A transfer under way on disk: its mean if it has come, else what another attempt is made from.
+
+A checkpoint waits for nobody else. Of a transfer whose mean all ranks of the cluster have, the mean
+is written with what travels beside it; of any other, what this cluster sends, as it was at the
+launch. The state of a fragment's channel is that of before the first one that has not come.
+
+Where a cluster that lacks a mean could not make its channel's state from it (factors, means that
+are encoded by owners), what came last goes with its own contribution and the state of before: all
+then make that attempt again. So does, if `keeps_last`, the transfer that was applied last, for a
+cluster that saves at another step and may lack it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dsx.checkpoint.files import SavedRank
-from dsx.core.types import SyncParams
+from dsx.compress.base import EncodingChannel, Launch
+from dsx.core.transport import Submission
+from dsx.core.types import History, SyncParams
+from dsx.outer.attempt import Attempt
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
-from dsx.outer.transfer import Arrived, NothingYet, Transfer, TransferBuffers
+from dsx.outer.resuming import Unresumed
+from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers
+
+LAST = "last"  # what names the transfer applied last, where others have their number
 
 
-def describe(
-    transfer: Transfer | NothingYet, index: int, tensors: dict[str, torch.Tensor]
+class Stock:
+    """What is under way on this rank at one moment; made by `take_stock`."""
+
+    def __init__(self, loop: OuterLoop, arrived: list[bool]) -> None:
+        self._loop = loop
+        self._arrived = arrived
+        self._next: dict[int, int] = {}  # by fragment, the first round that has not come
+        for fragment in loop.adapter.fragments:
+            rounds = [
+                t.attempt.round
+                for t, has_arrived in zip(loop.in_flight, arrived, strict=True)
+                if isinstance(t, Transfer) and t.fragment == fragment.id and not has_arrived
+            ]
+            self._next[fragment.id] = min(rounds, default=loop.history.launches[fragment.id] + 1)
+
+    def state(self, fragment: int) -> dict[str, Tensor]:
+        """Return a fragment's named state, its channel's of before the first that is lacking."""
+        before = self._loop.state.channels[fragment].before.of(self._next[fragment])
+        assert before is not None, f"fragment {fragment}: no state before what is under way"
+        return {**self._loop.state.named_state(fragment), **before}
+
+    def describe(self, tensors: dict[str, Tensor], keeps_last: bool) -> dict[str, Any]:
+        """Return what is under way as JSON values; its buffers go to `tensors`, in place."""
+        loop = self._loop
+        in_flight: list[dict[str, Any]] = []
+        for index, transfer in enumerate(loop.in_flight):
+            if isinstance(transfer, NothingYet):
+                in_flight.append({"fragment": transfer.fragment, "is_empty": True})
+                continue
+            can_redo = self._keeps_before(transfer, tensors)
+            has_arrived = self._arrived[index]
+            in_flight.append(_describe(loop, transfer, str(index), has_arrived, can_redo, tensors))
+        last: list[dict[str, Any]] = []
+        for fragment, transfer in loop.last_applied.items() if keeps_last else ():
+            is_held = transfer.buffers.round == transfer.attempt.round
+            before = loop.state.channels[fragment].before
+            if is_held and before.met <= transfer.attempt.round and loop.state.is_sent(fragment):
+                key, can_redo = f"{LAST}.{fragment}", self._keeps_before(transfer, tensors)
+                last.append(_describe(loop, transfer, key, True, can_redo, tensors))
+        return {"in_flight": in_flight, LAST: last}
+
+    def _keeps_before(self, transfer: Transfer, tensors: dict[str, Tensor]) -> bool:
+        """Keep the state of before what came last, where a mean alone would not do."""
+        channel, attempt = self._loop.state.channels[transfer.fragment], transfer.attempt
+        if attempt.round >= self._next[transfer.fragment]:
+            return True
+        newer = self._loop.history.launches[transfer.fragment] - attempt.round
+        if self._loop.method.encodes_at_launch and newer >= self._loop.method.max_in_flight:
+            return False  # a later launch has been encoded in its place
+        if attempt.round < self._next[transfer.fragment] - 1 or channel.can_recode(attempt.launch):
+            return False
+        earlier = channel.before.of(attempt.round)
+        for name, tensor in (earlier or {}).items():
+            if tensor.numel():
+                tensors[f"before.{name}/{transfer.fragment}"] = tensor
+        return earlier is not None
+
+
+@contextmanager
+def take_stock(loop: OuterLoop) -> Generator[Stock, None, None]:
+    """Hold what is under way as it is, but for the network; collective over a stage's ranks.
+
+    Waits for contributions to be on the host, and for no other cluster.
+    """
+    for transfer in loop.in_flight:
+        if isinstance(transfer, Transfer) and loop.state.is_sent(transfer.fragment):
+            transfer.attempt.is_finite()
+    with ExitStack() as gates:
+        for channel in loop.state.channels:
+            gates.enter_context(channel.before.gate)
+        own = [not isinstance(t, Transfer) or t.pending.has_arrived for t in loop.in_flight]
+        arrived = own
+        if own:
+            lacking = torch.tensor([float(not here) for here in own])
+            arrived = [not lacks for lacks in loop.adapter.ranks.max_over_ranks(lacking).tolist()]
+        for index, transfer in enumerate(loop.in_flight):
+            if isinstance(transfer, Transfer) and own[index] and not arrived[index]:
+                before = loop.state.channels[transfer.fragment].before
+                arrived[index] = before.of(transfer.attempt.round) is None  # too late to redo
+        yield Stock(loop, arrived)
+
+
+def _describe(
+    loop: OuterLoop,
+    transfer: Transfer,
+    key: str,
+    has_arrived: bool,
+    can_redo: bool,
+    tensors: dict[str, Tensor],
 ) -> dict[str, Any]:
-    """Return a transfer under way as JSON values; its buffers go to `tensors`, in place."""
-    if isinstance(transfer, NothingYet):
-        return {"fragment": transfer.fragment, "is_empty": True}
-    mean = transfer.pending.wait()
-    sideband = transfer.buffers.sideband
-    buffers = {
-        "mean": mean,
-        "sideband": sideband.values,
-        "kept": transfer.buffers.kept,
-        "norm": transfer.contribution_norm,
-    }
-    for name, tensor in buffers.items():
+    buffers, attempt = transfer.buffers, transfer.attempt
+    named: dict[str, Tensor | None] = {"kept": buffers.kept, "norm": transfer.contribution_norm}
+    is_sent = loop.state.is_sent(transfer.fragment)
+    if has_arrived:
+        named |= {"mean": transfer.pending.wait(), "sideband": buffers.sideband.values}
+    if can_redo and is_sent:
+        named["posted"] = buffers.posted.values
+        if buffers.sent is not buffers.wire:
+            named["sent"] = buffers.sent
+        elif attempt.is_finite():
+            codec = cast(EncodingChannel, loop.state.channels[transfer.fragment].codec)
+            for name, message in codec.messages(attempt.launch).items():
+                named[f"code.{name}"] = message
+    for name, tensor in named.items():
         if tensor is not None and tensor.numel():
-            tensors[f"in_flight.{name}/{index}"] = tensor
+            tensors[f"in_flight.{name}/{key}"] = tensor
     return {
         "fragment": transfer.fragment,
         "is_empty": False,
@@ -41,46 +147,139 @@ def describe(
         "was_sent_before_update": transfer.was_sent_before_update,
         "shared_by": transfer.shared_by,
         "sync_params": asdict(transfer.sync_params),
-        "parity": asdict(transfer.buffers.parity),
-        "sideband": asdict(sideband.shape),
-        "bytes_sent": transfer.pending.bytes_sent,
-        "seconds": transfer.pending.seconds,
+        "number": attempt.what.number,
+        "round": attempt.round,
+        "has_arrived": has_arrived,
+        "can_redo": can_redo,
+        "is_finite": attempt.is_finite() if is_sent else True,
+        "is_idle": attempt.is_idle,
+        "anchor": int(attempt.anchor),
+        "parity": asdict(buffers.parity) if has_arrived else None,
+        "sideband": asdict(buffers.sideband.shape),
+        "bytes_sent": transfer.pending.bytes_sent if has_arrived else 0,
+        "seconds": transfer.pending.seconds if has_arrived else 0.0,
     }
 
 
-def restore(
-    loop: OuterLoop, entry: Mapping[str, Any], index: int, file: SavedRank
-) -> Transfer | NothingYet:
-    """Rebuild what `describe` returned, in buffers of the loop's."""
-    fragment = entry["fragment"]
-    if entry["is_empty"]:
-        return NothingYet(fragment)
-    buffers = loop.state.take_buffers(fragment)
-    buffers.parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
-    saved = {"mean": buffers.wire, "sideband": buffers.sideband.values, "kept": buffers.kept}
+@dataclass
+class Restored:
+    """What a checkpoint says beside the buffers of the state."""
+
+    history: History
+    in_flight: list[Transfer | NothingYet]
+    last: list[Transfer]
+    left_at: float | None  # the inner rate of a boundary that has to be ended
+    totals: Totals
+    tracked: Mapping[str, Any]
+
+
+def restore_all(loop: OuterLoop, file: SavedRank) -> Restored:
+    """Rebuild what this rank has saved itself; its channels' state has been copied."""
+    meta, state = file.meta, loop.state
+    history = History.from_state_dict(meta["history"])
+    in_flight: list[Transfer | NothingYet] = []
+    for index, entry in enumerate(meta["in_flight"]):
+        if entry["is_empty"]:
+            in_flight.append(NothingYet(entry["fragment"]))
+        else:
+            buffers = state.take_buffers(entry["fragment"])
+            in_flight.append(_restore(loop, entry, str(index), file, buffers))
+    last = [
+        _restore(
+            loop, entry, f"{LAST}.{entry['fragment']}", file, state.more_buffers(entry["fragment"])
+        )
+        for entry in meta[LAST]
+    ]
+    restore_rounds(loop, history, in_flight, file)
+    totals = Totals(**meta["totals"])
+    return Restored(history, in_flight, last, meta["left_at"], totals, meta["tracked"])
+
+
+def restore_rounds(
+    loop: OuterLoop,
+    history: History,
+    in_flight: Sequence[Transfer | NothingYet],
+    file: SavedRank | None = None,
+) -> None:
+    """Tell channels which round's state of before theirs is, and, from a file, that of before."""
+    for fragment in loop.adapter.fragments:
+        lacking = [
+            t.attempt.round
+            for t in in_flight
+            if isinstance(t, Transfer) and t.fragment == fragment.id and not t.pending.has_arrived
+        ]
+        channel = loop.state.channels[fragment.id]
+        earlier: dict[str, Tensor] | None = None
+        if file is not None and f"before.parity_check.memory/{fragment.id}" in file:
+            earlier = {
+                name: file.read(f"before.{name}/{fragment.id}")
+                for name in (*channel.before.slots, "parity_check.memory")
+            }
+        next_round = min(lacking, default=history.launches[fragment.id] + 1)
+        channel.before.restored(next_round, earlier)
+
+
+def _restore(
+    loop: OuterLoop, entry: Mapping[str, Any], key: str, file: SavedRank, buffers: TransferBuffers
+) -> Transfer:
+    """Rebuild what `_describe` returned."""
+    if entry["has_arrived"]:
+        buffers.parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
+    saved: dict[str, Tensor | None] = {
+        "mean": buffers.wire,
+        "sideband": buffers.sideband.values,
+        "kept": buffers.kept,
+        "posted": buffers.posted.values,
+    }
+    if buffers.sent is not buffers.wire:
+        saved["sent"] = buffers.sent
+    transfer = restored_transfer(loop, entry, buffers, file.read(f"in_flight.norm/{key}"))
+    if buffers.sent is buffers.wire and entry["can_redo"] and loop.state.is_sent(entry["fragment"]):
+        codec = cast(EncodingChannel, loop.state.channels[entry["fragment"]].codec)
+        messages = codec.messages(transfer.attempt.launch)
+        saved |= {f"code.{name}": message for name, message in messages.items()}
     for name, tensor in saved.items():
-        if tensor is not None and tensor.numel():
-            tensor.copy_(file.read(f"in_flight.{name}/{index}"))
-    norm = file.read(f"in_flight.norm/{index}").to(loop.state.device)
-    return restored_transfer(entry, buffers, norm, entry["bytes_sent"], entry["seconds"])
+        if tensor is not None and f"in_flight.{name}/{key}" in file:
+            tensor.copy_(file.read(f"in_flight.{name}/{key}"))
+    return transfer
 
 
 def restored_transfer(
+    loop: OuterLoop,
     entry: Mapping[str, Any],
     buffers: TransferBuffers,
     norm: Tensor,
-    bytes_sent: int,
-    seconds: float,
+    bytes_sent: int | None = None,
+    seconds: float | None = None,
 ) -> Transfer:
-    """Return a transfer that has ended, with its mean in the buffers, as it was saved."""
+    """Return a transfer as it was saved, its parts in the buffers: it has ended, or not been
+    taken up again yet. Sums over other ranks may take the place of those saved.
+    """
+    sync_params = SyncParams(**entry["sync_params"])
+    here = Arrived(
+        buffers.wire,
+        entry["bytes_sent"] if bytes_sent is None else bytes_sent,
+        entry["seconds"] if seconds is None else seconds,
+    )
+    fragment, launched = entry["fragment"], entry["launched"]
+    buffers.round = entry["round"]
+    attempt = Attempt(
+        Submission(fragment, launched, number=entry["number"]),
+        Launch(entry["round"], sync_params.rank),
+        buffers,
+        lambda: entry["is_finite"],
+        entry["is_idle"],
+        entry["anchor"],
+    )
+    is_here = entry["has_arrived"] or not loop.state.is_sent(fragment)
     return Transfer(
-        fragment=entry["fragment"],
-        launched=entry["launched"],
+        fragment=fragment,
+        launched=launched,
         interval=entry["interval"],
-        pending=Arrived(buffers.wire, bytes_sent, seconds),
-        buffers=buffers,
-        contribution_norm=norm,
+        pending=here if is_here else Unresumed(attempt.what),
+        attempt=attempt,
+        contribution_norm=norm.to(loop.state.device),
         was_sent_before_update=entry["was_sent_before_update"],
         shared_by=entry["shared_by"],
-        sync_params=SyncParams(**entry["sync_params"]),
+        sync_params=sync_params,
     )

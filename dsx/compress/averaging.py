@@ -169,6 +169,16 @@ class CodedMean:
             self._mean_codec.decode(mean, x[start:stop])
         return x
 
+    def messages(self, number: int) -> list[Tensor]:
+        """Return the codes of launch `number`, encoded before."""
+        return self._outgoing_of(number)
+
+    def recode(self, x: Tensor, residual: Residual | None = None, seed: int = 0) -> None:
+        """Make `residual` what the exchange of `x`, used up, would have left."""
+        if self._encoder is None and residual is not None:
+            with residual.opened() as lost:
+                self._encode(self._codec, x, lost, seed, self._outgoing_of(0))
+
     def _outgoing_of(self, number: int) -> list[Tensor]:
         return self._outgoing[number % len(self._outgoing)]
 
@@ -206,6 +216,13 @@ class DenseChannel:
         self.errors: Mapping[str, CodingError] = {}
         self._mean = ExactMean(seat, buffers=opening.buffers)
         self.spectrum = None
+
+    def can_recode(self, launch: Launch) -> bool:
+        """Always: it has no state."""
+        return True
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Nothing to do."""
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average `x` in fp32, in place."""

@@ -75,6 +75,13 @@ class Channel(Protocol):
         """Average `x`, fp32 `[numel]` on the CPU, in place; every cluster gets the same bits."""
         ...
 
+    def can_recode(self, launch: Launch) -> bool:
+        """Whether what an exchange leaves in the slots follows from this cluster's `x` alone."""
+        return not self.slots
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Make the slots what the exchange of `x`, used up, would have left; where it can."""
+
 
 class EncodingChannel(Channel, Protocol):
     """A channel that has been opened to encode at the launch."""
@@ -84,6 +91,12 @@ class EncodingChannel(Channel, Protocol):
 
         `x`, in place, becomes what everybody decodes of them; residuals become what they lost.
         Called by the training thread, at times while an earlier launch is being exchanged.
+        """
+        ...
+
+    def messages(self, launch: Launch) -> Mapping[str, Tensor]:
+        """Return the codes of an encoded launch by name, uint8, where they lie: a checkpoint may
+        read them, or write them back in place.
         """
         ...
 
@@ -147,6 +160,17 @@ class Compressor(Protocol):
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what the `slots` of each cluster's channel take: residuals, warm starts."""
         return [0] * num_clusters
+
+    def before_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what copies of the slots take that exchanges change, by cluster.
+
+        Those of what is sent are changed at the launch, where codes are made there.
+        """
+        return (
+            [0] * num_clusters if at_launch else self.state_bytes(fragment, num_clusters, max_rank)
+        )
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0

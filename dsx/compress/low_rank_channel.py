@@ -10,7 +10,13 @@ from torch import Tensor
 from dsx.compress.base import CodingError, Launch
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import factor_owners, two_sides
-from dsx.compress.quantized_channel import CodedPart, SmallPart, coding_errors, part_seed
+from dsx.compress.quantized_channel import (
+    CodedPart,
+    SmallPart,
+    can_recode,
+    coding_errors,
+    part_seed,
+)
 from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all, together
 from dsx.core.membership import Seat
@@ -78,6 +84,16 @@ class LowRankChannel:
             parts.append(self._exchange_factors(x, launch))
         yield from together(*parts, self._small.exchange(x, launch))
         return x
+
+    def can_recode(self, launch: Launch) -> bool:
+        """In dense rounds, as codes: what factors leave is made with the mean P."""
+        is_dense = self._method.is_dense_round(launch.round) or not self._matrices
+        return is_dense and can_recode([*self._rest, *self._dense])
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Encode the runs once more, for their residuals."""
+        for part in (*self._rest, *self._dense):
+            part.recode(x, launch)
 
     def _exchange_factors(self, x: Tensor, launch: Launch) -> Generator[ExchangeRound, None, None]:
         rank = self._method.rank_of(launch)

@@ -150,6 +150,16 @@ class Quantized(Compressor):
         """Return what residuals take."""
         return self.residual_bytes(fragment.coded_runs, num_clusters)
 
+    def before_bytes(
+        self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
+    ) -> list[int]:
+        """Return what copies of residuals take; of those of means alone, if coded at the launch."""
+        if not at_launch:
+            return self.state_bytes(fragment, num_clusters, max_rank)
+        runs = fragment.coded_runs
+        kinds = (self.residual_bytes(runs, num_clusters, keeps) for keeps in (True, False))
+        return [both - of_values for both, of_values in zip(*kinds, strict=True)]
+
     def residual_bytes(
         self, runs: Sequence[tuple[int, int]], num_clusters: int, keeps_mean: bool = True
     ) -> list[int]:

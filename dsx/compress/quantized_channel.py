@@ -51,6 +51,20 @@ class QuantizedChannel(Channel):
             part.encode(x, launch)
         self._small.encode(x, launch)
 
+    def messages(self, launch: Launch) -> Mapping[str, Tensor]:
+        """The codes of the runs, and of the small rest."""
+        means = {str(index): part.mean for index, part in enumerate(self._parts)}
+        return named_messages({**means, "small": self._small.mean}, launch)
+
+    def can_recode(self, launch: Launch) -> bool:
+        """Unless this cluster encodes means for all, whose residuals are made of others' codes."""
+        return can_recode(self._parts)
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Encode the runs once more, for their residuals."""
+        for part in self._parts:
+            part.recode(x, launch)
+
 
 class CodedPart:
     """One run of elements, averaged in codes.
@@ -72,7 +86,7 @@ class CodedPart:
         self.start, self.stop = start, stop
         self._seed = seed
         opening = opening or Opening()
-        self._mean = CodedMean(
+        self.mean = CodedMean(
             stop - start, method.up, method.down, seat, method.kernels, opening=opening
         )
         self.residual = _residual(method, stop - start, opening)
@@ -84,12 +98,17 @@ class CodedPart:
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
         run, seed = x[self.start : self.stop], self._seed_of(launch)
-        return self._mean.exchange(run, self.residual, seed, self.of_mean, launch.round)
+        return self.mean.exchange(run, self.residual, seed, self.of_mean, launch.round)
 
     def encode(self, x: Tensor, launch: Launch) -> None:
         """Encode the run inside `x`, in place of it what is decoded."""
         run, seed = x[self.start : self.stop], self._seed_of(launch)
-        self._mean.encode(run, self.residual, seed, launch.round)
+        self.mean.encode(run, self.residual, seed, launch.round)
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Make the residual what the exchange of the run inside `x`, used up, would have left."""
+        run, seed = x[self.start : self.stop], self._seed_of(launch)
+        self.mean.recode(run, self.residual, seed)
 
     def add_residual(self, x: Tensor) -> None:
         """Add what was lost before to the run inside `x`; low-rank rounds then replace it."""
@@ -99,6 +118,20 @@ class CodedPart:
 
     def _seed_of(self, launch: Launch) -> int:
         return self._seed + 1_000_003 * launch.round
+
+
+def can_recode(parts: Sequence[CodedPart]) -> bool:
+    """Whether residuals follow from what this cluster sends: none is of means."""
+    return all(part.of_mean is None for part in parts)
+
+
+def named_messages(means: Mapping[str, CodedMean], launch: Launch) -> dict[str, Tensor]:
+    """Return the codes of a launch, slice by slice, under the names of what they are of."""
+    return {
+        f"{name}.{index}": message
+        for name, mean in means.items()
+        for index, message in enumerate(mean.messages(launch.round))
+    }
 
 
 def coding_errors(kind: str, parts: Sequence[CodedPart]) -> dict[str, CodingError]:
@@ -123,14 +156,14 @@ class SmallPart:
         self._values = opening.buffers.zeros(numel)
         self._encoded = opening.buffers.zeros(numel if opening.at_launch else 0)
         format = FORMATS[wire]()
-        self._mean = CodedMean(numel, format, format, seat, is_gathered=True, opening=opening)
+        self.mean = CodedMean(numel, format, format, seat, is_gathered=True, opening=opening)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the small slots inside `x`, in place."""
         if not self._values.numel():
             return x
         self._take(x, self._values)
-        yield from self._mean.exchange(self._values, number=launch.round)
+        yield from self.mean.exchange(self._values, number=launch.round)
         self._put(x, self._values)
         return x
 
@@ -138,7 +171,7 @@ class SmallPart:
         """Encode the small slots inside `x`, in place of them what is decoded."""
         if self._encoded.numel():
             self._take(x, self._encoded)
-            self._mean.encode(self._encoded, number=launch.round)
+            self.mean.encode(self._encoded, number=launch.round)
             self._put(x, self._encoded)
 
     def _take(self, x: Tensor, values: Tensor) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from dsx.compress.averaging import CodedMean
 from dsx.compress.base import Channel, CodingError, Launch
 from dsx.compress.error_feedback import Residual
-from dsx.compress.quantized_channel import SmallPart
+from dsx.compress.quantized_channel import SmallPart, named_messages
 from dsx.compress.wire.base import Kernels
 from dsx.compress.wire.group_kernels import MIN_SCALE, largest_scale
 from dsx.compress.wire.work_space import require_sizes
@@ -62,6 +62,20 @@ class TopKChannel(Channel):
         for (start, stop), mean, residual in self._coded:
             mean.encode(x[start:stop], residual, number=launch.round)
         self._small.encode(x, launch)
+
+    def messages(self, launch: Launch) -> Mapping[str, Tensor]:
+        """The codes of the runs, and of the small rest."""
+        means = {str(index): mean for index, mean in enumerate(self._means)}
+        return named_messages({**means, "small": self._small.mean}, launch)
+
+    def can_recode(self, launch: Launch) -> bool:
+        """Always: everybody gathers all codes."""
+        return True
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Pick the largest of the runs once more, for their residuals."""
+        for (start, stop), mean, residual in self._coded:
+            mean.recode(x[start:stop], residual)
 
     @property
     def _coded(self) -> list[tuple[tuple[int, int], CodedMean, Residual]]:

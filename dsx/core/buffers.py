@@ -87,12 +87,14 @@ class Opening:
 
     `work` is shared by a rank's channels. `at_launch`: so many launches may lie encoded, not yet
     exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
+    Copies of its state are in `before`.
     """
 
     buffers: Buffers = field(default_factory=Buffers)
     work: SharedWork = field(default_factory=SharedWork)
     at_launch: int = 0
     encoding: Buffers = field(default_factory=Buffers)
+    before: Buffers = field(default_factory=Buffers)
 
 
 class Allocator:

@@ -150,6 +150,8 @@ class SimulatedClusters:
         next launch, and rounds that stay under way start anew.
         """
         require_own(self._own, "finish()")
+        for loop in self.loops:  # after a resume all start again what they wait for
+            loop.settle()
         for _ in zip(*(loop.draining() for loop in self.loops), strict=True):
             pass
         compared = [begin_comparison(loop) for loop in self.loops]

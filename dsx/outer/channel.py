@@ -18,6 +18,7 @@ from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.outer.parity_check import ParityCheck, ParityResult
 from dsx.outer.sideband import Sideband, with_sideband
+from dsx.outer.state_before import StateBefore
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,12 @@ class FragmentChannel:
         self.codec: Channel = open(self._fragment, seat, self._max_rank, *also)
         self.parity_check = ParityCheck(seat, opening.buffers)
         self._sideband_mean = ExactMean(seat, "sideband", opening.buffers)
+        changed = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}
+        if opening.at_launch:  # those are of the training thread, which encodes
+            for name, error in self.codec.errors.items():
+                if not error.is_of_mean:
+                    del changed[f"codec.{name}"]
+        self.before = StateBefore(changed, self.parity_check.memory, opening.before)
 
     def open(self, seat: Seat) -> None:
         """Go on under another membership; between two transfers, none being under way.
@@ -115,6 +122,19 @@ class FragmentChannel:
                 own = share[error.start : error.stop].to("cpu")
                 error.residual.write(error.residual.read().add_(own))
 
+    def can_recode(self, launch: Launch) -> bool:
+        """Whether the codec's state follows from this cluster's contribution alone.
+
+        Of a codec of your own that does not say, only if it has no state.
+        """
+        own = getattr(self.codec, "can_recode", None)
+        return not self.codec.slots if own is None else bool(own(launch))
+
+    def recode(self, x: Tensor, launch: Launch) -> None:
+        """Make the codec's state what the exchange of `x`, used up, would leave; if it can."""
+        if self.codec.slots:
+            self.codec.recode(x, launch)
+
     def confirm(self, parity: ParityResult) -> Exchange:
         """Exchange headers alone, after the last transfer: no later one tells of its mean."""
         yield from self.parity_check.exchange(True, parity)
@@ -123,9 +143,13 @@ class FragmentChannel:
     def _checked(
         self, x: Tensor, is_finite: Callable[[], bool], launch: Launch, parity: ParityResult
     ) -> Exchange:
-        yield from self.parity_check.exchange(is_finite(), parity)
+        is_finite_here = is_finite()
+        self.before.begin(launch.round)
+        yield from self.parity_check.exchange(is_finite_here, parity)
+        self.before.met = launch.round
         if parity.is_refused:
             return x.zero_()
+        self.before.keep(launch.round)
         mean = yield from self.codec.exchange(x, launch)
         self.parity_check.remember(launch.round, mean)
         return mean

@@ -12,6 +12,7 @@ Their collective, too, is only started here, where all ranks start collectives i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ class HostCopy:
         self._buffers = buffers
         self._copied = copied
         self._agreed = agreed
+        self._turn = Lock()
         self._is_finite: bool | None = None
 
     def is_finite(self) -> bool:
@@ -43,18 +45,19 @@ class HostCopy:
 
         On the transfer's thread, but where a policy needs the codes at the launch: there first.
         """
-        if self._is_finite is None:
-            self._is_finite = self._look()
-        return self._is_finite
+        with self._turn:  # a checkpoint asks, too
+            if self._is_finite is None:
+                self._is_finite = self._look()
+            return self._is_finite
 
     def _look(self) -> bool:
         if self._copied is not None:
             with waiting_for("the copy of a contribution to the host", None):
                 self._copied.synchronize()
-        self.norm.copy_(torch.linalg.vector_norm(self._buffers.wire))
+        self.norm.copy_(torch.linalg.vector_norm(self._buffers.sent))
         if self._agreed is not None:
             return not bool(self._agreed())
-        return bool(self.norm.isfinite()) and bool(self._buffers.sideband.averages.isfinite().all())
+        return bool(self.norm.isfinite()) and bool(self._buffers.posted.averages.isfinite().all())
 
 
 class HostCopies:
@@ -88,11 +91,11 @@ class HostCopies:
             agreed = self._adapter.ranks.begin_max_over_ranks(is_lost.float().view(1))
         gather, all_to_all = self._matrix_gathers[fragment], self._adapter.ranks.all_to_all
         if self._stream is None:
-            gather.to_wire(contribution, buffers.wire, all_to_all)
-            buffers.sideband.averages.copy_(sideband)
+            gather.to_wire(contribution, buffers.sent, all_to_all)
+            buffers.posted.averages.copy_(sideband)
             return HostCopy(buffers, None, agreed)
         if gather.is_needed:
-            staged = torch.empty(buffers.wire.numel(), device=self._device)
+            staged = torch.empty(buffers.sent.numel(), device=self._device)
             gather.to_wire(contribution, staged, all_to_all)
             contribution = staged
         # the penalty writes the sideband's own memory again, one step later, on the compute stream
@@ -105,8 +108,8 @@ class HostCopies:
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            buffers.wire.copy_(contribution, non_blocking=True)
-            buffers.sideband.averages.copy_(sideband, non_blocking=True)
+            buffers.sent.copy_(contribution, non_blocking=True)
+            buffers.posted.averages.copy_(sideband, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
         for source in (contribution, sideband):

@@ -16,30 +16,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dsx.comm.stop_place import StopPlace
-from dsx.compress.base import Launch
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
-from dsx.core.transport import Pending, Submission, Transport
+from dsx.core.transport import Transport
 from dsx.core.types import History, SyncParams
 from dsx.method.method import Method
+from dsx.outer.attempt import Attempts
+from dsx.outer.deferral import Deferral
 from dsx.outer.first_steps import FirstSteps
-from dsx.outer.host_copy import HostCopies, HostCopy
+from dsx.outer.launches import Launches
 from dsx.outer.measurements import Measurements
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.outer_step import Arrival, OuterStep
-from dsx.outer.parity_check import ParityResult
 from dsx.outer.per_tensor import sharded_tensors
 from dsx.outer.recovery import Recovery
+from dsx.outer.resuming import Resuming
 from dsx.outer.start import Start
 from dsx.outer.state import StateStore
-from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers, sync_event
+from dsx.outer.transfer import NothingYet, Totals, Transfer, sync_event
 from dsx.outer.whole_matrices import MatrixGather, plan_matrix_gathers
 
 Event = Mapping[str, Any]
@@ -76,11 +76,20 @@ class OuterLoop:
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
         self.measurements = Measurements(method, adapter, seat)
-        self._host_copies = HostCopies(method, adapter, self.matrix_gathers, self.state.device)
         self.notices = NoticeCarrier(adapter.ranks)
+        self.attempts = Attempts(
+            method, self.state, transport, self.measurements, trace, self.notices
+        )
         self.recovery = Recovery(method, adapter, transport, self.state, self.notices)
         self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
         self.beginning = Start(method, adapter, transport, self.state)
+        self._launches = Launches(
+            method, adapter, self.state, self.matrix_gathers, self.recovery, self.measurements,
+            self.attempts, trace,
+        )  # fmt: skip
+        self.last_applied: dict[int, Transfer] = {}  # by fragment
+        self._resuming: Resuming | None = None
+        self.deferral = Deferral(adapter)
         self._on_sync = on_sync
         self._trace = trace
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
@@ -88,7 +97,9 @@ class OuterLoop:
         self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
         per_tensor = sharded_tensors(adapter, self.state.scratch)
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
-        self._outer_step = OuterStep(method, adapter, self.state, per_tensor, seat.num_clusters)
+        self._outer_step = OuterStep(
+            method, adapter, self.state, per_tensor, seat.num_clusters, self.deferral
+        )
 
     def start(self, keeps_masters: bool = False, waits: bool = False) -> None:
         """Before training, take the first member's masters, or the own, as the first anchor.
@@ -105,6 +116,15 @@ class OuterLoop:
         if self.method.schedule.when is not None:
             self.adapter.watch_backward(self.launch_in_backward, self.method.schedule.when)
 
+    def settle(self) -> None:
+        """Take up again what was under way when this state was saved, once all clusters are here.
+
+        Collective over a stage's ranks; done at the next boundary, if nobody asks before.
+        """
+        if self._resuming is not None:
+            self._resuming.settle()
+            self._resuming = None
+
     def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one boundary; return whether masters were written (the same on every rank).
 
@@ -120,6 +140,8 @@ class OuterLoop:
         In the schedule's order, which is every cluster's: a fragment waits for those due before
         it, so clusters whose gradients complete in another order (or not at all) still meet.
         """
+        self.deferral.require_none(self.history.step)
+        self.settle()
         started = time.perf_counter()
         step = self.history.step + 1
         self._complete.add(fragment)
@@ -134,6 +156,8 @@ class OuterLoop:
     def launch_due(self, is_skipped: bool = False) -> None:
         """Advance the clock by one inner step and launch what the schedule says."""
         self.beginning.require_settled()
+        self.deferral.require_none(self.history.step)
+        self.settle()
         started = time.perf_counter()
         self.totals.skipped_steps += is_skipped
         if not is_skipped:
@@ -150,16 +174,30 @@ class OuterLoop:
 
     @torch.no_grad()
     def apply_ripe(self) -> bool:
-        """Wait for and apply every transfer whose time has come, in launch order."""
+        """Wait for and apply every transfer whose time has come, in launch order.
+
+        Where `stop_place` puts one off, it and those behind it stay under way: `end_boundary`
+        applies them, in this process or in one that has loaded what is saved now.
+        """
         started = time.perf_counter()
         ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
         if not all(self._apply(transfer, self.stop_place) for transfer in ripe):
-            return True  # the rest is for whoever goes on from here
+            self.deferral.begin()  # the rest is for whoever goes on from here
+            return True
+        self.deferral.end()
         self._first_steps.keep(self.history)
         self.measurements.end_boundary(self.history)
         self.method.schedule.advance(self.history, self._sync_params())
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
+
+    def end_boundary(self) -> bool:
+        """Apply what was left of the last boundary, before the next inner step.
+
+        Returns whether masters were written, which `sync_model_weights` then brings to the model.
+        """
+        self.settle()
+        return self.deferral.is_deferred and self.apply_ripe()
 
     def drain(self) -> bool:
         """Apply everything in flight with its real age; return whether there was anything.
@@ -172,6 +210,7 @@ class OuterLoop:
     @torch.no_grad()
     def draining(self) -> Iterator[Transfer]:
         """Drain; clusters of one process take turns after each transfer, as one may mend others."""
+        self.end_boundary()
         pending = [t for t in self.in_flight if isinstance(t, Transfer)]
         unsent = self._outer_step.read_unsent({t.fragment for t in pending})
         for transfer in pending:
@@ -186,13 +225,30 @@ class OuterLoop:
         self.in_flight = self._nothing_yet()
         self.history.under_way = [0] * self.history.num_fragments
 
-    def restore(self, history: History, in_flight: list[Transfer | NothingYet]) -> None:
-        """Go on from a checkpoint whose buffers have been copied into `state`."""
+    def restore(
+        self,
+        history: History,
+        in_flight: list[Transfer | NothingYet],
+        last: Sequence[Transfer] = (),
+        deferred: float | None = None,
+        allows_unequal_steps: bool = False,
+    ) -> None:
+        """Go on from a checkpoint whose buffers have been copied into `state`; all clusters do.
+
+        `last` are transfers that have been applied and that others may lack; `deferred` is the
+        inner rate of a boundary that was left, which `end_boundary` then has to end.
+        """
         self.history = history
         self.in_flight = in_flight
         self.notices.begin_anew()
         self.beginning.is_open = False  # masters that differ have been loaded over
         self._idle.clear()  # what was skipped of a round before the checkpoint is not known
+        self.last_applied = {transfer.fragment: transfer for transfer in last}
+        self.deferral.inner_lr = deferred
+        self._resuming = Resuming(
+            self.adapter, self.state, self.attempts, self.transport, history, in_flight, last,
+            allows_unequal_steps,
+        )  # fmt: skip
 
     def _sync_params(self) -> SyncParams:
         return self.method.control.sync_params(self.method.sync_params, self.history)
@@ -208,71 +264,16 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
-        timer = self._trace.span_timer("launch", fragment, step)
-        delay, slots = self.method.delay, self.state.slots[fragment]
-        buffers = self.state.take_buffers(fragment)
-        local = self.state.outgoing(fragment)
-        self.adapter.read(fragment, local)
-        timer.mark("read")
-        if buffers.kept is not None and delay.keeps == "local":
-            buffers.kept.copy_(local)
-        contribution = delay.contribution(local, self.state.anchor[fragment], slots.delay)
-        is_coded_here = self.method.encodes_at_launch
-        if buffers.kept is not None and delay.keeps == "contribution" and not is_coded_here:
-            buffers.kept.copy_(contribution)
-        sideband = self.method.staleness.sideband(slots.staleness)
-        # before the copy, whose event then says that the hash is there, too
-        anchor = self.recovery.hash_anchor(fragment, self.history.launches[fragment])
-        timer.mark("contribution")
-        host_copy = self._host_copies.start(fragment, contribution, sideband, buffers)
-        timer.mark("copy")
-        buffers.parity = ParityResult(is_idle=fragment in self._idle, anchor=anchor)
+        transfer = self._launches.make(
+            fragment, step, self.history, self._sync_params(), fragment in self._idle
+        )
         self._idle.add(fragment)
-        sync_params = self._sync_params()
-        launch = Launch(self.history.launches[fragment] + 1, sync_params.rank)
-        if is_coded_here and self.state.is_sent(fragment):
-            self._encode(fragment, buffers, host_copy, launch)
-            timer.mark("encode")
-        pending = self._submit(Submission(fragment, step), buffers, host_copy, launch)
-        interval = step - self.history.launched[fragment]
+        transfer.shared_by = shared_by
+        transfer.was_sent_before_update = is_in_backward and self.method.schedule.when == "before"
         self.history.launched[fragment] = step
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
-        is_early = is_in_backward and self.method.schedule.when == "before"
-        norm = host_copy.norm
-        self.in_flight.append(
-            Transfer(
-                fragment, step, interval, pending, buffers, norm, sync_params, is_early, shared_by
-            )
-        )
-        timer.end(launched=step)
-
-    def _encode(
-        self, fragment: int, buffers: TransferBuffers, host_copy: HostCopy, launch: Launch
-    ) -> None:
-        """Encode at the launch, and keep what the wire carries of this cluster.
-
-        The training thread waits for the copy to the host. What is not finite is sent as such, and
-        refused by all.
-        """
-        assert buffers.kept is not None
-        if host_copy.is_finite():
-            self.state.channels[fragment].encode(buffers.wire, launch)
-        buffers.kept.copy_(buffers.wire)
-
-    def _submit(
-        self, what: Submission, buffers: TransferBuffers, host_copy: HostCopy, launch: Launch
-    ) -> Pending:
-        if not self.state.is_sent(what.fragment):
-            return Arrived(buffers.wire)
-        self.measurements.post(buffers.sideband, what.fragment, self.history)
-        channel = self.state.channels[what.fragment]
-        measure = self.measurements.owner_measure(what.fragment, self._sync_params(), channel.codec)
-        exchange = channel.exchange(
-            buffers.wire, host_copy.is_finite, launch, buffers.parity, buffers.sideband, measure
-        )
-        followed = self._trace.follow(exchange, what.fragment, what.step)
-        return self.transport.submit(replace(what, notes=self.notices.to_say()), followed)
+        self.in_flight.append(transfer)
 
     def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
         later = self.in_flight[index + 1 :]
@@ -298,6 +299,7 @@ class OuterLoop:
         self.history.under_way[transfer.fragment] -= 1
         if isinstance(transfer, Transfer):
             transfer.buffers.is_free = True
+            self.last_applied[transfer.fragment] = transfer
             self.history.applied[transfer.fragment] = self.history.step
             self._account(transfer, wait_seconds, arrival.report)
             timer.end(launched=transfer.launched, bytes=transfer.pending.bytes_sent)
@@ -305,8 +307,8 @@ class OuterLoop:
 
     def _receive(self, transfer: Transfer, arrival: Arrival) -> float:
         """Wait for a mean and check it, into `arrival`; return until when it was waited for."""
-        fragment, parity = transfer.fragment, transfer.buffers.parity
-        mean_on_wire = transfer.pending.wait()
+        fragment, mean_on_wire = transfer.fragment, transfer.pending.wait()
+        parity = transfer.buffers.parity
         waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
         told = transfer.pending.notes
@@ -326,19 +328,12 @@ class OuterLoop:
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1
-            self._take_back(transfer)
+            self.attempts.take_back(transfer.attempt)
         else:
             self.history.rounds[fragment] += 1
             self.history.intervals[fragment] = transfer.interval
             arrival.mean = mean
         return waited_until
-
-    def _take_back(self, transfer: Transfer) -> None:
-        """Give what a refused round carried back to the residuals, if it was encoded before."""
-        kept, parity = transfer.buffers.kept, transfer.buffers.parity
-        was_encoded = self.transport.seat.cluster_id not in (*parity.refused_by, *parity.differing)
-        if self.method.encodes_at_launch and was_encoded and kept is not None:
-            self.state.channels[transfer.fragment].take_back(kept)
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
         self.totals.bytes_sent += transfer.pending.bytes_sent

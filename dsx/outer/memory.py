@@ -5,6 +5,8 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
 
     anchor 4n, outer optimizer 4n per slot, delay policy 4n per slot (+ 4nb for what it keeps),
     staleness penalty, codec: residuals and warm starts, transfers 4wb (on the host, pinned),
+    attempts: what is sent, kept as it was, 4wb (on the host, pinned; where codes are made at the
+    launch, they are kept instead), and the codec's state of before the attempt under way,
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
     work space: 3 vectors of L shared by all fragments, 4 where norms of single tensors are taken,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
@@ -41,6 +43,7 @@ class OuterMemory:
     staleness: int
     codec: int
     transfers: int
+    attempts: int
     channels: int
     work_space: int
     in_the_cluster: int
@@ -52,7 +55,8 @@ class OuterMemory:
 
     def on_host(self, is_state_on_host: bool) -> int:
         """Return what lies in host memory, state placed there or with the masters."""
-        return self.total if is_state_on_host else self.codec + self.transfers + self.channels
+        of_channels = self.codec + self.transfers + self.attempts + self.channels
+        return self.total if is_state_on_host else of_channels
 
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
@@ -83,7 +87,9 @@ def predict(
         of_staleness += numel
     sidebands = [sideband_shape(method, f, count, num_clusters).numel for f, count in pairs]
     wire = sum(f.numel for f in on_the_wire)
-    codec, channels = max(_of_channels(method, on_the_wire, sidebands, num_clusters), key=sum)
+    of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)
+    codec, before, channels = max(of_clusters, key=sum)
+    sent = 0 if method.encodes_at_launch else wire
     return OuterMemory(
         anchor=4 * numel if outer.keeps_anchor else 0,
         outer_optimizer=4 * numel * len(outer.slots),
@@ -91,6 +97,7 @@ def predict(
         staleness=4 * of_staleness,
         codec=codec,
         transfers=4 * buffers * (wire + sum(sidebands)),
+        attempts=4 * buffers * (sent + sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
         work_space=4 * (3 + method.measures_tensors) * max((f.numel for f in fragments), default=0)
@@ -100,17 +107,19 @@ def predict(
 
 def _of_channels(
     method: Method, on_the_wire: Sequence[Fragment], sidebands: Sequence[int], num_clusters: int
-) -> list[tuple[int, int]]:
-    """Return what each cluster's channels keep for a checkpoint, and what they hold beside it."""
+) -> list[tuple[int, int, int]]:
+    """Return what each cluster's channels keep for a checkpoint, of before, and hold beside it."""
     compression, rank = method.compression, method.control.largest_rank
     at_launch = method.max_in_flight if method.encodes_at_launch else 0
     shared = max((compression.shared_work_bytes(f) for f in on_the_wire), default=0)
-    kept, held = [0] * num_clusters, [shared] * num_clusters
+    kept, before, held = [0] * num_clusters, [0] * num_clusters, [shared] * num_clusters
     for fragment, sideband in zip(on_the_wire, sidebands, strict=True):
         state = compression.state_bytes(fragment, num_clusters, rank)
+        copies = compression.before_bytes(fragment, num_clusters, rank, at_launch)
         buffers = compression.buffer_bytes(fragment, num_clusters, rank, at_launch)
         hashed = _HASH_BYTES if fragment.numel else 0
         for m in range(num_clusters):
             kept[m] += state[m]
+            before[m] += copies[m]
             held[m] += buffers[m] + exact_bytes(sideband, num_clusters, m) + hashed
-    return list(zip(kept, held, strict=True))
+    return list(zip(kept, before, held, strict=True))

@@ -21,6 +21,7 @@ from dsx.core.recorder import SpanTimer, timed
 from dsx.core.types import History, SyncView
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext
+from dsx.outer.deferral import Deferral
 from dsx.outer.per_tensor import ShardedTensors
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
@@ -55,8 +56,10 @@ class OuterStep:
         state: StateStore,
         per_tensor: Sequence[ShardedTensors],
         num_clusters: int,
+        deferral: Deferral,
     ) -> None:
         self._method = method
+        self._deferral = deferral
         self._adapter = adapter
         self._state = state
         self._per_tensor = per_tensor
@@ -144,9 +147,10 @@ class OuterStep:
         self._adapter.write(arrival.fragment, merged)
 
     def _context(self, fragment: int, history: History) -> OuterContext:
+        of_left_boundary = self._deferral.inner_lr
         return OuterContext(
             history.rounds[fragment],
-            self._adapter.inner_lr(),
+            self._adapter.inner_lr() if of_left_boundary is None else of_left_boundary,
             self._state.scratch(fragment, "work"),
             self._per_tensor[fragment],
         )

@@ -1,11 +1,12 @@
 """Where outer state lives: flat fp32 buffers per fragment, allocated once.
 
 Per fragment: the anchor (if the method keeps one), the slots of the outer optimizer, the delay
-policy and the staleness penalty, its channel to the other clusters with the codec's state, and
-`TransferBuffers` for every transfer that may be under way at a time: the CPU buffer that travels
-(pinned when the state is on an accelerator), its sideband and parity result, and what the delay
-policy keeps of the transfer. Shared by all fragments: scratch vectors as long as the largest one,
-allocated when first used. Nothing is allocated after the first round.
+policy and the staleness penalty, its channel to the other clusters with the codec's state (and what
+that was before the attempt under way), and `TransferBuffers` for every transfer that may be under
+way at a time: on the host (pinned when the state is on an accelerator) what is sent and the buffer
+that travels, both with a sideband, and where the masters are what the delay policy keeps of it.
+Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
+Nothing is allocated after the first round.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from dsx.core.types import Fragment
 from dsx.method.method import Method
 from dsx.outer.channel import FragmentChannel
 from dsx.outer.pinned import PinnedMemory
-from dsx.outer.sideband import Sideband, SidebandShape, sideband_shape
+from dsx.outer.sideband import Sideband, sideband_shape
 from dsx.outer.transfer import TransferBuffers
 
 
@@ -74,35 +75,49 @@ class StateStore:
             sideband_shape(method, f, count, seat.num_clusters)
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
-        self._travelling = self.allocator.on_host("transfers", is_pinned=True)
+        self._shapes, self._wire_numel = shapes, [wire.numel for wire in on_the_wire]
+        self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
+        self._travelling, self._attempts = (
+            self.allocator.on_host(name, is_pinned=True) for name in ("transfers", "attempts")
+        )
+        kept = None if method.delay.keeps is None else self._of_policies["delay"]
         self._buffers = [
             [
-                self._transfer_buffers(method, f.numel, wire.numel, shape)
+                self._new_buffers(f.id, self._travelling, self._attempts, kept)
                 for _ in range(method.max_in_flight)
             ]
-            for f, wire, shape in zip(fragments, on_the_wire, shapes, strict=True)
+            for f in fragments
         ]
-        self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
         self.channels = [
             FragmentChannel(method.compression, f, method.control.largest_rank, seat, self._opening)
             for f in on_the_wire
         ]
-        self._wire_numel = [wire.numel for wire in on_the_wire]
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.buffers("work_space")
 
     def _opening(self) -> Opening:
         buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
-        return Opening(buffers, self._shared_work, self._at_launch, encoding)
+        before = self.allocator.on_host("attempts")
+        return Opening(buffers, self._shared_work, self._at_launch, encoding, before)
 
-    def _transfer_buffers(
-        self, method: Method, numel: int, wire_numel: int, shape: SidebandShape
+    def _new_buffers(
+        self, fragment: int, travelling: Buffers, attempts: Buffers, kept: Buffers | None
     ) -> TransferBuffers:
-        kept = None if method.delay.keeps is None else self._of_policies["delay"].zeros(numel)
-        sideband = Sideband(shape, self._travelling.zeros(shape.numel))
-        return TransferBuffers(self._travelling.zeros(wire_numel), sideband, kept)
+        numel, shape = self._wire_numel[fragment], self._shapes[fragment]
+        wire = travelling.zeros(numel)
+        sent = wire if self._at_launch else attempts.zeros(numel)
+        sideband, posted = (
+            Sideband(shape, new.zeros(shape.numel)) for new in (travelling, attempts)
+        )
+        of_policy = None if kept is None else kept.zeros(self._numel[fragment])
+        return TransferBuffers(wire, sent, sideband, posted, of_policy)
+
+    def more_buffers(self, fragment: int) -> TransferBuffers:
+        """Return buffers beyond those that are taken in turn, for as long as they are held."""
+        new = Buffers()
+        return self._new_buffers(fragment, new, new, None)
 
     def take_buffers(self, fragment: int) -> TransferBuffers:
         """Return buffers of a fragment that are free, and mark them taken."""
@@ -114,6 +129,10 @@ class StateStore:
     def is_sent(self, fragment: int) -> bool:
         """Whether this rank has anything of a fragment, as it lies or as it travels."""
         return self._numel[fragment] + self._wire_numel[fragment] > 0
+
+    def wire_numel(self, fragment: int) -> int:
+        """Return how many elements of a fragment this rank sends."""
+        return self._wire_numel[fragment]
 
     def free_buffers(self) -> None:
         """Take all buffers back: nothing is under way any more."""

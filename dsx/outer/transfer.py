@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -13,16 +13,27 @@ from dsx.core.types import History, SyncParams
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.sideband import Sideband
 
+if TYPE_CHECKING:
+    from dsx.outer.attempt import Attempt
+
 
 @dataclass
 class TransferBuffers:
-    """The buffers of one transfer under way; they belong to it until it has been applied."""
+    """The buffers of one transfer under way; they belong to it until it has been applied.
+
+    `sent` and `posted` are the contribution and its sideband, and stay as they are at the launch;
+    `wire` and `sideband` are what an attempt works on, and then the means. Where codes are made at
+    the launch, `sent` is `wire`: the codes are kept by the channel.
+    """
 
     wire: Tensor
+    sent: Tensor
     sideband: Sideband
+    posted: Sideband
     kept: Tensor | None
     parity: ParityResult = field(default_factory=ParityResult)
     is_free: bool = True
+    round: int = 0  # the launch whose they are, also once it has been applied
 
 
 @dataclass
@@ -31,18 +42,23 @@ class Transfer:
 
     `was_sent_before_update`: the parameters it carries are from before that step's inner update.
     `shared_by`: the fragments launched at the same boundary, which share the link. `sync_params`:
-    what was in force at the launch.
+    what was in force at the launch. `pending` is of the `attempt`.
     """
 
     fragment: int
     launched: int
     interval: int
     pending: Pending
-    buffers: TransferBuffers
+    attempt: Attempt
     contribution_norm: Tensor
     sync_params: SyncParams
     was_sent_before_update: bool = False
     shared_by: int = 1
+
+    @property
+    def buffers(self) -> TransferBuffers:
+        """What is sent, and what comes back."""
+        return self.attempt.buffers
 
 
 @dataclass
@@ -63,6 +79,11 @@ class Arrived(Pending):
     def wait(self) -> Tensor:
         """Return the mean at once."""
         return self._mean
+
+    @property
+    def has_arrived(self) -> bool:
+        """Always."""
+        return True
 
 
 @dataclass

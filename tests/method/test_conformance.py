@@ -159,12 +159,13 @@ def test_state_takes_what_the_method_declares(name: str) -> None:
     per_element = case.recipe.penalty == "element"
     per_tensor = case.recipe.penalty == "tensor"
     buffers = case.method().max_in_flight
-    expected = case.vectors * numel
-    expected += (2 + buffers) * (numel if per_element else sum(num_tensors) if per_tensor else 0)
+    expected = (case.vectors + buffers) * numel  # what is sent is kept beside what travels
+    sizes = numel if per_element else sum(num_tensors) if per_tensor else 0
+    expected += (2 + 2 * buffers) * sizes
     if case.preset == "dilocox":
-        expected += num_fragments * buffers * (6 + 1)  # sideband: a spectrum and a norm
+        expected += num_fragments * 2 * buffers * (6 + 1)  # sideband: a spectrum and a norm
     if run.method.schedule.uses_norms:
-        expected += num_fragments * buffers  # a norm in the sideband
+        expected += num_fragments * 2 * buffers  # a norm in the sideband
     held, scratch = held_bytes(loop.state), scratch_bytes(loop.state)
     assert held == 4 * expected
     assert scratch <= 16 * longest

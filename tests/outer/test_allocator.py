@@ -89,7 +89,13 @@ def tensors_in(found: object) -> Iterator[Tensor]:
 def held(loop: OuterLoop, run: Simulated) -> int:
     """Bytes of all memory that tensors of the loop's parts lie in, without the engine's."""
     engines = {p.untyped_storage().data_ptr() for m in run.models for p in m.parameters()}
-    parts = (loop.state, loop.matrix_gathers, loop.measurements, loop.recovery, loop._host_copies)
+    parts = (
+        loop.state,
+        loop.matrix_gathers,
+        loop.measurements,
+        loop.recovery,
+        loop._launches.host_copies,
+    )
     memory = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in tensors_in(parts)

@@ -1,0 +1,126 @@
+"""An attempt of a transfer: from what a cluster contributes, and its codec's state, to the mean.
+
+A transfer is launched once, and what it sends is kept until it has been applied. Attempts at it may
+be several: one that did not end (the run was stopped meanwhile, or a cluster is gone) is made again
+from the same contribution and the same state of before, and gives the bits of an undisturbed one.
+What it changes beside its result (residuals, warm starts, what the parity check remembers) holds
+once it has ended, and is undone otherwise (state_before.py).
+
+Where codes are made at the launch, they are what is kept: residuals have taken in what they lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from dsx.compress.base import Launch
+from dsx.core.exchange import Exchange
+from dsx.core.recorder import Recorder
+from dsx.core.transport import Pending, Submission, Transport
+from dsx.core.types import SyncParams
+from dsx.method.method import Method
+from dsx.outer.channel import FragmentChannel
+from dsx.outer.measurements import Measurements
+from dsx.outer.notices import NoticeCarrier
+from dsx.outer.parity_check import ParityResult
+from dsx.outer.state import StateStore
+from dsx.outer.transfer import Arrived, TransferBuffers
+
+Measure = Callable[[Tensor], Tensor]
+
+
+@dataclass
+class Attempt:
+    """One rank's part in averaging one launch, under the channel's membership.
+
+    `what.number` counts launches from the beginning of the run, `launch.round` those of the
+    fragment. `buffers` hold what is sent, which no attempt changes, and get the result. `is_finite`
+    returns once the contribution is there; `is_idle` and `anchor` are for the parity check's header
+    as of the launch.
+    """
+
+    what: Submission
+    launch: Launch
+    buffers: TransferBuffers
+    is_finite: Callable[[], bool]
+    is_idle: bool = False
+    anchor: int | Tensor = 0
+
+    @property
+    def round(self) -> int:
+        """The launch, counted over those of the fragment."""
+        return self.launch.round
+
+    def exchange(self, channel: FragmentChannel, measure: Measure | None) -> Exchange:
+        """Average what is sent; the mean, its sideband and parity result are in the buffers then.
+
+        `measure` is what this cluster adds to the sideband, of the mean.
+        """
+        buffers, is_finite = self.buffers, self.is_finite()
+        self.anchor = int(self.anchor)
+        buffers.parity = ParityResult(is_idle=self.is_idle, anchor=self.anchor)
+        if buffers.sent is not buffers.wire:
+            buffers.wire.copy_(buffers.sent)
+        buffers.sideband.values.copy_(buffers.posted.values)
+        return (
+            yield from channel.exchange(
+                buffers.wire, lambda: is_finite, self.launch, buffers.parity, buffers.sideband,
+                measure,
+            )
+        )  # fmt: skip
+
+
+class Attempts:
+    """Makes attempts at one rank's transfers: over its channels, under the present membership."""
+
+    def __init__(
+        self,
+        method: Method,
+        state: StateStore,
+        transport: Transport,
+        measurements: Measurements,
+        trace: Recorder,
+        notices: NoticeCarrier,
+    ) -> None:
+        self._method = method
+        self._state = state
+        self._transport = transport
+        self._measurements = measurements
+        self._trace = trace
+        self._notices = notices
+
+    def encode(self, attempt: Attempt) -> None:
+        """Encode at the launch, and keep what the wire carries of this cluster.
+
+        The training thread waits for the copy to the host. What is not finite is sent as such, and
+        refused by all.
+        """
+        buffers = attempt.buffers
+        assert buffers.kept is not None
+        if attempt.is_finite():
+            self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
+        buffers.kept.copy_(buffers.wire)
+
+    def submit(self, attempt: Attempt, sync_params: SyncParams) -> Pending:
+        """Start an attempt, a first one or another; `sync_params` are the launch's."""
+        fragment = attempt.what.fragment
+        if not self._state.is_sent(fragment):
+            attempt.buffers.parity = ParityResult(is_idle=attempt.is_idle)
+            return Arrived(attempt.buffers.wire)
+        channel = self._state.channels[fragment]
+        measure = self._measurements.owner_measure(fragment, sync_params, channel.codec)
+        exchange = attempt.exchange(channel, measure)
+        followed = self._trace.follow(exchange, fragment, attempt.what.step)
+        what = replace(attempt.what, notes=self._notices.to_say())
+        return self._transport.submit(what, followed)
+
+    def take_back(self, attempt: Attempt) -> None:
+        """Give what a refused round carried back to the residuals, if it was encoded before."""
+        kept, parity = attempt.buffers.kept, attempt.buffers.parity
+        own = self._transport.seat.cluster_id
+        was_encoded = own not in (*parity.refused_by, *parity.differing)
+        if self._method.encodes_at_launch and was_encoded and kept is not None:
+            self._state.channels[attempt.what.fragment].take_back(kept)

@@ -1,0 +1,138 @@
+"""A mean that one cluster has and others lack, handed over after a resume.
+
+It travels in fp32 with its sideband and what the headers told. Whoever takes it codes its own
+contribution once more, so that its residuals are what the exchange would have left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dsx.core.exchange import Exchange, ExchangeRound
+from dsx.core.membership import Seat
+from dsx.outer.attempt import Attempt
+from dsx.outer.channel import FragmentChannel
+from dsx.outer.parity_check import ParityResult, Sides
+
+PIECE = 1 << 24  # elements of a mean in one message: each has the deadline to itself
+
+
+@dataclass(frozen=True)
+class HandOver:
+    """The mean of a fragment's round, from one cluster to those that lack it, by position."""
+
+    round: int
+    giver: int
+    takers: tuple[int, ...]
+
+    def exchange(
+        self,
+        numel: int,
+        sideband_numel: int,
+        seat: Seat,
+        channel: FragmentChannel,
+        attempt: Attempt | None,
+    ) -> Exchange:
+        """Give, take, or look on; `attempt` is the transfer's, None for who only looks on.
+
+        `numel` elements lie on the wire. Takers' buffers and channel are then as after an exchange.
+        """
+        table, wire, sideband = _told(ParityResult(), seat), torch.empty(0), torch.empty(0)
+        if seat.position == self.giver:
+            assert attempt is not None
+            buffers = attempt.buffers  # training goes on, and acts on the result
+            table, wire, sideband = (
+                _told(buffers.parity, seat),
+                buffers.wire,
+                buffers.sideband.values,
+            )
+            if buffers.sent is buffers.wire:  # where a later launch is encoded
+                wire = wire.clone()
+        elif seat.position in self.takers:
+            assert attempt is not None
+            wire, sideband = attempt.buffers.wire, attempt.buffers.sideband.values
+        taken = attempt if seat.position in self.takers else None
+        return self._exchange(numel, table, sideband, wire, seat, channel, taken)
+
+    def _exchange(
+        self,
+        numel: int,
+        table: Tensor,
+        sideband: Tensor,
+        wire: Tensor,
+        seat: Seat,
+        channel: FragmentChannel,
+        taken: Attempt | None,
+    ) -> Exchange:
+        yield self._round([table, sideband], seat)
+        if taken is not None:
+            taken.buffers.parity = _heard(table, taken, seat)
+            self._code_again(channel, taken)
+        for start in range(0, numel, PIECE):
+            yield self._round([wire[start : start + PIECE]], seat)
+        if taken is not None and not taken.buffers.parity.is_refused:
+            channel.parity_check.remember(self.round, wire)
+        return wire
+
+    def _round(self, tensors: Sequence[Tensor], seat: Seat) -> ExchangeRound:
+        gives, takes = seat.position == self.giver, seat.position in self.takers
+        clusters = range(seat.num_clusters)
+        return ExchangeRound(
+            [tensors if gives and m in self.takers else [] for m in clusters],
+            [tensors if takes and m == self.giver else [] for m in clusters],
+            "handed over",
+        )
+
+    def _code_again(self, channel: FragmentChannel, attempt: Attempt) -> None:
+        """Make the channel's state what the exchange would have left, but for the mean's hash."""
+        buffers = attempt.buffers
+        channel.before.begin(self.round)
+        if buffers.parity.apart:
+            channel.parity_check.memory.zero_()
+        channel.before.met = self.round
+        if not buffers.parity.is_refused:
+            channel.before.keep(self.round)
+            if buffers.sent is not buffers.wire:
+                buffers.wire.copy_(buffers.sent)
+            channel.recode(buffers.wire, attempt.launch)
+
+
+def _told(parity: ParityResult, seat: Seat) -> Tensor:
+    """Return what headers have told as int64 `[3 + C, C]`, by position."""
+    place = {id: position for position, id in enumerate(seat.ids)}
+    table = torch.zeros(3 + len(place), max(len(place), 2), dtype=torch.int64)
+    for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
+        table[row, [place[id] for id in clusters]] = 1
+    table[2, 0], table[2, 1] = parity.round, parity.is_refused
+    for a, b, kind in parity.apart:
+        table[3 + place[a], place[b]] = kind
+    return table
+
+
+def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
+    """Return what `_told` was given, as it is here."""
+    ids, rows = seat.ids, table.tolist()
+    refused_by, idle_in = (
+        [id for id, flag in zip(ids, row, strict=False) if flag] for row in rows[:2]
+    )
+    apart = [
+        [ids[a], ids[b], kind]
+        for a, row in enumerate(rows[3:])
+        for b, kind in enumerate(row)
+        if kind
+    ]
+    pairs = {(a, b) for a, b, _ in apart}
+    return ParityResult(
+        refused_by,
+        Sides.of(ids, pairs, refused_by).wrong,
+        rows[2][0],
+        bool(rows[2][1]),
+        idle_in,
+        attempt.is_idle,
+        apart,
+        int(attempt.anchor),
+    )

@@ -1,0 +1,92 @@
+"""A launch: what a fragment sends is made of the masters, and the first attempt is started.
+
+    read -> contribution -> copy to the host (-> codes) -> an attempt, on the transfer's thread
+
+The training thread goes on at once, but where a policy needs the codes at the launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from dsx.compress.base import Launch
+from dsx.core.engine import EngineAdapter
+from dsx.core.recorder import Recorder
+from dsx.core.transport import Submission
+from dsx.core.types import History, SyncParams
+from dsx.method.method import Method
+from dsx.outer.attempt import Attempt, Attempts
+from dsx.outer.host_copy import HostCopies
+from dsx.outer.measurements import Measurements
+from dsx.outer.recovery import Recovery
+from dsx.outer.state import StateStore
+from dsx.outer.transfer import Transfer
+from dsx.outer.whole_matrices import MatrixGather
+
+
+class Launches:
+    """Makes one rank's launches."""
+
+    def __init__(
+        self,
+        method: Method,
+        adapter: EngineAdapter,
+        state: StateStore,
+        matrix_gathers: Sequence[MatrixGather],
+        recovery: Recovery,
+        measurements: Measurements,
+        attempts: Attempts,
+        trace: Recorder,
+    ) -> None:
+        self._method = method
+        self._adapter = adapter
+        self._state = state
+        self._recovery = recovery
+        self._measurements = measurements
+        self._attempts = attempts
+        self._trace = trace
+        self.host_copies = HostCopies(method, adapter, matrix_gathers, state.device)
+
+    def make(
+        self, fragment: int, step: int, history: History, sync_params: SyncParams, is_idle: bool
+    ) -> Transfer:
+        """Launch a fragment at a step, from its masters as they are; `history` is of before.
+
+        `is_idle`: the cluster has taken no inner step since the launch before.
+        """
+        timer = self._trace.span_timer("launch", fragment, step)
+        delay, state = self._method.delay, self._state
+        slots, buffers = state.slots[fragment], state.take_buffers(fragment)
+        buffers.round = history.launches[fragment] + 1
+        local = state.outgoing(fragment)
+        self._adapter.read(fragment, local)
+        timer.mark("read")
+        if buffers.kept is not None and delay.keeps == "local":
+            buffers.kept.copy_(local)
+        contribution = delay.contribution(local, state.anchor[fragment], slots.delay)
+        is_coded_here = self._method.encodes_at_launch
+        if buffers.kept is not None and delay.keeps == "contribution" and not is_coded_here:
+            buffers.kept.copy_(contribution)
+        sideband = self._method.staleness.sideband(slots.staleness)
+        # before the copy, whose event then says that the hash is there, too
+        anchor = self._recovery.hash_anchor(fragment, history.launches[fragment])
+        timer.mark("contribution")
+        host_copy = self.host_copies.start(fragment, contribution, sideband, buffers)
+        timer.mark("copy")
+        attempt = Attempt(
+            Submission(fragment, step, number=sum(history.launches) + 1),
+            Launch(buffers.round, sync_params.rank),
+            buffers,
+            host_copy.is_finite,
+            is_idle,
+            anchor,
+        )
+        if state.is_sent(fragment):
+            if is_coded_here:
+                self._attempts.encode(attempt)
+                timer.mark("encode")
+            self._measurements.post(buffers.posted, fragment, history)
+        pending = self._attempts.submit(attempt, sync_params)
+        interval = step - history.launched[fragment]
+        timer.end(launched=step)
+        return Transfer(fragment, step, interval, pending, attempt, host_copy.norm, sync_params)

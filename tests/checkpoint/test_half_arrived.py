@@ -1,0 +1,154 @@
+"""A save that waits for nobody: what one cluster has got and another not is the same in the end."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsx.config.schema import preset
+from dsx.engines import simulated
+from tests.checkpoint.half_arrived import (
+    HoldingHub,
+    assert_same,
+    hold,
+    lacking,
+    resume,
+    save_all,
+)
+from tests.compress.test_over_gloo import WideNet, loss
+from tests.simulated import Simulated
+
+NUM_STEPS = 9
+CODECS: dict[str, dict[str, Any]] = {
+    "dense": {"type": "dense"},
+    "bf16": {"type": "quantized", "wire": "bf16"},
+    "int8": {"type": "quantized", "wire": "int8"},
+    "int4, fp32": {"type": "quantized", "error_feedback": "fp32"},
+    "int4, bf16, decay": {
+        "type": "quantized", "error_feedback": "bf16", "feedback_decay": 0.9,
+    },
+    "stochastic int4, int8": {
+        "type": "quantized", "rounding": "stochastic", "error_feedback": "int8",
+    },
+    "low rank": {"type": "low_rank", "rank": 6, "dense_rounds": 1},
+    "low rank, cold": {"type": "low_rank", "rank": 6},
+    "top-k": {"type": "top_k", "k": 32, "chunk": 1024},
+}  # fmt: skip
+METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
+    "blocking": ("diloco", {"schedule": {"interval": 3}}, 6),
+    "one step": ("diloco_delayed", {"schedule": {"interval": 3}}, 7),
+    "streaming": (
+        "streaming_diloco",
+        {
+            "schedule": {"interval": 4}, "fragments": {"num_fragments": 2},
+            "delay": {"steps": 2, "alpha": 0.3},
+        },
+        5,
+    ),
+    "eager": ("eager", {"schedule": {"interval": 3}, "outer_optimizer": {"lr": 0.3}}, 7),
+    "eager, two": (
+        "eager",
+        {
+            "schedule": {"interval": 2}, "delay": {"outer_steps": 2},
+            "outer_optimizer": {"lr": 0.1},
+        },
+        7,
+    ),
+    "adaptive rank": (
+        "dilocox",
+        {
+            "schedule": {"interval": 2}, "fragments": {"num_fragments": 2},
+            "control": {
+                "rank": 6, "max_rank": 12, "min_interval": 2, "window": 1, "step_seconds": 1.0,
+                "round_seconds": 2.0,
+            },
+        },
+        6,
+    ),
+    "gap, by element": (
+        "co2", {"schedule": {"interval": 3}, "staleness": {"granularity": "element"}}, 7
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _holding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "InProcessHub", HoldingHub)
+
+
+def new_run(name: str, codec: str, num_clusters: int) -> Simulated:
+    kind, overrides, _ = METHODS[name]
+    compression = CODECS[codec] if codec != "own" else {"dense_rounds": 1}
+    method = preset(kind, num_clusters, **overrides, compression=compression)
+    adamw = functools.partial(torch.optim.AdamW, lr=0.01)
+    return Simulated(WideNet(), lambda m: adamw(m.parameters()), method, num_clusters)
+
+
+@functools.cache
+def whole_run(name: str, codec: str, num_clusters: int) -> Simulated:
+    run = new_run(name, codec, num_clusters)
+    for _ in range(NUM_STEPS):
+        run.train_step(loss)
+    return run
+
+
+def stopped(name: str, codec: str, num_clusters: int, held: tuple[int, ...]) -> Simulated:
+    """Return a run that is held where something is under way, or waited for."""
+    run, stop = new_run(name, codec, num_clusters), METHODS[name][2]
+    delay = run.method.delay
+    first_held = stop if name == "blocking" else stop - 1
+    for step in range(1, stop + 1):
+        if step == first_held:
+            hold(run, held)
+            for loop in run.loops:
+                loop.deferral.defers = lambda: True
+        run.train_step(loss)
+    assert delay is run.method.delay
+    return run
+
+
+EAGER = ("eager", "eager, two")
+GRID = [
+    *((name, codec) for name in METHODS for codec in CODECS
+      if name != "adaptive rank" and not (name in EAGER and codec.startswith("low rank"))),
+    ("adaptive rank", "own"),
+]  # fmt: skip
+QUICK = [
+    *(("one step", codec) for codec in CODECS),
+    ("blocking", "dense"),
+    ("blocking", "int4, fp32"),
+    ("streaming", "int4, bf16, decay"),
+    ("eager", "int4, fp32"),
+    ("eager, two", "top-k"),
+    ("adaptive rank", "own"),
+    ("gap, by element", "dense"),
+]
+
+
+HELD = [(2, (1,)), (2, (0, 1)), (4, (2,))]
+MORE = [(2, (0,)), (3, (0, 2)), (4, (0, 1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("num_clusters", "held"), [*HELD, *(pytest.param(*more, marks=pytest.mark.ci) for more in MORE)]
+)
+@pytest.mark.parametrize(
+    ("name", "codec"),
+    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.ci) for case in GRID],
+)
+def test_a_resumed_run_is_the_one_that_was_not_disturbed(
+    name: str, codec: str, num_clusters: int, held: tuple[int, ...], tmp_path: Path
+) -> None:
+    """Whoever had got the mean hands it over, or all average once more."""
+    first, second = stopped(name, codec, num_clusters, held), new_run(name, codec, num_clusters)
+    found = lacking(first)
+    assert [bool(indices) for indices in found] == [m in held for m in range(num_clusters)]
+    save_all(first, tmp_path, keeps_last=name == "blocking")  # whoever had it has applied it
+    resume(second, first, tmp_path)
+    while second.num_steps < NUM_STEPS:
+        second.train_step(loss)
+    assert_same(second, whole_run(name, codec, num_clusters))
