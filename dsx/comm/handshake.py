@@ -76,7 +76,8 @@ class LaunchHandshake:
         lengths: dict[int, int] = {}
         for peer, other in theirs.items():
             fragment, step, packed = other[:3].tolist()
-            other_one = Submission(fragment, step, packed & (1 << _PURPOSE_BITS) - 1)
+            purpose = packed & (1 << _PURPOSE_BITS) - 1
+            other_one = Submission(fragment, step, purpose, what.number)  # whose tag it came under
             if other_one != what:
                 raise PeerLost(
                     f"{what.on(self._stage)}, but cluster {self._seat.ids[peer]} has "

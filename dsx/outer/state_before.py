@@ -28,7 +28,7 @@ class StateBefore:
     def __init__(
         self, slots: Mapping[str, Tensor], memory: Tensor, buffers: Buffers | None = None
     ) -> None:
-        new = buffers or Buffers()
+        self._buffers = new = buffers or Buffers()
         self.gate = Lock()
         self.slots, self._memory = slots, memory
         self._copies = {

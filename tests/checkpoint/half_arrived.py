@@ -16,6 +16,7 @@ from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.in_process import InProcessHub, InProcessPending
 from dsx.comm.topology import RankInfo
 from dsx.core.exchange import HEADER, HEADER_BYTES, ExchangeRound, next_round
+from dsx.core.transport import Pending
 from dsx.engines.simulated import SimulatedClusters
 from dsx.outer.transfer import Transfer
 
@@ -66,10 +67,20 @@ class HoldingHub(InProcessHub):
                 pending.bytes_sent += round.bytes_sent(pending.seat)
 
 
+class Impatient:
+    """In the place of a `StopPlace`: puts off what has not come."""
+
+    def may_receive(self, pending: Pending | None) -> bool:
+        return pending is None or pending.has_arrived
+
+
 def hold(run: SimulatedClusters, held: Collection[int]) -> None:
-    """From the next exchange on; `held` of all clusters means that none gets anything."""
+    """From the next exchange on; what is due and has not come is put off."""
     transport: Any = run.loops[0].transport
     transport._hub.held = held
+    impatient: Any = Impatient()
+    for loop in run.loops:
+        loop.stop_place = impatient
 
 
 def advance(run: SimulatedClusters, cluster: int, loss: Loss) -> None:

@@ -1,0 +1,105 @@
+"""Saves in the midst of exchanges that run on threads of their own, over gloo."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.engines import simulated
+from dsx.outer.transfer import Transfer
+from tests.checkpoint.gloo_in_one_process import AT_THE_END, GlooHub, HeldTransport
+from tests.checkpoint.half_arrived import assert_same, lacking, resume, save_all
+from tests.checkpoint.test_half_arrived import METHODS, NUM_STEPS, new_run
+from tests.compress.test_over_gloo import loss
+from tests.simulated import Simulated
+
+MADE: list[HeldTransport] = []
+
+
+@pytest.fixture(autouse=True)
+def _over_gloo(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    class Hub(GlooHub):
+        def transports(self) -> list[HeldTransport]:
+            made = super().transports()
+            MADE.extend(made)
+            return made
+
+    monkeypatch.setattr(simulated, "InProcessHub", Hub)
+    yield
+    for transport in MADE:
+        transport.goes_on.set()
+    for transport in MADE:
+        transport.close()
+    MADE.clear()
+
+
+def transports(run: Simulated) -> list[HeldTransport]:
+    found: Any = [loop.transport for loop in run.loops]
+    return found
+
+
+def end_all(run: Simulated, held: Sequence[HeldTransport] = ()) -> None:
+    """Wait for what is under way, but for those that are held."""
+    for loop in run.loops:
+        for transfer in loop.in_flight:
+            if isinstance(transfer, Transfer) and loop.transport not in held:
+                transfer.pending.wait()
+
+
+CASES = [("one step", codec) for codec in ("dense", "int4, fp32", "low rank", "top-k")]
+CASES += [("streaming", "int4, bf16, decay"), ("eager", "int4, fp32"), ("adaptive rank", "own")]
+
+
+@pytest.mark.parametrize("where", ["one at the end", "both in the midst"])
+@pytest.mark.parametrize(
+    ("name", "codec", "num_clusters"),
+    [
+        *((*case, 2) for case in CASES),
+        *(pytest.param(*case, 4, marks=pytest.mark.ci) for case in CASES),
+    ],
+)
+def test_a_save_in_the_midst_of_an_exchange(
+    name: str, codec: str, num_clusters: int, where: str, tmp_path: Path
+) -> None:
+    """One cluster has the mean, or nobody; the run that is saved ends as if nothing had been."""
+    first, stop = new_run(name, codec, num_clusters), METHODS[name][2]
+    held = transports(first)[-1:] if where == "one at the end" else transports(first)
+    for step in range(1, stop + 1):
+        if step == stop - 1:
+            end_all(first)
+            for transport in held:
+                transport.hold_after = AT_THE_END if where == "one at the end" else 2
+        first.train_step(loss)
+    for transport in held:
+        assert transport.is_held.wait(20)
+    end_all(first, held)
+    assert [bool(found) for found in lacking(first)] == [t in held for t in transports(first)]
+    save_all(first, tmp_path)
+    for transport in held:
+        transport.goes_on.set()
+    second = new_run(name, codec, num_clusters)
+    resume(second, first, tmp_path)
+    for run in (first, second):
+        while run.num_steps < NUM_STEPS:
+            run.train_step(loss)
+        end_all(run)
+    assert_same(second, first)
+
+
+def test_a_save_does_not_wait_for_a_peer_that_never_answers(tmp_path: Path) -> None:
+    """And says nothing else for it: the mean, were it to come, would be the same."""
+    run = new_run("one step", "int4, fp32", 2)
+    for _ in range(2):
+        run.train_step(loss)
+    silent = transports(run)[1]
+    silent.hold_after = 1  # it has shaken hands, and sends nothing
+    run.train_step(loss)
+    assert silent.is_held.wait(20)
+    began = time.monotonic()
+    save_all(run, tmp_path)
+    assert time.monotonic() - began < GlooHub.deadline_seconds / 4
+    assert [len(found) for found in lacking(run)] == [1, 1]
