@@ -23,6 +23,7 @@ from typing import Any
 
 from dsx.core.leaving import Reason
 from dsx.core.transport import PeerLost, PeerPreempted, Pending
+from dsx.core.waits import waiting_for
 
 Place = tuple[int, int]
 _ASKED, _AGREED, _PLACE = "asked", "agreed", "place"
@@ -110,7 +111,8 @@ class StopPlace:
 
     def _wait_for_agreement(self) -> Place:
         try:
-            return self._agreed.result(self._deadline_seconds)
+            with waiting_for("where all ranks of this cluster stop", self._deadline_seconds):
+                return self._agreed.result(self._deadline_seconds)
         except NotYet:
             raise RuntimeError(self._explain()) from None
 
@@ -142,10 +144,12 @@ class StopPlace:
         store.set(f"{_PLACE}/{self._rank}", json.dumps(own))
         if self._rank == 0:
             names = [f"{_PLACE}/{rank}" for rank in range(self._num_ranks)]
-            store.wait(names, deadline)
+            with waiting_for("where each rank can stop", self._deadline_seconds):
+                store.wait(names, deadline)
             last = max(tuple(json.loads(store.get(name))) for name in names)
             store.set(_AGREED, json.dumps(last))
-        store.wait([_AGREED], deadline)
+        with waiting_for("rank 0, which says where all stop", self._deadline_seconds):
+            store.wait([_AGREED], deadline)
         step, applied = json.loads(store.get(_AGREED))
         return step, applied
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 
+from dsx.core.waits import waiting_for
 from dsx.telemetry.missing import Missing
 
 _MOST_EARLY = 1000  # lines, of a handle that never takes a step
@@ -65,7 +66,9 @@ class Behind:
             return
         is_done = threading.Event()
         self._queue.put(is_done.set)
-        if not is_done.wait(self._deadline_seconds):
+        with waiting_for("the disk of the run's folder", self._deadline_seconds):
+            has_come = is_done.wait(self._deadline_seconds)
+        if not has_come:
             self._deadline_seconds = min(1.0, self._deadline_seconds)  # it has been waited for
 
     def close(self) -> None:

@@ -166,16 +166,25 @@ def test_a_signal_asks_for_a_report(tmp_path: Path, clock: Clock, hung: str) -> 
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR2"), reason="needs SIGUSR2")
-def test_a_signal_that_is_taken_stays_with_its_owner(tmp_path: Path, clock: Clock) -> None:
+@pytest.mark.parametrize("is_taken_before", [True, False])
+def test_a_signal_that_is_taken_stays_with_its_owner(
+    tmp_path: Path, clock: Clock, is_taken_before: bool
+) -> None:
+    """As where `clusters.preemption_signals` names it, which a handle takes after the watch."""
     told: list[int] = []
-    before = signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+
+    def take() -> None:
+        signal.signal(signal.SIGUSR2, lambda number, frame: told.append(number))
+
+    watch = watch_of(clock, "test none", tmp_path)
     try:
-        watch = watch_of(clock, "test none", tmp_path)
-        watch.listen()
+        for step in (take, watch.listen) if is_taken_before else (watch.listen, take):
+            step()
         signal.raise_signal(signal.SIGUSR2)
         watch.look()
     finally:
-        signal.signal(signal.SIGUSR2, before)
+        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     assert told == [signal.SIGUSR2] and not list(tmp_path.iterdir())
 
 
