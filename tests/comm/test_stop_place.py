@@ -13,11 +13,13 @@ import torch.distributed as dist
 
 from dsx.comm.gloo import GlooPending
 from dsx.comm.stop_place import StopPlace
+from dsx.core.fifo import Fifo
 from dsx.core.leaving import Reason
 from dsx.core.transport import PeerLost, PeerPreempted
 
 RANKS, RIPE = 4, 2
 TOLD = Reason(0)
+FIFO = Fifo("transfers")  # that nothing is submitted to
 
 
 def agent(place: StopPlace, ends: threading.Event) -> None:
@@ -30,7 +32,7 @@ def agent(place: StopPlace, ends: threading.Event) -> None:
 
 
 def transfer(value: BaseException | None = None) -> GlooPending:
-    pending = GlooPending("a transfer", 1.0)
+    pending = GlooPending(FIFO, "a transfer", 1.0)
     if value is None:
         pending.future.set_result(torch.zeros(1))
     else:
@@ -66,8 +68,10 @@ def test_all_ranks_stop_at_one_place(told_at: tuple[int, int]) -> None:
         stopped = [
             threads.submit(train, place, meet, told_at, rank) for rank, place in enumerate(places)
         ]
-        found = {future.result(30) for future in stopped}
-        ends.set()
+        try:
+            found = {future.result(30) for future in stopped}
+        finally:
+            ends.set()
         for future in agents:
             future.result(5)
     assert len(found) == 1
@@ -78,7 +82,7 @@ def test_all_ranks_stop_at_one_place(told_at: tuple[int, int]) -> None:
 def test_a_rank_that_waits_at_a_boundary_stops_there_and_its_transfer_is_put_off() -> None:
     place = StopPlace(None, 0, 1, 5.0)
     place.begin(10)
-    pending = GlooPending("never comes", 60.0)
+    pending = GlooPending(FIFO, "never comes", 60.0)
     with ThreadPoolExecutor(1) as threads:
         received = threads.submit(place.may_receive, pending)
         assert not received.done()
@@ -95,7 +99,7 @@ def test_what_a_rank_has_passed_another_passes_too() -> None:
     for place in (first, second):
         place.begin(10)
     assert first.may_receive(transfer()) and first.may_leave()
-    late = GlooPending("late", 60.0)
+    late = GlooPending(FIFO, "late", 60.0)
     for place in (first, second):
         place.ask(TOLD)
     with ThreadPoolExecutor(3) as threads:
