@@ -1,9 +1,12 @@
-"""Make tests/fixtures/checkpoint_2317291 and run_2317291: the files that 0.1.0 leaves behind.
+"""Make tests/fixtures/checkpoint_NAME and run_NAME: the files that a release leaves behind.
 
-They were made by commit 2317291, and are not to be made again by a later one, for that would test
-nothing. From a checkout with this script, TREE being a checkout of 2317291:
+They are made by the release's own code, once, and not again by a later one, for that would test
+nothing. From a checkout with this script, TREE being a checkout of the release:
 
-    PYTHONPATH=TREE python tests/identity/fixtures.py tests/fixtures
+    PYTHONPATH=TREE python tests/identity/fixtures.py tests/fixtures 0.2.0
+
+NAME is the version, and for 0.1.0 the commit that was taken for it, 2317291. A folder of records is
+made with `--run` behind that.
 """
 
 from __future__ import annotations
@@ -23,7 +26,6 @@ from identity.evidence import digest
 from identity.models import LAST_STEP, PRESETS, Net, adamw, batch, block
 from identity.ranks import run_ranks
 
-COMMIT = "2317291"
 RUN_STEPS, RUN_INTERVAL, TOKENS = 40, 10, 108
 
 
@@ -39,15 +41,15 @@ def make_checkpoints(base: str) -> None:
         trainer.handle.close()
 
 
-def make_run(base: str) -> None:
-    """Leave the records and traces of a short run with a codec, in `run_2317291`."""
+def make_run(base: str, name: str) -> None:
+    """Leave the records and traces of a short run with a codec, in a folder of this name."""
     import dsx
 
     os.chdir(base)  # a directory's name is in no record
     config: dict[str, Any] = block(
         PRESETS["streaming_diloco"],
         old_checkpoint.NUM_CLUSTERS,
-        f"run_{COMMIT}",
+        name,
         schedule={"interval": RUN_INTERVAL},
         compression={"type": "quantized", "wire": "int4", "error_feedback": "bf16"},
     )
@@ -68,22 +70,24 @@ def make_run(base: str) -> None:
     handle.close()
     if not cluster:
         summary = {"steps": RUN_STEPS, "val_loss_clusters": losses}
-        Path(f"run_{COMMIT}/summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        Path(name, "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
 
 
-def main(base: Path) -> None:
-    directory = base / f"checkpoint_{COMMIT}"
+def main(base: Path, name: str, with_run: bool) -> None:
+    directory = base / f"checkpoint_{name}"
     run_ranks(make_checkpoints, old_checkpoint.NUM_CLUSTERS, str(directory), timeout_seconds=900)
-    run_ranks(make_run, old_checkpoint.NUM_CLUSTERS, str(base.resolve()), timeout_seconds=900)
+    if with_run:
+        given = (str(base.resolve()), f"run_{name}")
+        run_ranks(make_run, old_checkpoint.NUM_CLUSTERS, *given, timeout_seconds=900)
     for path in directory.rglob("zero_to_*.py"):  # scripts that DeepSpeed leaves, 60 kB
         path.unlink()
     ends = {
         str(path.relative_to(directory)): digest(load_file(path))
         for path in sorted(directory.rglob("end_of_cluster_*.safetensors"))
     }
-    made = {"commit": COMMIT, "machine": old_checkpoint.machine(), "ends": ends}
+    made = {"commit": name, "machine": old_checkpoint.machine(), "ends": ends}
     (directory / "made.json").write_text(json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2], "--run" in sys.argv[3:])

@@ -1,11 +1,13 @@
-"""What commit 2317291 saved is gone on with by this tree, as that commit went on with it.
+"""What a release saved is gone on with by this tree, as that release went on with it.
+
+The releases are those of tests/fixtures; for 0.1.0 stands its commit, 2317291.
 
 Compared are the weights of both clusters at step 24, of every preset in plain PyTorch and of a
 DeepSpeed engine, saved at step 13 or 14 with transfers under way (`fixtures.py` says how):
 
 - gone on from the old files, against gone on from what this tree saves after loading them: equal in
   every bit, on any machine;
-- against what 2317291 came to, and against this tree's own run that was never stopped: equal in
+- against what the release came to, and against this tree's own run that was never stopped: equal in
   every bit where torch and the processor are those the files were made with. Elsewhere a matrix
   product rounds otherwise: to 1e-6 of the largest weight, and dilocox, whose int4 codes may fall to
   the other side, to 2e-2.
@@ -20,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from tests.distributed import run_distributed
@@ -27,38 +30,55 @@ from tests.distributed import run_distributed
 from .models import PRESETS
 from .old_checkpoint import DEEPSPEED, NUM_CLUSTERS, go_on_all, machine
 
-FIXTURES = Path(__file__).parents[1] / "fixtures" / "checkpoint_2317291"
+FIXTURES = Path(__file__).parents[1] / "fixtures"
+RELEASES = sorted(p.name.removeprefix("checkpoint_") for p in FIXTURES.glob("checkpoint_*"))
+NEWEST = max((r for r in RELEASES if "." in r), key=lambda r: [int(n) for n in r.split(".")])
+FORMATS = {"2317291": 6, "0.2.0": 7}  # of the outer state, which a release never changes
 TOLERANCE = {"dilocox": 2e-2}
 Ends = list[dict[str, dict[str, Any]]]  # by cluster, row and way
 
 
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(r, marks=[] if r == NEWEST else pytest.mark.ci) for r in RELEASES],
+)
+def release(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def ends(tmp_path_factory: pytest.TempPathFactory) -> Ends:
+def ends(release: str, tmp_path_factory: pytest.TempPathFactory) -> Ends:
     again = str(tmp_path_factory.mktemp("again"))
     engines = [DEEPSPEED] if importlib.util.find_spec("deepspeed") else []
     names = [*PRESETS, *engines]
     return run_distributed(
-        go_on_all, NUM_CLUSTERS, str(FIXTURES), names, again, timeout_seconds=280
+        go_on_all,
+        NUM_CLUSTERS,
+        str(FIXTURES / f"checkpoint_{release}"),
+        names,
+        again,
+        timeout_seconds=280,
     )
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_goes_on(name: str, ends: Ends) -> None:
-    check(name, ends)
+def test_every_preset_goes_on(name: str, release: str, ends: Ends) -> None:
+    check(name, release, ends)
 
 
-def test_a_deepspeed_engine_goes_on(ends: Ends) -> None:
+def test_a_deepspeed_engine_goes_on(release: str, ends: Ends) -> None:
     pytest.importorskip("deepspeed")
-    check(DEEPSPEED, ends)
+    check(DEEPSPEED, release, ends)
 
 
-def check(name: str, ends: Ends) -> None:
-    made_with = json.loads((FIXTURES / "made.json").read_text())["machine"]
+def check(name: str, release: str, ends: Ends) -> None:
+    fixtures = FIXTURES / f"checkpoint_{release}"
+    made_with = json.loads((fixtures / "made.json").read_text())["machine"]
     for cluster, rows in enumerate(ends):
         found = rows[name]
         gone_on = found["fixture"]
         require_same(gone_on, found["saved again"])
-        before = load_file(FIXTURES / name / f"end_of_cluster_{cluster}.safetensors")
+        before = load_file(fixtures / name / f"end_of_cluster_{cluster}.safetensors")
         for expected in (before, found["whole"]):
             if machine() == made_with:
                 require_same(gone_on, expected)
@@ -78,15 +98,21 @@ def require_near(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float)
     assert worst <= tolerance * largest
 
 
-def test_files_are_those_that_were_made() -> None:
+@pytest.mark.parametrize("name", RELEASES)
+def test_files_are_those_that_were_made(name: str) -> None:
     """A fixture made anew by a later tree would prove nothing."""
     import torch
 
     from .evidence import digest
 
-    made = json.loads((FIXTURES / "made.json").read_text())
-    assert made["commit"] == "2317291"
+    fixtures = FIXTURES / f"checkpoint_{name}"
+    made = json.loads((fixtures / "made.json").read_text())
+    assert made["commit"] == name
     assert len(made["ends"]) == NUM_CLUSTERS * (len(PRESETS) + 1)
     for path, expected in made["ends"].items():
-        weights = load_file(FIXTURES / path)
+        weights = load_file(fixtures / path)
         assert digest({n: torch.from_numpy(w) for n, w in weights.items()}) == expected
+    saved = next((fixtures / "diloco").glob("cluster_0/dsx_rank_*.safetensors"))
+    with safe_open(str(saved), framework="np") as file:
+        found = json.loads(file.metadata()["dsx"])["format"]
+    assert found == FORMATS[name]
