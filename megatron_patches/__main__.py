@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from megatron_patches.own_flags import USAGE, asks_for_help, listed
 
@@ -27,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(0 if given else 2)
     script, *rest = given
     if not os.path.isfile(script):
-        sys.exit(f"megatron_patches: no script at {script}\nusage: {USAGE}")
+        _refuse(f"no script at {script}; give one that is there\nusage: {USAGE}")
     sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
     sys.argv = [script, *rest]
     if asks_for_help(rest):
@@ -35,10 +36,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     try:
         _apply()
-    except (ValueError, RuntimeError) as error:  # of flags, of clusters, of the tree
+    except (ValueError, OSError) as error:  # of flags and files
+        _refuse(str(error))
+    except RuntimeError as error:  # of clusters, of the tree
         sys.exit(f"megatron_patches: {error}")
     _fill_in_cluster()
     runpy.run_path(script, run_name="__main__")
+
+
+def _refuse(message: str) -> NoReturn:
+    """End as a command does whose arguments are wrong."""
+    print(f"megatron_patches: {message}", file=sys.stderr)
+    sys.exit(2)
 
 
 def _apply() -> None:

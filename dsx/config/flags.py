@@ -14,6 +14,7 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel
@@ -67,7 +68,7 @@ def all_flags() -> Iterator[Flag]:
         of: dict[str, list[str]] = {}
         kinds: dict[str, list[Any]] = {}
         for name, kind in choices.items():
-            hints = get_type_hints(kind)
+            hints = _hints(kind)
             for field in dataclasses.fields(kind):
                 of.setdefault(field.name, []).append(name)
                 kinds.setdefault(field.name, []).append(hints[field.name])
@@ -76,6 +77,11 @@ def all_flags() -> Iterator[Flag]:
             are_lists, is_text = [*map(_is_list, kinds[key])], all(map(_is_text, kinds[key]))
             is_one = not all(are_lists)
             yield Flag(_flag(axis, key), axis, key, text, any(are_lists), is_text, is_one)
+
+
+@lru_cache(maxsize=128)
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    return get_type_hints(kind)
 
 
 def _is_list(annotation: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from dsx.config.flags import add_flags, all_flags, show_resolved
 from dsx.config.schema import ConfigError, load_config
 from dsx.method.choices import PRESETS
 from tests.flags import read_flags
+
+from .fuzz import FIX
 
 TWO = ["--dsx-num-clusters", "2"]
 
@@ -101,3 +104,64 @@ def test_flags_are_in_the_help_and_tell_what_is_in_force(
     assert namespace.dsx_compression_type == "low_rank"
     assert namespace.dsx_delay_alpha is None  # of a type that is not in force
     assert namespace.num_layers == 4
+
+
+VALUES = [
+    "", " ", "0", "-1", "1e30", "nan", "Infinity", "9" * 5000, "x", "true", "null", "[", "[1", "{}",
+    '"x', "1,x", "20261122", "[" * 100_000,
+]  # fmt: skip
+
+
+BY_DEFAULT = ("--dsx-metrics-dir", "--dsx-metrics-trace-steps", "--dsx-compression-exclude")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(f.name, marks=[] if f.name in BY_DEFAULT else pytest.mark.ci)
+        for f in all_flags()
+        if f.key not in ("config", "preset")
+    ],
+)
+def test_every_flag_takes_a_value_or_refuses_it(name: str) -> None:
+    """In one message with a fix, and a value that it says to write is taken."""
+    for value in VALUES:
+        given = ["--dsx-preset", "dilocox", *TWO, f"{name}={value}"]
+        message = refusal(given)
+        if message is None:
+            continue
+        assert "\n" not in message and len(message) < 900 and FIX.search(message), message
+        advised = re.search(r"; (?:write|try) (\S+)$", message)
+        if advised and "must be" in message:
+            then = refusal([*given[:-1], f"{name}={advised[1]}"])
+            assert then is None or then.split("=")[0] != message.split("=")[0], (message, then)
+
+
+def refusal(arguments: list[str]) -> str | None:
+    try:
+        read_flags(arguments)
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_what_looks_like_a_number_is_a_folder_where_one_is_meant() -> None:
+    config = read_flags(["--dsx-preset", "diloco", *TWO, "--dsx-metrics-dir", "20261122"])
+    assert config.metrics.dir == "20261122"
+
+
+def test_a_number_of_one_choice_may_be_a_list_of_another() -> None:
+    given = ["--dsx-preset", "cocodc", *TWO, "--dsx-schedule-step-seconds", "1"]
+    config = read_flags([*given, "--dsx-schedule-transfer-seconds", "0.5"])
+    assert config.axes["schedule"]["transfer_seconds"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["--dsx-preset", "--dsx-num-clusters", "--dsx-metrics-dir"])
+def test_a_flag_without_its_value_is_named(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"argument {name}: expected one argument; give each"):
+        read_flags(["--dsx-preset", "diloco", *TWO, name])
+
+
+def test_a_folder_is_no_file_of_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="which is a folder; give a file"):
+        read_flags(["--dsx-config", str(tmp_path)])

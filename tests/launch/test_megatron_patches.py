@@ -44,8 +44,20 @@ def test_its_own_help_needs_neither_torch_nor_megatron() -> None:
 
 def test_a_missing_script_is_named() -> None:
     done = run("-m", "megatron_patches", "no_such.py", *FLAGS)
-    assert done.returncode == 1
-    assert done.stderr.startswith("megatron_patches: no script at no_such.py\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("megatron_patches: no script at no_such.py; give one that is")
+
+
+def test_a_flag_that_is_wrong_ends_it_with_one_line(tmp_path: Path) -> None:
+    script = tmp_path / "pretrain_gpt.py"
+    script.write_text("raise SystemExit('it ran')\n")
+    done = run("-m", "megatron_patches", script, *FLAGS, "--dsx-deadline-seconds", "Infinity")
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line == (
+        "megatron_patches: dsx.clusters.deadline_seconds=inf must be a finite number of at least "
+        "0.001 and at most 30,000,000; leave it out for 600.0"
+    )
 
 
 @pytest.mark.ci
