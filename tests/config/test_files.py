@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,7 @@ def test_values_that_no_json_has_are_told_by_name() -> None:
         "share": np.float64(0.5), "call": len, "made": object(), 5: {"x": (1, None)},
         "names": {"b", "a"},
     }  # fmt: skip
+    json.dumps(told(given))
     assert told(given) == {
         "dtype": "torch.bfloat16", "path": "a/b", "count": 3, "share": 0.5,
         "call": "<built-in function len>", "made": "object", "5": {"x": [1, None]},
