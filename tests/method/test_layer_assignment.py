@@ -192,8 +192,8 @@ def test_filling_makes_no_iteration_longer_and_drops_no_layer(case: Case) -> Non
 @pytest.mark.parametrize(
     ("backward", "transfer", "interval", "message"),
     [
-        ([1.0], [1.0, 2.0], 1, "1 entries and transfer_seconds has 2"),
-        ([], [], 1, "0 entries and transfer_seconds has 0"),
+        ([1.0], [1.0, 2.0], 1, "1 entries and schedule.transfer_seconds has 2"),
+        ([], [], 1, "0 entries and schedule.transfer_seconds has 0"),
         ([1.0, -1.0], [1.0, 1.0], 1, r"backward_seconds\[1\]=-1.0"),
         ([1.0], [nan], 1, r"transfer_seconds\[0\]=nan"),
         ([inf], [1.0], 1, r"backward_seconds\[0\]=inf"),

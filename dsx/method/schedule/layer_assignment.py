@@ -103,16 +103,16 @@ class _Profile(NamedTuple):
 def _profile(backward_seconds: Sequence[float], transfer_seconds: Sequence[float]) -> _Profile:
     if len(backward_seconds) != len(transfer_seconds) or not backward_seconds:
         raise ValueError(
-            f"backward_seconds has {len(backward_seconds)} entries and transfer_seconds has "
-            f"{len(transfer_seconds)}: both need one per layer, of 1 layer or more; profile both "
-            "over the same layers"
+            f"schedule.backward_seconds has {len(backward_seconds)} entries and "
+            f"schedule.transfer_seconds has {len(transfer_seconds)}: both need one per layer, of 1 "
+            "layer or more; give both of a profile of the same layers, or leave both out"
         )
     for name, values in (("backward", backward_seconds), ("transfer", transfer_seconds)):
         for layer, seconds in enumerate(values):
             if not (isfinite(seconds) and seconds >= 0):
                 raise ValueError(
-                    f"{name}_seconds[{layer}]={seconds} must be a finite number >= 0; "
-                    "profile that layer again"
+                    f"schedule.{name}_seconds[{layer}]={seconds} must be a finite number >= 0; "
+                    "give that of another profile, or leave both lists out"
                 )
     ready = list(accumulate(reversed(backward_seconds)))
     return _Profile(ready, list(reversed(transfer_seconds)))
