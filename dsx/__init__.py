@@ -53,7 +53,7 @@ __all__ = [
     "preset",
     "register",
 ]
-__version__ = "0.2.0"
+__version__ = "0.3.0.dev0"
 
 _NAMES = {  # no public name may be that of a module here, which would take its place
     "engines.attach": (
