@@ -72,14 +72,20 @@ def newest_good(
     base: str | Path,
     examine: Callable[[Candidate], Sequence[str | None]],
     tells: bool,
+    before: int | None = None,
 ) -> Candidate:
     """Return the newest candidate that is intact; all ranks of all clusters call it with the same.
 
-    `examine` says by cluster what is wrong with one, the same on all ranks. FileNotFoundError where
-    nothing is complete in all clusters, ValueError where that is not good.
+    `examine` says by cluster what is wrong with one, the same on all ranks; what is of step
+    `before` or later is not taken. FileNotFoundError where nothing is complete in all clusters,
+    ValueError where that is not good.
     """
     good, passed = candidates(found, base)
     for candidate in good:
+        if before is not None and candidate.step >= before:
+            why = f"training had diverged at step {before}"
+            passed.append(Passed(candidate.tag, candidate.step, why))
+            continue
         wrong = _by_cluster(examine(candidate))
         if not wrong:
             if tells:

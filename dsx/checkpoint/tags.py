@@ -11,6 +11,7 @@ A run may resume with another number of clusters: those that are new take cluste
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from dsx.checkpoint.checksums import (
     read_manifest,
     take_checksums,
 )
+from dsx.checkpoint.leftovers import REMOVED, begin_writing, end_writing
 
 Manifests = Mapping[str, Mapping[str, Any]]  # by tag
 
@@ -53,6 +55,7 @@ def cluster_directory(base: str | Path, cluster_id: int) -> Path:
 def begin_tag(directory: Path, tag: str) -> str:
     """Return the tag to write to until it is complete; call on one rank, before all write."""
     shutil.rmtree(directory / f"{tag}{UNFINISHED}", ignore_errors=True)
+    begin_writing(directory)
     return f"{tag}{UNFINISHED}"
 
 
@@ -70,14 +73,20 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
         final.rename(replaced)
     unfinished.rename(final)
     sync_to_disk(directory)
+    end_writing(directory)
 
 
 def write_durably(path: Path, text: str) -> None:
     """Write a small file as a whole or not at all."""
     unfinished = path.with_name(f"{path.name}.tmp")
-    unfinished.write_text(text)
-    sync_to_disk(unfinished)
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(text)
+        sync_to_disk(unfinished)
+        unfinished.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
     sync_to_disk(path.parent)
 
 
@@ -97,7 +106,7 @@ def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
     """
     found: dict[str, dict[str, Any]] = {}
     for manifest in directory.glob(f"*/{MANIFEST}") if directory.is_dir() else ():
-        if not manifest.parent.name.endswith(UNFINISHED):
+        if not manifest.parent.name.endswith((UNFINISHED, REMOVED)):
             found[manifest.parent.name] = read_manifest(manifest)
     return found
 

@@ -22,7 +22,14 @@ from pydantic import BaseModel
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.renames import with_new_names
 from dsx.config.schema import DsxConfig
-from dsx.config.sections import ClustersConfig, LinkConfig, MetricsConfig, StateConfig
+from dsx.config.sections import (
+    CheckpointsConfig,
+    ClustersConfig,
+    DivergenceConfig,
+    LinkConfig,
+    MetricsConfig,
+    StateConfig,
+)
 from dsx.core.renamed import COMMAND_LINE
 from dsx.method.choices import AXES, PRESETS
 
@@ -32,6 +39,8 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "metrics": MetricsConfig,
     "state": StateConfig,
     "link": LinkConfig,
+    "checkpoints": CheckpointsConfig,
+    "divergence": DivergenceConfig,
 }
 
 
@@ -190,6 +199,8 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
         "metrics": config.metrics.model_dump(),
         "state": config.state.model_dump(),
         "link": config.link.model_dump(),
+        "checkpoints": config.checkpoints.model_dump(),
+        "divergence": config.divergence.model_dump(),
         **config.axes,
     }
     for flag in all_flags():

@@ -25,12 +25,15 @@ from dsx.config.renames import with_new_names
 from dsx.config.sections import (
     COMMON,
     Block,
+    CheckpointsConfig,
     ClustersConfig,
+    DivergenceConfig,
     LinkConfig,
     MetricsConfig,
     StateConfig,
     check_address,
     check_clusters,
+    check_divergence,
     check_metrics,
 )
 from dsx.core.checks import nearest
@@ -52,6 +55,8 @@ class DsxConfig:
     metrics: MetricsConfig
     state: StateConfig
     link: LinkConfig
+    checkpoints: CheckpointsConfig
+    divergence: DivergenceConfig
     method: Method
     axes: dict[str, Any]
     given: Mapping[str, Any]
@@ -59,7 +64,12 @@ class DsxConfig:
     def common(self) -> dict[str, Any]:
         """Return what of it has to be the same in all clusters."""
         clusters = self.clusters.model_dump(mode="json", include=set(COMMON))
-        return {**self.axes, "link": self.link.model_dump(), "clusters": clusters}
+        sections = {
+            "link": self.link.model_dump(),
+            "checkpoints": self.checkpoints.model_dump(),
+            "divergence": self.divergence.model_dump(),
+        }
+        return {**self.axes, **sections, "clusters": clusters}
 
     def block(self) -> dict[str, Any]:
         """Return the "dsx" block with every default in it: reading it again gives the same."""
@@ -72,6 +82,12 @@ class DsxConfig:
             "metrics": metrics,
             "state": self.state.model_dump(),
             "link": self.link.model_dump(),
+            "checkpoints": self.checkpoints.model_dump(),
+            "divergence": {
+                key: value
+                for key, value in self.divergence.model_dump().items()
+                if value != type(self.divergence).model_fields[key].default
+            },
             **self.axes,
         }
 
@@ -105,6 +121,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     file = None if isinstance(source, Mapping) else str(source)
     method, axes = resolve_method(block.preset, overrides, block.clusters.num_clusters, file)
     check_metrics(block.metrics)
+    check_divergence(block.divergence)
     check_address(block.clusters)
     return DsxConfig(
         preset=block.preset,
@@ -112,6 +129,8 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         metrics=block.metrics,
         state=block.state,
         link=block.link,
+        checkpoints=block.checkpoints,
+        divergence=block.divergence,
         method=dataclasses.replace(
             method,
             on_mismatch=block.clusters.on_mismatch,

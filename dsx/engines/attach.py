@@ -152,6 +152,7 @@ def attach(
     if optimizer is None:
         return _attach_deepspeed(engine, world, settings, facts or {})
     _refuse_unused(settings)
+    _refuse_of_script(settings)
     method = settings.method
     _refuse_unequal_ranks(engine, world, method)
     is_on_host = settings.state.device == "host"
@@ -200,6 +201,7 @@ def attach_megatron(
         raise ValueError("this optimizer has a dsx handle already: attach it once")
     resolved = load_config(config)
     _refuse_unused(resolved)
+    _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     is_on_host = resolved.state.device == "host"
     adapter = MegatronAdapter(chunks, optimizer, resolved.method.fragments, is_on_host)
@@ -220,6 +222,23 @@ def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str,
         "optimizer": settings_of_optimizers(optimizers),
         "model": settings_of_modules(model.named_modules()),
     }
+
+
+def _refuse_of_script(settings: DsxConfig) -> None:
+    if settings.checkpoints.keep is not None:
+        raise ConfigError(
+            f"dsx.checkpoints.keep={settings.checkpoints.keep} has no effect here: with plain "
+            "PyTorch the script writes its checkpoints, and deletes them; leave it out"
+        )
+
+
+def _refuse_of_megatron(settings: DsxConfig) -> None:
+    if settings.divergence.max_rollbacks:
+        raise ConfigError(
+            f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "
+            "Megatron, whose loop counts iterations and samples itself: leave it out; a run that "
+            "has diverged ends, and the next start takes the last good checkpoint"
+        )
 
 
 def _refuse_unused(settings: DsxConfig, divides_data: bool = False) -> None:

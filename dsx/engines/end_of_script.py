@@ -61,5 +61,6 @@ def end_when_told(model: nn.Module, handle: Handle, world: World) -> None:
     def before_forward(module: nn.Module, args: Any) -> None:
         if preemption.engine is end:  # unless somebody knows better
             preemption.end_if_due()
+        handle.rollback.go_back_if_due()
 
     model.register_forward_pre_hook(before_forward)

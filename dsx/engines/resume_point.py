@@ -21,16 +21,23 @@ Gather = Callable[[Any], list[Any]]  # one value per cluster, on every rank
 logger = logging.getLogger(__name__)
 
 
-def choose(gather: Gather, world: World, base: str | Path, wanted: str | None) -> tuple[int, str]:
+def choose(
+    gather: Gather,
+    world: World,
+    base: str | Path,
+    wanted: str | None,
+    before: int | None = None,
+) -> tuple[int, str]:
     """Return the cluster whose tag this one loads, and the tag. Collective over all clusters.
 
-    `gather` gives one value per cluster. ValueError, in all clusters, for a `wanted` tag that is
-    damaged.
+    `gather` gives one value per cluster. With `before`, what is of that step or later is passed
+    over. ValueError, in all clusters, for a `wanted` tag that is damaged.
     """
+    wanted = None if wanted is None else str(wanted)  # a number, in scripts
     found = gather(tags_within_reach(base, world.cluster_id))
     if wanted is None:
         chosen = newest_good(
-            found, base, lambda one: _examine(gather, world, base, one), world.rank == 0
+            found, base, lambda one: _examine(gather, world, base, one), world.rank == 0, before
         )
         return chosen.sources[world.cluster_id]
     sources = common_tag(found, base, wanted)

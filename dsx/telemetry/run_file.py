@@ -6,6 +6,7 @@
         session       the name of this start, the same in all clusters
         time, step    when, and the inner steps taken before
         resumed_from, resumed_session      the checkpoint, and the start that wrote it; or null
+        rolled_back   from_step and why, where training had diverged and went back
         (facts)       of the program: settings as given and resolved, versions, sizes, host
         end           time, step and how, and how many records which files lack, if any do; null of
                       a run under way, or that was killed
@@ -99,6 +100,20 @@ class RunFile:
         self._document["checkpoints"] = [*others, entry]
         if self._pending is None:
             self._write()
+
+    def rolled_back(self, why: str, step: int) -> None:
+        """Say that the start which has just begun goes back, from a step of the one before."""
+        if self._pending is not None:
+            self._pending["rolled_back"] = {"from_step": step, "why": why}
+
+    def deleted(self, path: Path) -> None:
+        """Take a checkpoint out; any thread may call it."""
+        if self._directory is not None:
+            gone = self._relative(path)
+            kept = [c for c in self._document["checkpoints"] if c["path"] != gone]
+            self._document["checkpoints"] = kept
+            if self._pending is None:
+                self._write()
 
     def end(self, step: int, how: str) -> None:
         """Say how the run ended, unless that has been said."""

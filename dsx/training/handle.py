@@ -20,10 +20,12 @@ from dsx.core.engine import EngineAdapter
 from dsx.method.method import Method
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.recovery import NonFiniteError
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.agreement import layout_of, require_alike
+from dsx.training.divergence import Divergence, refuse_stages
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
 from dsx.training.gathering import Gathering
@@ -31,6 +33,7 @@ from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.preemption import Callback, Preemption
 from dsx.training.records import Records
+from dsx.training.rollback import Rollback
 from dsx.training.saving import Saving
 
 logger = logging.getLogger(__name__)
@@ -86,8 +89,12 @@ class Handle:
         )
         self._gathering = Gathering(transport, world.in_cluster())
         self.notices = Notices.of(world, self.loop)
+        self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
-        self._saving = Saving(self.loop, world, config, self._records, self._syncs)
+        self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
+        refuse_stages(config.divergence, adapter.stage.count)
+        watch, records = self._divergence, self._records
+        self.rollback = Rollback(watch, self._saving, self.loop, world, records, self._gathering)
         self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, adapter)
@@ -147,8 +154,14 @@ class Handle:
         require_own(self._own, "an inner step")
         self.preemption.begin_boundary()
         with self._saving.naming_last():
-            was_written = self.loop.after_inner_step(is_skipped)
+            try:
+                was_written = self.loop.after_inner_step(is_skipped)
+            except NonFiniteError as error:
+                if not self.rollback.survives(error):
+                    raise
+                was_written = True
             self.notices.pass_boundary(self.step)
+            self.rollback.pass_boundary()
         self.is_finished = False
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
@@ -164,6 +177,8 @@ class Handle:
     def log_step(self, **fields: Any) -> None:
         """Complete the record of the step just taken, e.g. `log_step(loss=2.1, tokens=8192)`."""
         self._records.complete_step(fields)
+        if "loss" in fields:
+            self._divergence.look_at(fields["loss"], self.step)
 
     def log(self, kind: str, **fields: Any) -> None:
         """Write a record of any other kind, e.g. `log("validation", loss=2.2)`."""
@@ -172,6 +187,18 @@ class Handle:
     def track(self, **objects: Resumable) -> None:
         """Let the position of these objects travel with every checkpoint, under their names."""
         self._saving.tracked.update(objects)
+
+    @property
+    def only_before(self) -> int | None:
+        """While going back, the step before which a checkpoint has to be."""
+        return self._saving.before
+
+    def on_rollback(self, callback: Callable[[Path], Any]) -> None:
+        """Let `callback(directory)` follow where training goes back (`divergence.max_rollbacks`).
+
+        On every rank. A script that saves by itself loads all there, and calls `load(directory)`.
+        """
+        self.rollback.callback = callback
 
     def on_preemption(self, callback: Callback) -> None:
         """Let `callback(directory)` save what is the script's own where the run is told to end.
@@ -289,7 +316,12 @@ class Handle:
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
         self._saving.saved(directory)
+        self.rollback.saved(directory)
         self.preemption.follow(directory)
+
+    def not_saved(self, directory: Path) -> None:
+        """Take back a checkpoint of this step that could not be completed; the engines call it."""
+        self._saving.not_saved(directory)
 
     def close(self) -> None:
         """Write the last records, release connections, and let go of the engine."""
@@ -297,6 +329,7 @@ class Handle:
             return  # the process ends
         self.preemption.close()
         self.loop.adapter.detach()
+        self._saving.keeping.close()
         self._records.end(self.step, "closed without finish()")
         self._records.close()
         self._syncs.close()

@@ -131,6 +131,14 @@ class Records:
         """Enter a checkpoint that is complete."""
         self._run.saved(path, step)
 
+    def rolled_back(self, why: str, step: int) -> None:
+        """Enter that this start is one of training that went back, from a step."""
+        self._run.rolled_back(why, step)
+
+    def deleted(self, path: Path) -> None:
+        """Take a checkpoint out that is there no more."""
+        self._run.deleted(path)
+
     def end(self, step: int, how: str) -> None:
         """Enter how the run ended, and write what there is."""
         self._next_step.end()

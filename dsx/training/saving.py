@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import shutil
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dsx.checkpoint.checksums import UNFINISHED
+from dsx.checkpoint.files import rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.transport import PeerLost
+from dsx.core.units import format_bytes
 from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
+from dsx.training.keeping import Keeping
+from dsx.training.notices import Notices
 from dsx.training.positions import Resumable, restore_positions
 from dsx.training.records import Records
 
@@ -29,15 +36,25 @@ class Saving:
     """One rank's outer state, to and from the directories of checkpoints."""
 
     def __init__(
-        self, loop: OuterLoop, world: World, config: DsxConfig, records: Records, syncs: SyncRecords
+        self,
+        loop: OuterLoop,
+        world: World,
+        config: DsxConfig,
+        records: Records,
+        syncs: SyncRecords,
+        notices: Notices,
     ) -> None:
+        keep, is_first = config.checkpoints.keep, world.rank == 0
+        self.keeping = Keeping(notices, world.num_clusters, is_first, keep, records.deleted)
         self.tracked: dict[str, Resumable] = {}
         self._loop = loop
         self._world = world
         self._axes = config.axes
         self._records = records
         self._syncs = syncs
-        self._last: Path | None = None
+        self.last: Path | None = None
+        self._keeps_data = False
+        self.before: int | None = None
         self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
 
     @property
@@ -48,6 +65,7 @@ class Saving:
     def pass_boundary(self) -> None:
         """Forget what was saved at the step before."""
         self._of_step = {}
+        self.keeping.pass_boundary()
 
     def save(
         self,
@@ -78,7 +96,7 @@ class Saving:
             "is_finished": is_finished,
         }
         rank_info, session = self._world.rank_info, self._world.session
-        with self.naming_last():
+        with self.naming_last(), _leaving_nothing_half(rank_file(directory, rank_info.rank)):
             save_state(loop, directory, rank_info, session, self._axes, states, own_masters)
 
     def load(
@@ -90,16 +108,38 @@ class Saving:
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         loop.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
-        restore_positions(self.tracked, states, directory, is_other_number)
+        if not self._keeps_data:
+            restore_positions(self.tracked, states, directory, is_other_number)
         self._of_step = {}
-        self._last = directory
+        self.last = directory
+        self.keeping.loaded(directory)
         self._records.begin(loop.history.step, loop.totals, directory)
         return counters.get("is_finished", False)
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
-        self._last = directory
+        self.last = directory
         self._records.saved(directory, self._loop.history.step)
+        self.keeping.saved(directory, self._loop.history.step)
+
+    def not_saved(self, directory: Path) -> None:
+        """Take back a checkpoint of this step that could not be completed."""
+        self._of_step.pop(str(directory), None)
+
+    @property
+    def base(self) -> Path | None:
+        """Where this run has saved or loaded tags, each cluster in its own directory."""
+        last = self.last
+        return last.parents[1] if last and last.parent.name.startswith("cluster_") else None
+
+    @contextmanager
+    def going_back(self, keeps_data: bool, before: int) -> Generator[None, None, None]:
+        """Load inside what was saved before a step; without the positions of the data, if so."""
+        self._keeps_data, self.before = keeps_data, before
+        try:
+            yield
+        finally:
+            self._keeps_data, self.before = False, None
 
     def save_again(self) -> None:
         """Save what was saved at this step before the run was finished once more."""
@@ -120,8 +160,25 @@ class Saving:
         try:
             yield
         except (PeerLost, ParityError, NonFiniteError) as error:
-            is_usable = self._last is not None and not isinstance(error, NonFiniteError)
-            advice = f"resume from {self._last}" if is_usable else self._last or "none saved"
+            is_usable = self.last is not None and not isinstance(error, NonFiniteError)
+            advice = f"resume from {self.last}" if is_usable else self.last or "none saved"
             told = type(error)(f"{error}; last checkpoint: {advice}")
             self._records.end(self._loop.history.step, f"{type(error).__name__}: {told}")
             raise told from None
+
+
+@contextmanager
+def _leaving_nothing_half(path: Path) -> Generator[None, None, None]:
+    """Remove the temporary file of a rank whose disk is full; the error names the disk's space."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            path.with_suffix(".tmp").unlink(missing_ok=True)
+        free = shutil.disk_usage(path.parent if path.parent.is_dir() else Path.cwd()).free
+        why = getattr(error, "strerror", None) or str(error)
+        raise OSError(
+            getattr(error, "errno", None) or errno.EIO,
+            f"{why}; {format_bytes(free)} are free there",
+            str(path),
+        ) from error

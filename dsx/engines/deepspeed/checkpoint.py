@@ -27,15 +27,15 @@ from dsx.checkpoint.files import FORMAT, SavedCluster
 from dsx.checkpoint.health import find_trouble, tensors_of
 from dsx.checkpoint.pipeline_repartition import is_cut_anew, own_cut, saved_cut
 from dsx.checkpoint.tags import (
-    UNFINISHED,
     Manifest,
-    begin_tag,
     cluster_directory,
     complete_tag,
     write_durably,
 )
 from dsx.comm.world import World
-from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
+from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.cluster_collectives import gather_objects
+from dsx.engines.deepspeed.full_disk import failing_together
 from dsx.engines.deepspeed.parameters import stepping_optimizer
 from dsx.engines.deepspeed.pickles import find_code
 from dsx.engines.deepspeed.pipeline import (
@@ -67,13 +67,14 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
         with handle.saving():
-            begun: str = from_first(begin_tag(directory, tag) if world.rank == 0 else None)
-            state = {**mark_replicas(engine), **end.script_state(directory / begun, client_state)}
-            result = save_checkpoint(str(directory), begun, state, False, exclude_frozen_parameters)
-            arguments = save_dir, tag, client_state, save_latest, exclude_frozen_parameters
-            handle.save(directory / begun, lambda: save(*arguments))
-            _complete(engine, handle, world, directory, tag, save_latest)
-        meet_in_cluster(f"save {tag}")
+            saving = AgreedSave(handle, directory, tag, world.rank == 0)
+            begun, excludes = saving.unfinished, exclude_frozen_parameters
+            state = {**mark_replicas(engine), **end.script_state(begun, client_state)}
+            with failing_together(engine, saving):
+                result = save_checkpoint(str(directory), begun.name, state, False, excludes)
+            arguments = save_dir, tag, client_state, save_latest, excludes
+            saving.do(lambda: handle.save(begun, lambda: save(*arguments)))
+            _complete(engine, handle, world, saving, save_latest)
         handle.saved(directory / tag)
         return result
 
@@ -88,8 +89,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
     ) -> Any:
         """Load as DeepSpeed does, from this cluster's directory, with the outer state."""
         _require_everything(load_optimizer_states and not load_module_only)
-        wanted = None if tag is None else str(tag)
-        source, tag = choose(handle.gather, world, load_dir, wanted)
+        source, tag = choose(handle.gather, world, load_dir, tag, handle.only_before)
         directory = cluster_directory(load_dir, source)
         saved = SavedCluster(directory / tag)
         is_repartitioned = _is_cut_anew(engine, handle, saved)
@@ -100,18 +100,15 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
                 str(directory), own_tag, load_module_strict, True, load_lr_scheduler_states, False,
                 custom_load_fn,
             )  # fmt: skip
-        handle.load(
-            directory / tag,
-            is_new=source != world.cluster_id,
-            is_other_number=saved.num_clusters != world.num_clusters,
-            is_repartitioned=is_repartitioned,
-        )
+        is_new, is_other = source != world.cluster_id, saved.num_clusters != world.num_clusters
+        handle.load(directory / tag, is_new, is_other, is_repartitioned)
         result[1].pop("universal_checkpoint_info", None)
         if own_tag != tag:  # weights that ZeRO-3 keeps gathered are of before
             handle.loop.adapter.sync_model_weights()
         return result
 
     engine.save_checkpoint, engine.load_checkpoint = save, load
+    handle.rollback.load = load
 
 
 def _require_everything(is_wanted: bool) -> None:
@@ -123,20 +120,23 @@ def _require_everything(is_wanted: bool) -> None:
 
 
 def _complete(
-    engine: Any, handle: Handle, world: World, directory: Path, tag: str, is_latest: bool
+    engine: Any, handle: Handle, world: World, saving: AgreedSave, is_latest: bool
 ) -> None:
     """Write what belongs to all ranks, and give the tag its name. Collective in the cluster."""
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
     troubles = gather_objects(find_trouble(handle.loop, tensors_of([stepping_optimizer(engine)])))
-    if world.rank == 0:
-        write_durably(directory / f"{tag}{UNFINISHED}" / MODULE_FACTS, facts)
-        manifest = Manifest(
-            FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-            handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
-        )  # fmt: skip
-        complete_tag(directory, tag, manifest)
-        if is_latest:
-            write_durably(directory / "latest", tag)
+    directory, tag = saving.final.parent, saving.final.name
+    with saving.part():
+        if world.rank == 0:
+            write_durably(saving.unfinished / MODULE_FACTS, facts)
+            manifest = Manifest(
+                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+                handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
+            )  # fmt: skip
+            complete_tag(directory, tag, manifest)
+            if is_latest:
+                write_durably(directory / "latest", tag)
+    saving.agree()
 
 
 def _describe_module(engine: Any) -> dict[str, Any]:

@@ -57,6 +57,7 @@ def end_when_told(engine: Any, handle: Handle) -> EndOfEngine:
         def taken(*args: Any, **kwargs: Any) -> Any:
             result = take(*args, **kwargs)
             preemption.end_if_due()
+            handle.rollback.go_back_if_due()
             return result
 
         return taken

@@ -22,7 +22,6 @@ from dsx.checkpoint.files import FORMAT, SavedCluster
 from dsx.checkpoint.health import find_trouble, tensors_of
 from dsx.checkpoint.tags import (
     Manifest,
-    begin_tag,
     cluster_directory,
     common_tag,
     complete_tag,
@@ -30,7 +29,8 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World, current_world
-from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
+from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.megatron.copies import bit_sum
 from dsx.training.handle import Handle
 
@@ -48,18 +48,21 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     base = cluster_directory(_outer(directory), world.cluster_id)
     tag = _tag(iteration)
     sums = _sum_masters(handle)
-    unfinished: Path = base / from_first(begin_tag(base, tag) if world.rank == 0 else None)
-    handle.save(unfinished)
+    saving = AgreedSave(handle, base, tag, world.rank == 0)
+    with saving.part():
+        handle.save(saving.unfinished)
+    saving.agree()
     adapter: Any = handle.loop.adapter
     troubles = gather_objects(find_trouble(handle.loop, tensors_of(adapter.inner_optimizers)))
-    if world.rank == 0:
-        write_durably(unfinished / MASTERS, json.dumps(sums))
-        manifest = Manifest(
-            FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-            handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
-        )  # fmt: skip
-        complete_tag(base, tag, manifest)
-    meet_in_cluster(f"complete {tag}")
+    with saving.part():
+        if world.rank == 0:
+            write_durably(saving.unfinished / MASTERS, json.dumps(sums))
+            manifest = Manifest(
+                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+                handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
+            )  # fmt: skip
+            complete_tag(base, tag, manifest)
+    saving.agree()
     handle.saved(base / tag)
 
 

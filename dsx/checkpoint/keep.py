@@ -1,0 +1,47 @@
+"""Which checkpoints of a cluster may go, where a run keeps the last few of them.
+
+What counts is good and complete in all clusters; what is older than the last K of these goes. So
+neither the last good one is deleted, nor one that another cluster may still need: a cluster that
+died while saving, or whose values are not finite, lets the others keep what they have.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REPLACED
+from dsx.checkpoint.leftovers import REMOVED
+from dsx.checkpoint.tags import Manifests
+
+
+def superfluous(manifests: Manifests, common: Collection[str], keep: int) -> list[str]:
+    """Return the tags that may go, the oldest first; `common` are complete in all clusters.
+
+    What holds the finished model stays, and so does what cannot be read.
+    """
+    known = {tag: manifest for tag, manifest in manifests.items() if DAMAGED not in manifest}
+    good = [tag for tag in common if tag in known and known[tag].get("trouble") == ""]
+    steps = sorted({known[tag]["step"] for tag in good}, reverse=True)
+    if len(steps) < keep:
+        return []
+    oldest = steps[keep - 1]
+    gone = [
+        tag
+        for tag, manifest in known.items()
+        if (manifest["step"] < oldest and not manifest.get("is_finished"))
+        or (tag.endswith(REPLACED) and tag.removesuffix(REPLACED) in good)
+    ]
+    return sorted(gone, key=lambda tag: known[tag]["step"])
+
+
+def remove_tag(directory: Path, tag: str) -> None:
+    """Delete a tag of a cluster; killed meanwhile, it leaves nothing that looks complete."""
+    path, removed = directory / tag, directory / f"{tag}{REMOVED}"
+    (path / MANIFEST).unlink(missing_ok=True)
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)  # a save that begins removes leftovers, too
+    if removed.exists():
+        raise OSError(f"{removed} cannot be deleted as a whole")

@@ -1,0 +1,101 @@
+"""One checkpoint of a cluster, which all its ranks have saved or none.
+
+A rank that cannot write (a full disk) goes on to where all ranks meet, so that none waits for it in
+vain. There all raise the same error, and what was written so far is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from dsx.checkpoint.checksums import UNFINISHED
+from dsx.checkpoint.leftovers import end_writing
+from dsx.checkpoint.tags import begin_tag, complete_tags
+from dsx.core.units import format_bytes
+from dsx.engines.cluster_collectives import from_first, gather_objects
+from dsx.training.handle import Handle
+
+logger = logging.getLogger(__name__)
+
+
+class AgreedSave:
+    """A save to `directory / tag`; every rank of the cluster makes one, and so begins it."""
+
+    def __init__(self, handle: Handle, directory: Path, tag: str, is_first: bool) -> None:
+        self.final = directory / tag
+        self.unfinished = directory / f"{tag}{UNFINISHED}"
+        self._handle = handle
+        self._is_first = is_first
+        self._trouble: str | None = None
+        with self.part():
+            if is_first:
+                begin_tag(directory, tag)
+        from_first(None)  # nobody writes before
+
+    @contextmanager
+    def part(self) -> Generator[None, None, None]:
+        """Do a part of it that no collective is in; a failure waits for `agree`."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            self.note(error)
+
+    def do(self, save: Callable[[], object]) -> None:
+        """Do a part, and agree on it. Collective."""
+        with self.part():
+            save()
+        self.agree()
+
+    def note(self, error: Exception) -> None:
+        """Keep the first failure of this rank."""
+        if self._trouble is None:
+            where = getattr(error, "filename", None)
+            why = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            self._trouble = f"{why} ({where})" if where else why
+
+    def agree(self) -> None:
+        """Return if all ranks have done their parts, else OSError on all. Collective."""
+        everyone = gather_objects(self._trouble)
+        wrong = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why]
+        if not wrong:
+            return
+        room = ""
+        if self._is_first:
+            room = _room(self.final.parent, self.unfinished)
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+            end_writing(self.final.parent)
+        room = from_first(room)
+        self._handle.not_saved(self.final)
+        raise OSError(
+            f"checkpoint {self.final} is not saved: {'; '.join(wrong[:4])}; {room}; what was saved "
+            "before is as it was: free some space, let checkpoints.keep delete old ones, or save "
+            "elsewhere"
+        )
+
+
+def _room(directory: Path, unfinished: Path) -> str:
+    """Say how much a disk has left, and how much a checkpoint takes."""
+    place = directory.resolve()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    disk = place
+    while not os.path.ismount(disk) and disk != disk.parent:
+        disk = disk.parent
+    free = format_bytes(shutil.disk_usage(place).free)
+    done = complete_tags(directory)
+    last = max(done, key=lambda tag: (done[tag].get("step", 0), tag), default=None)
+    told = f"{format_bytes(_size(unfinished))} had been written"
+    if last is not None:
+        told = f"{last} takes {format_bytes(_size(directory / last))}, and {told}"
+    return f"the disk at {disk} has {free} free ({told})"
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

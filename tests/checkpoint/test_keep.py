@@ -1,0 +1,158 @@
+"""Keeping the last few checkpoints: the last good one, and what another cluster needs, stay."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.checkpoint.keep import remove_tag, superfluous
+from dsx.checkpoint.leftovers import begin_writing, end_writing
+from dsx.checkpoint.tags import begin_tag, complete_tags
+from dsx.training.keeping import Keeping
+from dsx.training.notices import Due
+from tests.checkpoint.test_tags import write
+
+
+def steps(directory: Path) -> list[int]:
+    return sorted(manifest["step"] for manifest in complete_tags(directory).values())
+
+
+def test_what_is_older_than_the_last_few_good_ones_goes(tmp_path: Path) -> None:
+    for step in (10, 20, 30, 40):
+        write(tmp_path, 0, step)
+    write(tmp_path, 0, 5, is_finished=True)
+    write(tmp_path, 0, 50, trouble="the masters at step 50: not finite")
+    held = complete_tags(tmp_path / "cluster_0")
+    common = set(held)
+    assert superfluous(held, common, 2) == ["step10", "step20"]  # 50 does not count, 5 is a model
+    assert superfluous(held, common, 4) == []
+    assert superfluous(held, {"step10", "step50"}, 1) == []  # 20 to 40 may be lacking elsewhere
+    assert superfluous(held, {"step30"}, 1) == ["step10", "step20"]
+    del held["step30"]["trouble"]  # of an older dsx: not known to be finite
+    assert superfluous(held, {"step30"}, 1) == []
+    (tmp_path / "cluster_0" / "step10" / "dsx.json").write_text("{")
+    held = complete_tags(tmp_path / "cluster_0")
+    assert superfluous(held, common, 2) == ["step20"]
+
+
+def test_what_was_before_it_was_written_again_goes_where_all_have_the_new_one(
+    tmp_path: Path,
+) -> None:
+    for session in "ab":
+        write(tmp_path, 0, 10, session)
+    held = complete_tags(tmp_path / "cluster_0")
+    assert superfluous(held, {"step10"}, 1) == ["step10.replaced"]
+    assert superfluous(held, set(), 1) == []
+
+
+def test_a_deletion_that_is_killed_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    write(tmp_path, 0, 10)
+    directory = tmp_path / "cluster_0"
+    (directory / "step10").rename(directory / "step10.removed")  # killed before the files were gone
+    assert complete_tags(directory) == {}
+    begin_tag(directory, "step20")
+    assert [path.name for path in directory.iterdir()] == [".writing"]
+    write(tmp_path, 0, 10)
+    remove_tag(directory, "step10")
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("writer", ["dead", "alive", "elsewhere", "unknown"])
+@pytest.mark.parametrize("is_old", [False, True])
+def test_what_a_killed_save_left_goes_unless_it_may_be_under_way(
+    writer: str, is_old: bool, tmp_path: Path
+) -> None:
+    left = tmp_path / "step10.unfinished" / "deep"
+    left.mkdir(parents=True)
+    (left / "file").write_text("half")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    process = os.getppid() if writer == "alive" else ended.pid
+    host = "another" if writer == "elsewhere" else socket.gethostname()
+    if writer != "unknown":
+        (tmp_path / ".writing").write_text(json.dumps({"host": host, "process": process}))
+    if is_old:
+        for path in (left / "file", left, left.parent):
+            os.utime(path, (0, 0))
+    begin_writing(tmp_path)
+    assert left.exists() == (writer != "dead" and not is_old)
+    assert json.loads((tmp_path / ".writing").read_text())["process"] == os.getpid()
+    end_writing(tmp_path)
+    assert not (tmp_path / ".writing").exists()
+
+
+class Board:
+    """Notices of several clusters in one process: all are due at the next look."""
+
+    def __init__(self) -> None:
+        self.posted: list[Due] = []
+        self.seen: dict[int, int] = {}
+
+    def of(self, cluster: int) -> Any:
+        board = self
+
+        class Own:
+            def post(self, kind: str, payload: Any) -> None:
+                board.posted.append(Due(0, kind, payload, cluster, 0))
+
+            def due(self, kind: str) -> list[Due]:
+                first = board.seen.get(cluster, 0)
+                board.seen[cluster] = len(board.posted)
+                return board.posted[first:]
+
+        return Own()
+
+
+def test_a_cluster_deletes_nothing_before_all_have_what_is_newer(tmp_path: Path) -> None:
+    board, forgotten = Board(), list[str]()
+    clusters = [
+        Keeping(board.of(m), 2, True, 2, lambda path: forgotten.append(f"{path}")) for m in range(2)
+    ]
+
+    def save(cluster: int, step: int) -> None:
+        write(tmp_path, cluster, step)
+        clusters[cluster].saved(tmp_path / f"cluster_{cluster}" / f"step{step}", step)
+
+    def pass_boundary() -> None:
+        for keeping in clusters:
+            keeping.pass_boundary()
+            keeping.close()
+
+    for step in (10, 20):
+        save(0, step)
+        save(1, step)
+    pass_boundary()
+    save(0, 30)  # and cluster 1 dies while it saves, or is late
+    save(0, 40)
+    pass_boundary()
+    assert steps(tmp_path / "cluster_0") == [10, 20, 30, 40]
+    save(1, 30)
+    pass_boundary()
+    assert steps(tmp_path / "cluster_0") == [20, 30, 40]
+    assert steps(tmp_path / "cluster_1") == [20, 30]
+    assert sorted(forgotten) == [str(tmp_path / f"cluster_{m}" / "step10") for m in range(2)]
+
+
+def test_a_deletion_that_fails_is_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    board = Board()
+    keeping = Keeping(board.of(0), 1, True, 1, lambda path: None)
+    for step in (10, 20):
+        write(tmp_path, 0, step)
+        keeping.saved(tmp_path / "cluster_0" / f"step{step}", step)
+
+    def refuse(self: Path, other: Path) -> Path:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    keeping.pass_boundary()
+    keeping.close()
+    assert "an old checkpoint stays: [Errno 13] Permission denied" in caplog.text
