@@ -19,6 +19,7 @@ from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
 from megatron_patches import probe
 from megatron_patches.data import agree
+from megatron_patches.resume import choose_iteration
 from megatron_patches.run import Run
 from megatron_patches.save_directory import claim_directory
 
@@ -44,6 +45,7 @@ def patch(run: Run) -> None:
         refuse_backend(arguments.distributed_backend, dist.get_backend())
         if run.handle is None:
             claim_directory(run, arguments.save)
+            choose_iteration(run, arguments)
         made = original(*args, **kwargs)
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], list)):
             raise probe.UnknownMegatron(

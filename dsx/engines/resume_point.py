@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +28,22 @@ def choose(
     base: str | Path,
     wanted: str | None,
     before: int | None = None,
+    also: Callable[[str], str | None] = lambda tag: None,
 ) -> tuple[int, str]:
     """Return the cluster whose tag this one loads, and the tag. Collective over all clusters.
 
     `gather` gives one value per cluster. With `before`, what is of that step or later is passed
-    over. ValueError, in all clusters, for a `wanted` tag that is damaged.
+    over; `also` says of this cluster's tag what else is wrong. ValueError, in all clusters, for a
+    `wanted` tag that is damaged.
     """
     wanted = None if wanted is None else str(wanted)  # a number, in scripts
     found = gather(tags_within_reach(base, world.cluster_id))
     if wanted is None:
-        chosen = newest_good(
-            found, base, lambda one: _examine(gather, world, base, one), world.rank == 0, before
-        )
+        examine = partial(_examine, gather, world, base, also)
+        chosen = newest_good(found, base, examine, world.rank == 0, before)
         return chosen.sources[world.cluster_id]
     sources = common_tag(found, base, wanted)
-    told = _examine(gather, world, base, Candidate(wanted, 0, tuple(sources)))
+    told = _examine(gather, world, base, also, Candidate(wanted, 0, tuple(sources)))
     for cluster, why in enumerate(told):
         if why:
             raise ValueError(f"cluster {cluster}: {why}; {_others(found, wanted)}")
@@ -54,12 +56,17 @@ def choose(
 
 
 def _examine(
-    gather: Gather, world: World, base: str | Path, candidate: Candidate
+    gather: Gather,
+    world: World,
+    base: str | Path,
+    also: Callable[[str], str | None],
+    candidate: Candidate,
 ) -> list[str | None]:
     """Return by cluster what one of its ranks finds wrong with the files of a tag."""
     source, name = candidate.sources[world.cluster_id]
     directory = cluster_directory(base, source) / name
-    ours = gather_objects(find_damage(directory, world.rank, world.world_size))
+    own = also(name) or find_damage(directory, world.rank, world.world_size)
+    ours = gather_objects(own)
     return gather(next((trouble for trouble in ours if trouble), None))
 
 
