@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from dsx.comm.world import backend_of_world
+from dsx.comm.cluster_world import backend_of_world
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import load_config
 from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend, refuse_layerwise

@@ -23,7 +23,7 @@ def rendezvous(
     Use it with "clusters": {"rendezvous": "tcp://HOST:PORT", "store": "standalone"}. Ctrl-C ends
     it.
     """
-    from dsx.comm.rendezvous import open_store
+    from dsx.comm.store import open_store
 
     ends = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)  # before the store's threads inherit the mask

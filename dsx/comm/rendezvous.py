@@ -21,38 +21,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from dsx.comm.claims import claim, holder, is_alive, refusal_of
+from dsx.comm.store import another_connection, open_store
 from dsx.comm.topology import RankInfo
 from dsx.comm.versions import about_me, refusal, tell_differences
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
+_JOIN = "dsx/join"
+_LOOK_SECONDS = 2.0
 _POLL_SECONDS = 0.05
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
-
-
-def open_store(host: str, port: int, *, is_host: bool, deadline_seconds: float) -> dist.TCPStore:
-    """Connect to the store, or host it; PeerLost if nobody answers within the deadline."""
-    try:
-        with waiting_for(f"the rendezvous store at {host}:{port}", deadline_seconds):
-            return dist.TCPStore(
-                host,
-                port,
-                is_master=is_host,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=deadline_seconds),
-            )
-    except RuntimeError as error:
-        if is_host:
-            raise RuntimeError(
-                f"cannot listen on {host}:{port} for the rendezvous store: "
-                f"{str(error).splitlines()[0]}; choose a free port"
-            ) from error
-        raise PeerLost(
-            f"no rendezvous store answered at {host}:{port} within {deadline_seconds:g} s "
-            "(clusters.join_deadline_seconds): start cluster 0, or `dsx rendezvous`, and check "
-            "that this host can reach that port"
-        ) from error
 
 
 class Rendezvous:
@@ -163,8 +143,9 @@ def meet(
 
     Called by rank 0 of each cluster. A cluster posts a fresh nonce and answers the nonces it sees
     from the others; only a live cluster answers a fresh one. PeerLost names who never came;
-    ValueError says if clusters disagree about their number or size, or run versions that cannot
-    meet (versions.py); `may_differ` is that of the configuration.
+    ValueError says if clusters disagree about their number or size, run versions that cannot meet
+    (versions.py), or if another process that is alive is this cluster (claims.py). `may_differ` is
+    that of the configuration.
     """
     nonce = uuid.uuid4().hex
     hello = {
@@ -173,7 +154,9 @@ def meet(
         "num_clusters": rank_info.num_clusters,
         "world_size": rank_info.world_size,
     }
-    store = dist.PrefixStore("dsx/join", store)
+    beats = dist.PrefixStore(_JOIN, another_connection(store))
+    store = dist.PrefixStore(_JOIN, store)
+    claim(store, beats, rank_info.cluster_id, nonce)
     store.set(f"here/{rank_info.cluster_id}", json.dumps(hello))
     peers = [m for m in range(rank_info.num_clusters) if m != rank_info.cluster_id]
     answered: dict[int, str] = {}
@@ -190,6 +173,7 @@ def meet(
                     met[peer] = json.loads(store.get(answer))
                     _require_alike(rank_info, peer, hello, met[peer])
             missing = [m for m in peers if m not in met]
+            _require_same_number(store, rank_info, missing)
             if missing and time.monotonic() > until:
                 raise PeerLost(
                     f"{_name(missing)} of {rank_info.num_clusters} did not come within "
@@ -199,6 +183,19 @@ def meet(
             time.sleep(_POLL_SECONDS)
     tell_differences(met)
     return "-".join(str(met[m]["nonce"])[:8] for m in range(rank_info.num_clusters))
+
+
+def refuse_second_host(host: str, port: int) -> None:
+    """Raise ValueError if the store at an address is that of another cluster 0, which is alive."""
+    try:
+        store = open_store(host, port, is_host=False, deadline_seconds=_LOOK_SECONDS)
+        joined = dist.PrefixStore(_JOIN, store)
+        claimed = holder(joined, 0)
+        is_taken = claimed is not None and is_alive(joined, claimed)
+    except (PeerLost, RuntimeError):  # nobody answers: what holds the port is no store, or dead
+        return
+    if is_taken and claimed is not None:
+        raise refusal_of(0, claimed)
 
 
 def _answer(
@@ -215,6 +212,23 @@ def _answer(
     if answered.get(peer) != nonce:
         store.set(f"answer/{nonce}/{rank_info.cluster_id}", json.dumps(hello))
         answered[peer] = nonce
+
+
+def _require_same_number(store: dist.Store, rank_info: RankInfo, missing: Sequence[int]) -> None:
+    """Refuse where one that is alive counts other clusters, and so may never answer this one."""
+    for peer in missing:
+        claimed = holder(store, peer)
+        if claimed is None or not store.check([f"here/{peer}"]):
+            continue
+        theirs = json.loads(store.get(f"here/{peer}"))
+        if theirs["nonce"] != claimed["nonce"] or theirs["num_clusters"] == rank_info.num_clusters:
+            continue
+        if rank_info.cluster_id >= theirs["num_clusters"] and is_alive(store, claimed):
+            raise ValueError(
+                f"this is cluster {rank_info.cluster_id} of {rank_info.num_clusters}, but cluster "
+                f"{peer} is one of {theirs['num_clusters']}, 0..{theirs['num_clusters'] - 1} "
+                "(clusters.num_clusters): give all clusters the same number"
+            )
 
 
 def _require_alike(

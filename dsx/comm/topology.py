@@ -44,14 +44,39 @@ class LauncherEnvironment:
                 "with `deepspeed --num_gpus N script.py ...` or `torchrun --nproc-per-node N "
                 "script.py ...`"
             )
+        world_size = _number(environ, "WORLD_SIZE", 1)
+        if "LOCAL_RANK" in environ:
+            on_this_host = _number(environ, "LOCAL_WORLD_SIZE", 1, world_size, str(world_size))
+            _number(environ, "LOCAL_RANK", 0, on_this_host - 1)
         return cls(
-            rank=int(environ["RANK"]),
-            world_size=int(environ["WORLD_SIZE"]),
+            rank=_number(environ, "RANK", 0, world_size - 1),
+            world_size=world_size,
             master_addr=environ["MASTER_ADDR"],
-            master_port=int(environ["MASTER_PORT"]),
+            master_port=_number(environ, "MASTER_PORT", 0, 65535),
             # torchrun's agent already listens on the master port; deepspeed's launcher does not
             store_is_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
+
+
+def _number(
+    environ: Mapping[str, str],
+    name: str,
+    least: int,
+    most: int | None = None,
+    default: str | None = None,
+) -> int:
+    """Return an integer of the environment; RuntimeError says what is allowed."""
+    text = environ.get(name, default) or ""
+    number = int(text) if text.lstrip("-").isdecimal() else None
+    if number is None or number < least or (most is not None and number > most):
+        size = environ["WORLD_SIZE"]
+        of_world = f" with WORLD_SIZE={size}" if name in ("RANK", "LOCAL_WORLD_SIZE") else ""
+        allowed = f"at least {least}" if most is None else f"{least}..{most}"
+        raise RuntimeError(
+            f"{name}={text!r} in the environment{of_world} must be an integer, {allowed}: it is "
+            "set by the launcher; start all ranks with one launcher, or set both by the same count"
+        )
+    return number
 
 
 def split_world(rank: int, world_size: int, num_clusters: int) -> RankInfo:

@@ -14,14 +14,16 @@ from datetime import timedelta
 from functools import cache
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
+from dsx.comm.cluster_world import init_cluster_world
+from dsx.comm.forked_children import end_workers_with_parent
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.launcher_watch import end_with_launcher
-from dsx.comm.rendezvous import Rendezvous, meet, open_store
+from dsx.comm.rendezvous import Rendezvous, meet, refuse_second_host
+from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
@@ -196,8 +198,9 @@ def join(config: RendezvousConfig) -> World:
     else:
         rank_info, launcher_store, shared_store = _join_own_launcher(launcher, config)
     end_with_launcher()
+    end_workers_with_parent()
     cluster_store = dist.PrefixStore(f"dsx/cluster_{rank_info.cluster_id}", launcher_store)
-    _init_cluster_world(rank_info, cluster_store)
+    init_cluster_world(rank_info, cluster_store, config.join_deadline_seconds)
     session = _agree_session(rank_info, cluster_store, shared_store, config)
     rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
     seat = Seat.of(rank_info.cluster_id, rank_info.num_clusters)
@@ -231,7 +234,13 @@ def _join_own_launcher(
         )
     rank_info = RankInfo(config.cluster_id, config.num_clusters, launcher.rank, launcher.world_size)
     is_host = config.store == "cluster_0" and rank_info.cluster_id == 0 and rank_info.rank == 0
-    shared = open_store(host, port, is_host=is_host, deadline_seconds=config.join_deadline_seconds)
+    shared = open_store(
+        host,
+        port,
+        is_host=is_host,
+        deadline_seconds=config.join_deadline_seconds,
+        look_at_holder=lambda: refuse_second_host(host, port),
+    )
     return rank_info, _launcher_store(launcher, config), shared
 
 
@@ -244,22 +253,6 @@ def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> 
     )
 
 
-def backend_of_world() -> str:
-    """Return that of a cluster's own world, as DeepSpeed chooses; between clusters it is gloo."""
-    has_cuda = torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu"
-    return "nccl" if has_cuda else "gloo"
-
-
-def _init_cluster_world(rank_info: RankInfo, store: dist.Store) -> None:
-    backend = backend_of_world()
-    if backend == "nccl":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
-    with waiting_for("the other ranks of this cluster to join", None):
-        dist.init_process_group(
-            backend, store=store, rank=rank_info.rank, world_size=rank_info.world_size
-        )
-
-
 def _agree_session(
     rank_info: RankInfo,
     cluster_store: dist.Store,
@@ -270,9 +263,16 @@ def _agree_session(
     key = "dsx/session"
     if rank_info.rank != 0:
         wait = timedelta(seconds=config.join_deadline_seconds + 30)
-        with waiting_for("rank 0, which meets the other clusters", wait.total_seconds()):
-            cluster_store.wait([key], wait)
-        session = cluster_store.get(key).decode()
+        try:
+            with waiting_for("rank 0, which meets the other clusters", wait.total_seconds()):
+                cluster_store.wait([key], wait)
+            session = cluster_store.get(key).decode()
+        except RuntimeError as error:
+            raise PeerLost(
+                f"cluster {rank_info.cluster_id}: its rank 0, which meets the other clusters, has "
+                f"ended, or has not come back within {wait.total_seconds():g} s: "
+                f"{str(error).splitlines()[0]}"
+            ) from error
         if session.startswith("error:"):
             raise PeerLost(session.removeprefix("error:"))
         return session

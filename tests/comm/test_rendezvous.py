@@ -11,7 +11,8 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
-from dsx.comm.rendezvous import Rendezvous, meet, open_store
+from dsx.comm.rendezvous import Rendezvous, meet
+from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
 from tests.distributed import free_port

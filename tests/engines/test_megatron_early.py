@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import megatron_patches
-from dsx.comm.world import backend_of_world
+from dsx.comm.cluster_world import backend_of_world
 from dsx.engines.megatron import refusals
 from dsx.engines.megatron.refusals import refuse_arguments
 from megatron_patches import model_and_optimizer, probe

@@ -29,7 +29,8 @@ from dsx.bench.net_test.settings import Settings
 from dsx.comm.address import parse_address
 from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
 from dsx.comm.point_to_point import PointToPoint
-from dsx.comm.rendezvous import Rendezvous, meet, open_store
+from dsx.comm.rendezvous import Rendezvous, meet
+from dsx.comm.store import open_store
 from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
 from dsx.compress.slices import exact_rounds
