@@ -6,12 +6,14 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from dsx.comm.cluster_world import limit_collectives
 from dsx.comm.world import World
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import DsxConfig, load_config
 from dsx.config.sections import OF_DATA
 from dsx.engines.attach import init_distributed
 from dsx.training.handle import Handle
+from megatron_patches.timeouts import timeout_of
 
 if TYPE_CHECKING:
     from megatron_patches.data import Division
@@ -38,6 +40,9 @@ class Run:
         """Read the flags and meet the other clusters; in values, too, `{cluster_id}` is filled."""
         block = block_of_flags(arguments)
         world = init_distributed(block)
+        timeout = timeout_of(arguments)
+        if timeout is not None:
+            limit_collectives(timeout)
         block = json.loads(json.dumps(block).replace("{cluster_id}", str(world.cluster_id)))
         return cls(block, load_config(block), world)
 

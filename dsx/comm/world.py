@@ -101,6 +101,14 @@ class World:
         """How long to wait for another process before giving up."""
         return self._config.deadline_seconds
 
+    @property
+    def in_cluster_seconds(self) -> float:
+        """How long to wait for a rank of this cluster.
+
+        It may wait for other clusters meanwhile, and is to say so first.
+        """
+        return 2 * self._config.deadline_seconds + 90
+
     def new_handle_store(self) -> dist.Store:
         """Return the key space in this cluster of one more handle; all ranks make the same ones."""
         self._handles += 1
@@ -109,15 +117,13 @@ class World:
     def in_cluster(self) -> InCluster:
         """Return what this cluster's ranks tell each other by. The first call is collective."""
         if self._in_cluster is None:
-            # one of them may wait for other clusters meanwhile, and is to say so first
-            deadline = 2 * self._config.deadline_seconds + 90
             self._in_cluster = InCluster(
                 self.cluster_id,
                 self.rank,
                 self.world_size,
                 dist.PrefixStore("in_cluster", self._cluster_store),
                 self._config.join_deadline_seconds,
-                deadline,
+                self.in_cluster_seconds,
             )
         return self._in_cluster
 

@@ -11,13 +11,17 @@ before. So these numbers have a gloo group of their own, beside the engine's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dsx.comm.world import current_world
+from dsx.core.transport import PeerLost
 from dsx.core.types import Fragment
 from dsx.core.waits import waiting_for
 
@@ -93,7 +97,7 @@ class ClusterCollectives:
     def max_over_stages(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of all of the cluster's ranks, on the host."""
         largest = values.to("cpu", copy=True)
-        with waiting_for("all ranks of this cluster (largest values)", None):
+        with _among(self._cluster_group, "all ranks of this cluster (largest values)"):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=self._cluster_group)
         return largest
 
@@ -105,7 +109,7 @@ class ClusterCollectives:
             return _answer_on_host(work, largest)
 
         def wait() -> Tensor:
-            with waiting_for("the ranks of this stage (largest values)", None):
+            with _among(self._group, "the ranks of this stage (largest values)"):
                 work.wait()
             return largest
 
@@ -124,7 +128,7 @@ class ClusterCollectives:
         sent = torch.cat([t.to(self._device) for t in outgoing])
         received = torch.empty(sum(t.numel() for t in incoming), device=self._device)
         here, away = [[t.numel() for t in tensors] for tensors in (incoming, outgoing)]
-        with waiting_for("the ranks of this stage (whole matrices)", None):
+        with _among(self._group, "the ranks of this stage (whole matrices)"):
             dist.all_to_all_single(received, sent, here, away, group=self._group)
         for tensor, part in zip(incoming, received.split(here), strict=True):
             tensor.copy_(part)
@@ -135,7 +139,7 @@ class ClusterCollectives:
         group = self._host_group if is_on_host else self._group
         own = values if is_on_host else values.to(self._device)
         everyone = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-        with waiting_for("the ranks of this stage (values of every rank)", None):
+        with _among(group, "the ranks of this stage (values of every rank)"):
             dist.all_gather(everyone, own.contiguous(), group=group)
         return [other.to(values.device) for other in everyone]
 
@@ -159,10 +163,23 @@ def _answer_on_host(work: Any, values: Tensor) -> Callable[[], Tensor]:
     return wait
 
 
+@contextmanager
+def _among(group: Any, who: str) -> Generator[None, None, None]:
+    """Note whom this rank waits for, and name them where one has ended or does not come in time."""
+    try:
+        with waiting_for(who, None):
+            yield
+    except RuntimeError as error:  # of gloo, within the group's own limit; NCCL's end the process
+        raise PeerLost(
+            f"rank {dist.get_rank()} waits for {who}, of which one has ended, or does not come: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+
+
 def gather_objects(value: Any, group: Any = None) -> list[Any]:
     """Return every rank's value, in rank order. Collective over `group`, or the cluster."""
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    with waiting_for("the ranks of this cluster (small values)", None):
+    with _among(group, "the ranks of this cluster (small values)"):
         dist.all_gather_object(everyone, value, group=group)
     return everyone
 
@@ -170,14 +187,14 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 def from_first(value: Any) -> Any:
     """Return rank 0's value on every rank of the cluster; nobody goes on before rank 0 has."""
     values = [value]
-    with waiting_for("rank 0 of this cluster", None):
+    with _among(None, "rank 0 of this cluster"):
         dist.broadcast_object_list(values, src=0)
     return values[0]
 
 
 def meet_in_cluster(what: str) -> None:
     """Return once all ranks of the cluster have come here; `what` they do, for a stall's report."""
-    with waiting_for(f"all ranks of this cluster: {what}", None):
+    with _among(None, f"all ranks of this cluster: {what}"):
         dist.barrier()
 
 
@@ -195,7 +212,9 @@ def beside(group: Any) -> Any:
 
 def new_host_group(ranks: Sequence[int]) -> Any:
     """Return a new group on the host. Collective over the whole world, members or not."""
-    group: Any = dist.new_group(list(ranks), backend=dist.Backend.GLOO)
+    world = current_world()
+    limit = None if world is None else timedelta(seconds=world.in_cluster_seconds)
+    group: Any = dist.new_group(list(ranks), timeout=limit, backend=dist.Backend.GLOO)
     return group
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
-from dsx.core.transport import Transport
+from dsx.core.transport import PeerLost, Transport
 from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
@@ -91,8 +91,11 @@ class Recovery:
         shard what the others do not. NonFiniteError after too many refusals in a row. `notes` have
         come beside it (notices.py).
         """
-        kinds = self._agree(parity, notes)
         what = f"{self._adapter.stage.name_of(fragment)} launched at step {launched}"
+        try:
+            kinds = self._agree(parity, notes)
+        except PeerLost as error:  # a rank of this cluster
+            raise PeerLost(f"{what}: {error}") from error
         refusals = history.refusals[fragment]
         refusals.count(parity.refused_by, launched)
         if parity.refused_by:

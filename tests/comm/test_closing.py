@@ -50,12 +50,12 @@ def close_under_way() -> dict[str, Any]:
 
 def test_closing_does_not_wait_for_a_silent_peer() -> None:
     closed, other = run_distributed(close_under_way, 2)
-    assert 1.0 <= closed["seconds"] < 2.5 and closed["done"]
+    assert 1.0 <= closed["seconds"] < 10 and closed["done"]  # of 30; two on an idle machine
     assert closed["lines"] == [
         "closed, giving up what was under way: fragment 0 launched at step 7"
     ]
     assert "the end: cluster 0 closed its connection" in other["error"]
-    assert other["seconds"] < 10  # of its 30
+    assert other["seconds"] < 20  # of its 30
 
 
 def test_a_forked_child_holds_no_connection() -> None:
