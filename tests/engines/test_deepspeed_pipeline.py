@@ -440,17 +440,21 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(outcomes: Any) -> N
 
 
 def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> None:
-    """And one number per tied weight; at a sync the parity result, and the tied weight."""
+    """And one number per tied weight; at a sync the parity result, and the tied weight.
+
+    At every H-th step all stages also tell each other whether there is a notice.
+    """
     parity = Counter(
-        {("allgather_", 2 * (3 + NUM_CLUSTERS) * NUM_CLUSTERS): 1}
-    )  # over the one rank of a stage
+        {("allgather_", 2 * (4 + NUM_CLUSTERS) * NUM_CLUSTERS): 1}  # over the one rank of a stage
+    )
     flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
     for rank in outcomes:
         plain, tied = rank["traffic"]
         for step in range(2, 9):
             is_sync = step % H == 0
-            assert plain[step - 1] == (parity if is_sync else Counter())
-            assert tied[step - 1] == flag + (parity + weight if is_sync else Counter())
+            at_sync = parity + flag if is_sync else Counter[tuple[str, int]]()
+            assert plain[step - 1] == at_sync
+            assert tied[step - 1] == flag + at_sync + (weight if is_sync else Counter())
 
 
 def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str, Any]]) -> None:

@@ -1,6 +1,6 @@
 """Outer training adds nothing inside the cluster to what DeepSpeed sends in a step.
 
-In the steps that apply a fragment the ranks agree on its parity result, 3 + C numbers per cluster
+In the steps that apply a fragment the ranks agree on its parity result, 4 + C numbers per cluster
 (recovery.py), and without ZeRO there is one all-gather of the fragment (engines/replicated.py).
 """
 
@@ -90,7 +90,7 @@ def measured() -> list[list[tuple[list[Traffic], list[Traffic]]]]:
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join([*map(str, k[:-1]), *k.zero]))
 def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
     numel = sum(p.numel() for p in OddNet().parameters())
-    parity = all_gather_of((3 + NUM_CLUSTERS) * NUM_CLUSTERS)
+    parity = all_gather_of((4 + NUM_CLUSTERS) * NUM_CLUSTERS)
     together = all_gather_of(-(-numel // RANKS_PER_CLUSTER))
     at_sync = parity + together if kind.stage == 0 else parity
     for rank in measured:
