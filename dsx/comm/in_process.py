@@ -106,7 +106,9 @@ class InProcessHub:
             for taker in chain[1:]:
                 waiting[taker].append(copy)
         elif not waiting[seat.position]:
-            raise PeerLost(f"cluster {seat.ids[giver]} has not given fragment {fragment}: it first")
+            raise PeerLost(
+                f"cluster {seat.ids[giver]} has not given fragment {fragment} yet: it comes first"
+            )
         else:
             tensor.copy_(waiting[seat.position].popleft())
 

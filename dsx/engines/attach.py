@@ -266,6 +266,7 @@ def _attach_deepspeed(
 ) -> Handle:
     from dsx.engines.deepspeed.checkpoint import carry_outer_state
     from dsx.engines.deepspeed.engine import DeepSpeedAdapter
+    from dsx.engines.deepspeed.first_use import settle_before_use
     from dsx.engines.deepspeed.preemption import end_when_told
     from dsx.engines.deepspeed.settings import settings_of_engine
 
@@ -284,9 +285,12 @@ def _attach_deepspeed(
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
         "facts": dict(told),
     }
-    handle = Handle(adapter, world, settings, facts, settings=settings_of_engine(engine))
+    handle = Handle(
+        adapter, world, settings, facts, settings=settings_of_engine(engine), waits=True
+    )
     adapter.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, handle, world, end_when_told(engine, handle))
+    settle_before_use(engine, handle)
     engine.dsx = handle
     return handle
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -93,6 +94,10 @@ class Start:
         if self.is_open:
             for _ in self.taking():
                 pass
+
+    def record(self) -> dict[str, Any]:
+        """Return what the record of the start says of it."""
+        return {"masters": asdict(self.begun)}
 
     def require_settled(self) -> None:
         """Raise RuntimeError where a step has been taken from weights that differ."""

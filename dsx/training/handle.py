@@ -50,9 +50,11 @@ class Handle:
         facts: Mapping[str, Any] | None = None,
         keeps_masters: bool = False,
         settings: Mapping[str, Any] | None = None,
+        waits: bool = False,
     ) -> None:
         """Compare and connect. All clusters must have equal `facts`, and equal `settings`, too,
-        but for those that `clusters.may_differ` names.
+        but for those that `clusters.may_differ` names. With `waits` weights that differ between
+        clusters stay as they are until `settle`, for a checkpoint may be loaded first.
         """
         if config.clusters.num_clusters != world.num_clusters:
             raise ValueError(
@@ -95,7 +97,9 @@ class Handle:
         refuse_stages(config.divergence, adapter.stage.count)
         watch, records = self._divergence, self._records
         self.rollback = Rollback(watch, self._saving, self.loop, world, records, self._gathering)
-        self.loop.start(keeps_masters)  # where a checkpoint's are loaded, and its state follows
+        # the own are kept where a checkpoint's are loaded, and its state follows
+        self.loop.start(keeps_masters, waits)
+        self._records.more_of_start = self.loop.beginning.record
         if world.rank == 0 and world.cluster_id == 0:
             tell_what_is_factored(config.method, adapter)
             logger.info("outer state of this rank, on %s: %s", adapter.device, self.memory)
@@ -148,6 +152,14 @@ class Handle:
             self.num_clusters,
             adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
         )
+
+    def settle(self) -> None:
+        """Take cluster 0's weights now, if they differ and have not been sent yet.
+
+        With DeepSpeed the first forward does so. Collective over all ranks of all clusters.
+        """
+        with self._saving.naming_last():
+            self.loop.beginning.settle()
 
     def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
@@ -234,6 +246,7 @@ class Handle:
         """
         self.preemption.end_if_due()
         require_own(self._own, "finish()")
+        self.settle()
         with self._saving.naming_last():
             self.loop.drain()
             self._syncs.flush()
@@ -269,6 +282,7 @@ class Handle:
         if self._own is not None:
             yield
             return
+        self.settle()
         with self._saving.naming_last():
             context = exported(self.loop)
             self._own = context.__enter__()
@@ -283,6 +297,7 @@ class Handle:
 
         Before that it changes nothing. DeepSpeed's `save_checkpoint` does this by itself.
         """
+        self.settle()
         return self.averaged() if self.is_finished else nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
@@ -296,6 +311,7 @@ class Handle:
         After `finish()` inside `saving()` only, as the weights beside it are, too. `save_again`
         writes the whole checkpoint, for `finish()` to do so where it is called at this step.
         """
+        self.settle()
         self._saving.save(directory, self.is_finished, self._own, save_again)
 
     def load(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class Records:
         )
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
+        self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
         self._origin: Origin | None = None
         self._is_confirmed = False
         self._next_step = NextWait()  # so that a rank which hangs in the engine reports itself
@@ -92,7 +93,7 @@ class Records:
         if self.folder is not None:
             stall_watch().write_to(self.folder, *self._place)
         if self._first_record is not None:
-            self._metrics.event("start", self._first_record())
+            self._metrics.event("start", {**self._first_record(), **self.more_of_start()})
             self._first_record = None
         self._write_early()
 

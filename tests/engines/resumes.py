@@ -206,8 +206,11 @@ def make_pipeline(seed: int, num_stages: int) -> Any:
     )
 
 
-def build(row: Row, place: RankInfo) -> Any:
-    """Return an engine with dsx attached; two parameter groups, AdamW."""
+def build(row: Row, place: RankInfo, seed: int | None = None) -> Any:
+    """Return an engine with dsx attached; two parameter groups, AdamW.
+
+    Without a seed clusters have different weights until they take cluster 0's.
+    """
     import deepspeed  # noqa: F401 - which then joins the world
 
     config = ds_config(place.stage, place.precision, "diloco")
@@ -218,7 +221,7 @@ def build(row: Row, place: RankInfo) -> Any:
     }
     if current_world() is None:
         dsx.init_distributed(config)
-    seed = current_world().cluster_id
+    seed = current_world().cluster_id if seed is None else seed
     model = Net(seed) if place.num_stages == 1 else make_pipeline(seed, place.num_stages)
     groups = param_groups(dict(model.named_parameters()), "two")
     optimizer = torch.optim.AdamW(groups, lr=0.01)

@@ -101,6 +101,7 @@ def attach(engine: Engine, base: Path, iteration: int) -> None:
     dsx.attach_megatron(
         engine.chunks, engine.optimizer, config=dsx_config(), resume=(base, iteration)
     )
+    assert engine.handle.loop.beginning.begun.bytes_sent == 0  # each cluster has loaded its own
 
 
 def message_of(call: Any, *args: Any) -> str:
