@@ -43,7 +43,10 @@ def cut(numel: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Way:
-    """Whom a tensor goes along, places in the membership; `moved` hears of bytes come or gone."""
+    """Whom a tensor goes along, places in the membership.
+
+    `moved` hears of each piece that has come or gone: its bytes, 0 of one that is passed on.
+    """
 
     chain: Sequence[int]
     moved: Callable[[int], None]
@@ -123,9 +126,10 @@ class Spread:
         except RuntimeError as error:
             raise self._lost(number, peer, error, time.monotonic() - since) from None
         start, stop = self._cuts[number]
-        if peer == self._giver or self._giver is None:  # what is passed on counts once
-            self._done += 4 * (stop - start)
-            self._moved(4 * (stop - start))
+        is_passed_on = peer == self._taker and self._giver is not None  # has been counted
+        num_bytes = 0 if is_passed_on else 4 * (stop - start)
+        self._done += num_bytes
+        self._moved(num_bytes)
 
     def _describe(self, number: int, peer: int) -> str:
         ids, own = self._seat.ids, self._seat.cluster_id

@@ -37,7 +37,7 @@ class Progress:
         """Count; from any one thread at a time."""
         self.done += num_bytes
         now = self._clock()
-        if self._tells and now - self._told >= SECONDS_BETWEEN:
+        if self._tells and self.done and now - self._told >= SECONDS_BETWEEN:
             self._told = now
             rate = self.done / (now - self._began)
             logger.warning(

@@ -60,6 +60,8 @@ def test_all_in_the_chain_have_what_the_first_has(
         assert torch.equal(tensor, values(chain[0] if m in chain else m, numel))
         assert sent == (4 * numel if m in chain[:-1] else 0)
         assert sum(moved[m]) == (4 * numel if m in chain else 0)
+        signs = 0 if m not in chain else 2 if m in chain[1:-1] else 1  # whoever passes on gives two
+        assert len(moved[m]) == signs * len(cut(numel))
 
 
 @pytest.mark.parametrize("is_gone", [False, True], ids=["silent", "gone"])
