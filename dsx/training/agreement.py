@@ -102,3 +102,12 @@ def _names(value: Any, path: str = "") -> Iterator[str]:
     elif isinstance(value, list):
         for index, entry in enumerate(cast("list[Any]", value)):
             yield from _names(entry, f"{path}[{index}]")
+
+
+def require_number_of_clusters(configured: int, joined: int) -> None:
+    """Raise ValueError where a handle's configuration is not that of the world it is in."""
+    if configured != joined:
+        raise ValueError(
+            f"clusters.num_clusters={configured}, but this process is one of {joined} clusters: "
+            "init_distributed was given another configuration"
+        )

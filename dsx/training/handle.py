@@ -19,21 +19,23 @@ from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.method.method import Method
 from dsx.outer.loop import Event, OuterLoop
-from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.memory import OuterMemory
 from dsx.outer.recovery import NonFiniteError
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
-from dsx.training.agreement import layout_of, require_alike
+from dsx.training.agreement import layout_of, require_alike, require_number_of_clusters
 from dsx.training.divergence import Divergence, refuse_stages
 from dsx.training.early_stop import StopAgreement
 from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
 from dsx.training.gathering import Gathering
+from dsx.training.memory import memory_of
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.preemption import Callback, Preemption
 from dsx.training.records import Records
 from dsx.training.rollback import Rollback
+from dsx.training.same_batches import warn_of_same_batches
 from dsx.training.saving import Saving
 
 logger = logging.getLogger(__name__)
@@ -56,11 +58,7 @@ class Handle:
         but for those that `clusters.may_differ` names. With `waits` weights that differ between
         clusters stay as they are until `settle`, for a checkpoint may be loaded first.
         """
-        if config.clusters.num_clusters != world.num_clusters:
-            raise ValueError(
-                f"clusters.num_clusters={config.clusters.num_clusters}, but this process is one of "
-                f"{world.num_clusters} clusters: init_distributed was given another configuration"
-            )
+        require_number_of_clusters(config.clusters.num_clusters, world.num_clusters)
         self._world = world
         self._config = config
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
@@ -142,16 +140,7 @@ class Handle:
     @property
     def memory(self) -> OuterMemory:
         """What outer training takes on this rank, by purpose; see outer/memory.py."""
-        loop = self.loop
-        adapter, matrix_gathers = loop.adapter, loop.matrix_gathers
-        return predict(
-            loop.method,
-            adapter.fragments,
-            [len(parameters) for parameters in adapter.fragment_parameters],
-            [gather.wire for gather in matrix_gathers],
-            self.num_clusters,
-            adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
-        )
+        return memory_of(self.loop)
 
     def settle(self) -> None:
         """Take cluster 0's weights now, if they differ and have not been sent yet.
@@ -353,12 +342,4 @@ class Handle:
 
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)
-        sends_progress = self.method.delay.needs_anchor  # and not the parameters themselves
-        if event["round"] == 1 and self.num_clusters > 1 and sends_progress:
-            own, mean = float(event["pseudo_gradient_norm"]), float(event["mean_norm"])
-            if own == mean != 0:
-                logger.warning(
-                    "the mean pseudo-gradient of %s equals this cluster's own: do all "
-                    "clusters read the same batches? dsx.data.ClusterShard splits a dataset",
-                    self.loop.adapter.stage.name_of(event["fragment"]),
-                )
+        warn_of_same_batches(self.loop, event)
