@@ -1,14 +1,13 @@
 """At which step boundary the ranks of a cluster stop, where they were told to at any moment.
 
 All of them stop at the same one, without a collective per step, and without a wait for the store on
-the training thread. Every rank counts *places*: `(step, n)` is inside the boundary of a step,
-before the next of its ripe transfers is applied, `n` of them having been. Asked for a stop, each
-says at which place it can stop first, and holds there; the last of these places is where all stop.
-The saying is done by a thread of its own, so that ranks which wait for each other, in a collective
-or a pipeline, cannot keep each other from answering.
+the training thread. Asked for a stop, each says which boundary is the first that it has not left,
+and holds there; the last of these is where all stop. The saying is done by a thread of its own, so
+that ranks which wait for each other, in a collective or a pipeline, cannot keep each other from
+answering.
 
-A rank that waits at a boundary for a transfer can stop right there: the transfer is put off, and
-whoever goes on from the checkpoint applies it first.
+A rank that waits at a boundary for a transfer can stop right there: the transfer is put off, by all
+ranks of its stage (outer/deferral.py), and whoever goes on from the checkpoint applies it first.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from dsx.core.leaving import Reason
 from dsx.core.transport import PeerLost, PeerPreempted, Pending
 from dsx.core.waits import waiting_for
 
-Place = tuple[int, int]
 _ASKED, _AGREED, _PLACE = "asked", "agreed", "place"
 
 
@@ -40,10 +38,10 @@ class StopPlace:
         self._rank, self._num_ranks = rank, num_ranks
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
-        self._place: Place = (1, 0)  # the first that this rank has not passed
-        self._is_said = False  # from then on it is not passed without an agreement
+        self._step = 1  # of the first boundary that this rank has not left
+        self._is_said = False  # from then on it is not left without an agreement
         self._asked: Future[Reason] = Future()
-        self._agreed: Future[Place] = Future()
+        self._agreed: Future[int] = Future()
 
     @property
     def reason(self) -> Reason | None:
@@ -59,31 +57,29 @@ class StopPlace:
     def begin(self, step: int) -> None:
         """Enter the boundary of a step, which need not follow the one before: after a resume."""
         with self._lock:
-            self._place = (step, 0)
+            self._step = step
 
-    def may_receive(self, pending: Pending | None) -> bool:
-        """Wait for a ripe transfer; False if this rank stops here instead, and it is put off.
+    def may_receive(self, pending: Pending) -> bool:
+        """Wait for a ripe transfer; False if a stop is asked for meanwhile, and it is not there.
 
         One that has failed may be received, too, for its error to be raised; unless it failed
         because a peer was told to end, and has left.
         """
-        here = self._place
-        is_there = pending is None or (
-            pending.wait_unless(self._asked) and not self._was_left(pending)
-        )
-        if is_there and self._pass((here[0], here[1] + 1)):
-            return True
-        return not self._stops_at(here)
+        return pending.wait_unless(self._asked) and not self._was_left(pending)
 
-    def may_leave(self) -> bool:
-        """Whether training goes on after this boundary, whose ripe transfers have been applied."""
-        step = self._place[0]
-        if self._pass((step + 1, 0)):
-            return True
-        stops = self._wait_for_agreement()[0] <= step
-        if not stops:
-            self._place = (step + 1, 0)
-        return not stops
+    def may_leave(self, has_put_off: bool = False) -> bool:
+        """Whether training goes on after this boundary.
+
+        `has_put_off`: a rank of this stage has been asked for a stop, and left a transfer.
+        """
+        with self._lock:
+            if not (self._is_said or has_put_off):
+                self._step += 1
+                return True
+        if self._wait_for_agreement() <= self._step:
+            return False
+        self._step += 1
+        return True
 
     def _was_left(self, pending: Pending) -> bool:
         """Whether a transfer that has ended failed because of a stop, which is then asked for."""
@@ -96,20 +92,7 @@ class StopPlace:
             return self._asked.done()
         return False
 
-    def _pass(self, next_place: Place) -> bool:
-        """Go on to a place, unless this rank has said that it can stop where it is."""
-        with self._lock:
-            if not self._is_said:
-                self._place = next_place
-            return not self._is_said
-
-    def _stops_at(self, here: Place) -> bool:
-        stops = self._wait_for_agreement() <= here
-        if not stops:
-            self._place = (here[0], here[1] + 1)
-        return stops
-
-    def _wait_for_agreement(self) -> Place:
+    def _wait_for_agreement(self) -> int:
         try:
             with waiting_for("where all ranks of this cluster stop", self._deadline_seconds):
                 return self._agreed.result(self._deadline_seconds)
@@ -121,12 +104,12 @@ class StopPlace:
         if self._store is not None and not self._asked.done() and self._store.check([_ASKED]):
             self.ask(Reason(**json.loads(self._store.get(_ASKED))))
 
-    def agree(self) -> Place:
-        """Say where this rank can stop, and return where all do; waits for the other ranks."""
+    def agree(self) -> int:
+        """Say where this rank can stop, and return where all do: a step. Waits for the others."""
         assert self._asked.done()
         with self._lock:
             self._is_said = True
-            own = self._place
+            own = self._step
         try:
             agreed = self._agree_on(own)
         except RuntimeError as error:
@@ -136,7 +119,7 @@ class StopPlace:
         self._agreed.set_result(agreed)
         return agreed
 
-    def _agree_on(self, own: Place) -> Place:
+    def _agree_on(self, own: int) -> int:
         store, deadline = self._store, timedelta(seconds=self._deadline_seconds)
         if store is None:
             return own
@@ -146,12 +129,11 @@ class StopPlace:
             names = [f"{_PLACE}/{rank}" for rank in range(self._num_ranks)]
             with waiting_for("where each rank can stop", self._deadline_seconds):
                 store.wait(names, deadline)
-            last = max(tuple(json.loads(store.get(name))) for name in names)
+            last = max(json.loads(store.get(name)) for name in names)
             store.set(_AGREED, json.dumps(last))
         with waiting_for("rank 0, which says where all stop", self._deadline_seconds):
             store.wait([_AGREED], deadline)
-        step, applied = json.loads(store.get(_AGREED))
-        return step, applied
+        return json.loads(store.get(_AGREED))
 
     def _explain(self) -> str:
         reason = self._asked.result()

@@ -26,7 +26,7 @@ from dsx.config.schema import (
     read_json,
     with_launch_arguments,
 )
-from dsx.engines.end_of_script import end_when_told
+from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method
@@ -164,7 +164,7 @@ def attach(
     compared = _settings_of(engine, as_list(optimizer))
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
-    end_when_told(engine, handle, world)
+    follow_steps(handle, world, before_forward(engine))
     return handle
 
 
@@ -212,7 +212,7 @@ def attach_megatron(
     if resume:
         directory, iteration = resume
         load_outer_state(handle, iteration, directory)
-    end_when_told(chunks[0], handle, world)
+    follow_steps(handle, world, before_zero_grad(optimizer))
     optimizer.dsx = handle
     return handle
 

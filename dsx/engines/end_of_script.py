@@ -1,12 +1,13 @@
 """How a run whose script saves what it trains is told to end: by the script's own callback.
 
-Its step is complete where the script says so, by `should_stop()`; else where the model is called
-next, behind whatever the script does at the end of a step. The script may have taken the next batch
-from its loader by then.
+Its step is complete where the script says so, by `should_stop()`; else where the next one begins,
+behind whatever the script does at the end of a step. It may have taken the next batch from its
+loader by then.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +54,44 @@ class EndOfScript:
         return directory / tag
 
 
-def end_when_told(model: nn.Module, handle: Handle, world: World) -> None:
-    """Let the run save and end before the model is called again, where it is told to."""
+def follow_steps(
+    handle: Handle, world: World, before_step: Callable[[Callable[[], None]], object]
+) -> None:
+    """Let the run end where it is told to, and go on where a boundary was left.
+
+    `before_step(f)` has to call f before each step, on all ranks alike.
+    """
     preemption = handle.preemption
     preemption.engine = end = EndOfScript(handle, world)
 
-    def before_forward(module: nn.Module, args: Any) -> None:
+    def begin_step() -> None:
+        preemption.begin_step()
         if preemption.engine is end:  # unless somebody knows better
             preemption.end_if_due()
         handle.rollback.go_back_if_due()
 
-    model.register_forward_pre_hook(before_forward)
+    before_step(begin_step)
+
+
+def before_forward(model: nn.Module) -> Callable[[Callable[[], None]], object]:
+    """Return what has a function called before each forward."""
+
+    def hook(function: Callable[[], None]) -> object:
+        return model.register_forward_pre_hook(lambda module, args: function())
+
+    return hook
+
+
+def before_zero_grad(optimizer: Any) -> Callable[[Callable[[], None]], object]:
+    """Return what has a function called before gradients are zeroed, as steps of Megatron begin."""
+
+    def hook(function: Callable[[], None]) -> None:
+        zero_grad = optimizer.zero_grad
+
+        def first(*args: Any, **kwargs: Any) -> Any:
+            function()
+            return zero_grad(*args, **kwargs)
+
+        optimizer.zero_grad = first
+
+    return hook

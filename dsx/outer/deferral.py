@@ -7,6 +7,8 @@ before the next inner step: with the inner rate of then, so with the same bits.
 
 from __future__ import annotations
 
+import torch
+
 from dsx.core.engine import EngineAdapter
 
 
@@ -21,6 +23,11 @@ class Deferral:
     def is_deferred(self) -> bool:
         """Whether something is still to be applied before the next inner step."""
         return self.inner_lr is not None
+
+    def puts_off(self, is_there: bool) -> bool:
+        """Whether a transfer is put off: it is not there for a rank. Collective in the stage."""
+        missing = torch.tensor([float(not is_there)])
+        return bool(self._adapter.ranks.max_over_ranks(missing))
 
     def begin(self) -> None:
         """Take the boundary as left."""

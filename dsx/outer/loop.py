@@ -173,7 +173,7 @@ class OuterLoop:
         self.totals.blocked_seconds += time.perf_counter() - started
 
     @torch.no_grad()
-    def apply_ripe(self) -> bool:
+    def apply_ripe(self, may_stop: bool = True) -> bool:
         """Wait for and apply every transfer whose time has come, in launch order.
 
         Where `stop_place` puts one off, it and those behind it stay under way: `end_boundary`
@@ -181,7 +181,8 @@ class OuterLoop:
         """
         started = time.perf_counter()
         ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
-        if not all(self._apply(transfer, self.stop_place) for transfer in ripe):
+        stop_place = self.stop_place if may_stop else None
+        if not all(self._apply(transfer, stop_place) for transfer in ripe):
             self.deferral.begin()  # the rest is for whoever goes on from here
             return True
         self.deferral.end()
@@ -197,7 +198,7 @@ class OuterLoop:
         Returns whether masters were written, which `sync_model_weights` then brings to the model.
         """
         self.settle()
-        return self.deferral.is_deferred and self.apply_ripe()
+        return self.deferral.is_deferred and self.apply_ripe(may_stop=False)
 
     def drain(self) -> bool:
         """Apply everything in flight with its real age; return whether there was anything.
@@ -285,7 +286,11 @@ class OuterLoop:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""
         timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
         wait_seconds = -time.perf_counter()
-        if stop_place and not stop_place.may_receive(getattr(transfer, "pending", None)):
+        if (
+            stop_place
+            and isinstance(transfer, Transfer)
+            and self.deferral.puts_off(stop_place.may_receive(transfer.pending))
+        ):
             return False
         self.in_flight.remove(transfer)
         under_way = [t for t in self.in_flight if isinstance(t, Transfer)]

@@ -316,7 +316,7 @@ class Handle:
         `is_repartitioned`: the parameters lie on other pipeline stages than they did.
         """
         self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
-        self.preemption.follow(directory)
+        self.preemption.loaded(directory)
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""

@@ -64,6 +64,7 @@ class Preemption:
         self.grace = Grace(clusters.grace_seconds, world.rank == 0)
         self._told_at = 0.0  # by time.monotonic()
         self._boundaries = 0
+        self._has_open_boundary = False  # on any rank of this cluster
         self._is_closed = False
         self._signals = Signals(clusters.preemption_signals)
         if self._listens:
@@ -82,7 +83,10 @@ class Preemption:
 
     def pass_boundary(self) -> None:
         """Leave a boundary: on to the next step, or to the end."""
-        self.is_due = not self.place.may_leave()
+        deferral = self._loop.deferral
+        self.is_due = not self.place.may_leave(deferral.is_deferred)
+        if deferral.is_deferred and not self.is_due:
+            self._loop.end_boundary()  # another pipeline stage is past it: it is waited for
         self.grace.pass_boundary()
         self._boundaries += 1
         if self._boundaries == 1 and self._listens and self._world.rank == 0:
@@ -100,6 +104,22 @@ class Preemption:
         """Save where the run has saved or loaded a tag, if it is told to end."""
         if directory.parent.name == f"cluster_{self._world.cluster_id}":
             self._base = directory.parents[1]
+
+    def loaded(self, directory: Path) -> None:
+        """Go on from a checkpoint. Collective in the cluster."""
+        self.follow(directory)
+        is_open = self._loop.deferral.is_deferred
+        self._has_open_boundary = self._world.in_cluster().any("what was put off", is_open)
+
+    def begin_step(self) -> None:
+        """Apply what a loaded checkpoint had left of its boundary; engines call it before a step.
+
+        On every rank of the cluster; it waits for the other clusters then.
+        """
+        if self._has_open_boundary:
+            self._has_open_boundary = False
+            self._loop.end_boundary()
+            self._loop.adapter.sync_model_weights()
 
     def script_state(self, directory: Path) -> dict[str, Any]:
         """Return what the script's callback gives for its own state; it may write files, too."""

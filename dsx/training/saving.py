@@ -13,7 +13,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dsx.checkpoint.checksums import UNFINISHED
+from dsx.checkpoint.checksums import MANIFEST, UNFINISHED, read_manifest
 from dsx.checkpoint.files import rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.world import World
@@ -104,7 +104,11 @@ class Saving:
     ) -> bool:
         """Restore this rank's outer state; return whether it is of a finished run."""
         loop, rank_info = self._loop, self._world.rank_info
-        states = dict(load_state(loop, directory, rank_info, self._axes, is_repartitioned))
+        manifest = directory / MANIFEST
+        is_preempted = manifest.is_file() and read_manifest(manifest).get("is_preempted", False)
+        states = dict(
+            load_state(loop, directory, rank_info, self._axes, is_repartitioned, is_preempted)
+        )
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         loop.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)

@@ -8,7 +8,7 @@ which the resumed run then takes from its beginning, for DeepSpeed saves no grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -206,7 +206,13 @@ def make_pipeline(seed: int, num_stages: int) -> Any:
     )
 
 
-def build(row: Row, place: RankInfo, seed: int | None = None) -> Any:
+def build(
+    row: Row,
+    place: RankInfo,
+    seed: int | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    clusters: Mapping[str, Any] | None = None,
+) -> Any:
     """Return an engine with dsx attached; two parameter groups, AdamW.
 
     Without a seed clusters have different weights until they take cluster 0's.
@@ -216,7 +222,12 @@ def build(row: Row, place: RankInfo, seed: int | None = None) -> Any:
     config = ds_config(place.stage, place.precision, "diloco")
     config["dsx"] = {
         "preset": row.preset,
-        "clusters": {"num_clusters": place.num_clusters, "deadline_seconds": 30},
+        "clusters": {
+            "num_clusters": place.num_clusters,
+            "deadline_seconds": 30,
+            **(clusters or {}),
+        },
+        "metrics": dict(metrics or {}),
         **row.overrides,
     }
     if current_world() is None:

@@ -52,9 +52,10 @@ def end_when_told(engine: Any, handle: Handle) -> EndOfEngine:
     preemption = handle.preemption
     preemption.engine = end = EndOfEngine(engine, handle)
 
-    def ending(take: Callable[..., Any]) -> Callable[..., Any]:
+    def around(take: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(take)
         def taken(*args: Any, **kwargs: Any) -> Any:
+            preemption.begin_step()
             result = take(*args, **kwargs)
             preemption.end_if_due()
             handle.rollback.go_back_if_due()
@@ -62,6 +63,7 @@ def end_when_told(engine: Any, handle: Handle) -> EndOfEngine:
 
         return taken
 
-    name = "train_batch" if engine.pipeline_parallelism else "step"
-    setattr(engine, name, ending(getattr(engine, name)))
+    pipeline = engine.pipeline_parallelism
+    for name in ("train_batch", "eval_batch") if pipeline else ("forward", "step"):
+        setattr(engine, name, around(getattr(engine, name)))
     return end
