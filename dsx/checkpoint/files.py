@@ -129,7 +129,7 @@ def _of_format_8(meta: Mapping[str, Any]) -> dict[str, Any]:
         told = {"number": 0, "round": round, "has_arrived": True, "can_redo": False}
         told |= {key: entry["parity"].get(key, 0) for key in ("is_idle", "anchor")}
         entries.append({**entry, **told, "is_finite": True})
-    return {"in_flight": entries[::-1], "last": [], "left_at": None}
+    return {"in_flight": entries[::-1], "last": [], "left_at": None, "is_of_own_step": False}
 
 
 class SavedCluster:

@@ -67,9 +67,6 @@ def save_state(
     at different steps, so what was applied last may be lacking elsewhere. Collective over the ranks
     of a stage.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    path = rank_file(directory, rank_info.rank)
-    unfinished = path.with_suffix(".tmp")
     with take_stock(loop) as stock:
         tensors = _masters(loop, own_masters)
         for fragment in loop.adapter.fragments:
@@ -84,6 +81,7 @@ def save_state(
             "history": loop.history.state_dict(),
             **stock.describe(tensors, keeps_last),
             "left_at": loop.deferral.inner_lr,
+            "is_of_own_step": keeps_last,
             **_layouts(loop),
             "encodes_at_launch": loop.method.encodes_at_launch,
             "codec_errors": [_errors(loop, fragment) for fragment in loop.adapter.fragments],
@@ -93,9 +91,12 @@ def save_state(
             "tracked": tracked,
             "totals": asdict(loop.totals),
         }
-        copies = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items() if t.numel()}
-        text = json.dumps(meta)
-        save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
+    copies = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items() if t.numel()}
+    text = json.dumps(meta)
+    directory.mkdir(parents=True, exist_ok=True)
+    path = rank_file(directory, rank_info.rank)
+    unfinished = path.with_suffix(".tmp")
+    save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
     sync_to_disk(unfinished)
     unfinished.replace(path)
     leave_checksum(path)
@@ -142,7 +143,11 @@ def load_state(
     else:
         restored, read_masters = _restore_own(loop, own), _masters_in(own)
     loop.restore(
-        restored.history, restored.in_flight, restored.last, restored.left_at, allows_unequal_steps
+        restored.history,
+        restored.in_flight,
+        restored.last,
+        restored.left_at,
+        allows_unequal_steps or saved.reference(rank_info.rank).meta["is_of_own_step"],
     )
     loop.totals = restored.totals
     if saved.has_average:

@@ -50,9 +50,19 @@ class Stock:
 
     def state(self, fragment: int) -> dict[str, Tensor]:
         """Return a fragment's named state, its channel's of before the first that is lacking."""
-        before = self._loop.state.channels[fragment].before.of(self._next[fragment])
+        before = self._state_before(fragment, self._next[fragment])
         assert before is not None, f"fragment {fragment}: no state before what is under way"
         return {**self._loop.state.named_state(fragment), **before}
+
+    def _state_before(self, fragment: int, round: int) -> dict[str, Tensor] | None:
+        """Return the state before a round, copied if exchanges may change it during the save."""
+        channel = self._loop.state.channels[fragment]
+        rounds_ahead = self._loop.history.launches[fragment] + 1 - round
+        stays = rounds_ahead == 0 or (rounds_ahead == 1 and channel.before.has_coded(round))
+        before = channel.before.of(round)
+        if before is None or stays:
+            return before
+        return {name: tensor.clone() for name, tensor in before.items()}
 
     def describe(self, tensors: dict[str, Tensor], keeps_last: bool) -> dict[str, Any]:
         """Return what is under way as JSON values; its buffers go to `tensors`, in place."""
@@ -84,7 +94,7 @@ class Stock:
             return False  # a later launch has been encoded in its place
         if attempt.round < self._next[transfer.fragment] - 1 or channel.can_recode(attempt.launch):
             return False
-        earlier = channel.before.of(attempt.round)
+        earlier = self._state_before(transfer.fragment, attempt.round)
         for name, tensor in (earlier or {}).items():
             if tensor.numel():
                 tensors[f"before.{name}/{transfer.fragment}"] = tensor

@@ -5,8 +5,8 @@ have been exchanged, ahead of the first code: an attempt that does not end is so
 back, and made again from the same bits. The copies are those of the attempt coded last, and stay
 until the headers of the next one have told that every cluster has ended it.
 
-Who writes a checkpoint holds the `gate`. Meanwhile the exchange goes on, but neither these copies
-nor the state of a channel that has ended its attempt change.
+Who looks at it for a checkpoint holds the `gate`, but not while writing. Meanwhile exchanges go on,
+but neither these copies nor the state of a channel that has ended its attempt change.
 """
 
 from __future__ import annotations
@@ -61,11 +61,15 @@ class StateBefore:
         """
         if round < self._first or self._coded > round:
             return None
-        memory = self._memories.get(round) if round <= self._begun else self._memory
+        memory = self._memories.get(round) if round <= self._begun else self._memory.clone()
         if memory is None:
             return None
         slots = self._copies if self._coded == round else self.slots
         return {**slots, "parity_check.memory": memory}
+
+    def has_coded(self, round: int) -> bool:
+        """Whether this is the round that was coded last: the copies are of before it."""
+        return self._coded == round
 
     def put_back(self, round: int) -> None:
         """Make the channel's state that of before a round; none must be running.

@@ -96,8 +96,12 @@ class Saving:
             "is_finished": is_finished,
         }
         rank_info, session = self._world.rank_info, self._world.session
+        is_told = loop.stop_place is not None and loop.stop_place.reason is not None
         with self.naming_last(), _leaving_nothing_half(rank_file(directory, rank_info.rank)):
-            save_state(loop, directory, rank_info, session, self._axes, states, own_masters)
+            save_state(
+                loop, directory, rank_info, session, self._axes, states, own_masters,
+                keeps_last=is_told,
+            )  # fmt: skip
 
     def load(
         self, directory: Path, is_new: bool, is_other_number: bool, is_repartitioned: bool
@@ -118,6 +122,8 @@ class Saving:
         self.last = directory
         self.keeping.loaded(directory)
         self._records.begin(loop.history.step, loop.totals, directory)
+        with self.naming_last():
+            loop.settle()  # whoever lacks a mean that is held here gets it at once
         return counters.get("is_finished", False)
 
     def saved(self, directory: Path) -> None:

@@ -99,9 +99,7 @@ def save_all(run: SimulatedClusters, base: Path, keeps_last: bool = False) -> No
         save_state(loop, base / f"{m}", here, "run", {}, {}, keeps_last=keeps_last)
 
 
-def resume(
-    run: SimulatedClusters, first: SimulatedClusters, base: Path, allows_unequal_steps: bool = False
-) -> None:
+def resume(run: SimulatedClusters, first: SimulatedClusters, base: Path) -> None:
     """Load every cluster's state and the inner one beside it; new ones are as cluster 0."""
     for m, loop in enumerate(run.loops):
         source = m if m < first.num_clusters else 0
@@ -110,9 +108,18 @@ def resume(
         optimizer: Any = run.optimizers[m]
         optimizer.load_state_dict(copy.deepcopy(inner.state_dict()))
         here = RankInfo(m, run.num_clusters, 0, 1)
-        load_state(loop, base / f"{source}", here, {}, allows_unequal_steps=allows_unequal_steps)
+        load_state(loop, base / f"{source}", here, {})
     for loop in run.loops:
         loop.settle()
+
+
+def catch_up(run: SimulatedClusters, loss: Loss) -> None:
+    """Let clusters that are behind take their steps alone; then all end their boundary."""
+    ahead = max(loop.history.step for loop in run.loops)
+    for step in range(ahead):
+        for m, loop in enumerate(run.loops):
+            if loop.history.step == step:
+                advance(run, m, loss)
     for loop in run.loops:
         loop.end_boundary()
 

@@ -14,6 +14,7 @@ from dsx.engines import simulated
 from tests.checkpoint.half_arrived import (
     HoldingHub,
     assert_same,
+    catch_up,
     hold,
     lacking,
     resume,
@@ -145,6 +146,7 @@ def test_a_resumed_run_is_the_one_that_was_not_disturbed(
     assert [bool(indices) for indices in found] == [m in held for m in range(num_clusters)]
     save_all(first, tmp_path, keeps_last=name == "blocking")  # whoever had it has applied it
     resume(second, first, tmp_path)
+    catch_up(second, loss)
     while second.num_steps < NUM_STEPS:
         second.train_step(loss)
     assert_same(second, whole_run(name, codec, num_clusters))

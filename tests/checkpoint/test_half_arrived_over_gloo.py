@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from dsx.checkpoint import outer_state
 from dsx.engines import simulated
 from dsx.outer.transfer import Transfer
 from tests.checkpoint.gloo_in_one_process import AT_THE_END, GlooHub, HeldTransport
@@ -103,3 +104,48 @@ def test_a_save_does_not_wait_for_a_peer_that_never_answers(tmp_path: Path) -> N
     save_all(run, tmp_path)
     assert time.monotonic() - began < GlooHub.deadline_seconds / 4
     assert [len(found) for found in lacking(run)] == [1, 1]
+
+
+@pytest.mark.parametrize(("name", "hold_after"), [("one step", 1), ("eager, two", 2)])
+def test_exchanges_go_on_while_files_are_written(
+    name: str, hold_after: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And what is written is what was there when the save began."""
+    first, second = (new_run(name, "int4, fp32", 2) for _ in range(2))
+    for step in range(1, 8):
+        if step == 5:
+            end_all(first)
+            for transport in transports(first):
+                transport.hold_after = hold_after
+        first.train_step(loss)
+    write = outer_state.save_file
+
+    def after_the_exchanges(*args: Any, **kwargs: Any) -> None:
+        for transport in transports(first):
+            transport.goes_on.set()
+        end_all(first)
+        write(*args, **kwargs)
+
+    # cluster 0's file; cluster 1 then has all that was under way
+    monkeypatch.setattr(outer_state, "save_file", after_the_exchanges)
+    save_all(first, tmp_path)
+    resume(second, first, tmp_path)
+    for run in (first, second):
+        while run.num_steps < NUM_STEPS:
+            run.train_step(loss)
+        end_all(run)
+    assert_same(second, first)
+
+
+def test_a_rank_that_cannot_write_does_not_leave_the_others_in_a_collective(tmp_path: Path) -> None:
+    run = new_run("one step", "dense", 2)
+    for _ in range(4):
+        run.train_step(loss)
+    told: list[Any] = []
+    ranks: Any = run.loops[0].adapter.ranks
+    agree = ranks.max_over_ranks
+    ranks.max_over_ranks = lambda values: told.append(values) or agree(values)
+    (tmp_path / "0").write_text("no folder")
+    with pytest.raises(FileExistsError):
+        save_all(run, tmp_path)
+    assert told
