@@ -14,6 +14,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,14 +24,16 @@ import torch.distributed as dist
 from dsx.core.waits import waiting_for
 
 _BEAT_SECONDS = 1.0
-_WATCH_SECONDS = 5.0  # without a beat: it is dead
+_WATCH_SECONDS = 15.0  # without a beat: it is dead
 _POLL_SECONDS = 0.1
 _NOT_THERE = "-"
 logger = logging.getLogger(__name__)
 
 
-def claim(store: dist.Store, beats: dist.Store, cluster_id: int, nonce: str) -> None:
+def claim(store: dist.Store, beats: dist.Store, cluster_id: int, nonce: str) -> Callable[[], None]:
     """Claim a cluster's id for this process; ValueError names who has it and is alive.
+
+    What is returned raises the same where another process has since taken this one for dead.
 
     `beats` is another connection to the same key space, for the thread that tells of this process.
     """
@@ -44,6 +47,13 @@ def claim(store: dist.Store, beats: dist.Store, cluster_id: int, nonce: str) -> 
     threading.Thread(
         target=_beat, args=(beats, f"beat/{nonce}"), name="dsx-claim", daemon=True
     ).start()
+
+    def require_held() -> None:
+        now = json.loads(store.get(key))
+        if now["nonce"] != nonce and now["pid"] != os.getpid():
+            raise refusal_of(cluster_id, now)
+
+    return require_held
 
 
 def refusal_of(cluster_id: int, claimed: dict[str, Any]) -> ValueError:
@@ -64,7 +74,7 @@ def holder(store: dist.Store, cluster_id: int) -> dict[str, Any] | None:
 def is_alive(store: dist.Store, claimed: dict[str, Any]) -> bool:
     """Whether who has claimed an id is alive; this process itself is in nobody's way.
 
-    Takes up to five seconds where it is on another machine.
+    Takes up to fifteen seconds where it is on another machine.
     """
     here = _place(claimed["pid"])
     if claimed["machine"] and claimed["machine"] == here["machine"]:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
-from dsx.comm.sockets import opened_here
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
+
+_MOST_MINUTES = 60 * 24 * 30
 
 
 def backend_of_world() -> str:
@@ -25,8 +26,30 @@ def backend_of_world() -> str:
     return "nccl" if has_cuda else "gloo"
 
 
-def init_cluster_world(rank_info: RankInfo, store: dist.Store, deadline_seconds: float) -> None:
-    """Make the world; PeerLost names the ranks of the cluster that did not come."""
+def collective_limit() -> timedelta:
+    """Return how long a collective of the world may take: torch's limit, or DEEPSPEED_TIMEOUT.
+
+    DeepSpeed's counts in minutes, and is of the world that it would have made.
+    """
+    minutes = os.environ.get("DEEPSPEED_TIMEOUT", "")
+    if minutes:
+        if not minutes.isdecimal() or not 0 < int(minutes) <= _MOST_MINUTES:
+            raise ValueError(
+                f"DEEPSPEED_TIMEOUT={minutes!r} in the environment must be an integer, minutes, "
+                f"1..{_MOST_MINUTES}; leave it out for torch's own limit"
+            )
+        return timedelta(minutes=int(minutes))
+    usual = c10d.default_pg_nccl_timeout if backend_of_world() == "nccl" else None
+    return usual or c10d.default_pg_timeout
+
+
+def init_cluster_world(
+    rank_info: RankInfo, store: dist.Store, deadline_seconds: float, limit: timedelta
+) -> None:
+    """Make the world; PeerLost names the ranks of the cluster that did not come.
+
+    `limit` is that of its collectives later on.
+    """
     backend = backend_of_world()
     if backend == "nccl":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
@@ -36,34 +59,21 @@ def init_cluster_world(rank_info: RankInfo, store: dist.Store, deadline_seconds:
         store.set(here[rank_info.rank], "")
         with waiting_for("the other ranks of this cluster to join", deadline_seconds):
             store.wait(here, deadline)
-            with opened_here():
-                dist.init_process_group(
-                    backend,
-                    store=store,
-                    rank=rank_info.rank,
-                    world_size=rank_info.world_size,
-                    timeout=deadline,
-                )
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank_info.rank,
+                world_size=rank_info.world_size,
+                timeout=deadline,
+            )
     except RuntimeError as error:
         raise PeerLost(_explain(rank_info, store, here, deadline_seconds, error)) from error
-    limit_collectives(_usual_limit(backend))
+    limit_collectives(limit)
 
 
 def limit_collectives(limit: timedelta) -> None:
     """Let a collective of this cluster's default group take so long at most, from now on."""
     c10d._set_pg_timeout(limit)  # pyright: ignore
-
-
-def _usual_limit(backend: str) -> timedelta:
-    """Return what torch itself takes: DeepSpeed and others set theirs by an environment variable.
-
-    DeepSpeed's counts in minutes, and is of the world that it would have made.
-    """
-    minutes = os.environ.get("DEEPSPEED_TIMEOUT")
-    if minutes:
-        return timedelta(minutes=int(minutes))
-    usual = c10d.default_pg_nccl_timeout if backend == "nccl" else None
-    return usual or c10d.default_pg_timeout
 
 
 def _explain(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from types import MappingProxyType
@@ -37,7 +37,7 @@ from dsx.comm.farewell import Farewells
 from dsx.comm.gather import Gathers
 from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
-from dsx.comm.sockets import opened_here
+from dsx.comm.sockets import listening_since, opened_here
 from dsx.comm.spread import Spread, Way
 from dsx.core.exchange import HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.fifo import Fifo
@@ -123,7 +123,8 @@ class GlooTransport:
     """Connects this rank to its peers of the same shard coordinate in the other clusters.
 
     `connect(what, n)` makes n groups of all of them; it is not called where there is no peer.
-    `notes` is this cluster's own store, if it has several ranks (farewell.py).
+    `notes` is this cluster's own store, if it has several ranks (farewell.py). `ports` are those
+    that gloo listens on, here and at the peers, once `connect` has been called: see sockets.py.
     """
 
     def __init__(
@@ -135,6 +136,7 @@ class GlooTransport:
         stage: Stage = _WHOLE,
         streams: int = 1,
         notes: dist.Store | None = None,
+        ports: Collection[int] = (),
     ) -> None:
         self._stage = stage
         self._deadline_seconds = deadline_seconds
@@ -143,7 +145,7 @@ class GlooTransport:
         self._fifos: dict[int, Fifo] = {}
         self._under_way: list[GlooPending] = []
         is_alone = seat.num_clusters == 1
-        with opened_here() as self._sockets:
+        with opened_here(ports) as self._sockets:
             group = None if is_alone else connect("launch handshake", 1)[0]
             of_fragments = {
                 fragment: [] if is_alone else connect(stage.name_of(fragment), streams)
@@ -240,19 +242,42 @@ class GlooTransport:
         self._gathers.close()
 
 
-def open_device(interface: str | None) -> Any:
-    """Return a gloo device on an interface, or on the host name's: a thread that serves sockets.
+class Device:
+    """A gloo device: a thread that serves sockets.
 
     It wakes up 100 times a second whether or not there is anything, so a rank needs one, not one
-    per group: a dozen slowed a core that trains by 2 %.
+    per group: a dozen slowed a core that trains by 2 %. `ports` are where it listens, and those of
+    the peers that have connected; 0 stands for one that is not known.
     """
-    if interface is None:
-        return dist.ProcessGroupGloo.create_default_device()
-    return dist.ProcessGroupGloo.create_device(interface=interface)
+
+    def __init__(self, interface: str | None) -> None:
+        before = listening_since(())
+        make: Any = dist.ProcessGroupGloo
+        is_default = interface is None
+        self.handle: Any = (
+            make.create_default_device() if is_default else make.create_device(interface=interface)
+        )
+        opened = listening_since(before)
+        self.own_port = opened.pop() if len(opened) == 1 else 0
+        self.ports = {self.own_port} - {0}
+
+    def tell(self, store: dist.Store, seat: Seat) -> None:
+        """Tell the peers where this one listens; before connecting."""
+        store.set(f"listens/{seat.position}", str(self.own_port))
+
+    def hear(self, store: dist.Store, seat: Seat) -> None:
+        """Take what the peers have told; once connected."""
+        told = {int(store.get(f"listens/{peer}")) for peer in seat.others}
+        self.ports |= told - {0}
+
+
+def open_device(interface: str | None) -> Device:
+    """Return a device on an interface, or on the host name's."""
+    return Device(interface)
 
 
 def connect_gloo(
-    store: dist.Store, seat: Seat, deadline: timedelta, device: Any, streams: int = 1
+    store: dist.Store, seat: Seat, deadline: timedelta, device: Device, streams: int = 1
 ) -> list[Any]:
     """Build unregistered gloo groups over `store`: one member per cluster, fully connected.
 
@@ -263,13 +288,16 @@ def connect_gloo(
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
     options._timeout = deadline
     options._threads = 1  # for collectives, of which there are none
-    options._devices = [device]
-    return [
+    options._devices = [device.handle]
+    device.tell(store, seat)
+    groups = [
         dist.ProcessGroupGloo(
             dist.PrefixStore(f"stream_{k}", store), seat.position, seat.num_clusters, options
         )
         for k in range(streams)
     ]
+    device.hear(store, seat)
+    return groups
 
 
 def _drive(

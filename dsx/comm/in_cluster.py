@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.comm.sockets import opened_here
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
@@ -44,7 +43,7 @@ class InCluster:
             options._timeout = timedelta(seconds=join_deadline_seconds)
             options._threads = 1
             options._devices = [_device()]
-            with self._waiting("connecting"), opened_here():
+            with self._waiting("connecting"):
                 self._group = dist.ProcessGroupGloo(store, rank, world_size, options)
             self._group.set_timeout(timedelta(seconds=deadline_seconds))
         self._deadline_seconds = deadline_seconds

@@ -156,7 +156,7 @@ def meet(
     }
     beats = dist.PrefixStore(_JOIN, another_connection(store))
     store = dist.PrefixStore(_JOIN, store)
-    claim(store, beats, rank_info.cluster_id, nonce)
+    require_held = claim(store, beats, rank_info.cluster_id, nonce)
     store.set(f"here/{rank_info.cluster_id}", json.dumps(hello))
     peers = [m for m in range(rank_info.num_clusters) if m != rank_info.cluster_id]
     answered: dict[int, str] = {}
@@ -173,6 +173,7 @@ def meet(
                     met[peer] = json.loads(store.get(answer))
                     _require_alike(rank_info, peer, hello, met[peer])
             missing = [m for m in peers if m not in met]
+            require_held()
             _require_same_number(store, rank_info, missing)
             if missing and time.monotonic() > until:
                 raise PeerLost(

@@ -5,15 +5,16 @@ that no thread waits out a deadline. And a child that is forked, as data workers
 of them: it would hold a port, and keep the line to another cluster open, when this process has
 ended. There the numbers are made to stand for /dev/null, and closed by whoever holds them.
 
-Known by looking at what is open before and after, where there is a /proc; elsewhere by nobody, and
-threads that wait are left to the end of the process.
+Known by looking at what is open before and after, and at its ports, for another thread may open
+what is none of ours; where there is no /proc, by nobody: threads that wait are then left to the end
+of the process.
 """
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import contextmanager, suppress
 
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -50,14 +51,22 @@ class Sockets:
 
 
 @contextmanager
-def opened_here() -> Generator[Sockets, None, None]:
-    """Note the TCP sockets that are opened meanwhile, in the object that it yields."""
+def opened_here(ports: Collection[int]) -> Generator[Sockets, None, None]:
+    """Note the TCP sockets that are opened meanwhile, in the object that it yields.
+
+    Those alone that have one of these `ports`, which are looked at in the end, at either side.
+    """
     before, sockets = _links(), Sockets()
     try:
         yield sockets
     finally:
         fresh = {number: link for number, link in _links().items() if before.get(number) != link}
-        sockets.add({number: link for number, link in fresh.items() if _is_of_internet(number)})
+        sockets.add({number: link for number, link in fresh.items() if _ports(number) & {*ports}})
+
+
+def listening_since(before: Collection[int]) -> set[int]:
+    """Return the ports that this process listens on, without those of `before`."""
+    return {port for number in _links() if (port := _listens_on(number))} - {*before}
 
 
 def let_go_in_child() -> None:
@@ -88,10 +97,22 @@ def _link(number: int) -> str:
         return ""
 
 
-def _is_of_internet(number: int) -> bool:
+def _ports(number: int) -> set[int]:
+    """Return the ports of a TCP socket, its own and that of its peer; none of another thing."""
+    ports: set[int] = set()
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
-        return copy.family in _INTERNET and copy.type == socket.SOCK_STREAM
-    return False
+        if copy.family in _INTERNET and copy.type == socket.SOCK_STREAM:
+            ports.add(copy.getsockname()[1])
+            ports.add(copy.getpeername()[1])
+    return ports
+
+
+def _listens_on(number: int) -> int:
+    """Return the port that a TCP socket listens on, 0 if it does not."""
+    with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+        if copy.family in _INTERNET and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return copy.getsockname()[1]
+    return 0
 
 
 os.register_at_fork(after_in_child=let_go_in_child)

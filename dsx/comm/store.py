@@ -43,7 +43,7 @@ def open_store(
         if is_host and port:
             _await_port(host, port, min(deadline_seconds, _MOST_SECONDS), look_at_holder)
         try:
-            with opened_here():
+            with opened_here([port]):
                 return dist.TCPStore(
                     host,
                     port,

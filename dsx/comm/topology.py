@@ -32,6 +32,7 @@ class LauncherEnvironment:
     master_addr: str
     master_port: int
     store_is_hosted: bool
+    restarts: str = "0"  # of all ranks, by torchrun; its store outlives them
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> LauncherEnvironment:
@@ -55,6 +56,7 @@ class LauncherEnvironment:
             master_port=_number(environ, "MASTER_PORT", 0, 65535),
             # torchrun's agent already listens on the master port; deepspeed's launcher does not
             store_is_hosted=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            restarts=environ.get("TORCHELASTIC_RESTART_COUNT", "0"),
         )
 
 

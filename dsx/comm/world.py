@@ -11,13 +11,12 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
-from dsx.comm.cluster_world import init_cluster_world
+from dsx.comm.cluster_world import collective_limit, init_cluster_world
 from dsx.comm.forked_children import end_workers_with_parent
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.in_cluster import InCluster
@@ -137,7 +136,9 @@ class World:
         beneath = store.underlying_store
         deadline = self._config.join_deadline_seconds
         own = open_store(beneath.host, beneath.port, is_host=False, deadline_seconds=deadline)
-        return dist.PrefixStore(f"dsx/cluster_{self.cluster_id}/{name}_{self._own_stores}", own)
+        return dist.PrefixStore(
+            f"dsx/{self.session}/cluster_{self.cluster_id}/{name}_{self._own_stores}", own
+        )
 
     def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> GlooTransport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.
@@ -149,14 +150,14 @@ class World:
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"
 
-        device = cache(lambda: open_device(config.interface))  # one for all groups
+        device = open_device(config.interface)  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
             deadline = timedelta(seconds=config.join_deadline_seconds)
             store = self.rendezvous.group_store(f"{prefix}/{what}")
             try:
                 with waiting_for(f"connections of the {what}", config.join_deadline_seconds):
-                    return connect_gloo(store, self.seat, deadline, device(), streams)
+                    return connect_gloo(store, self.seat, deadline, device, streams)
             except RuntimeError as error:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "
@@ -174,6 +175,7 @@ class World:
             stage,
             streams,
             notes if self.world_size > 1 else None,
+            device.ports,
         )
 
 
@@ -198,15 +200,16 @@ def join(config: RendezvousConfig) -> World:
             "dsx.init_distributed(config) first, before deepspeed.init_distributed, "
             "deepspeed.initialize or torch.distributed.init_process_group"
         )
-    launcher = LauncherEnvironment.read()
+    launcher, limit = LauncherEnvironment.read(), collective_limit()
     if config.rendezvous == "env://":
         rank_info, launcher_store, shared_store = _join_one_launcher(launcher, config)
     else:
         rank_info, launcher_store, shared_store = _join_own_launcher(launcher, config)
     end_with_launcher()
     end_workers_with_parent()
-    cluster_store = dist.PrefixStore(f"dsx/cluster_{rank_info.cluster_id}", launcher_store)
-    init_cluster_world(rank_info, cluster_store, config.join_deadline_seconds)
+    own_keys = f"dsx/start_{launcher.restarts}/cluster_{rank_info.cluster_id}"
+    cluster_store = dist.PrefixStore(own_keys, launcher_store)
+    init_cluster_world(rank_info, cluster_store, config.join_deadline_seconds, limit)
     session = _agree_session(rank_info, cluster_store, shared_store, config)
     rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
     seat = Seat.of(rank_info.cluster_id, rank_info.num_clusters)

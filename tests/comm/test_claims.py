@@ -5,15 +5,19 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import dsx
 from dsx.comm import claims
 from dsx.comm.claims import claim
+from dsx.comm.cluster_world import collective_limit
 from dsx.comm.forked_children import end_workers_with_parent
 from dsx.comm.rendezvous import meet, refuse_second_host
 from dsx.comm.store import open_store
@@ -128,7 +132,7 @@ def test_a_place_that_is_none_is_refused(given: dict[str, str], said: str) -> No
 
 def stay(ready: Any) -> None:
     ready.set()
-    time.sleep(60)
+    signal.pause()
 
 
 def test_a_forked_worker_ends_with_its_parent() -> None:
@@ -140,7 +144,7 @@ def test_a_forked_worker_ends_with_its_parent() -> None:
         worker = context.Process(target=stay, args=(ready,))
         worker.start()
         os.write(reader[1], str(worker.pid).encode())
-        time.sleep(60)
+        signal.pause()
         os._exit(0)
     try:
         assert ready.wait(20)
@@ -152,3 +156,49 @@ def test_a_forked_worker_ends_with_its_parent() -> None:
     while time.monotonic() < until and claims._place(worker)["started"] != "-":
         time.sleep(0.02)
     assert claims._place(worker)["started"] == "-"
+
+
+def start_again() -> list[tuple[int, int]]:
+    """Two starts of both ranks at one store, as `torchrun --max-restarts` makes them."""
+    if os.environ["RANK"] == "0":
+        port = int(os.environ["MASTER_PORT"]) + 1
+        kept.append(open_store("127.0.0.1", port, is_host=True, deadline_seconds=20))
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "MASTER_PORT": str(int(os.environ["MASTER_PORT"]) + 1),
+    }
+    sums: list[tuple[int, int]] = []
+    for start in range(2):
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(start)
+        clusters = {"num_clusters": 1, "join_deadline_seconds": 20}
+        world = dsx.init_distributed({"dsx": {"preset": "diloco", "clusters": clusters}})
+        total = torch.tensor(1 + world.rank)
+        dist.all_reduce(total)
+        sums.append((start, int(total)))
+        dist.destroy_process_group()
+    return sums
+
+
+def test_ranks_start_again_at_a_store_that_stays() -> None:
+    assert run_distributed(start_again, 2) == [[(0, 3), (1, 3)]] * 2
+
+
+@pytest.mark.parametrize("minutes", ["soon", "0", "-3", "1e3"])
+def test_deepspeeds_limit_is_read_before_anything_waits(
+    minutes: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", minutes)
+    with pytest.raises(ValueError, match=f"DEEPSPEED_TIMEOUT='{minutes}' in the environment must"):
+        collective_limit()
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "7")
+    assert collective_limit().total_seconds() == 420
+
+
+def test_one_that_was_taken_for_dead_is_told_so() -> None:
+    store = dist.HashStore()
+    require_held = claim(store, store, 0, "ours")
+    require_held()
+    other = {"nonce": "theirs", "pid": os.getppid(), **claims._place(os.getppid())}
+    store.set("claim/0", json.dumps(other))
+    with pytest.raises(ValueError, match=rf"cluster 0 is taken by process {os.getppid()} on"):
+        require_held()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
 import time
 from typing import Any
@@ -59,12 +60,14 @@ def test_closing_does_not_wait_for_a_silent_peer() -> None:
 
 
 def test_a_forked_child_holds_no_connection() -> None:
-    with opened_here() as ours:
+    ports = set[int]()
+    with opened_here(ports) as ours:
         server = socket.create_server(("127.0.0.1", 0))
         client = socket.create_connection(server.getsockname())
         accepted, _ = server.accept()
-    foreign = socket.create_server(("127.0.0.1", 0))
-    with socket.socket(socket.AF_UNIX) as local, opened_here() as none:
+        foreign = socket.create_server(("127.0.0.1", 0))  # by another thread, meanwhile
+        ports.add(server.getsockname()[1])
+    with socket.socket(socket.AF_UNIX) as local, opened_here(ports) as none:
         local.fileno()
     assert len(ours) == 3 and len(none) == 0
     reader, writer = os.pipe()
@@ -73,7 +76,7 @@ def test_a_forked_child_holds_no_connection() -> None:
         kinds = [os.readlink(f"/proc/self/fd/{s.fileno()}") for s in (server, client, accepted)]
         kinds.append(os.readlink(f"/proc/self/fd/{foreign.fileno()}")[:7])
         os.write(writer, " ".join(kinds).encode())
-        time.sleep(60)
+        signal.pause()
         os._exit(0)
     try:
         assert os.read(reader, 1000).decode() == "/dev/null /dev/null /dev/null socket:"

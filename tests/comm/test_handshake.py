@@ -33,7 +33,7 @@ def transport(deadline_seconds: float) -> GlooTransport:
         named = dist.PrefixStore(what, store)
         return connect_gloo(named, seat, timedelta(seconds=20), device, count)
 
-    return GlooTransport([0], connect, seat, deadline_seconds)
+    return GlooTransport([0], connect, seat, deadline_seconds, ports=device.ports)
 
 
 def with_header(seat: Seat, x: Tensor, theirs: Tensor) -> Generator[ExchangeRound, None, Tensor]:

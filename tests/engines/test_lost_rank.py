@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from datetime import timedelta
 
 import pytest
@@ -30,12 +29,15 @@ def hang_after(num_clusters: int) -> list[str]:
         lambda: in_cluster.gather("the end", 1),
     ):
         if world.rank == 1:
-            time.sleep(3)
             continue
         try:
             wait()
         except PeerLost as lost:
             told.append(str(lost))
+    have_told = world.new_handle_store()
+    if world.rank == 0:
+        have_told.set("rank 0 has named the other", "")
+    have_told.wait(["rank 0 has named the other"], timedelta(seconds=30))
     return told
 
 
