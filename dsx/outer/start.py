@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -22,17 +23,23 @@ from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
 from dsx.core.exchange import Exchange, to_all
+from dsx.core.fifo import Fifo
 from dsx.core.transport import START, Pending, Submission, Transport
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.outer.digest import NUMBERS, Digests
 from dsx.outer.progress import Progress
+from dsx.outer.rounds import until_all_are_done
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import Arrived
 
 FIRST = 0  # whose masters all take, by place in the membership
 _IS_LARGE = 100e6  # bytes that somebody may want to spare the line
 _ADVICE = "seed all clusters alike, or load the same weights first, and nothing is sent"
+SETTLING = (
+    "the clusters' weights differ and are about to be sent, as the model is used: call "
+    "engine.dsx.settle() on all ranks before a forward on one of them"
+)
 logger = logging.getLogger(__name__)
 
 
@@ -82,8 +89,8 @@ class Start:
         self._tell(apart, max(sent, received))
         if self.is_open:
             sent = received = 0
-        else:
-            self._send(takers)
+        elif anywhere:
+            yield from self._sending(takers)
         self._adapter.sync_model_weights()
         told = self._sum_over_cluster([asked.bytes_sent])[0]
         seconds = self.begun.seconds + time.perf_counter() - since
@@ -181,6 +188,26 @@ class Start:
         own[:, stage.index * count + rank] = torch.tensor(values, dtype=torch.float64)
         return [int(total) for total in self._adapter.ranks.max_over_stages(own).sum(1)]
 
+    def _sending(self, takers: Mapping[int, list[int]]) -> Iterator[None]:
+        """Send, on a thread of its own, while all who send less, or nothing, wait together."""
+        device = torch.cuda.current_device() if self._adapter.pins_host_memory else None
+
+        def send() -> None:
+            if device is not None:
+                torch.cuda.set_device(device)  # of this thread
+            self._send(takers)
+            if device is not None:
+                torch.cuda.synchronize(device)
+
+        if device is not None:
+            torch.cuda.synchronize(device)
+        thread, sent = Fifo("dsx-start"), Future[None]()
+        thread.submit(sent, send)
+        thread.end_soon()
+        what = f"masters of cluster {self._transport.seat.ids[FIRST]}"
+        yield from until_all_are_done(what, sent, self._adapter.ranks, self._transport)
+
+    @torch.no_grad()
     def _send(self, takers: Mapping[int, list[int]]) -> None:
         """Pass the first member's masters along to those that have others."""
         own = self._transport.seat.position

@@ -31,3 +31,7 @@ class Gathering:
         if lost is not None:
             raise PeerLost(lost)
         return values
+
+    def meet(self, what: str) -> None:
+        """Wait for all ranks of the cluster; the error of one that does not come begins `what`."""
+        self._in_cluster.any(what, False)

@@ -21,6 +21,7 @@ from dsx.method.method import Method
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.memory import OuterMemory
 from dsx.outer.recovery import NonFiniteError
+from dsx.outer.start import SETTLING
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
 from dsx.telemetry.sync_records import SyncRecords
@@ -148,6 +149,8 @@ class Handle:
         With DeepSpeed the first forward does so. Collective over all ranks of all clusters.
         """
         with self._saving.naming_last():
+            if self.loop.beginning.is_open:
+                self._gathering.meet(SETTLING)
             self.loop.beginning.settle()
 
     def after_inner_step(self, is_skipped: bool = False) -> bool:

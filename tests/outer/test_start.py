@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, cast
 
 import pytest
 import torch
 
+from dsx.comm import spread
 from dsx.comm.in_process import InProcessHub, start_together
 from dsx.config.schema import preset
 from dsx.core.membership import Membership
+from dsx.core.transport import PeerLost
 from dsx.engines.torch import TorchAdapter
 from dsx.outer.bit_hash import BitHash
 from dsx.outer.digest import Digests
 from dsx.outer.loop import OuterLoop
 from dsx.outer.progress import Progress
+from dsx.outer.rounds import until_all_are_done
 from tests.comm.threads import over_gloo
 from tests.tiny import NUM_LAYERS, TinyNet
 
@@ -105,6 +111,49 @@ def test_weights_that_all_differ_go_along_the_chain(clusters: Clusters) -> None:
     for model in models:
         for own, first in zip(model.parameters(), TinyNet(0).parameters(), strict=True):
             assert torch.equal(own, first)
+
+
+def test_who_has_nothing_to_send_waits_for_those_that_send_longer_than_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Cluster 2 has what cluster 0 has; its next exchange would wait for the deadline only."""
+    stage, never, deadline = spread._Pieces.stage, threading.Event(), 1.0
+
+    def slow(pieces: spread._Pieces, number: int) -> None:
+        never.wait(0.4)
+        stage(pieces, number)
+
+    monkeypatch.setattr(spread._Pieces, "stage", slow)
+    models = [TinyNet(seed) for seed in (0, 1, 0)]
+
+    def start(transport: Any) -> tuple[OuterLoop, float, list[Any]]:
+        began = time.monotonic()
+        loop = loop_on(models[transport.seat.position], transport)
+        loop.start()
+        seconds = time.monotonic() - began
+        return loop, seconds, list(transport.gather("after", transport.seat.position)())
+
+    for loop, seconds, after in over_gloo(3, start, range(NUM_LAYERS), deadline_seconds=deadline):
+        assert seconds > deadline and after == [0, 1, 2]
+        assert len(loop.beginning.begun.apart) == NUM_LAYERS
+
+
+@pytest.mark.parametrize("where", [1, 0])
+def test_a_rank_that_loses_a_peer_ends_those_of_its_cluster(where: int) -> None:
+    """They wait in rounds: `where` 0 is the rank that lost it, 1 another one."""
+
+    class Ranks:
+        def max_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+            return torch.maximum(values, torch.tensor([0.0, float(where)]))
+
+    own: Future[None] = Future()
+    if where:
+        own.set_result(None)
+    else:
+        own.set_exception(PeerLost("fragment 0: piece 3 of 9"))
+    rounds = until_all_are_done("masters", own, cast(Any, Ranks()), cast(Any, None))
+    with pytest.raises(PeerLost, match="another rank of this cluster" if where else "piece 3 of 9"):
+        next(rounds)
 
 
 def test_what_waits_is_compared_again_when_it_is_settled() -> None:
