@@ -55,7 +55,9 @@ class ReshardedTransfers:
         if entry["is_empty"]:
             return NothingYet(fragment.id)
         entries = [rank.meta["in_flight"][index] for rank in self._ranks]
-        if len({e["has_arrived"] for e in entries}) > 1:
+        pairs = zip(self._ranks, entries, strict=True)
+        arrived = {e["has_arrived"] for rank, e in pairs if self._has_sent(rank, fragment)}
+        if len(arrived) > 1:
             name = self._loop.adapter.stage.name_of(fragment.id)
             raise ValueError(
                 f"{self._ranks[0].path.parent}: of {name}, launched at step {entry['launched']}, "
@@ -66,6 +68,7 @@ class ReshardedTransfers:
         if buffers.kept is not None:
             self._vector(fragment, fragment.layout, buffers.kept, "layout", f"kept/{index}")
         told = {
+            "has_arrived": arrived != {False},
             "is_finite": all(e["is_finite"] for e in entries),
             "is_idle": any(e["is_idle"] for e in entries),
             "anchor": 0,  # hashes are of the old shards
@@ -77,7 +80,7 @@ class ReshardedTransfers:
         transfer = restored_transfer(
             self._loop, {**entry, **told}, buffers, norm, bytes_sent, seconds
         )
-        if entry["has_arrived"]:
+        if told["has_arrived"]:
             self._restore_mean(fragment, buffers, index, entries)
         else:
             self._restore_contribution(fragment, transfer, index, entries)
@@ -93,7 +96,9 @@ class ReshardedTransfers:
         """Bring a mean and what travelled beside it: sums go to one rank, the largest to all."""
         wire = self._loop.matrix_gathers[fragment.id].wire.layout
         ids = self._loop.transport.seat.ids  # others' names are nobody's any more
-        buffers.parity = ParityResult.of_saved([e["parity"] for e in entries], ids)
+        buffers.parity = ParityResult.of_saved(
+            [e["parity"] for e in entries if e["parity"] is not None], ids
+        )
         self._vector(fragment, wire, buffers.wire, "wire", f"mean/{index}")
         sideband, name = buffers.sideband, f"in_flight.sideband/{index}"
         sideband.values.zero_()
@@ -163,6 +168,9 @@ class ReshardedTransfers:
     def _sender(self, fragment: Fragment) -> SavedRank:
         """Return a rank that has sent something of a fragment: it has a sideband."""
         for rank in self._ranks:
-            if rank.slots("layout", fragment.id) or rank.slots("wire", fragment.id):
+            if self._has_sent(rank, fragment):
                 return rank
         return self._ranks[0]
+
+    def _has_sent(self, rank: SavedRank, fragment: Fragment) -> bool:
+        return bool(rank.slots("layout", fragment.id) or rank.slots("wire", fragment.id))

@@ -32,7 +32,10 @@ from dsx.outer.hand_over import HandOver
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
 
-_ADVICE = "resume all clusters from an earlier checkpoint that they have saved at one step"
+_ADVICE = (
+    "resume with the layout and the number of clusters that saved it, or all clusters from an "
+    "earlier checkpoint that they have saved at one step"
+)
 
 
 class Unresumed(Pending):

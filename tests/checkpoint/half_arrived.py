@@ -43,7 +43,12 @@ class HoldingHub(InProcessHub):
         for pending in group:
             pending.bytes_sent += HEADER_BYTES * (len(group) - 1)
         free = [place for place in range(len(group)) if place not in self.held]
-        rounds: list[ExchangeRound | None] = [next_round(p.exchange)[0] for p in group]
+        rounds: list[ExchangeRound | None] = []
+        for pending in group:
+            round, pending.result = next_round(pending.exchange)
+            rounds.append(round)
+        if None in rounds:
+            return  # one cluster alone
         for number in itertools.count():
             self._pass(group, rounds, number)
             for place in free:
