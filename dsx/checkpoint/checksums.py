@@ -56,8 +56,13 @@ def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, An
         for name, path in sorted(paths.items())
         if name not in files and path.is_file()
     }
-    whole = {**manifest, _FILES: files, _SIZES: sizes}
-    return {**whole, _OWN: of_manifest(whole)}
+    return sealed({**manifest, _FILES: files, _SIZES: sizes})
+
+
+def sealed(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a manifest with the checksum of what it holds now."""
+    values = {key: value for key, value in manifest.items() if key != _OWN}
+    return {**values, _OWN: of_manifest(values)}
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

@@ -8,8 +8,9 @@ died while saving, or whose values are not finite, lets the others keep what the
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED, MANIFEST, REPLACED
 from dsx.checkpoint.leftovers import REMOVED
@@ -22,7 +23,7 @@ def superfluous(manifests: Manifests, common: Collection[str], keep: int) -> lis
     What holds the finished model stays, and so does what cannot be read.
     """
     known = {tag: manifest for tag, manifest in manifests.items() if DAMAGED not in manifest}
-    good = [tag for tag in common if tag in known and known[tag].get("trouble") == ""]
+    good = [tag for tag in common if tag in known and counts(known[tag])]
     steps = sorted({known[tag]["step"] for tag in good}, reverse=True)
     if len(steps) < keep:
         return []
@@ -34,6 +35,11 @@ def superfluous(manifests: Manifests, common: Collection[str], keep: int) -> lis
         or (tag.endswith(REPLACED) and tag.removesuffix(REPLACED) in good)
     ]
     return sorted(gone, key=lambda tag: known[tag]["step"])
+
+
+def counts(manifest: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint of a cluster is one that the last good ones may be deleted for."""
+    return manifest.get("trouble") == "" and not manifest.get("is_doubtful")
 
 
 def remove_tag(directory: Path, tag: str) -> None:

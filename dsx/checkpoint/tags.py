@@ -45,6 +45,7 @@ class Manifest:
     is_finished: bool = False  # whether the weights are the finished model's
     trouble: str = ""  # why a run should not go on from it: what is not finite, what is refused
     is_preempted: bool = False  # whether the run was told to end: each cluster at a step of its own
+    is_doubtful: bool = False  # whether the last losses were beyond a bound, too few to tell yet
 
 
 def cluster_directory(base: str | Path, cluster_id: int) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from dsx.checkpoint.files import FORMAT
-from dsx.checkpoint.health import find_trouble, tensors_of
+from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import Manifest, begin_tag, cluster_directory, complete_tag
 from dsx.comm.world import World
 from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
@@ -42,11 +42,12 @@ class EndOfScript:
             )
         handle.save(directory / begun)
         adapter: Any = handle.loop.adapter
-        troubles = gather_objects(find_trouble(handle.loop, tensors_of(adapter.inner_optimizers)))
+        judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
         if world.rank == 0:
             manifest = Manifest(
                 FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                False, next(filter(None, troubles), ""), True,
+                False, next((why for why, _ in judged if why), ""), True,
+                any(doubt for _, doubt in judged),
             )  # fmt: skip
             complete_tag(directory, tag, manifest)
         meet_in_cluster(f"complete {tag}")

@@ -5,14 +5,15 @@ which takes effect at one step on every rank of every cluster (notices.py). A No
 that all clusters raise at the same transfer. Both are followed where the step is complete
 (rollback.py), a limited number of times; then, or where nothing can go back, the run ends.
 
-What was saved since the first loss beyond the bounds is not gone back to. By default the data goes
-on behind the stretch that training diverged in.
+What was saved since the first loss beyond the bounds is not gone back to, nor gone on from. By
+default the data goes on behind the stretch that training diverged in.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -55,6 +56,7 @@ class Divergence:
         self._since = 0
         self._due: Diverged | None = None
         self._times = 0
+        self.bad_since: int | None = None  # while what is trained has diverged
 
     @property
     def keeps_data(self) -> bool:
@@ -65,6 +67,16 @@ class Divergence:
     def may_go_back(self) -> bool:
         """Whether the configuration lets training go back at all."""
         return self._config.max_rollbacks > 0
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether training has gone back as often as it may."""
+        return self._times >= self._config.max_rollbacks
+
+    @property
+    def is_doubtful(self) -> bool:
+        """Whether the last loss was beyond a bound."""
+        return self._in_a_row > 0
 
     def counted(self) -> str:
         """Say how often training has gone back."""
@@ -88,25 +100,40 @@ class Divergence:
         if self._in_a_row == config.patience:
             told = "no bound" if bound == math.inf else f"a bound of {bound:g}"
             why = f"its loss is {value:g} at step {step} with {told}, so since step {self._since}"
+            self._has_diverged(self._since)
             self._notices.post(_KIND, {"why": why, "since": self._since, "times": self._times})
 
-    def pass_boundary(self, step: int, can_go_back: bool) -> None:
-        """Take up what has been posted; NonFiniteError, on all ranks, where training ends."""
+    def pass_boundary(self, step: int, find_obstacle: Callable[[], str]) -> None:
+        """Take up what has been posted; NonFiniteError, on all ranks, where training ends.
+
+        `find_obstacle` says why training cannot go back, or "", and the same on all ranks of all
+        clusters.
+        """
         posted = [d for d in self._notices.due(_KIND) if d.payload["times"] == self._times]
         if not posted or self._due is not None:
             return
         since = min(due.payload["since"] for due in posted)
         why = f"cluster {posted[0].cluster} has diverged: {posted[0].payload['why']}"
-        if not (can_go_back and self.take_up(why, since)):
+        self._has_diverged(since)
+        obstacle = find_obstacle()
+        if obstacle or not self.take_up(why, since):
+            told = f"; {obstacle}" if obstacle else ""
             raise NonFiniteError(
                 f"{why}; all clusters end at step {step}, having gone back {self.counted()} "
-                "(divergence.max_rollbacks): start again from a checkpoint of before step "
+                f"(divergence.max_rollbacks){told}: start again from a checkpoint of before step "
                 f"{since}, with a lower learning rate or other data"
             )
 
+    def _has_diverged(self, since: int) -> None:
+        self.bad_since = since if self.bad_since is None else min(since, self.bad_since)
+
+    def has_gone_back(self) -> None:
+        """What is trained is good again."""
+        self.bad_since = None
+
     def take_up(self, why: str, since: int) -> bool:
         """Let training go back where the step is complete; False if it has too often."""
-        if self._times >= self._config.max_rollbacks:
+        if self.is_exhausted:
             return False
         self._due = self._due or Diverged(why, since)
         return True

@@ -1,6 +1,6 @@
 """Keeping the last few checkpoints: what is older goes, once all clusters have what is newer.
 
-A cluster tells the others of a complete checkpoint beside its next transfer (notices.py): nothing
+A cluster tells the others of a good checkpoint beside its next transfer (notices.py): nothing
 waits. Deletion runs on a thread of its own; what cannot be deleted is a warning.
 """
 
@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from dsx.checkpoint.keep import remove_tag, superfluous
+from dsx.checkpoint.checksums import MANIFEST, read_manifest
+from dsx.checkpoint.keep import counts, remove_tag, superfluous
 from dsx.checkpoint.tags import complete_tags
 from dsx.training.notices import Notices
 
@@ -45,8 +46,11 @@ class Keeping:
         self._thread: threading.Thread | None = None
 
     def saved(self, path: Path, step: int) -> None:
-        """Tell all clusters that this one has a checkpoint complete."""
-        if self._keep is not None and self._is_first:
+        """Tell all clusters that this one has a checkpoint complete, if it is a good one."""
+        if self._keep is None or not self._is_first:
+            return
+        manifest = path / MANIFEST  # none where a script saves by itself
+        if manifest.is_file() and counts(read_manifest(manifest)):
             self._directories[path.name, step] = path.parent
             self._notices.post(_KIND, {"tag": path.name, "step": step})
 

@@ -6,10 +6,14 @@ An engine that can load in place does so; a script that saves by itself does it 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from dsx.checkpoint.checksums import MANIFEST
+from dsx.checkpoint.diverged import mark_diverged, trouble_since
 from dsx.checkpoint.health import find_trouble
 from dsx.comm.world import World
 from dsx.outer.loop import OuterLoop
@@ -42,24 +46,43 @@ class Rollback:
         self._gathering = gathering
         self._in_cluster = world.in_cluster() if divergence.may_go_back else None
         self._of_script: dict[int, Path] = {}  # good ones by step
+        self._directories: set[Path] = set()  # of this cluster's tags
         self.load: Callable[[str], Any] | None = None
         self.callback: Callable[[Path], Any] | None = None
 
     def saved(self, path: Path) -> None:
-        """Note what a script has saved, if all is finite on this rank."""
+        """Note where tags are, and what a script has saved, if all is good on this rank."""
+        if (path / MANIFEST).is_file():
+            self._directories.add(path.parent)
         if self._divergence.may_go_back and self.load is None:
             moments = getattr(self._loop.adapter, "moments", list[Any])()
-            trouble = find_trouble(self._loop, moments)
-            if not trouble:
+            if not self.judge(moments)[0]:
                 self._of_script[self._loop.history.step] = path
+
+    def judge(self, moments: Iterable[Tensor]) -> tuple[str, bool]:
+        """Say what is wrong on this rank with what is about to be saved, and whether it is doubted.
+
+        "" where nothing is; see `Manifest`.
+        """
+        trouble, since = find_trouble(self._loop, moments), self._divergence.bad_since
+        if not trouble and since is not None:
+            trouble = trouble_since(since)
+        return trouble, self._divergence.is_doubtful
 
     def survives(self, error: NonFiniteError) -> bool:
         """Whether the run goes back instead of ending with an error that all clusters have."""
-        return self._can and self._divergence.take_up(str(error), self._loop.history.step)
+        obstacle = self._find_obstacle()
+        if obstacle and self._world.rank == 0:
+            logger.error("%s", obstacle)
+        return not obstacle and self._divergence.take_up(str(error), self._loop.history.step)
 
     def pass_boundary(self) -> None:
         """Take up what has been posted; NonFiniteError where the run does not go back."""
-        self._divergence.pass_boundary(self._loop.history.step, self._can)
+        try:
+            self._divergence.pass_boundary(self._loop.history.step, self._find_obstacle)
+        except NonFiniteError:
+            self._mark(self._divergence.bad_since)
+            raise
 
     def go_back_if_due(self) -> None:
         """Go back, where a step is complete; the engines call it on every rank."""
@@ -68,6 +91,7 @@ class Rollback:
             return
         why, step = due.why, self._loop.history.step
         divergence, speaks = self._divergence, self._world.rank == 0
+        self._mark(due.since)
         if speaks:
             logger.error("%s: all clusters go back from step %d", why, step)
         with self._saving.naming_last(), self._saving.going_back(divergence.keeps_data, due.since):
@@ -75,6 +99,7 @@ class Rollback:
                 path = self._load(due.since)
             except (FileNotFoundError, ValueError) as error:
                 raise NonFiniteError(f"{why}; there is nothing to go back to: {error}") from error
+        divergence.has_gone_back()
         if speaks:
             logger.warning(
                 "gone back from step %d to %s (%s); the data goes on %s", step, path,
@@ -86,9 +111,36 @@ class Rollback:
         told = {"step": now, "from_step": step, "why": why, "checkpoint": str(path)}
         self._records.log("rollback", told)
 
-    @property
-    def _can(self) -> bool:
-        return self.load is not None or self.callback is not None
+    def _find_obstacle(self) -> str:
+        """Say which clusters cannot go back, the same on all ranks. Collective over all."""
+        if self._in_cluster is None or self._divergence.is_exhausted:
+            return ""
+        what, can = "whether training can go back", self.load is not None or bool(self.callback)
+        of_cluster = all(self._in_cluster.gather(what, can))
+        clusters = enumerate(self._gathering.gather(what, of_cluster))
+        lacking = ", ".join(f"cluster {m}" for m, can in clusters if not can)
+        return f"handle.on_rollback(callback) has not been called in {lacking}" if lacking else ""
+
+    def _mark(self, since: int | None) -> None:
+        """Let what this cluster has saved since a step be nothing to go on from."""
+        if since is None:
+            return
+        self._of_script = {step: path for step, path in self._of_script.items() if step < since}
+        for directory in sorted(self._directories) if self._world.rank == 0 else ():
+            try:
+                marked = mark_diverged(directory, since, self._world.session)
+            except OSError as error:
+                logger.error(
+                    "what was saved below %s since step %d, when training had diverged, could not "
+                    "be marked (%s): delete it by hand, else a new start takes it", directory,
+                    since, error,
+                )  # fmt: skip
+                continue
+            if marked:
+                logger.warning(
+                    "saved when training had diverged, since step %d, and not to be gone on from: "
+                    "%s", since, ", ".join(marked),
+                )  # fmt: skip
 
     def _load(self, before: int) -> Path:
         if self.load is not None:

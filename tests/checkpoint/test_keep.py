@@ -140,6 +140,24 @@ def test_a_cluster_deletes_nothing_before_all_have_what_is_newer(tmp_path: Path)
     assert sorted(forgotten) == [str(tmp_path / f"cluster_{m}" / "step10") for m in range(2)]
 
 
+@pytest.mark.parametrize("what", ["trouble", "doubt"])
+def test_what_is_not_good_in_another_cluster_does_not_count_here(what: str, tmp_path: Path) -> None:
+    board = Board()
+    clusters = [Keeping(board.of(m), 2, True, 2, lambda path: None) for m in range(2)]
+    for step in (10, 20, 30, 40, 50):
+        for cluster, keeping in enumerate(clusters):
+            is_bad = cluster == 1 and step in (30, 40)
+            trouble = "the masters are not finite" if is_bad and what == "trouble" else ""
+            write(tmp_path, cluster, step, trouble=trouble, is_doubtful=is_bad and what == "doubt")
+            keeping.saved(tmp_path / f"cluster_{cluster}" / f"step{step}", step)
+        for keeping in clusters:
+            keeping.pass_boundary()
+            keeping.close()
+        if step == 40:
+            assert [steps(tmp_path / f"cluster_{m}") for m in range(2)] == [[10, 20, 30, 40]] * 2
+    assert [steps(tmp_path / f"cluster_{m}") for m in range(2)] == [[20, 30, 40, 50]] * 2
+
+
 def test_a_deletion_that_fails_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,12 +26,15 @@ def write(
     num_clusters: int = 2,
     is_finished: bool = False,
     trouble: str = "",
+    is_doubtful: bool = False,
 ) -> None:
     directory = cluster_directory(base, cluster)
     unfinished = begin_tag(directory, f"step{step}")
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
-    mark = Manifest(5, step, session, num_clusters, 1, is_finished, trouble)
+    mark = Manifest(
+        5, step, session, num_clusters, 1, is_finished, trouble, is_doubtful=is_doubtful
+    )
     complete_tag(directory, f"step{step}", mark)
 
 

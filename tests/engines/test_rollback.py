@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import dsx
+from dsx.checkpoint.tags import complete_tags
+from tests.checkpoint.test_choice import choose
 from tests.distributed import run_distributed
 from tests.engines.engines import build_engine, ds_config, quiet, train_step, weights
 from tests.engines.test_deepspeed_checkpoint import Position
@@ -85,7 +87,7 @@ def test_deepspeed_goes_back_in_place(what: str, data: str, tmp_path: Path) -> N
     assert (back["step"], back["from_step"]) == (8, at)
 
 
-def diverge_in_a_script(base: str, knows_how: bool) -> dict[str, Any]:
+def diverge_in_a_script(base: str, who_knows_how: str) -> dict[str, Any]:
     config = block("diloco")
     config["dsx"] |= {
         "schedule": {"interval": 2},
@@ -105,7 +107,7 @@ def diverge_in_a_script(base: str, knows_how: bool) -> dict[str, Any]:
         handle.load(directory)
         gone.append((before, handle.step))
 
-    if knows_how:
+    if who_knows_how == "all" or (who_knows_how == "one" and not world.cluster_id):
         handle.on_rollback(load)
     taken = 0
     try:
@@ -128,12 +130,55 @@ def diverge_in_a_script(base: str, knows_how: bool) -> dict[str, Any]:
     return {"gone": gone, "error": ""}
 
 
-@pytest.mark.parametrize("knows_how", [True, False])
-def test_a_script_goes_back_by_its_callback_or_ends(knows_how: bool, tmp_path: Path) -> None:
-    results = run_distributed(diverge_in_a_script, 2, str(tmp_path), knows_how)
+@pytest.mark.parametrize("who_knows_how", ["all", "none", "one"])
+def test_a_script_goes_back_by_its_callback_or_ends(who_knows_how: str, tmp_path: Path) -> None:
+    results = run_distributed(diverge_in_a_script, 2, str(tmp_path), who_knows_how)
     assert results[0]["gone"] == results[1]["gone"]
-    if knows_how:
+    if who_knows_how == "all":
         ((at, to),) = results[0]["gone"]
         assert to == 8 and at > BAD and not results[0]["error"]
     else:
-        assert "cluster 1 has diverged: its loss is 99 at step 9" in results[0]["error"]
+        lacking = "cluster 0, cluster 1" if who_knows_how == "none" else "cluster 1"
+        for result in results:
+            assert "cluster 1 has diverged: its loss is 99 at step 9" in result["error"]
+            assert f"has not been called in {lacking}: start again" in result["error"]
+
+
+def save_while_diverging(base: str, max_rollbacks: int) -> list[tuple[int, int]]:
+    """Save at every step, and be killed as soon as training has gone back, or ends."""
+    quiet()
+    config = ds_config(1, "fp32", "diloco")["dsx"] | {
+        "schedule": {"interval": 2},
+        "divergence": {"max_loss": 50.0, "max_rollbacks": max_rollbacks},
+        "checkpoints": {"keep": 2},
+    }
+    engine = build_engine((1, "fp32", "one", "adamw", "diloco"), dsx=config)
+    handle = engine.dsx
+    while handle.step < NUM_STEPS:
+        before = handle.step
+        try:
+            train_step(engine, before + 1)
+        except dsx.NonFiniteError:
+            return [(before + 1, -1)]
+        if handle.step <= before:
+            return [(before + 1, handle.step)]
+        is_bad = handle.cluster_id == 1 and handle.step >= BAD
+        handle.log_step(loss=99.0 if is_bad else 1.0)
+        engine.save_checkpoint(base, tag=f"step{handle.step}")
+    return []
+
+
+@pytest.mark.parametrize("max_rollbacks", [0, 1])
+def test_what_was_saved_meanwhile_is_not_gone_on_from(max_rollbacks: int, tmp_path: Path) -> None:
+    results = run_distributed(
+        save_while_diverging, 4, str(tmp_path), max_rollbacks, timeout_seconds=240
+    )
+    ((at, to),) = results[0]
+    assert to == (BAD - 1 if max_rollbacks else -1) and at >= BAD + 3
+    assert results == [results[0]] * 4
+    for cluster in range(2):
+        held = complete_tags(tmp_path / f"cluster_{cluster}")
+        bad = {tag for tag, manifest in held.items() if manifest["trouble"]}
+        assert {f"step{n}" for n in range(BAD, at)} == bad
+        assert {f"step{BAD - 1}", f"step{BAD - 2}"} <= set(held)
+    assert choose(tmp_path).tag == f"step{BAD - 1}"

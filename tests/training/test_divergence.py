@@ -48,7 +48,7 @@ def test_all_take_it_up_once_and_so_many_times() -> None:
     clusters[1].look_at(9.0, 7)
     clusters[0].look_at(9.0, 8)
     for divergence in clusters:
-        divergence.pass_boundary(10, True)
+        divergence.pass_boundary(10, str)
         due = divergence.take_due()
         assert due is not None and due.since == 7 and due.why.startswith("cluster 1 has diverged")
         assert divergence.take_due() is None
@@ -56,17 +56,17 @@ def test_all_take_it_up_once_and_so_many_times() -> None:
     message = r"cluster 0 has diverged: .* all clusters end at step 12, having gone back 1 of 1"
     for divergence in clusters:
         with pytest.raises(NonFiniteError, match=message):
-            divergence.pass_boundary(12, True)
+            divergence.pass_boundary(12, str)
 
 
 def test_what_was_posted_before_going_back_is_over() -> None:
     board = Board()
     clusters = [watch(board, m, max_loss=5.0, patience=1, max_rollbacks=2) for m in range(2)]
     clusters[1].look_at(9.0, 7)
-    clusters[0].pass_boundary(8, True)
+    clusters[0].pass_boundary(8, str)
     assert clusters[0].take_due()
     clusters[1].look_at(9.0, 8)  # of the stretch that is left, and on its way still
-    clusters[0].pass_boundary(6, True)
+    clusters[0].pass_boundary(6, str)
     assert clusters[0].take_due() is None
 
 
@@ -74,8 +74,34 @@ def test_where_nothing_can_go_back_training_ends() -> None:
     board = Board()
     divergence = watch(board, max_loss=5.0, patience=1, max_rollbacks=2)
     divergence.look_at(9.0, 7)
-    with pytest.raises(NonFiniteError, match="start again from a checkpoint of before step 7"):
-        divergence.pass_boundary(8, False)
+    message = r"\(divergence.max_rollbacks\); cluster 1 cannot: start again from .* before step 7"
+    with pytest.raises(NonFiniteError, match=message):
+        divergence.pass_boundary(8, lambda: "cluster 1 cannot")
+    assert divergence.bad_since == 7
+
+
+def test_what_is_saved_meanwhile_is_in_doubt_and_then_in_trouble() -> None:
+    board = Board()
+    clusters = [watch(board, m, max_loss=5.0, patience=2, max_rollbacks=1) for m in range(2)]
+
+    def seen() -> list[tuple[bool, int | None]]:
+        return [(one.is_doubtful, one.bad_since) for one in clusters]
+
+    clusters[1].look_at(9.0, 6)
+    clusters[1].look_at(4.0, 7)
+    assert seen() == [(False, None), (False, None)]
+    clusters[1].look_at(9.0, 8)
+    assert seen() == [(False, None), (True, None)]
+    clusters[1].look_at(9.0, 9)
+    clusters[1].look_at(4.0, 10)  # nobody else knows as yet, and it is not good again
+    assert seen() == [(False, None), (False, 8)]
+    for divergence in clusters:
+        divergence.pass_boundary(10, str)
+    assert seen() == [(False, 8), (False, 8)]
+    for divergence in clusters:
+        assert divergence.take_due()
+        divergence.has_gone_back()
+    assert seen() == [(False, None), (False, None)]
 
 
 def test_what_has_no_effect_is_refused() -> None:

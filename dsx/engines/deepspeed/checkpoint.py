@@ -24,7 +24,7 @@ from typing import Any
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS
 from dsx.checkpoint.files import FORMAT, SavedCluster
-from dsx.checkpoint.health import find_trouble, tensors_of
+from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.pipeline_repartition import is_cut_anew, own_cut, saved_cut
 from dsx.checkpoint.tags import (
     Manifest,
@@ -124,14 +124,15 @@ def _complete(
 ) -> None:
     """Write what belongs to all ranks, and give the tag its name. Collective in the cluster."""
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
-    troubles = gather_objects(find_trouble(handle.loop, tensors_of([stepping_optimizer(engine)])))
+    judged = gather_objects(handle.rollback.judge(tensors_of([stepping_optimizer(engine)])))
     directory, tag = saving.final.parent, saving.final.name
     with saving.part():
         if world.rank == 0:
             write_durably(saving.unfinished / MODULE_FACTS, facts)
             manifest = Manifest(
                 FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
+                handle.is_finished, next((why for why, _ in judged if why), ""),
+                handle.preemption.is_saving, any(doubt for _, doubt in judged),
             )  # fmt: skip
             complete_tag(directory, tag, manifest)
             if is_latest:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from dsx.checkpoint.files import FORMAT, SavedCluster
-from dsx.checkpoint.health import find_trouble, tensors_of
+from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import (
     Manifest,
     cluster_directory,
@@ -53,13 +53,14 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
         handle.save(saving.unfinished)
     saving.agree()
     adapter: Any = handle.loop.adapter
-    troubles = gather_objects(find_trouble(handle.loop, tensors_of(adapter.inner_optimizers)))
+    judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
     with saving.part():
         if world.rank == 0:
             write_durably(saving.unfinished / MASTERS, json.dumps(sums))
             manifest = Manifest(
                 FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                handle.is_finished, next(filter(None, troubles), ""), handle.preemption.is_saving,
+                handle.is_finished, next((why for why, _ in judged if why), ""),
+                handle.preemption.is_saving, any(doubt for _, doubt in judged),
             )  # fmt: skip
             complete_tag(base, tag, manifest)
     saving.agree()
