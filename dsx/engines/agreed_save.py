@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
 
 from safetensors import SafetensorError
 
@@ -22,6 +23,7 @@ from dsx.core.units import format_bytes
 from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.training.handle import Handle
 
+Given = TypeVar("Given")
 logger = logging.getLogger(__name__)
 
 
@@ -53,6 +55,25 @@ class AgreedSave:
             save()
         self.agree()
 
+    def of_script(self, ask: Callable[[], Given]) -> Given:
+        """Return what the script's own code gives; where it fails, all ranks do. Collective."""
+        given: list[Given] = []
+        failure = None
+        try:
+            given.append(ask())
+        except Exception as error:  # noqa: BLE001 - a script may raise anything
+            failure = error
+        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+        told = gather_objects(own)
+        wrong = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why]
+        if wrong:
+            self._give_up()
+            raise RuntimeError(
+                f"checkpoint {self.final} is not saved: what the script saves with it has failed: "
+                f"{'; '.join(wrong[:4])}; what was saved before is as it was"
+            ) from failure
+        return given[0]
+
     def note(self, error: Exception) -> None:
         """Keep the first failure of this rank."""
         if self._trouble is None:
@@ -66,18 +87,20 @@ class AgreedSave:
         wrong = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why]
         if not wrong:
             return
-        room = ""
-        if self._is_first:
-            room = _room(self.final.parent, self.unfinished)
-            shutil.rmtree(self.unfinished, ignore_errors=True)
-            end_writing(self.final.parent)
-        room = from_first(room)
-        self._handle.not_saved(self.final)
+        room = from_first(_room(self.final.parent, self.unfinished) if self._is_first else "")
+        self._give_up()
         raise OSError(
             f"checkpoint {self.final} is not saved: {'; '.join(wrong[:4])}; {room}; what was saved "
             "before is as it was: free some space, let checkpoints.keep delete old ones, or save "
             "elsewhere"
         )
+
+    def _give_up(self) -> None:
+        if self._is_first:
+            shutil.rmtree(self.unfinished, ignore_errors=True)
+            end_writing(self.final.parent)
+        from_first(None)  # nothing is left where a rank raises
+        self._handle.not_saved(self.final)
 
 
 def _room(directory: Path, unfinished: Path) -> str:

@@ -69,7 +69,8 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
         with handle.saving():
             saving = AgreedSave(handle, directory, tag, world.rank == 0)
             begun, excludes = saving.unfinished, exclude_frozen_parameters
-            state = {**mark_replicas(engine), **end.script_state(begun, client_state)}
+            of_script = saving.of_script(lambda: end.script_state(begun, client_state))
+            state = {**mark_replicas(engine), **of_script}
             with failing_together(engine, saving):
                 result = save_checkpoint(str(directory), begun.name, state, False, excludes)
             arguments = save_dir, tag, client_state, save_latest, excludes
