@@ -45,6 +45,7 @@ def _join_and_wrap(given: Sequence[str]) -> None:
     from megatron_patches import (
         checkpoint,
         data,
+        losses,
         model_and_optimizer,
         training_end,
         validation,
@@ -52,5 +53,6 @@ def _join_and_wrap(given: Sequence[str]) -> None:
     from megatron_patches.run import Run
 
     run = Run.join(given)
-    for module in (flags, model_and_optimizer, checkpoint, data, validation, training_end):
+    of_loop = data, losses, validation, training_end
+    for module in (flags, model_and_optimizer, checkpoint, *of_loop):
         module.patch(run)

@@ -129,8 +129,9 @@ class DivergenceConfig(BaseModel):
     model_config = _STRICT
 
     max_loss: float | None = Field(default=None, allow_inf_nan=False)
-    """Training has diverged where a cluster's losses, as `log_step(loss=...)` tells them, are above
-    this, or not finite, `patience` times in a row. null: no bound."""
+    """Training has diverged where a cluster's losses, as `log_step(loss=...)` tells them or
+    Megatron-LM's loop reports them, are above this, or not finite, `patience` times in a row. null:
+    no bound."""
 
     max_loss_factor: float | None = Field(default=None, gt=1, allow_inf_nan=False)
     """The same, with a bound of this many times the median of the cluster's last 100 losses."""

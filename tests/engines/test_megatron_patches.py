@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,8 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from megatron_patches import data, probe, training_end, validation
+from dsx.config.sections import DivergenceConfig
+from megatron_patches import data, losses, probe, training_end, validation
 
 TOTAL, MICRO_BATCH, RANKS, CLUSTERS = 48, 2, 2, 3
 
@@ -167,6 +170,33 @@ def test_whose_loss_a_validation_prints(monkeypatch: pytest.MonkeyPatch, wanted:
         }[wanted]
     )
     assert arguments.consumed_valid_samples == 18
+
+
+def test_the_bounds_of_divergence_see_megatrons_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = [
+        ({"lm loss": torch.tensor(2.5), "mtp loss": torch.tensor(9.0)}, 0, False),
+        ({}, 0, False),  # of another stage
+        ({"a": torch.tensor(1.0), "b": torch.tensor(float("nan"))}, 0, False),
+        ({"a": torch.tensor(1.0), "b": torch.tensor(3.0)}, 1, False),
+        [1, 2],
+    ]
+    returned = iter(results)
+    training = SimpleNamespace(__name__="training", train_step=lambda *args: next(returned))
+    monkeypatch.setattr(probe, "training", lambda: training)
+    told: list[float] = []
+    handle = SimpleNamespace(log_step=lambda loss: told.append(loss))
+    original = training.train_step
+    run: Any = SimpleNamespace(
+        handle=handle, config=SimpleNamespace(divergence=DivergenceConfig(max_loss=None))
+    )
+    losses.patch(run)
+    assert training.train_step is original  # without a bound it is not touched
+    run.config.divergence = DivergenceConfig(max_loss=5.0)
+    losses.patch(run)
+    assert [training.train_step("data", 1) for _ in range(4)] == results[:4]
+    assert told == [2.5, pytest.approx(math.nan, nan_ok=True), 3.0]
+    with pytest.raises(probe.UnknownMegatron, match="train_step returned something else"):
+        training.train_step("data", 1)
 
 
 def test_another_shape_is_refused() -> None:
