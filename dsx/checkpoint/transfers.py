@@ -96,8 +96,11 @@ class Stock:
             return False
         earlier = self._state_before(transfer.fragment, attempt.round)
         for name, tensor in (earlier or {}).items():
-            if tensor.numel():
-                tensors[f"before.{name}/{transfer.fragment}"] = tensor
+            if tensor.numel():  # a refused round has left the state as it was: one file, two names
+                is_same = tensors.get(f"{name}/{transfer.fragment}") is tensor
+                tensors[f"before.{name}/{transfer.fragment}"] = (
+                    tensor.clone() if is_same else tensor
+                )
         return earlier is not None
 
 

@@ -1,0 +1,72 @@
+"""Saves of a round that is refused, and of one that a penalty has been weighed with."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsx.config.schema import preset
+from dsx.engines import simulated
+from dsx.outer.transfer import Transfer
+from tests.checkpoint.half_arrived import HoldingHub, assert_same, hold, lacking, resume, save_all
+from tests.checkpoint.test_half_arrived import CODECS
+from tests.compress.test_over_gloo import WideNet, loss
+from tests.simulated import Simulated
+
+NUM_STEPS = 9
+
+
+@pytest.fixture(autouse=True)
+def _holding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulated, "InProcessHub", HoldingHub)
+
+
+def new_run(kind: str, num_clusters: int, **axes: Any) -> Simulated:
+    method = preset(kind, num_clusters, **axes)
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    return Simulated(WideNet(), lambda m: sgd(m.parameters()), method, num_clusters)
+
+
+def train(run: Simulated, num_steps: int, bad_step: int = 0) -> None:
+    """Until so many steps; cluster 0's loss is not finite in the bad one."""
+
+    def maybe_bad(model: nn.Module, cluster: int, step: int) -> Tensor:
+        value = loss(model, cluster, step)
+        return value * float("nan") if (cluster, step) == (0, bad_step) else value
+
+    while run.num_steps < num_steps:
+        run.train_step(maybe_bad)
+
+
+@pytest.mark.parametrize("held", [(), (1,)])
+@pytest.mark.parametrize(
+    ("codec", "num_clusters"), [("low rank", 2), ("low rank, cold", 4), ("int4, fp32", 4)]
+)
+def test_a_refused_round_in_flight_is_saved(
+    codec: str, num_clusters: int, held: tuple[int, ...], tmp_path: Path
+) -> None:
+    """It has left the codec's state as it was: of before and of now are the same."""
+
+    def new() -> Simulated:
+        axes = {"schedule": {"interval": 3}, "compression": CODECS[codec]}
+        return new_run("diloco_delayed", num_clusters, **axes)
+
+    whole, first, second = new(), new(), new()
+    train(whole, NUM_STEPS, bad_step=6)
+    train(first, 5)
+    if held:
+        hold(first, held)
+    train(first, 7, bad_step=6)
+    assert [bool(found) for found in lacking(first)] == [m in held for m in range(num_clusters)]
+    under_way = [t for t in first.loops[0].in_flight if isinstance(t, Transfer)]
+    assert [t.buffers.parity.refused_by for t in under_way] == [[0]]
+    save_all(first, tmp_path)
+    resume(second, first, tmp_path)
+    train(second, NUM_STEPS)
+    assert_same(second, whole)
+    assert [loop.history.rounds for loop in second.loops] == [[1]] * num_clusters
