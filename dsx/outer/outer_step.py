@@ -99,7 +99,11 @@ class OuterStep:
         assert isinstance(transfer, Transfer) and mean is not None
         slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
         staleness, scratch = self._method.staleness, self._state.scratch(fragment, "work")
-        sideband = transfer.buffers.sideband.averages.to(mean.device)
+        sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
+        if staleness.is_elementwise:
+            sideband = self._state.scratch(fragment, "local").copy_(sideband)
+        else:
+            sideband = sideband.to(mean.device, copy=True)
         gradient = staleness.weigh(
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )

@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from dsx.config.schema import preset
 from dsx.engines import simulated
 from dsx.outer.transfer import Transfer
-from tests.checkpoint.half_arrived import HoldingHub, assert_same, hold, lacking, resume, save_all
+from tests.checkpoint.half_arrived import (
+    HoldingHub,
+    assert_same,
+    catch_up,
+    hold,
+    lacking,
+    resume,
+    save_all,
+)
 from tests.checkpoint.test_half_arrived import CODECS
 from tests.compress.test_over_gloo import WideNet, loss
 from tests.simulated import Simulated
@@ -70,3 +78,29 @@ def test_a_refused_round_in_flight_is_saved(
     train(second, NUM_STEPS)
     assert_same(second, whole)
     assert [loop.history.rounds for loop in second.loops] == [[1]] * num_clusters
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "element"])
+def test_who_has_applied_a_mean_hands_over_the_sizes_that_came_with_it(
+    granularity: str, tmp_path: Path
+) -> None:
+    """The penalty has used them; another cluster, which left this boundary, has yet to."""
+
+    def new() -> Simulated:
+        axes = {
+            "schedule": {"interval": 3},
+            "staleness": {"type": "gap", "granularity": granularity},
+        }
+        return new_run("diloco", 2, **axes)
+
+    whole, first, second = new(), new(), new()
+    train(whole, NUM_STEPS)
+    train(first, 5)
+    hold(first, (1,))
+    train(first, 6)
+    assert [loop.deferral.is_deferred for loop in first.loops] == [False, True]
+    save_all(first, tmp_path, keeps_last=True)
+    resume(second, first, tmp_path)
+    catch_up(second, loss)
+    train(second, NUM_STEPS)
+    assert_same(second, whole)
