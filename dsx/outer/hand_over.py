@@ -41,12 +41,14 @@ class HandOver:
 
         `numel` elements lie on the wire. Takers' buffers and channel are then as after an exchange.
         """
-        table, wire, sideband = _told(ParityResult(), seat), torch.empty(0), torch.empty(0)
+        nothing = _told(ParityResult(), seat, False)
+        table, wire, sideband = nothing, torch.empty(0), torch.empty(0)
         if seat.position == self.giver:
             assert attempt is not None
             buffers = attempt.buffers  # training goes on, and acts on the result
+            remembers = int(channel.parity_check.memory[0]) >= self.round
             table, wire, sideband = (
-                _told(buffers.parity, seat),
+                _told(buffers.parity, seat, remembers),
                 buffers.wire,
                 buffers.sideband.values,
             )
@@ -74,7 +76,7 @@ class HandOver:
             self._code_again(channel, taken)
         for start in range(0, numel, PIECE):
             yield self._round([wire[start : start + PIECE]], seat)
-        if taken is not None and not taken.buffers.parity.is_refused:
+        if taken is not None and table[2, 2]:
             channel.parity_check.remember(self.round, wire)
         return wire
 
@@ -101,13 +103,18 @@ class HandOver:
             channel.recode(buffers.wire, attempt.launch)
 
 
-def _told(parity: ParityResult, seat: Seat) -> Tensor:
-    """Return what headers have told as int64 `[3 + C, C]`, by position."""
+def _told(parity: ParityResult, seat: Seat, remembers: bool) -> Tensor:
+    """Return what headers have told as int64 `[3 + C, C]`, by position.
+
+    `remembers`: the next header tells of this round's mean, or a later one's; of shards that are
+    others than they were it tells nothing.
+    """
     place = {id: position for position, id in enumerate(seat.ids)}
-    table = torch.zeros(3 + len(place), max(len(place), 2), dtype=torch.int64)
+    table = torch.zeros(3 + len(place), max(len(place), 3), dtype=torch.int64)
     for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
         table[row, [place[id] for id in clusters]] = 1
     table[2, 0], table[2, 1] = parity.round, parity.is_refused
+    table[2, 2] = remembers and not parity.is_refused
     for a, b, kind in parity.apart:
         table[3 + place[a], place[b]] = kind
     return table

@@ -104,3 +104,22 @@ def test_who_has_applied_a_mean_hands_over_the_sizes_that_came_with_it(
     catch_up(second, loss)
     train(second, NUM_STEPS)
     assert_same(second, whole)
+
+
+@pytest.mark.parametrize(("before", "now", "held"), [(3, 2, (0,)), (2, 3, (1,)), (2, 3, (0,))])
+def test_a_mean_is_handed_over_to_another_number_of_clusters(
+    before: int, now: int, held: tuple[int, ...], tmp_path: Path
+) -> None:
+    """The parity check remembers nothing of other shards: on either side of the hand-over."""
+    axes = {"schedule": {"interval": 3}, "compression": {"type": "dense"}}
+    first, second = (new_run("diloco_delayed", count, **axes) for count in (before, now))
+    train(first, 5)
+    hold(first, held)
+    train(first, 7)
+    save_all(first, tmp_path)
+    resume(second, first, tmp_path)
+    train(second, 14)
+    second.finish()
+    anchors = [loop.state.anchor[0] for loop in second.loops]
+    assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
+    assert [loop.history.rounds for loop in second.loops] == [[4]] * now
