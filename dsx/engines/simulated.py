@@ -150,8 +150,7 @@ class SimulatedClusters:
         next launch, and rounds that stay under way start anew.
         """
         require_own(self._own, "finish()")
-        for loop in self.loops:  # after a resume all start again what they wait for
-            loop.settle()
+        self._settle()
         for _ in zip(*(loop.draining() for loop in self.loops), strict=True):
             pass
         compared = [begin_comparison(loop) for loop in self.loops]
@@ -168,6 +167,9 @@ class SimulatedClusters:
         if self._own is not None:
             yield self.models[0]
             return
+        self._settle()
+        for loop in self.loops:
+            loop.end_boundary()
         pending = [begin_export(loop) for loop in self.loops]
         kept = [finish_export(loop, p) for loop, p in zip(self.loops, pending, strict=True)]
         self._own = kept
@@ -177,6 +179,10 @@ class SimulatedClusters:
             self._own = None
             for loop, local in zip(self.loops, kept, strict=True):
                 end_export(loop, local)
+
+    def _settle(self) -> None:
+        for loop in self.loops:  # after a resume all start again what they wait for
+            loop.settle()
 
 
 def _describe(model: nn.Module) -> dict[str, Any]:

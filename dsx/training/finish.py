@@ -54,8 +54,9 @@ def exported(loop: OuterLoop) -> Generator[list[Tensor], None, None]:
     """Hold the exported model in masters and weights; yield the cluster's own.
 
     They return on exit. Collective over all ranks of all clusters; allocates two copies of this
-    rank's masters at most.
+    rank's masters at most. A boundary that a checkpoint has left is ended first: all have the same.
     """
+    loop.end_boundary()
     kept = finish_export(loop, begin_export(loop))
     try:
         yield kept

@@ -123,3 +123,24 @@ def test_a_mean_is_handed_over_to_another_number_of_clusters(
     anchors = [loop.state.anchor[0] for loop in second.loops]
     assert all(torch.equal(anchor, anchors[0]) for anchor in anchors)
     assert [loop.history.rounds for loop in second.loops] == [[4]] * now
+
+
+@pytest.mark.parametrize("kind", ["diloco", "local_sgd"])
+def test_what_is_exported_right_after_a_resume_is_the_same_in_all_clusters(
+    kind: str, tmp_path: Path
+) -> None:
+    """Also where one cluster has left a boundary that another has ended."""
+    axes = {"schedule": {"interval": 3}}
+    first, second, whole = (new_run(kind, 2, **axes) for _ in range(3))
+    train(whole, 6)
+    train(first, 5)
+    hold(first, (1,))
+    train(first, 6)
+    assert [loop.deferral.is_deferred for loop in first.loops] == [False, True]
+    save_all(first, tmp_path, keeps_last=True)
+    resume(second, first, tmp_path)
+    with whole.averaged() as expected, second.averaged():
+        for model in second.models:
+            for name, value in model.state_dict().items():
+                assert torch.equal(value, expected.state_dict()[name]), name
+    assert_same(second, whole)
