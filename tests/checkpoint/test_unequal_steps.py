@@ -5,9 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
+from dsx.config.schema import preset
 from dsx.engines import simulated
 from dsx.outer.resuming import FragmentPlan, HandOver, Holding, plan_fragment
+from dsx.outer.transfer import Transfer
 from tests.checkpoint.half_arrived import (
     HoldingHub,
     advance,
@@ -19,7 +22,8 @@ from tests.checkpoint.half_arrived import (
     save_all,
 )
 from tests.checkpoint.test_half_arrived import CODECS, NUM_STEPS, new_run, whole_run
-from tests.compress.test_over_gloo import loss
+from tests.compress.test_over_gloo import WideNet, loss
+from tests.simulated import Simulated
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +62,36 @@ def test_one_that_is_ahead_is_met_where_the_other_gets_to(
     while second.num_steps < NUM_STEPS:
         second.train_step(loss)
     assert_same(second, whole_run(name, codec, num_clusters))
+    for loop in second.loops:  # launches are counted from the beginning of the run
+        numbers = [t.attempt.what.number for t in loop.in_flight if isinstance(t, Transfer)]
+        assert not numbers or max(numbers) == sum(loop.history.launches)
+
+
+def take_step(run: Simulated) -> None:
+    """With an inner rate that falls from step to step, set behind the boundary."""
+    run.train_step(loss)
+    for optimizer in run.optimizers:
+        optimizer.param_groups[0]["lr"] = 0.1 / (run.num_steps + 1)  # type: ignore[union-attr]
+
+
+def test_a_boundary_is_ended_with_the_inner_rate_that_it_had(tmp_path: Path) -> None:
+    method = preset("slowmo", 2, schedule={"interval": 3})
+    whole, first, second = (
+        Simulated(WideNet(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), method, 2)
+        for _ in range(3)
+    )
+    for step in range(1, 9):
+        take_step(whole)
+        if step == 6:
+            hold(first, (0, 1))
+        if step <= 6:
+            take_step(first)
+    save_all(first, tmp_path, keeps_last=True)
+    resume(second, first, tmp_path)
+    catch_up(second, loss)
+    while second.num_steps < 8:
+        take_step(second)
+    assert_same(second, whole)
 
 
 def test_steps_that_differ_are_refused_unless_a_run_was_told_to_end(tmp_path: Path) -> None:
