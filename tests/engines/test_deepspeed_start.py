@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import logging
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
 
+import dsx
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet, weights
 from tests.engines.resumes import (
@@ -130,3 +132,24 @@ def test_only_what_differs_is_sent_and_only_where_it_is_used(name: str, tmp_path
         assert (found["warned"], found["warned again"]) == (1, 1)
         if place.num_stages == 1:
             assert results[-1]["step"]["received"] == 4 * found["numel"]
+
+
+def use_on_one_rank() -> str:
+    quiet()
+    place = PLACES["zero1"]
+    engine = build_engine(ROW, place)
+    if engine.global_rank:
+        return ""
+    group = engine.dsx._gathering._in_cluster._group
+    group.set_timeout(timedelta(seconds=2))  # its own is above what a whole exchange may take
+    with pytest.raises(dsx.PeerLost) as lost, torch.no_grad():
+        engine.module(*micro_batches(engine, 1)[0])
+    return str(lost.value)
+
+
+def test_a_forward_on_one_rank_ends_with_what_to_do() -> None:
+    said = run_distributed(use_on_one_rank, PLACES["zero1"].num_ranks)
+    for message in said[::2]:
+        assert "call engine.dsx.settle() on all ranks before a forward on one of them" in message
+        assert "rank 0 waits for the other 1 rank(s) of cluster" in message
+        assert "has not come within" in message
