@@ -63,7 +63,7 @@ def patch(run: Run) -> None:
 class EndOfLoop:
     """Where a run is told to end, Megatron's loop saves and exits (training_end.py)."""
 
-    needs_callback = False
+    needs_callback, ends_elsewhere = False, True
 
     def save(self, base: Path, tag: str) -> Path:
         """Refuse: another part of the script has asked for the end."""

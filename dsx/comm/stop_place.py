@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import asdict
 from datetime import timedelta
@@ -53,6 +53,10 @@ class StopPlace:
         with self._lock:
             if not self._asked.done():
                 self._asked.set_result(reason)
+
+    def is_asked_within(self, seconds: float) -> bool:
+        """Wait for so long at most until a stop is asked for; whether it is."""
+        return bool(wait([self._asked], seconds).done)
 
     def begin(self, step: int) -> None:
         """Enter the boundary of a step, which need not follow the one before: after a resume."""

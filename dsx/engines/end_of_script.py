@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from dsx.checkpoint.files import FORMAT
@@ -24,7 +25,7 @@ from dsx.training.handle import Handle
 class EndOfScript:
     """Saves a tag in which the script's callback writes what is its own."""
 
-    needs_callback = True
+    needs_callback, ends_elsewhere = True, False
 
     def __init__(self, handle: Handle, world: World) -> None:
         self._handle = handle
@@ -78,7 +79,11 @@ def before_forward(model: nn.Module) -> Callable[[Callable[[], None]], object]:
     """Return what has a function called before each forward."""
 
     def hook(function: Callable[[], None]) -> object:
-        return model.register_forward_pre_hook(lambda module, args: function())
+        def first(module: nn.Module, args: Any) -> None:
+            if module.training and torch.is_grad_enabled():  # validation may be one rank's alone
+                function()
+
+        return model.register_forward_pre_hook(first)
 
     return hook
 

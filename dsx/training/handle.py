@@ -170,7 +170,7 @@ class Handle:
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
-        self.preemption.pass_boundary()
+        self.preemption.pass_boundary(self._saving.naming_last)
         return was_written
 
     def skip_inner_step(self) -> None:
@@ -207,7 +207,7 @@ class Handle:
     def on_preemption(self, callback: Callback) -> None:
         """Let `callback(directory)` save what is the script's own where the run is told to end.
 
-        On every rank, into the checkpoint's directory. With DeepSpeed it may return a client_state.
+        On every rank, into the checkpoint's directory; with DeepSpeed it may return a client_state.
         """
         self.preemption.callback = callback
 
@@ -240,6 +240,7 @@ class Handle:
         require_own(self._own, "finish()")
         self.settle()
         with self._saving.naming_last():
+            self.preemption.begin_finish()
             self.loop.drain()
             self._syncs.flush()
             again = self._saving.has_more_to_save
@@ -263,6 +264,7 @@ class Handle:
         with self.averaged() if any(again for _, again in told) else nullcontext():
             self._saving.save_again()
         self._records.end(self.step, "finished")
+        self.preemption.is_finished = True
 
     @contextmanager
     def averaged(self) -> Generator[None, None, None]:

@@ -15,7 +15,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import AbstractContextManager
 from pathlib import Path
+from signal import Signals as Signal
 from typing import Any, NoReturn, Protocol
 
 from dsx.comm.launcher_watch import allow_seconds
@@ -24,6 +27,7 @@ from dsx.comm.world import World
 from dsx.config.sections import ClustersConfig
 from dsx.core.leaving import Reason
 from dsx.outer.loop import OuterLoop
+from dsx.outer.transfer import Transfer
 from dsx.training.grace import Grace
 from dsx.training.records import Records
 from dsx.training.signals import Signals
@@ -39,6 +43,7 @@ class Engine(Protocol):
     """What an engine does about the end of a run."""
 
     needs_callback: bool  # whether the script saves what is trained
+    ends_elsewhere: bool  # whether a loop of the engine's own saves and leaves
 
     def save(self, base: Path, tag: str) -> Path:
         """Save everything as a tag below `base`; return what a script loads. On every rank."""
@@ -66,31 +71,53 @@ class Preemption:
         self._boundaries = 0
         self._has_open_boundary = False  # on any rank of this cluster
         self._is_closed = False
+        self.is_finished = False  # nothing more to save, unless another step is taken
+        self._is_wanted = False
+        self._has_saved: Future[None] = Future()
+        self._all_have: Future[None] = Future()
         self._signals = Signals(clusters.preemption_signals)
         if self._listens:
             allow_seconds(clusters.grace_seconds)
-        self._thread = threading.Thread(target=self._attend, name="dsx-preemption", daemon=True)
-        self._thread.start()
+        self._thread = self._start(self._attend, "dsx-preemption")
+        self._start(self._agree, "dsx-preemption-store")
 
     def ask(self) -> None:
-        """Let all clusters save and end, each at its next boundary; from any rank and thread."""
-        self.place.ask(Reason(self._world.cluster_id, 0))
+        """Let all clusters save and end, each at its next boundary; from anywhere on any rank."""
+        self._is_wanted = True  # no lock: this may be inside a handler of the script's
         self._signals.wake()
 
     def begin_boundary(self) -> None:
         """Enter the boundary that follows a step; before anything is launched."""
+        self.is_finished = False
         self.place.begin(self._loop.history.step + 1)
 
-    def pass_boundary(self) -> None:
-        """Leave a boundary: on to the next step, or to the end."""
+    def pass_boundary(self, naming: Callable[[], AbstractContextManager[None]]) -> None:
+        """Leave a boundary: to the next step, or the end; `naming` names the last checkpoint."""
         deferral = self._loop.deferral
         self.is_due = not self.place.may_leave(deferral.is_deferred)
         if deferral.is_deferred and not self.is_due:
-            self._loop.end_boundary()  # another pipeline stage is past it: it is waited for
+            with naming():
+                self._loop.end_boundary()  # another pipeline stage is past it: it is waited for
         self.grace.pass_boundary()
         self._boundaries += 1
         if self._boundaries == 1 and self._listens and self._world.rank == 0:
             self._say_what_is_missing()
+
+    def begin_finish(self) -> None:
+        """Wait for what is under way before `finish()` applies it; where peers leave, save and end.
+
+        On every rank of the cluster.
+        """
+        if self.engine is None or self.engine.ends_elsewhere:
+            return
+        self.begin_step()
+        self._loop.settle()
+        self.begin_boundary()
+        under_way = [t.pending for t in self._loop.in_flight if isinstance(t, Transfer)]
+        is_there = all([self.place.may_receive(pending) for pending in under_way])
+        if self._world.in_cluster().any("what is under way at the end", not is_there):
+            self.is_due = not self.place.may_leave(has_put_off=True)
+            self.end_if_due()
 
     def end_if_due(self) -> None:
         """Save and end the process, by SystemExit, where the cluster is to stop; engines ask.
@@ -154,59 +181,87 @@ class Preemption:
                 "loaded a checkpoint, this run has nowhere to save: set metrics.dir"
             )
 
+    def _start(self, target: Callable[[], None], name: str) -> threading.Thread:
+        (thread := threading.Thread(target=target, name=name, daemon=True)).start()
+        return thread
+
     def _attend(self) -> None:
-        """Hear of an end, and agree where; on a thread of its own."""
-        ticks, has_agreed = 0, False
+        """Hear of an end, and tell the other clusters; asks no store and no disk."""
+        ticks = 0
         while not self._is_closed:
             self._signals.wait(_TICK_SECONDS)
             ticks += 1
             try:
-                if not has_agreed:
-                    has_agreed = self._look(ticks)
+                if self.place.reason is None:
+                    self._listen()
                 else:
                     self._end_if_told_again()
-            except RuntimeError as error:
+            except Exception:
+                logger.exception("dsx still hears signals, but")
+                time.sleep(_TICK_SECONDS)
+            if ticks == 40 and self._folder is not None:
+                self._start(self._estimate, "dsx-estimate-of-a-save")
+
+    def _listen(self) -> None:
+        """Look whether the run is to end; then ask for it, and say so to the other clusters."""
+        farewells = self._loop.transport.farewells
+        count, number = self._signals.count()
+        if count and self.is_finished:
+            logger.warning("told to end by %s after finish(): ending now", Signal(number).name)
+            self._end_now(number)
+        if count or self._is_wanted:
+            self.place.ask(Reason(self._world.cluster_id, number))
+        elif farewells is not None and (heard := farewells.heard_reason()):
+            self.place.ask(heard)
+
+    def _agree(self) -> None:
+        """Hear of an end from the cluster's other ranks, and agree where; asks the store."""
+        try:
+            while not self.place.is_asked_within(2 * _TICK_SECONDS):
                 if self._is_closed:
                     return
-                if self.place.reason is None:  # the cluster's store has ended, as runs end
-                    logger.debug("the cluster's store does not answer: %s", error)
-                    return
-                logger.error("%s", error)
-                has_agreed = True
-            if ticks == 40 and self._folder is not None:
-                self.grace.estimate(self._bytes_to_save(), self._folder)
-
-    def _look(self, ticks: int) -> bool:
-        """Look whether the run is to end; return whether it is, and the ranks have agreed where."""
-        place, farewells = self.place, self._loop.transport.farewells
-        count, number = self._signals.count()
-        if count:
-            place.ask(Reason(self._world.cluster_id, number))
-        elif farewells is not None and (heard := farewells.heard_reason()):
-            place.ask(heard)
-        elif ticks % 2 == 0:
-            place.look()
-        reason = place.reason
-        if reason is None:
-            return False
+                self.place.look()
+        except RuntimeError as error:
+            if self._is_closed:
+                return
+            logger.debug("the cluster's store does not answer: %s", error)
+            while not self.place.is_asked_within(2 * _TICK_SECONDS):
+                pass  # what comes now cannot be agreed on, which is said then
         self._told_at = time.monotonic()
+        reason, farewells = self._reason, self._loop.transport.farewells
         if farewells is not None:
             farewells.say_reason(reason)
-        place.agree()
+        try:
+            self.place.agree()
+        except RuntimeError as error:
+            logger.error("%s", error)
+            if self._signals.count()[0]:
+                self._end_now(reason.signal)  # as if nobody had handled it
+            return
         if self._world.rank == 0:
             logger.warning(
                 "told to end by %s (cluster %d): saving at the end of this step", reason.name,
                 reason.cluster,
             )  # fmt: skip
-        return True
+        self._has_saved.result()
+        self._meet_in_cluster()
+
+    def _end_now(self, number: int) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(128 + number)
+
+    def _estimate(self) -> None:
+        if (folder := self._folder) is not None:
+            self.grace.estimate(self._bytes_to_save(), folder)
 
     def _end_if_told_again(self) -> None:
         """End at once if a signal comes again, long after the first, and nothing is being saved."""
         count, number = self._signals.count()
         is_late = time.monotonic() - self._told_at > self._grace_seconds
-        if count > 1 and is_late and not (self.is_due or self.is_saving):
+        if count > 1 and self._told_at and is_late and not (self.is_due or self.is_saving):
             logger.error("told to end again, and no step has ended meanwhile: ending now")
-            os._exit(128 + number)
+            self._end_now(number)
 
     def _bytes_to_save(self) -> int:
         """Return about how much the ranks of this host write: masters, moments, outer state."""
@@ -234,11 +289,12 @@ class Preemption:
         """End the process, its cluster having saved to `path` within so many seconds, if at all."""
         self.is_over = True
         how = self._tell(path, seconds)
-        self._wait_for_others()
+        code = self._reason.exit_code
+        until = max(self._told_at + self._grace_seconds, time.monotonic() + 1.0) - 1.0
+        self._start(lambda: _end_hard(code, until), "dsx-end")
+        self._wait_for_others(until)
         self._records.end(self._loop.history.step, how)
         self._records.close()
-        code = self._reason.exit_code
-        threading.Thread(target=_end_hard, args=(code,), daemon=True).start()
         raise SystemExit(code)
 
     @property
@@ -263,29 +319,32 @@ class Preemption:
             logger.warning("%s", how)
         return how
 
-    def _wait_for_others(self) -> None:
+    def _wait_for_others(self, until: float) -> None:
         """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
-        until = max(self._told_at + self._grace_seconds, time.monotonic() + 1.0) - 1.0
         farewells = self._loop.transport.farewells
         if farewells is not None:
             farewells.say_saved()
             while not farewells.have_saved() and time.monotonic() < until:
                 time.sleep(0.02)
+        self._has_saved.set_result(None)
+        wait([self._all_have], max(until - time.monotonic(), 0.0))
+        time.sleep(_PARTING_SECONDS * (2 if self._world.rank == 0 else 1))
+
+    def _meet_in_cluster(self) -> None:
+        """Wait until all ranks of the cluster have come here; asks the store."""
         try:
             if self._store is not None:
                 self._store.add("saved", 1)
                 while self._store.add("saved", 0) < self._world.world_size:
-                    if time.monotonic() > until:
-                        break
                     time.sleep(0.02)
         except RuntimeError:
             logger.debug("the cluster's first rank has left")
-        time.sleep(_PARTING_SECONDS * (2 if self._world.rank == 0 else 1))
+        self._all_have.set_result(None)
 
 
-def _end_hard(code: int) -> None:
+def _end_hard(code: int, until: float) -> None:
     """End a process that its interpreter's own end keeps alive."""
-    time.sleep(_HARD_END_SECONDS)
+    time.sleep(max(until - time.monotonic(), 0.0) + _HARD_END_SECONDS)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

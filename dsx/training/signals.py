@@ -31,6 +31,7 @@ class Signals:
         self._before: dict[int, Any] = {}
         self._handled: dict[int, int] = {}  # how often, by the handler
         self._woken: dict[int, int] = {}  # and by the wakeup descriptor
+        self._last = 0  # that has come
         self._own: Callable[[int, FrameType | None], None] = self._handle
         self._reader, self._writer = os.pipe()
         self._wakeup_before: int | None = None
@@ -46,6 +47,7 @@ class Signals:
         woken = os.read(self._reader, 4096)
         for number in woken:
             self._woken[number] = self._woken.get(number, 0) + 1
+            self._last = number if number in self._before else self._last
         if self._wakeup_before not in (None, -1):
             os.write(self._wakeup_before, woken.replace(b"\0", b""))
 
@@ -54,7 +56,7 @@ class Signals:
         os.write(self._writer, b"\0")
 
     def count(self) -> tuple[int, int]:
-        """Return how many of the signals have come so far, and the number of the last kind."""
+        """Return how many of the signals have come so far, and the number of the last one."""
         counts = {
             number: max(
                 self._handled.get(number, 0),
@@ -62,8 +64,8 @@ class Signals:
             )
             for number in self._before
         }
-        came = [number for number, count in counts.items() if count]
-        return sum(counts.values()), came[-1] if came else 0
+        total = sum(counts.values())
+        return total, self._last if total else 0
 
     def close(self) -> None:
         """Put back what was there before, where nobody has put something else since."""
@@ -98,6 +100,7 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._handled[number] = self._handled.get(number, 0) + 1
+        self._last = number
         before = self._before.get(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)

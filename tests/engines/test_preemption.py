@@ -42,6 +42,7 @@ MORE = [
     Told("zero3", "cocodc", 0, 9, 10),
     Told("zero1", "diloco_delayed", 0, 11, 13),
     Told("zero1", "diloco", 3, 12, 12),
+    Told("zero1", "diloco_delayed", 2, 17, 20),  # the other is in finish()
     Told("zero1, bf16", "dilocox", 2, 13, 14),
     Told("pipeline, zero1", "diloco", 3, 9, 11),
     Told("pipeline, zero1", "streaming_diloco", 0, 9, 9),
@@ -61,6 +62,7 @@ def train_until_told(engine: Any, told: Told, last: int, name: str) -> int:
                     os.kill(os.getpid(), signal.SIGUSR2)
             take_step(engine, step)
             pace.set(f"{own} took {step}", "")
+        engine.dsx.finish()
     except SystemExit as left:
         return left.code
     return 0
@@ -76,6 +78,7 @@ def end_and_go_on(base: str, all_told: list[Told]) -> list[Any]:
         whole = build(row, place)
         for step in range(1, row.last_step + 1):
             take_step(whole, step)
+        whole.dsx.finish()
         kept = snapshot(whole)
         end(whole)
         engine = build(row, place, metrics={"dir": f"{base}/{index}"}, clusters=own)
@@ -87,6 +90,7 @@ def end_and_go_on(base: str, all_told: list[Told]) -> list[Any]:
         assert resumed.dsx.step == stopped
         for step in range(stopped + 1, row.last_step + 1):
             take_step(resumed, step)
+        resumed.dsx.finish()
         results.append([code, stopped, differences(snapshot(resumed), kept)])
         end(resumed)
     return results
@@ -101,7 +105,7 @@ def saved_and_gone_on_with(base: Path, all_told: list[Told], num_ranks: int = 4)
         assert steps[0] == steps[1] and steps[2] == steps[3], (told, steps)
         first = 2 * (told.who // 2)
         assert told.at < steps[first] <= told.at + 2, (told, steps)
-        assert steps[2 - first] > told.ahead, (told, steps)
+        assert steps[2 - first] >= told.ahead, (told, steps)
 
 
 @pytest.mark.ci

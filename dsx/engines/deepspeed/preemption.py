@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class EndOfEngine:
     """How an engine saves where its run is told to end."""
 
-    needs_callback = False
+    needs_callback, ends_elsewhere = False, False
 
     def __init__(self, engine: Any, handle: Handle) -> None:
         self._engine = engine
