@@ -165,8 +165,8 @@ def test_memory_is_predicted_for_every_stage(outcomes: Any) -> None:
             assert predicted == held
             assert buffers_predicted == buffers
             assert (buffers > 0) == (kind.stage == 0)
-        # anchor, momentum and the wire, each once in the cluster
-        assert sum(held for _, held, _, _ in ranks[:RANKS_PER_CLUSTER]) == 3 * 4 * numel
+        # anchor, momentum, what is sent and the wire, each once in the cluster
+        assert sum(held for _, held, _, _ in ranks[:RANKS_PER_CLUSTER]) == 4 * 4 * numel
 
 
 @pytest.mark.parametrize("kind", OFFLOADED, ids=name_of)

@@ -1,7 +1,8 @@
 """Outer training adds nothing inside the cluster to what DeepSpeed sends in a step.
 
-In the steps that apply a fragment the ranks agree on its parity result, 4 + C numbers per cluster
-(recovery.py), and without ZeRO there is one all-gather of the fragment (engines/replicated.py).
+In the steps that apply a fragment the ranks agree whether its mean is there on all of them, one
+number (deferral.py), and on its parity result, 4 + C numbers per cluster (recovery.py), and without
+ZeRO there is one all-gather of the fragment (engines/replicated.py).
 """
 
 from __future__ import annotations
@@ -92,7 +93,8 @@ def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
     numel = sum(p.numel() for p in OddNet().parameters())
     parity = all_gather_of((4 + NUM_CLUSTERS) * NUM_CLUSTERS)
     together = all_gather_of(-(-numel // RANKS_PER_CLUSTER))
-    at_sync = parity + together if kind.stage == 0 else parity
+    is_there = all_gather_of(1)
+    at_sync = is_there + parity + (together if kind.stage == 0 else Counter())
     for rank in measured:
         with_dsx, alone = rank[KINDS.index(kind)]
         for step in range(2, NUM_STEPS + 1):  # in the first, ZeRO-3 traces the model
