@@ -75,7 +75,8 @@ def take_step(run: Simulated) -> None:
 
 
 def test_a_boundary_is_ended_with_the_inner_rate_that_it_had(tmp_path: Path) -> None:
-    method = preset("slowmo", 2, schedule={"interval": 3})
+    rule = {"type": "momentum", "lr": 1.0, "momentum": 0.5, "scale_by_lr": True}
+    method = preset("slowmo", 2, schedule={"interval": 3}, outer_optimizer=rule)
     whole, first, second = (
         Simulated(WideNet(), lambda m: torch.optim.SGD(m.parameters(), lr=0.1), method, 2)
         for _ in range(3)
@@ -86,6 +87,7 @@ def test_a_boundary_is_ended_with_the_inner_rate_that_it_had(tmp_path: Path) -> 
             hold(first, (0, 1))
         if step <= 6:
             take_step(first)
+    assert all(loop.deferral.is_deferred for loop in first.loops)
     save_all(first, tmp_path, keeps_last=True)
     resume(second, first, tmp_path)
     catch_up(second, loss)
