@@ -16,9 +16,10 @@ from torch import nn
 
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.health import tensors_of
-from dsx.checkpoint.tags import Manifest, begin_tag, cluster_directory, complete_tag
+from dsx.checkpoint.tags import Manifest, cluster_directory, complete_tag
 from dsx.comm.world import World
-from dsx.engines.cluster_collectives import from_first, gather_objects, meet_in_cluster
+from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.handle import Handle
 
 
@@ -35,25 +36,29 @@ class EndOfScript:
         """Save the outer state beside what the callback writes; return the directory."""
         handle, world = self._handle, self._world
         directory = cluster_directory(base, world.cluster_id)
-        begun: str = from_first(begin_tag(directory, tag) if world.rank == 0 else None)
-        if handle.preemption.script_state(directory / begun):
+        saving = AgreedSave(handle, directory, tag, world.rank == 0)
+        saving.of_script(lambda: self._ask_script(saving.unfinished))
+        saving.do(lambda: handle.save(saving.unfinished))
+        adapter: Any = handle.loop.adapter
+        judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
+        with saving.part():
+            if world.rank == 0:
+                manifest = Manifest(
+                    FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+                    False, next((why for why, _ in judged if why), ""), True,
+                    any(doubt for _, doubt in judged),
+                )  # fmt: skip
+                complete_tag(directory, tag, manifest)
+        saving.agree()
+        handle.saved(directory / tag)
+        return directory / tag
+
+    def _ask_script(self, directory: Path) -> None:
+        if self._handle.preemption.script_state(directory):
             raise ValueError(
                 "on_preemption's callback has returned something, which only DeepSpeed's "
                 "client_state takes: write it into the directory that it is given"
             )
-        handle.save(directory / begun)
-        adapter: Any = handle.loop.adapter
-        judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
-        if world.rank == 0:
-            manifest = Manifest(
-                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                False, next((why for why, _ in judged if why), ""), True,
-                any(doubt for _, doubt in judged),
-            )  # fmt: skip
-            complete_tag(directory, tag, manifest)
-        meet_in_cluster(f"complete {tag}")
-        handle.saved(directory / tag)
-        return directory / tag
 
 
 def follow_steps(
