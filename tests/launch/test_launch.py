@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.report import summarize
 from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
@@ -208,8 +209,7 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     clusters = [launch(f"killed{m}", 1, *slow, m) for m in range(2)]
     for cluster in clusters:
         cluster.wait_for("saved 10")
-    # only the `deepspeed` process: its ranks must notice by themselves that they are orphans
-    clusters[1].process.kill()
+    clusters[1].end()  # its launcher and its ranks, at once
     killed = time.monotonic()
     assert clusters[0].wait(30) != 0
     assert time.monotonic() - killed < 20
@@ -222,7 +222,6 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
     assert abouts[1]["starts"][0]["end"] is None
     assert "cluster 0: PeerLost: fragment " in "".join(summarize(run).about)
 
-    clusters[1].end()
     out = tmp_path / "resumed"
     resume = [*common, 30, "--resume", "--out", out, "--dsx-cluster-id"]
     clusters = [launch(f"resumed{m}", 1, *resume, m) for m in range(2)]
@@ -239,6 +238,34 @@ def test_a_killed_cluster_ends_the_other_and_leaves_checkpoints(
         saved = [Path(checkpoint["path"]).name for checkpoint in about["checkpoints"]]
         assert saved[:2] == ["step5", "step10"] and saved[-1] == "step30"
     assert [cluster.steps for cluster in summarize(run).clusters] == [30, 30]
+
+
+@pytest.mark.ci
+def test_ranks_whose_launcher_is_killed_save_and_so_does_the_other_cluster(
+    launch: Any, tmp_path: Path
+) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port()}"
+    config = write_config(tmp_path / "ds.json", rendezvous=rendezvous)
+    common = ["--deepspeed_config", config, "--save-dir", tmp_path / "saved", "--steps"]
+    slow = [*common, 1000, "--step-seconds", 0.1, "--dsx-cluster-id"]
+    clusters = [launch(f"orphaned{m}", 1, *slow, m) for m in range(2)]
+    for cluster in clusters:
+        cluster.wait_for("saved 10")
+    # only the `deepspeed` process: its ranks must notice by themselves that they are orphans
+    clusters[1].process.kill()
+    killed = time.monotonic()
+    assert clusters[0].wait(30) != 0
+    clusters[1].wait_for_ranks(30)
+    assert time.monotonic() - killed < 20
+    for m, cluster in enumerate(clusters):
+        assert "told to end by SIGTERM (cluster 1)" in cluster.output(), cluster.output()
+        tags = complete_tags(tmp_path / "saved" / f"cluster_{m}").values()
+        assert max(tags, key=lambda tag: tag["step"])["is_preempted"]
+    resume = [*common, 100, "--resume", "--out", tmp_path / "out", "--dsx-cluster-id"]
+    clusters = [launch(f"resumed{m}", 1, *resume, m) for m in range(2)]
+    for cluster in clusters:
+        assert cluster.wait() == 0, cluster.output()
+    assert all(result["started_at"] > 10 for result in results(tmp_path / "out")[0])
 
 
 @pytest.mark.ci
