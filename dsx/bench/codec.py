@@ -103,11 +103,11 @@ def measure_codecs(
     Raises ValueError for a file without tensors, RuntimeError if compiled kernels were asked for
     and cannot be had. Uses one thread while it runs.
     """
+    real = None if pseudo_gradients is None else load_flat(pseudo_gradients)
     names = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     devices: list[tuple[torch.device, Kernels]] = [
         (torch.device(name), _kernels(options.kernels, name)) for name in names
     ]
-    real = None if pseudo_gradients is None else load_flat(pseudo_gradients)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -88,6 +88,7 @@ def meet_twice() -> str:
         return session + (" and its host" if "cluster 0 is taken" in str(error) else "")
 
 
+@pytest.mark.ci
 def test_of_two_processes_that_claim_an_id_one_is_refused() -> None:
     *twins, other = run_distributed(meet_twice, 3)
     refused = [text for text in twins if text.startswith("cluster 0 is taken by process")]

@@ -187,6 +187,7 @@ def check(base: Path, names: tuple[str, ...]) -> None:
             assert result[name]["at the end"] == second[0][name]["at the end"] != whole
 
 
+@pytest.mark.ci
 def test_another_stage_and_other_clusters(tmp_path: Path) -> None:
     check(tmp_path, ("zero1",))
 

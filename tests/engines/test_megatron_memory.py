@@ -64,6 +64,7 @@ def all_held(kinds: list[Kind]) -> list[dict[str, Any]]:
     return [held(kind) for kind in kinds]
 
 
+@pytest.mark.ci
 def test_plans_are_what_small_models_hold() -> None:
     ranks = run_distributed(all_held, 4, KINDS, timeout_seconds=200, engine="megatron")
     config = load_config(dsx_config(**CHANGES))
