@@ -88,14 +88,18 @@ def hold(run: SimulatedClusters, held: Collection[int]) -> None:
         loop.stop_place = impatient
 
 
-def advance(run: SimulatedClusters, cluster: int, loss: Loss) -> None:
-    """Let one cluster alone take an inner step, and pass its boundary."""
-    loop, model, optimizer = run.loops[cluster], run.models[cluster], run.optimizers[cluster]
+def take_inner_step(run: SimulatedClusters, cluster: int, loss: Loss) -> None:
+    model, optimizer = run.models[cluster], run.optimizers[cluster]
     assert isinstance(optimizer, torch.optim.Optimizer)
     optimizer.zero_grad()
-    loss(model, cluster, loop.history.step + 1).backward()
+    loss(model, cluster, run.loops[cluster].history.step + 1).backward()
     optimizer.step()
-    loop.after_inner_step()
+
+
+def advance(run: SimulatedClusters, cluster: int, loss: Loss) -> None:
+    """Let one cluster alone take an inner step, and pass its boundary."""
+    take_inner_step(run, cluster, loss)
+    run.loops[cluster].after_inner_step()
 
 
 def save_all(run: SimulatedClusters, base: Path, keeps_last: bool = False) -> None:
@@ -119,12 +123,14 @@ def resume(run: SimulatedClusters, first: SimulatedClusters, base: Path) -> None
 
 
 def catch_up(run: SimulatedClusters, loss: Loss) -> None:
-    """Let clusters that are behind take their steps alone; then all end their boundary."""
-    ahead = max(loop.history.step for loop in run.loops)
-    for step in range(ahead):
-        for m, loop in enumerate(run.loops):
-            if loop.history.step == step:
-                advance(run, m, loss)
+    """Let clusters that are behind take their steps together; then all end their boundary."""
+    for step in range(max(loop.history.step for loop in run.loops)):
+        behind = [m for m, loop in enumerate(run.loops) if loop.history.step == step]
+        for m in behind:
+            take_inner_step(run, m, loss)
+            run.loops[m].launch_due()
+        for m in behind:
+            run.loops[m].apply_ripe()
     for loop in run.loops:
         loop.end_boundary()
 

@@ -126,17 +126,22 @@ QUICK = [
 ]
 
 
-HELD = [(2, (1,)), (2, (0, 1)), (4, (2,))]
-MORE = [(2, (0,)), (3, (0, 2)), (4, (0, 1, 2, 3))]
+PLACES = [(2, (1,)), (2, (0, 1)), (4, (2,)), (2, (0,)), (3, (0, 2)), (4, (0, 1, 2, 3))]
+BY_DEFAULT = {  # one cluster has nothing, of every codec; nobody has it, and owners of means
+    *((case, PLACES[0]) for case in QUICK),
+    *((("one step", codec), PLACES[1]) for codec in ("int4, fp32", "low rank", "top-k")),
+    (("eager", "int4, fp32"), PLACES[1]),
+    (("one step", "int4, fp32"), PLACES[2]),
+    (("eager", "int4, fp32"), PLACES[2]),
+}
+RUNS = [
+    pytest.param(*case, *place, marks=() if (case, place) in BY_DEFAULT else pytest.mark.ci)
+    for case in GRID
+    for place in PLACES
+]
 
 
-@pytest.mark.parametrize(
-    ("num_clusters", "held"), [*HELD, *(pytest.param(*more, marks=pytest.mark.ci) for more in MORE)]
-)
-@pytest.mark.parametrize(
-    ("name", "codec"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.ci) for case in GRID],
-)
+@pytest.mark.parametrize(("name", "codec", "num_clusters", "held"), RUNS)
 def test_a_resumed_run_is_the_one_that_was_not_disturbed(
     name: str, codec: str, num_clusters: int, held: tuple[int, ...], tmp_path: Path
 ) -> None:

@@ -52,6 +52,7 @@ def end_all(run: Simulated, held: Sequence[HeldTransport] = ()) -> None:
 
 
 CASES = [("one step", codec) for codec in ("dense", "int4, fp32", "low rank", "top-k")]
+QUICK = [("one step", "dense"), ("one step", "low rank"), ("eager", "int4, fp32")]
 CASES += [("streaming", "int4, bf16, decay"), ("eager", "int4, fp32"), ("adaptive rank", "own")]
 
 
@@ -59,7 +60,8 @@ CASES += [("streaming", "int4, bf16, decay"), ("eager", "int4, fp32"), ("adaptiv
 @pytest.mark.parametrize(
     ("name", "codec", "num_clusters"),
     [
-        *((*case, 2) for case in CASES),
+        *((*case, 2) for case in QUICK),
+        *(pytest.param(*case, 2, marks=pytest.mark.ci) for case in CASES if case not in QUICK),
         *(pytest.param(*case, 4, marks=pytest.mark.ci) for case in CASES),
     ],
 )

@@ -35,8 +35,9 @@ def through_shards(run: Simulated, whole: Path, sharded: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("one step", "dense"), ("one step", "int4, fp32"), ("gap, by element", "dense"),
-     ("adaptive rank", "own")],
+    [("one step", "int4, fp32"),
+     *(pytest.param(*case, marks=pytest.mark.ci) for case in
+       [("one step", "dense"), ("gap, by element", "dense"), ("adaptive rank", "own")])],
 )  # fmt: skip
 def test_contributions_survive_other_shards(name: str, codec: str, tmp_path: Path) -> None:
     first, second = stopped(name, codec, 2, (0, 1)), new_run(name, codec, 2)
@@ -55,8 +56,9 @@ def test_contributions_survive_other_shards(name: str, codec: str, tmp_path: Pat
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize(
     ("name", "codec"),
-    [("one step", "dense"), ("one step", "int4, fp32"), ("eager", "int4, fp32"),
-     ("adaptive rank", "own")],
+    [("one step", "dense"), ("eager", "int4, fp32"),
+     *(pytest.param(*case, marks=pytest.mark.ci) for case in
+       [("one step", "int4, fp32"), ("adaptive rank", "own")])],
 )  # fmt: skip
 def test_the_clusters_there_are_now_average(
     name: str, codec: str, after: int, tmp_path: Path
