@@ -293,6 +293,7 @@ class Preemption:
         until = max(self._told_at + self._grace_seconds, time.monotonic() + 1.0) - 1.0
         self._start(lambda: _end_hard(code, until), "dsx-end")
         self._wait_for_others(until)
+        self._loop.transport.close()  # a thread inside gloo would abort the interpreter's end
         self._records.end(self._loop.history.step, how)
         self._records.close()
         raise SystemExit(code)

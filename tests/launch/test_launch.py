@@ -255,6 +255,7 @@ def test_ranks_whose_launcher_is_killed_save_and_so_does_the_other_cluster(
     clusters[1].process.kill()
     killed = time.monotonic()
     assert clusters[0].wait(30) != 0
+    clusters[1].wait()  # else it stays as a zombie of its group
     clusters[1].wait_for_ranks(30)
     assert time.monotonic() - killed < 20
     for m, cluster in enumerate(clusters):
