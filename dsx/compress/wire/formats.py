@@ -33,6 +33,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dsx.compress.wire.base import TILE, Codec, Kernels, Rounding, Wire
@@ -226,8 +227,8 @@ class _Grid(_Grouped):
     top_value: ClassVar[float]  # of a small float, in units of its least normal number
     mantissa_bits: ClassVar[int | None] = None
 
-    @property
-    def form(self) -> GroupFormat:
+    @cached_property  # a plan asks for it a hundred thousand times
+    def form(self) -> GroupFormat:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What the kernels need to know."""
         return GroupFormat(
             self.group_size,
