@@ -322,8 +322,7 @@ class Preemption:
 
     def _wait_for_others(self, until: float) -> None:
         """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
-        farewells = self._loop.transport.farewells
-        if farewells is not None:
+        if (farewells := self._loop.transport.farewells) is not None:
             farewells.say_saved()
             while not farewells.have_saved() and time.monotonic() < until:
                 time.sleep(0.02)
