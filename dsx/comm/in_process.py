@@ -233,12 +233,22 @@ def _run(group: list[InProcessPending]) -> None:
                 "clusters disagree about an exchange's rounds"
             )
             return
-        for receiver, theirs in enumerate(rounds):
-            for sender, round in enumerate(rounds):
-                if sender != receiver and round is not None and theirs is not None:
-                    pairs = zip(round.outgoing[receiver], theirs.incoming[sender], strict=True)
-                    for sent, received in pairs:
-                        received.copy_(sent)
-        for pending, round in zip(group, rounds, strict=True):
-            if round is not None and not (number == 0 and round.what == HEADER):
-                pending.bytes_sent += round.bytes_sent(pending.seat)
+        pass_round(group, rounds, is_first=number == 0)
+
+
+def pass_round(
+    group: Sequence[InProcessPending], rounds: Sequence[ExchangeRound | None], is_first: bool
+) -> None:
+    """Hand each cluster what the others send it in a round, None where one has ended.
+
+    A header in the first one is counted by whoever starts the exchange.
+    """
+    for receiver, theirs in enumerate(rounds):
+        for sender, round in enumerate(rounds):
+            if sender != receiver and round is not None and theirs is not None:
+                pairs = zip(round.outgoing[receiver], theirs.incoming[sender], strict=True)
+                for sent, received in pairs:
+                    received.copy_(sent)
+    for pending, round in zip(group, rounds, strict=True):
+        if round is not None and not (is_first and round.what == HEADER):
+            pending.bytes_sent += round.bytes_sent(pending.seat)

@@ -208,7 +208,7 @@ class Preemption:
         count, number = self._signals.count()
         if count and self.is_finished:
             logger.warning("told to end by %s after finish(): ending now", Signal(number).name)
-            self._end_now(number)
+            _end_now(128 + number)
         if count or self._is_wanted:
             self.place.ask(Reason(self._world.cluster_id, number))
         elif farewells is not None and (heard := farewells.heard_reason()):
@@ -236,7 +236,7 @@ class Preemption:
         except RuntimeError as error:
             logger.error("%s", error)
             if self._signals.count()[0]:
-                self._end_now(reason.signal)  # as if nobody had handled it
+                _end_now(128 + reason.signal)  # as if nobody had handled it
             return
         if self._world.rank == 0:
             logger.warning(
@@ -245,11 +245,6 @@ class Preemption:
             )  # fmt: skip
         self._has_saved.result()
         self._meet_in_cluster()
-
-    def _end_now(self, number: int) -> None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(128 + number)
 
     def _estimate(self) -> None:
         if (folder := self._folder) is not None:
@@ -261,7 +256,7 @@ class Preemption:
         is_late = time.monotonic() - self._told_at > self._grace_seconds
         if count > 1 and self._told_at and is_late and not (self.is_due or self.is_saving):
             logger.error("told to end again, and no step has ended meanwhile: ending now")
-            self._end_now(number)
+            _end_now(128 + number)
 
     def _bytes_to_save(self) -> int:
         """Return about how much the ranks of this host write: masters, moments, outer state."""
@@ -345,6 +340,10 @@ class Preemption:
 def _end_hard(code: int, until: float) -> None:
     """End a process that its interpreter's own end keeps alive."""
     time.sleep(max(until - time.monotonic(), 0.0) + _HARD_END_SECONDS)
+    _end_now(code)
+
+
+def _end_now(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

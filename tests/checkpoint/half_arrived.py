@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from dsx.checkpoint.outer_state import load_state, save_state
-from dsx.comm.in_process import InProcessHub, InProcessPending
+from dsx.comm.in_process import InProcessHub, InProcessPending, pass_round
 from dsx.comm.topology import RankInfo
-from dsx.core.exchange import HEADER, HEADER_BYTES, ExchangeRound, next_round
+from dsx.core.exchange import HEADER_BYTES, ExchangeRound, next_round
 from dsx.core.transport import Pending
 from dsx.engines.simulated import SimulatedClusters
 from dsx.outer.transfer import Transfer
@@ -50,26 +50,13 @@ class HoldingHub(InProcessHub):
         if None in rounds:
             return  # one cluster alone
         for number in itertools.count():
-            self._pass(group, rounds, number)
+            pass_round(group, rounds, is_first=number == 0)
             for place in free:
                 rounds[place], group[place].result = next_round(group[place].exchange)
             if (free and rounds[free[0]] is None) or (not free and number == 1):
                 return
             for place in self.held:
                 rounds[place], group[place].result = next_round(group[place].exchange)
-
-    def _pass(
-        self, group: list[InProcessPending], rounds: list[ExchangeRound | None], number: int
-    ) -> None:
-        for receiver, theirs in enumerate(rounds):
-            for sender, round in enumerate(rounds):
-                if sender != receiver and round is not None and theirs is not None:
-                    pairs = zip(round.outgoing[receiver], theirs.incoming[sender], strict=True)
-                    for sent, received in pairs:
-                        received.copy_(sent)
-        for pending, round in zip(group, rounds, strict=True):
-            if round is not None and not (number == 0 and round.what == HEADER):
-                pending.bytes_sent += round.bytes_sent(pending.seat)
 
 
 class Impatient:

@@ -51,6 +51,15 @@ def end_all(run: Simulated, held: Sequence[HeldTransport] = ()) -> None:
                 transfer.pending.wait()
 
 
+def end_alike(first: Simulated, second: Simulated) -> None:
+    """Train both to the end, and require the same of them."""
+    for run in (first, second):
+        while run.num_steps < NUM_STEPS:
+            run.train_step(loss)
+        end_all(run)
+    assert_same(second, first)
+
+
 CASES = [("one step", codec) for codec in ("dense", "int4, fp32", "low rank", "top-k")]
 QUICK = [("one step", "dense"), ("one step", "low rank"), ("eager", "int4, fp32")]
 CASES += [("streaming", "int4, bf16, decay"), ("eager", "int4, fp32"), ("adaptive rank", "own")]
@@ -86,11 +95,7 @@ def test_a_save_in_the_midst_of_an_exchange(
         transport.goes_on.set()
     second = new_run(name, codec, num_clusters)
     resume(second, first, tmp_path)
-    for run in (first, second):
-        while run.num_steps < NUM_STEPS:
-            run.train_step(loss)
-        end_all(run)
-    assert_same(second, first)
+    end_alike(first, second)
 
 
 def test_a_save_does_not_wait_for_a_peer_that_never_answers(tmp_path: Path) -> None:
@@ -132,11 +137,7 @@ def test_exchanges_go_on_while_files_are_written(
     monkeypatch.setattr(outer_state, "save_file", after_the_exchanges)
     save_all(first, tmp_path)
     resume(second, first, tmp_path)
-    for run in (first, second):
-        while run.num_steps < NUM_STEPS:
-            run.train_step(loss)
-        end_all(run)
-    assert_same(second, first)
+    end_alike(first, second)
 
 
 def test_a_rank_that_cannot_write_does_not_leave_the_others_in_a_collective(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,7 @@ import pytest
 from tests.distributed import run_distributed
 from tests.engines.engines import build_engine, ds_config, quiet, train_step
 from tests.installed import needs
-from tests.telemetry.test_disks_that_fail import fill
+from tests.telemetry.test_disks_that_fail import disk_of, fill
 
 pytestmark = [needs("deepspeed"), pytest.mark.ci]
 KIND = (1, "fp32", "one", "adamw", "diloco")
@@ -22,15 +20,10 @@ KIND = (1, "fp32", "one", "adamw", "diloco")
 @pytest.fixture
 def base(tmp_path: Path) -> Iterator[Path]:
     """Of which cluster 1's directory is on a disk of 2 MB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "dsx-test", str(disk)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("needs the right to mount a small disk")
-    (tmp_path / "base").mkdir()
-    (tmp_path / "base" / "cluster_1").symlink_to(disk)
-    yield tmp_path / "base"
-    subprocess.run(["umount", "-l", str(disk)], check=True)
+    with disk_of("2m", tmp_path / "disk") as disk:
+        (tmp_path / "base").mkdir()
+        (tmp_path / "base" / "cluster_1").symlink_to(disk)
+        yield tmp_path / "base"
 
 
 def save_on_a_full_disk(base: str) -> dict[str, Any]:

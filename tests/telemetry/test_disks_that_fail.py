@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +58,22 @@ def fill(folder: Path) -> None:
             return
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 4 MB."""
-    folder = tmp_path / "disk"
+@contextmanager
+def disk_of(size: str, folder: Path) -> Generator[Path, None, None]:
+    """A disk of a size as `mount` takes it, at a folder that it makes."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "dsx-test", str(folder)]
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "dsx-test", str(folder)]
     if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("needs the right to mount a small disk")
     yield folder
     subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 4 MB."""
+    with disk_of("4m", tmp_path / "disk") as folder:
+        yield folder
 
 
 def test_a_full_disk_takes_records_and_nothing_else(small_disk: Path) -> None:
