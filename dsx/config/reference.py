@@ -53,7 +53,7 @@ the method; any key overrides one value of it, and another `type` starts from th
   while it is written.
 - A checkpoint resumes with other values, not with another `type` on an axis.
 
-What the methods do, and where they come from, is under [Methods](methods.md).
+What the methods do, and where they come from, is under [Methods](methods/index.md).
 """
 
 
