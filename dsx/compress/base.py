@@ -202,7 +202,7 @@ class Dense(Compressor):
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
     ) -> list[int]:
         """Return what the others' values take."""
-        return [exact_bytes(fragment.numel, num_clusters, m) for m in range(num_clusters)]
+        return exact_bytes(fragment.numel, num_clusters)
 
     def traffic(
         self, fragment: Fragment, num_clusters: int, launch: Launch, shard: int = 0

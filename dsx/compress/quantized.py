@@ -17,6 +17,7 @@ from annotated_types import Gt, Le
 from dsx.compress.base import Channel, Compressor, Launch
 from dsx.compress.slices import (
     Rounds,
+    coded_bytes,
     coded_rounds,
     coded_sizes,
     gathered_rounds,
@@ -194,14 +195,11 @@ class Quantized(Compressor):
         self, runs: Sequence[tuple[int, int]], num_clusters: int, at_launch: int = 0
     ) -> list[int]:
         """Return what the messages of coded runs take at each cluster."""
-        up, down = self.up, self.down
-        return [
-            sum(
-                coded_sizes(b - a, up, down, num_clusters, m).num_bytes(num_clusters, at_launch)
-                for a, b in runs
-            )
-            for m in range(num_clusters)
-        ]
+        up, down, total = self.up, self.down, [0] * num_clusters
+        for a, b in runs:
+            sizes = coded_bytes(b - a, up, down, num_clusters, at_launch)
+            total = [sum(both) for both in zip(total, sizes, strict=True)]
+        return total
 
     def coded_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
         """Return what the codecs of runs work in."""

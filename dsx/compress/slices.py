@@ -58,12 +58,11 @@ def exact_rounds(numel: int, num_clusters: int) -> Rounds:
     return to_owners_round(sizes) + to_all_round(sizes)
 
 
-def exact_bytes(numel: int, num_clusters: int, position: int) -> int:
-    """Return what an exact mean holds of the others' values: a vector, or copies of its slice."""
+def exact_bytes(numel: int, num_clusters: int) -> list[int]:
+    """Return what an exact mean holds of the others' values: a vector, or copies of one's slice."""
     if num_clusters <= 2:
-        return 4 * numel * (num_clusters - 1)
-    start, stop = slice_bounds(numel, num_clusters)[position]
-    return 4 * num_clusters * (stop - start)
+        return [4 * numel * (num_clusters - 1)] * num_clusters
+    return [4 * num_clusters * (b - a) for a, b in slice_bounds(numel, num_clusters)]
 
 
 class CodedSizes(NamedTuple):
@@ -109,6 +108,17 @@ def most_work(work: Iterable[Mapping[str, int]]) -> int:
         for role, size in of_codec.items():
             most[role] = max(most.get(role, 0), size)
     return sum(most.values())
+
+
+@lru_cache(maxsize=4096)
+def coded_bytes(
+    numel: int, wire: Wire, mean_wire: Wire, num_clusters: int, at_launch: int = 0
+) -> tuple[int, ...]:
+    """Return what the messages of a mean in codes take at each cluster: `CodedSizes.num_bytes`."""
+    sizes = coded_sizes(numel, wire, mean_wire, num_clusters, 0)
+    common = sizes.num_bytes(num_clusters, at_launch) - (num_clusters - 1) * sizes.incoming
+    incoming = sizes.outgoing if len(sizes.outgoing) > 1 else [sizes.incoming] * num_clusters
+    return tuple(common + (num_clusters - 1) * size for size in incoming)
 
 
 @lru_cache(maxsize=65536)

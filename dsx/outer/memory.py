@@ -117,9 +117,9 @@ def _of_channels(
         state = compression.state_bytes(fragment, num_clusters, rank)
         copies = compression.before_bytes(fragment, num_clusters, rank, at_launch)
         buffers = compression.buffer_bytes(fragment, num_clusters, rank, at_launch)
-        hashed = _HASH_BYTES if fragment.numel else 0
+        hashed, exact = _HASH_BYTES if fragment.numel else 0, exact_bytes(sideband, num_clusters)
         for m in range(num_clusters):
             kept[m] += state[m]
             before[m] += copies[m]
-            held[m] += buffers[m] + exact_bytes(sideband, num_clusters, m) + hashed
+            held[m] += buffers[m] + exact[m] + hashed
     return list(zip(kept, before, held, strict=True))
