@@ -16,6 +16,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "OMP_NUM_THREADS=1 dsx bench codec",
     "OMP_NUM_THREADS=1 dsx bench launch",
     "dsx bench line --clusters 2 --mbit 22",
+    "python scripts/vision.py",
 }
 
 SLOW = {  # whole trainings: `pytest -m slow`
@@ -28,6 +29,7 @@ SLOW = {  # whole trainings: `pytest -m slow`
     "python -m deepspeed.checkpoint.ds_to_universal",
     "dsx bench line --mbit 22 -- dsx net-test",
     "dsx bench line --mbit 20 -- deepspeed",
+    "dsx bench line --clusters 2 --mbit 20 -- torchrun",
     "dsx trace runs/two_launchers",
     "dsx rendezvous --port 29400",
     "deepspeed --num_gpus 2 --master_port",
