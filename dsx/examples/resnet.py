@@ -33,7 +33,7 @@ class ResNetConfig:
     num_classes: int = 10
     channels: int = 1
     norm: Norm = "batch"
-    """Batch norm, whose running statistics are each cluster's own, or group norm, which has none."""
+    """Batch norm, whose statistics are each cluster's own, or group norm, which has none."""
 
     def __post_init__(self) -> None:
         for name in ("blocks_per_stage", "width", "num_classes", "channels"):

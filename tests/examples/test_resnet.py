@@ -46,7 +46,9 @@ def test_a_block_is_a_layer_to_dsx() -> None:
 
 def test_a_seed_gives_the_same_weights() -> None:
     first, again, other = ResNet(TINY, 3), ResNet(TINY, 3), ResNet(TINY, 4)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters()))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True)
+    )
     assert not torch.equal(first.stem.weight, other.stem.weight)
 
 
