@@ -206,7 +206,12 @@ def _type(value: _Schema) -> str:
 
 
 def _allowed(value: _Schema) -> str:
-    one = next((v for v in value.get("anyOf", ()) if v.get("type") != "null"), value)
+    one, *more = [v for v in value.get("anyOf", ()) if v.get("type") != "null"] or [value]
+    names = [_allowed_of_one(v) for v in more if "enum" in v or "const" in v]
+    return ", or ".join([_allowed_of_one(one), *names])
+
+
+def _allowed_of_one(one: _Schema) -> str:
     if "enum" in one or "const" in one:
         return ", ".join(f"`{json.dumps(v)}`" for v in one.get("enum", [one.get("const")]))
     limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}

@@ -8,7 +8,8 @@ import operator
 from collections.abc import Iterable
 from dataclasses import astuple
 from functools import lru_cache
-from typing import Annotated, Any, get_args, get_origin, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, GroupedMetadata, Gt, Le, Lt
 
@@ -61,6 +62,9 @@ def _require(key: str, value: Any, annotation: Any) -> None:
         kinds = kinds[:1] * len(value) if kinds[-1] is Ellipsis else kinds
         for index, (one, kind) in enumerate(zip(value, kinds, strict=True)):
             _require(f"{key}[{index}]", one, kind)
+    if get_origin(annotation) in (Union, UnionType) and isinstance(value, int | float):
+        for part in get_args(annotation):
+            _require(key, value, part)
     if get_origin(annotation) is not Annotated or value is None:
         return
     said: list[Any] = []

@@ -12,6 +12,7 @@ each cluster's model as ever, then let the clusters pass the step boundary toget
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ from dsx.comm.in_process import InProcessHub, start_together, step_together
 from dsx.core.membership import Membership
 from dsx.engines.masters import dtype_name
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
+from dsx.method.fragments import fewer_than_usual
 from dsx.method.method import Method, SettingWarning
 from dsx.outer.loop import Event, OuterLoop
 from dsx.outer.whole_matrices import tell_what_is_factored
@@ -36,6 +38,7 @@ from dsx.training.finish import (
     require_own,
 )
 
+logger = logging.getLogger(__name__)
 _NO_SECONDS = (
     "this method decides from measured seconds, and simulated transfers take none: it stays as it "
     "starts; give the times of the link you mean: schedule.step_seconds and transfer_seconds "
@@ -92,6 +95,8 @@ class SimulatedClusters:
         ]
         self._own: list[list[Tensor]] | None = None  # masters, while models hold the average
         start_together(self.loops)
+        if fewer := fewer_than_usual(method.fragments, [len(self._adapters[0].fragments)]):
+            logger.info(fewer)
         tell_what_is_factored(method, self._adapters[0])
 
     @property

@@ -8,6 +8,9 @@ cluster gets the same answer whatever its shard; `lay_out` then cuts a rank's ow
 A layer is a run of parameters that share the name up to the first number in it
 ("decoder.layers.3"); what precedes the first layer (embeddings) joins the first one, what follows
 the last (final norm, head) the last.
+
+"auto" is four fragments, or one per layer of a model, or of a pipeline stage, that has fewer:
+stages are cut each by itself, and may differ in their numbers. A number that is given is kept to.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from annotated_types import Ge
 from dsx.core.registry import contract, register
 from dsx.core.types import Fragment, ParameterShape, Slot, Stage
 
+MOST_OF_AUTO = 4
 _FIRST_NUMBER = re.compile(r"^((?:.*?\.)??\d+)(?:\.|$)")
 
 
@@ -31,10 +35,11 @@ _FIRST_NUMBER = re.compile(r"^((?:.*?\.)??\d+)(?:\.|$)")
 class Fragmenter(Protocol):
     """Assigns every parameter name to one of `num_fragments` (P) fragments.
 
-    `num_fragments` is None where the model says how many there are.
+    `num_fragments` is None where the model says how many there are, "auto" where it may say fewer
+    than `MOST_OF_AUTO`.
     """
 
-    num_fragments: int | None
+    num_fragments: int | Literal["auto"] | None
 
     @abstractmethod
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
@@ -59,8 +64,9 @@ class WholeModel(Fragmenter):
 class ByLayer(Fragmenter):
     """Whole layers, strided over the fragments or in contiguous runs."""
 
-    num_fragments: Annotated[int | None, Ge(1)] = None
-    """The number of fragments (P), at most the layers of the model; null: one per layer."""
+    num_fragments: Annotated[int, Ge(1)] | Literal["auto"] | None = None
+    """The number of fragments (P), at most the layers of the model, or of each pipeline stage;
+    "auto": 4, or one per layer where there are fewer; null: one per layer."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers share a fragment: every P-th one (strided), or neighbours (sequential)."""
 
@@ -69,11 +75,14 @@ class ByLayer(Fragmenter):
         layers = group_by_layer(parameters)
         if self.num_fragments is None:
             return layers
-        _require_count(self.num_fragments, len(layers), "layers")
-        fragments: list[list[str]] = [[] for _ in range(self.num_fragments)]
+        count = min(MOST_OF_AUTO, len(layers))
+        if self.num_fragments != "auto":
+            count = self.num_fragments
+        _require_count(count, len(layers), "layers")
+        fragments: list[list[str]] = [[] for _ in range(count)]
         for index, names in enumerate(layers):
-            strided = index % self.num_fragments
-            run = index * self.num_fragments // len(layers)
+            strided = index % count
+            run = index * count // len(layers)
             fragments[strided if self.pattern == "strided" else run].extend(names)
         return fragments
 
@@ -126,6 +135,31 @@ def group_by_layer(parameters: Sequence[ParameterShape]) -> list[list[str]]:
     groups = list(layers.values())
     groups[0] = leading + groups[0]
     return groups
+
+
+def usual_count(fragmenter: Fragmenter) -> int | None:
+    """Return how many fragments a model with layers enough is cut into; None if it says."""
+    count = fragmenter.num_fragments
+    return MOST_OF_AUTO if count == "auto" else count
+
+
+def fewer_than_usual(fragmenter: Fragmenter, counts: Sequence[int]) -> str | None:
+    """Return what to say where "auto" has found fewer layers than `MOST_OF_AUTO`; None elsewhere.
+
+    `counts` are the fragments of each pipeline stage, or of the model.
+    """
+    few = sorted({count for count in counts if count < MOST_OF_AUTO})
+    if fragmenter.num_fragments != "auto" or not few:
+        return None
+    where = "the model has"
+    if len(counts) > 1:
+        stages = sum(count < MOST_OF_AUTO for count in counts)
+        where = f"{stages} of {len(counts)} pipeline stages have"
+    layers = " or ".join(map(str, few)) + (" layer" if few == [1] else " layers")
+    return (
+        f"fragments.num_fragments='auto': {where} {layers}, and a fragment for each instead of "
+        f"{MOST_OF_AUTO}"
+    )
 
 
 def assign_stage(

@@ -18,7 +18,7 @@ from dsx.core.registry import Names
 from dsx.core.types import History, SyncParams
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy
-from dsx.method.fragments import Fragmenter
+from dsx.method.fragments import Fragmenter, usual_count
 from dsx.method.outer_optimizer import OuterOptimizer
 from dsx.method.schedule.base import Schedule
 from dsx.method.stability import largest_stable_rate, too_few_rounds
@@ -117,7 +117,7 @@ class Method:
         `num_fragments` is the model's, where the fragmenter alone cannot know it.
         """
         require_bounds("fragments", self.fragments)
-        count = num_fragments if num_fragments is not None else self.fragments.num_fragments
+        count = num_fragments if num_fragments is not None else usual_count(self.fragments)
         self.schedule.validate(count)
         self.control.validate(self.sync_params)
         self.delay.validate(self.schedule.interval)

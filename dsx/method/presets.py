@@ -64,7 +64,7 @@ def diloco(num_clusters: int) -> Method:
 def streaming_diloco(num_clusters: int) -> Method:
     """Strided fragments of layers at fixed offsets within H, each overlapped by tau steps."""
     return Method(
-        ByLayer(num_fragments=4),
+        ByLayer(num_fragments="auto"),
         Streaming(interval=100),
         StreamingMerge(steps=2, alpha=0.5),
         Nesterov(lr=0.4, momentum=0.9),
@@ -75,7 +75,7 @@ def streaming_diloco(num_clusters: int) -> Method:
 def cocodc(num_clusters: int) -> Method:
     """Fragments sent as often as the link carries, the fastest changing first, compensated."""
     return Method(
-        ByLayer(num_fragments=4),
+        ByLayer(num_fragments="auto"),
         AdaptiveTransmission(interval=100, gamma=0.4),
         DelayCompensation(steps=2, strength=0.5),
         Nesterov(lr=0.4, momentum=0.9),
@@ -102,7 +102,7 @@ def eager(num_clusters: int) -> Method:
 def dilocox(num_clusters: int) -> Method:
     """Low-rank int4 fragments, applied one round late, with rank and H from the last spectra."""
     return Method(
-        ByLayer(num_fragments=4, pattern="sequential"),
+        ByLayer(num_fragments="auto", pattern="sequential"),
         Periodic(interval=125),
         OneStepDelay(),
         Nesterov(lr=0.2, momentum=0.9),

@@ -13,7 +13,7 @@ from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
 from dsx.method.choices import AXES
-from dsx.method.fragments import ByLayer
+from dsx.method.fragments import ByLayer, usual_count
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import SGD, Momentum, NoOuterStep
 from dsx.method.schedule.periodic import Streaming
@@ -82,12 +82,12 @@ def fragment_counts(method: Method, most: int) -> list[int]:
     The preset's own, and where they are sent one by one, twice that.
     """
     fragments = method.fragments
+    own = usual_count(fragments)
     if not isinstance(fragments, ByLayer):
-        return [fragments.num_fragments or 1]
-    if fragments.num_fragments is None:
+        return [own or 1]
+    if own is None:
         return [min(MOST_LAYERWISE, most)]
     twice = 2 if isinstance(method.schedule, Streaming) else 1
-    own = fragments.num_fragments
     return sorted({min(count, most) for count in (own, twice * own)})
 
 

@@ -23,7 +23,7 @@ from dsx.outer.memory import OuterMemory
 from dsx.outer.recovery import NonFiniteError
 from dsx.outer.start import SETTLING
 from dsx.outer.transfer import Totals
-from dsx.outer.whole_matrices import plan_matrix_gathers, tell_what_is_factored
+from dsx.outer.whole_matrices import plan_matrix_gathers
 from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.agreement import layout_of, require_alike, require_number_of_clusters
 from dsx.training.divergence import Divergence, refuse_stages
@@ -38,6 +38,7 @@ from dsx.training.records import Records
 from dsx.training.rollback import Rollback
 from dsx.training.same_batches import warn_of_same_batches
 from dsx.training.saving import Saving
+from dsx.training.start import tell_of_start
 
 logger = logging.getLogger(__name__)
 
@@ -99,9 +100,7 @@ class Handle:
         # the own are kept where a checkpoint's are loaded, and its state follows
         self.loop.start(keeps_masters, waits)
         self._records.more_of_start = self.loop.beginning.record
-        if world.rank == 0 and world.cluster_id == 0:
-            tell_what_is_factored(config.method, adapter)
-            logger.info("outer state of this rank, on %s: %s", adapter.device, self.memory)
+        tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, self._records)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 import sys
@@ -14,9 +15,32 @@ from dsx.config.plain import told
 from dsx.config.schema import DsxConfig, MetricsConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
+from dsx.method.fragments import fewer_than_usual
+from dsx.method.method import Method
+from dsx.outer.memory import OuterMemory
+from dsx.outer.whole_matrices import tell_what_is_factored
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.metrics import metrics_path
 from dsx.telemetry.trace.recorder import Trace, trace_path
+
+logger = logging.getLogger(__name__)
+
+
+def tell_of_start(
+    method: Method, adapter: EngineAdapter, world: World, memory: OuterMemory
+) -> None:
+    """Log how the method meets this model; collective over the ranks of a cluster of stages."""
+    counts = [len(adapter.fragments)]
+    if adapter.stage.count > 1 and method.fragments.num_fragments == "auto":
+        own = [adapter.stage.index, *counts]
+        by_stage = dict(world.in_cluster().gather("fragments of each stage", own))
+        counts = [by_stage[stage] for stage in sorted(by_stage)]
+    if world.rank or world.cluster_id:
+        return
+    if fewer := fewer_than_usual(method.fragments, counts):
+        logger.info(fewer)
+    tell_what_is_factored(method, adapter)
+    logger.info("outer state of this rank, on %s: %s", adapter.device, memory)
 
 
 def start_record(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict[str, Any]:

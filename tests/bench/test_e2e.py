@@ -18,7 +18,7 @@ from rich.console import Console
 from dsx.bench.e2e.bench import Bench, Options, Row
 from dsx.bench.e2e.job import Job, Shape, build_model
 from dsx.bench.e2e.loop import Recorded, TimedSteps, train
-from dsx.bench.e2e.plan import Situation, plan_presets
+from dsx.bench.e2e.plan import Situation, plan_preset, plan_presets
 from dsx.bench.e2e.run import Measured, RunFailed, Runner
 from dsx.bench.e2e.show import TARGETS, as_json, draw, figure_of, show
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
@@ -196,9 +196,11 @@ def test_overlapped_presets_just_fit_and_blocking_ones_do_not(ratio: float) -> N
 def test_a_model_with_too_few_layers_is_refused_before_anything_runs(name: str) -> None:
     here = situation(32)
     few = replace(here, parameters=[p for p in here.parameters if "layers.3" not in p.name])
+    choices = {"fragments": {"num_fragments": 4}}
     message = rf"{name} does not go with this shape: fragments.num_fragments=4 exceeds"
     with pytest.raises(ValueError, match=message):
-        plan_presets(("eager", name), few, 1.15)
+        plan_preset(name, 40, few, 1.15, choices)
+    assert len(plan_preset(name, 40, few, 1.15).method.fragments.assign(few.parameters)) == 3
 
 
 def row(method: str, **changed: Any) -> Row:

@@ -77,7 +77,7 @@ DECIDING: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "coded": (
         "streaming_diloco",
-        {"schedule": {"interval": 4}, "fragments": {"num_fragments": 2}, "delay": {"steps": 1},
+        {"schedule": {"interval": 4}, "delay": {"steps": 1},  # "auto": three layers, and fragments
          "compression": {"type": "quantized", "wire": "int4", "error_feedback": "bf16"}},
     ),
 }  # fmt: skip
@@ -173,7 +173,7 @@ def decide_by_stage(num_stages: int) -> dict[str, Any]:
     results = {}
     for name, (preset, changes) in DECIDING.items():
         if num_stages > 2:  # of one layer or two
-            changes = {**changes, "fragments": {"num_fragments": 1}}
+            changes = {**changes, "fragments": {"num_fragments": "auto"}}
         engine = build_pipeline(Kind(1, is_tied=True, preset=preset), changes, num_stages)
         tied = []
         for step in range(1, NUM_STEPS + 1):

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.core.types import ParameterShape
-from dsx.method.fragments import ByLayer, BySize, WholeModel, group_by_layer, lay_out
+from dsx.core.types import ParameterShape, Stage
+from dsx.method.fragments import (
+    ByLayer,
+    BySize,
+    WholeModel,
+    assign_stage,
+    fewer_than_usual,
+    group_by_layer,
+    lay_out,
+    usual_count,
+)
 
 LLAMA = ["embedding.weight"]
 LLAMA += [f"layers.{i}.{n}" for i in range(12) for n in ("attention.weight", "mlp.weight")]
@@ -53,6 +64,30 @@ def test_too_many_fragments_say_how_many_fit() -> None:
         ByLayer(13).assign(shapes(LLAMA))
     with pytest.raises(ValueError, match=r"exceeds the model's 2 parameters"):
         BySize(3).assign(shapes(["a", "b"]))
+
+
+@pytest.mark.parametrize(("layers", "count"), [(1, 1), (3, 3), (4, 4), (80, 4)])
+@pytest.mark.parametrize("pattern", ["strided", "sequential"])
+def test_auto_is_four_or_a_fragment_per_layer(layers: int, count: int, pattern: Any) -> None:
+    parameters = shapes([f"layers.{i}.w" for i in range(layers)])
+    auto = ByLayer("auto", pattern)
+    assert auto.assign(parameters) == ByLayer(count, pattern).assign(parameters)
+    assert usual_count(auto) == 4  # what a schedule must have room for
+
+
+def test_stages_of_one_layer_have_one_fragment_and_it_is_told() -> None:
+    auto, stages = ByLayer("auto"), [Stage(index, 80) for index in range(80)]
+    own = [shapes([f"layers.{stage.index}.a", f"layers.{stage.index}.b"]) for stage in stages]
+    counts = [len(assign_stage(auto, p, s)) for p, s in zip(own, stages, strict=True)]
+    assert counts == [1] * 80
+    told = fewer_than_usual(auto, counts)
+    assert told and "80 of 80 pipeline stages have 1 layer, and a fragment for each" in told
+    assert "1 of 2 pipeline stages have 3 layers" in str(fewer_than_usual(auto, [4, 3]))
+    assert "the model has 2 layers" in str(fewer_than_usual(auto, [2]))
+    assert fewer_than_usual(auto, [4, 4]) is None
+    assert fewer_than_usual(ByLayer(2), [2]) is None  # as it was asked for
+    with pytest.raises(ValueError, match=r"pipeline stage 0 of 80.*num_fragments=4 exceeds"):
+        assign_stage(ByLayer(4), own[0], stages[0])
 
 
 @given(

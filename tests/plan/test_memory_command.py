@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from dsx.config.schema import load_config
 from dsx.core.exchange import HASHED_PAIRS
 from dsx.core.types import Stage
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.memory.plan import plan_stage
-from dsx.plan.memory.show import read_plan
+from dsx.plan.memory.show import read_plan, show_memory
 from dsx.plan.model_files import Batch, Cluster
 
 FLAGS = (
@@ -92,3 +94,22 @@ def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
     assert plans[1].outer.work_space == 3 * 4 * run + 2 * 8 * HASHED_PAIRS
     hashed = 2 * 8 * HASHED_PAIRS
     assert plans[3].outer.work_space - hashed < 0.7 * 3 * 4 * run
+
+
+def test_a_stage_of_one_layer_is_planned_with_one_fragment_and_told(tmp_path: Path) -> None:
+    """What a preset cuts into four where it can; a number that is given is kept to."""
+    pipeline = "--pipeline-model-parallel-size 4 --dsx-preset streaming_diloco"
+    flags = f"{FLAGS} {pipeline}"
+    model = tmp_path / "model.flags"
+    model.write_text(flags)
+    told = StringIO()
+    assert show_memory(read_plan(model, None, None), 40, False, Console(file=told, width=200))
+    assert "4 of 4 pipeline stages have 1 layer, and a fragment for each" in told.getvalue()
+    model.write_text(f"{flags} --dsx-fragments-num-fragments 1")
+    given = StringIO()
+    assert show_memory(read_plan(model, None, None), 40, False, Console(file=given, width=200))
+    assert "a fragment for each" not in given.getvalue()
+    assert given.getvalue().splitlines()[1:] == told.getvalue().splitlines()[2:]
+    model.write_text(f"{flags} --dsx-fragments-num-fragments 4")
+    with pytest.raises(ValueError, match="num_fragments=4 exceeds the model's 1 layers"):
+        show_memory(read_plan(model, None, None), 40, False, Console(file=StringIO()))

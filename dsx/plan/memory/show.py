@@ -15,8 +15,9 @@ from rich.table import Table
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import DsxConfig, load_config
 from dsx.core.types import Stage
+from dsx.method.fragments import assign_stage, fewer_than_usual
 from dsx.plan.memory.plan import RankMemory, plan_stage
-from dsx.plan.model_files import ModelFiles, read_model, read_words
+from dsx.plan.model_files import ModelFiles, read_model, read_words, stage_shapes
 
 _GIB = 2**30
 
@@ -69,6 +70,8 @@ def _print(
         f"{cluster.ranks} ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data "
         f"{cluster.data}); {config.preset}, outer state with the {config.state.device}"
     )
+    if fewer := fewer_than_usual(config.method.fragments, _fragments_of_stages(planned)):
+        console.print(fewer)
     table = Table(title=f"GiB per rank, of {limit:g}", title_justify="left")
     table.add_column("")
     for rank in ranks:
@@ -90,6 +93,13 @@ def _print(
     console.print(f"{parity} in {limit:g} GiB per accelerator")
     if not all(fits) and config.state.device == "masters":
         console.print('"state": {"device": "host"} moves the outer state to pinned host memory')
+
+
+def _fragments_of_stages(planned: Planned) -> list[int]:
+    count, fragmenter = planned.cluster.pipeline, planned.config.method.fragments
+    stages = [Stage(index, count) for index in range(count)]
+    shapes = [stage_shapes(planned.model, planned.cluster, stage)[0] for stage in stages]
+    return [len(assign_stage(fragmenter, own, at)) for own, at in zip(shapes, stages, strict=True)]
 
 
 def _record(rank: RankMemory) -> dict[str, Any]:
