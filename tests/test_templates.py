@@ -43,6 +43,7 @@ def test_ranks_start_with_an_engine_and_nothing_else(
         assert hashes[0] != hashes[1] and hashes[0] != hashes[2] and hashes[3] != hashes[1]
 
 
+@pytest.mark.ci
 def test_a_rank_may_be_an_interpreter_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DSX_OF_THE_TEST", "own")
     found = run_distributed(look_around, 2, "deepspeed", os.getpid(), engine=None)

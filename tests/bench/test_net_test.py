@@ -30,6 +30,7 @@ def start(cluster: int, port: int, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(COMMAND + arguments, text=True, **pipes)
 
 
+@pytest.mark.ci
 def test_two_clusters_over_loopback(tmp_path: Path) -> None:
     port, path = free_port(), tmp_path / "link.json"
     first = start(0, port, "--seconds", "0.01", "--streams", "1,3", "--json", str(path))

@@ -37,7 +37,9 @@ def save_for_ever(loop: OuterLoop, directory: Path, step: int, is_one_tag: bool)
         complete_tag(directory, tag, Manifest(FORMAT, step, "run", 2, 1))
 
 
-@pytest.mark.parametrize("is_one_tag", [False, True], ids=["tags", "one tag"])
+@pytest.mark.parametrize(
+    "is_one_tag", [False, pytest.param(True, marks=pytest.mark.ci)], ids=["tags", "one tag"]
+)
 def test_the_last_complete_checkpoint_survives(is_one_tag: bool, tmp_path: Path) -> None:
     saving, loading = (new_tiny("streaming_diloco").loops[0] for _ in range(2))
     noise = random.Random(0)

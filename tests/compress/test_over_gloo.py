@@ -16,6 +16,7 @@ from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset, resolve_method
 from tests.distributed import run_distributed
+from tests.levels import by_default
 from tests.simulated import Simulated
 
 WIDTH, NUM_STEPS = 48, 12
@@ -190,7 +191,7 @@ def test_codes_save_bytes_and_training_still_works(codec: str) -> None:
     assert max(run.bytes_sent) < 0.35 * min(dense.bytes_sent)
 
 
-@pytest.mark.parametrize("stop", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("stop", by_default([1, 2, 3, 4, 6], 3))
 @pytest.mark.parametrize(("method", "codec"), RESUMED)
 def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Path) -> None:
     """At every offset of a period, with transfers in flight at some of them."""

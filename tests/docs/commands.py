@@ -16,6 +16,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "OMP_NUM_THREADS=1 dsx bench codec",
     "OMP_NUM_THREADS=1 dsx bench launch",
     "dsx bench line --clusters 2 --mbit 22",
+    "dsx bench line --mbit 100 -- python scripts/start_time.py",
     "python scripts/vision.py",
 }
 

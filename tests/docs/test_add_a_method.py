@@ -47,6 +47,7 @@ def row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     del sys.modules["adagrad"], sys.modules["case"]
 
 
+@pytest.mark.ci
 def test_one_row_takes_it_through_conformance(row: str) -> None:
     for check, numbers in CHECKS:
         for arguments in [(number,) for number in numbers] or [()]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 
+import pytest
+
 import dsx
 from tests.docs.messages import sources
 from tests.docs.pages import read
@@ -27,6 +29,7 @@ def test_it_has_this_version() -> None:
     assert f"\n## [{heading}]" in read("CHANGELOG.md")
 
 
+@pytest.mark.ci
 def test_it_names_every_old_spelling() -> None:
     assert len(renamed()) >= 3
     text = read("CHANGELOG.md")

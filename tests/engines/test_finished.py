@@ -204,9 +204,8 @@ def finish_in_plain_torch(name: str, base: str) -> dict[str, Any]:
     return {**results, "refused": refused, "log": log.getvalue()}
 
 
-@pytest.mark.parametrize(
-    "name", ["diloco_delayed", pytest.param("streaming_diloco", marks=pytest.mark.ci)]
-)
+@pytest.mark.ci
+@pytest.mark.parametrize("name", ["diloco_delayed", "streaming_diloco"])
 def test_plain_torch_saves_the_finished_model(name: str, tmp_path: Path) -> None:
     everyone = run_distributed(finish_in_plain_torch, 2, name, str(tmp_path), engine=None)
     averages = [result.pop("average") for result in everyone]

@@ -27,13 +27,13 @@ NUM_STEPS = 14  # more than three outer rounds of H = 4
 SKIPPED = (2, 6, 7)  # fragments are launched or applied there
 TWO_RANKS = [
     Kind(is_sharded=True),
-    Kind(precision="bf16", is_sharded=True, overlaps=True),
     Kind(tensor=2),
     Kind(pipeline=2, chunks=2),
-    Kind(),  # data parallel, masters shared out
     Kind(pipeline=2, precision="bf16", is_tied=True),
 ]
 MORE_OF_TWO = [
+    Kind(),  # data parallel, masters shared out
+    Kind(precision="bf16", is_sharded=True, overlaps=True),
     Kind(pipeline=2),
     Kind(is_sharded=True, overlaps=True),
     Kind(precision="bf16", is_sharded=True),

@@ -32,16 +32,12 @@ from .old_checkpoint import DEEPSPEED, NUM_CLUSTERS, go_on_all, machine
 
 FIXTURES = Path(__file__).parents[1] / "fixtures"
 RELEASES = sorted(p.name.removeprefix("checkpoint_") for p in FIXTURES.glob("checkpoint_*"))
-NEWEST = max((r for r in RELEASES if "." in r), key=lambda r: [int(n) for n in r.split(".")])
 FORMATS = {"2317291": 6, "0.2.0": 7}  # of the outer state, which a release never changes
 TOLERANCE = {"dilocox": 2e-2}
 Ends = list[dict[str, dict[str, Any]]]  # by cluster, row and way
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(r, marks=[] if r == NEWEST else pytest.mark.ci) for r in RELEASES],
-)
+@pytest.fixture(scope="module", params=RELEASES)
 def release(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -61,11 +57,13 @@ def ends(release: str, tmp_path_factory: pytest.TempPathFactory) -> Ends:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_goes_on(name: str, release: str, ends: Ends) -> None:
     check(name, release, ends)
 
 
+@pytest.mark.ci
 def test_a_deepspeed_engine_goes_on(release: str, ends: Ends) -> None:
     pytest.importorskip("deepspeed")
     check(DEEPSPEED, release, ends)

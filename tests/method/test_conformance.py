@@ -16,6 +16,7 @@ from dsx.method.choices import PRESETS
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
 from tests.held_memory import held_bytes, scratch_bytes
+from tests.levels import by_default
 from tests.reference import train_reference
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, CASES, WIDTH, TinyNet, mean_loss
@@ -70,7 +71,7 @@ def test_every_preset_is_in_the_table() -> None:
     assert all(case.preset == name for name, case in CASES.items())
 
 
-@pytest.mark.parametrize("num_clusters", [1, 2, 3, 5])
+@pytest.mark.parametrize("num_clusters", by_default([1, 2, 3, 5], 2, 5))
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_equals_the_reference(name: str, num_clusters: int) -> None:
     compare_with_the_reference(name, trained(name, num_clusters).run, adamw)
@@ -123,7 +124,7 @@ def test_goes_on_after_finish_as_the_reference(name: str) -> None:
             torch.testing.assert_close(ours[key], value, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_clusters", [2, 3, 5])
+@pytest.mark.parametrize("num_clusters", by_default([2, 3, 5], 2, 5))
 @pytest.mark.parametrize("name", ALL_CASES)
 def test_anchors_are_bit_identical_at_every_step(name: str, num_clusters: int) -> None:
     assert trained(name, num_clusters).steps_that_separate == []

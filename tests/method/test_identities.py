@@ -13,6 +13,7 @@ from torch import Tensor
 from dsx.config.schema import preset
 from dsx.method.method import SettingWarning
 from dsx.method.outer_optimizer import SGD
+from tests.levels import by_default
 from tests.reference import Recipe, train_reference
 from tests.simulated import Simulated
 from tests.tiny import ALL, ALL_CASES, TinyNet, mean_loss
@@ -99,8 +100,8 @@ def test_eager_with_one_cluster_is_diloco() -> None:
     assert largest_difference(eager, diloco) < 1e-6
 
 
-@pytest.mark.parametrize("rule", ["sgd", "momentum", "nesterov"])
-@pytest.mark.parametrize("outer_steps", [1, 2])
+@pytest.mark.parametrize("rule", by_default(["sgd", "momentum", "nesterov"], "nesterov"))
+@pytest.mark.parametrize("outer_steps", by_default([1, 2], 2))
 def test_eager_equals_the_papers_form_in_fp64_terms(rule: str, outer_steps: int) -> None:
     """The paper's own anchors (tests/reference.py) against the shared one, over many rounds."""
     outer: dict[str, Any] = {"type": rule, "lr": 0.1}

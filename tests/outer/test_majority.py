@@ -17,6 +17,7 @@ from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
 from dsx.outer.parity_check import ANCHOR, MEAN, ParityResult, Sides
 from dsx.outer.recovery import ParityError
+from tests.levels import by_default
 from tests.outer.test_parity_check import corrupt_once, lose_a_weight, sgd
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -101,8 +102,8 @@ def test_the_first_cluster_does_not_win_against_two(
     assert "2 of 3 agree: taking cluster 1's outer state of the fragment" in caplog.text
 
 
-@pytest.mark.parametrize("bit", [SIGN, EXPONENT, LOWEST])
-@pytest.mark.parametrize("cluster", [0, 2])
+@pytest.mark.parametrize("bit", by_default([SIGN, EXPONENT, LOWEST], LOWEST))
+@pytest.mark.parametrize("cluster", by_default([0, 2], 2))
 @pytest.mark.parametrize("name", WITH_ANCHOR)
 def test_a_flipped_bit_of_an_anchor_is_found_named_and_mended(
     name: str, cluster: int, bit: int, caplog: pytest.LogCaptureFixture

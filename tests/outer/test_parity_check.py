@@ -22,6 +22,7 @@ from dsx.core.types import RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.parity_check import ParityCheck
 from dsx.outer.recovery import NonFiniteError, ParityError
+from tests.levels import by_default
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -101,7 +102,7 @@ def lose_a_weight(run: Simulated, step: int) -> None:
     run.step()
 
 
-@pytest.mark.parametrize("step", [2, 6, 9])
+@pytest.mark.parametrize("step", by_default([2, 6, 9], 6))
 @pytest.mark.parametrize("name", RECOVERING)
 def test_a_round_with_a_nan_is_refused_by_all_and_its_cluster_starts_again(
     name: str, step: int, caplog: pytest.LogCaptureFixture
@@ -168,7 +169,7 @@ def test_a_cluster_that_stays_lost_ends_the_run(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco_delayed", "streaming_diloco", "eager", "cocodc"])
-@pytest.mark.parametrize("more_steps", [0, 1, 3, 5])
+@pytest.mark.parametrize("more_steps", by_default([0, 1, 3, 5], 1))
 def test_a_resume_amid_refusals_goes_on_alike(name: str, more_steps: int, tmp_path: Path) -> None:
     """Counts, transfers that will be refused, and what is kept of them are in the checkpoint."""
     first = run_with_nan(name, 6)[0]

@@ -18,9 +18,11 @@ from dsx.compress.wire import group_codec
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.compiled import unavailable
 from dsx.compress.wire.formats import FORMATS, Int4, Int8
+from tests.levels import by_default
 
 CPU = torch.device("cpu")
 NUMEL = 2 * 2**20 + 321  # two slices, then tiles, then a tail
+
 needs_compiler = pytest.mark.usefixtures("compiler")
 
 
@@ -104,7 +106,7 @@ def test_a_gpu_writes_the_bits_of_a_cpu(name: str, kernels: str) -> None:
         assert torch.equal(there.cpu(), here)
 
 
-@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("name", by_default(sorted(FORMATS), "int4", "ternary"))
 def test_one_thread_or_two(name: str) -> None:
     before = torch.get_num_threads()
     try:
@@ -137,6 +139,7 @@ print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
 """
 
 
+@pytest.mark.ci
 def test_every_vector_unit_writes_the_same_bytes() -> None:
     """Decoders must agree between CPUs; with these formulas the encoders do as well."""
     digests: dict[str, str] = {}
