@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 import warnings
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
 from dsx.config.schema import preset
+from dsx.core.types import SyncView
+from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.method import SettingWarning
 from dsx.method.outer_optimizer import SGD
 from tests.levels import by_default
@@ -79,6 +82,37 @@ def test_compensation_acts_at_a_strength_that_matters_and_not_at_the_papers() ->
 
     assert largest_difference(run(0.0), run(0.5)) < 1e-5
     assert largest_difference(run(0.0), run(1e4)) > 1e-3
+
+
+@pytest.mark.parametrize("interval", [100, 40])
+def test_compensation_divides_by_the_steps_that_the_difference_was_made_in(interval: int) -> None:
+    """Eq. 7 by hand, in float64: a fragment sent 40 steps after its launch before, and 100."""
+    local, sent, anchor = (torch.tensor([x]) for x in (1.0, 1.5, 0.5))
+    view = cast(SyncView, SimpleNamespace(
+        local=local, kept=sent, anchor=anchor, age=5, interval=interval, report={}
+    ))  # fmt: skip
+    merged = DelayCompensation(5, strength=3.0).merge(view)
+    g = (1.5 - 1.0) / 5
+    expected = 0.5 - 5 * (g + 3.0 * g * g * (0.5 - 1.5) / interval)
+    assert merged.item() == pytest.approx(expected, abs=1e-7)
+
+
+def test_an_adaptive_round_is_shorter_than_the_period() -> None:
+    """What the compensation divides by is not H there: N = 8 transfers of 4 fragments in H."""
+    link = {"step_seconds": 1.0, "transfer_seconds": 5.0, "gamma": 1.0}
+    method = preset("cocodc", 2, schedule={"interval": 40, **link}, delay={"steps": 2})
+    run = Simulated(TinyNet(), adamw, method, 2)
+    launches: dict[int, list[int]] = {p: [0] for p in range(4)}
+    for step in range(1, 121):
+        run.train_step(mean_loss)
+        history = run.loops[0].history
+        for p, own in launches.items():
+            if history.launched[p] == step:
+                own.append(step)
+            if history.applied[p] == step:
+                assert history.intervals[p] == own[-1] - own[-2]
+    assert sum(len(own) - 1 for own in launches.values()) > 20  # 12 in rounds of H
+    assert min(run.loops[0].history.intervals) < 40
 
 
 def test_the_record_of_a_sync_carries_the_size_of_the_correction() -> None:

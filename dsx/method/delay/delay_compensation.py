@@ -3,8 +3,13 @@
 Source: CoCoDC (arXiv:2504.17672, eq. 4-8, Alg. 1). With `sent` the parameters at launch:
 
     g      = (sent - local) / tau                          eq. 4, the mean descent per step
-    g_corr = g + lambda * g*g * (anchor - sent) / H        eq. 7, diagonal Fisher
+    g_corr = g + lambda * g*g * (anchor - sent) / I        eq. 7, diagonal Fisher
     local  = anchor - tau * g_corr                         eq. 8
+
+I is the number of inner steps from the launch before to this one. The paper writes H and gives the
+reason: the difference "is accumulated over the previous H steps". So it is where every fragment
+goes once in H steps; an adaptive schedule sends some oftener, and their differences are of the
+steps since their last launch. The same steps divide the norm in eq. 11 (adaptive_transmission.py).
 
 Deviation: the paper prints `+ tau * g_corr` in eq. 8, which with its own eq. 4 would undo the
 local steps. Identity: C = 1 with sgd(1) gives `anchor = sent`, hence local stays, for any lambda.
@@ -82,7 +87,7 @@ class DelayCompensation(DelayPolicy):
         return torch.sub(anchor, corrected.mul_(view.age), out=local)  # Eq. (8), descending
 
     def _correction(self, descent: Tensor, view: SyncView) -> Tensor:
-        """Eq. (7): return `lambda * g*g * (anchor - sent) / H`, computed in place of `sent`."""
+        """Eq. (7): return `lambda * g*g * (anchor - sent) / I`, computed in place of `sent`."""
         import torch
 
         assert view.kept is not None

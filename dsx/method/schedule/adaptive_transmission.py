@@ -11,10 +11,12 @@ stalest fragment if one has waited H steps, else the one with the largest R_p (t
 A fragment under way is not eligible; with none eligible, nothing is sent. The S stages of a
 pipeline share the link: each sends n = max(P, floor(N / S)), stage s floor(s*H/(n*S)) later.
 
-Deviations: the paper's spacing floor(H/N) overshoots gamma; I_p is counted from launch to launch,
-since that is the progress D_p holds. T_c and T_s are measured locally, so they travel with the
-transfers and all clusters use the largest; N = P until the first transfer has been applied, and
-a measured N is kept until it has moved by more than a tenth.
+Deviations: the paper's spacing floor(H/N) overshoots gamma; it counts I_p, and the H steps after
+which a fragment is overdue, from the completion of the transfer before, tau steps after its launch.
+Here both are from launch to launch, since that is the progress D_p holds: by the paper's count, a
+fragment sent every 2 tau steps would pass for one that changes twice as fast. T_c and T_s are
+measured locally, so they travel with the transfers and all clusters use the largest; N = P until
+the first transfer has been applied, a measured N is kept until it has moved by more than a tenth.
 `step_seconds` and `transfer_seconds` fix them instead, which makes a run reproducible. Norms are
 folded in a fixed order (per_tensor.py). A disagreement is found by the transfers' headers.
 """
