@@ -140,6 +140,9 @@ def line(
     burst_kb: Annotated[
         int | None, typer.Option(help="KiB that may pass at once after a pause; default 10 ms.")
     ] = None,
+    latency_ms: Annotated[
+        float, typer.Option(help="One way between two clusters; up to 2000, at most 100 Mbit/s.")
+    ] = 0.0,
     pin: Annotated[bool, typer.Option("--pin", help="Give each cluster its own core.")] = False,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the results there.")
@@ -154,22 +157,27 @@ def line(
     """
     from rich.console import Console
 
-    from dsx.bench.line import ProbeFailed, cores_for, probe, run_in_clusters, show_results
-    from dsx.bench.testbed import Line, Testbed, TestbedUnavailable, ending
+    from dsx.bench import line as lines
+    from dsx.bench.namespaces import TestbedUnavailable
+    from dsx.bench.testbed import Line, Testbed, ending
 
     try:
         require_place("--json", json_file)
-        line = Line(mbit, burst_kb, queue_ms)
-        cores = cores_for(clusters) if pin else None
+        line = Line(mbit, burst_kb, queue_ms, latency_ms)
+        cores = lines.cores_for(clusters) if pin else None
         with Testbed(clusters, line) as bed:
-            results = run_in_clusters(bed, command, cores) if command else [probe(bed, line)]
+            results = (
+                lines.run_in_clusters(bed, command, cores) if command else [lines.probe(bed, line)]
+            )
     except (
-        TestbedUnavailable, ValueError, FileNotFoundError, ProbeFailed, KeyboardInterrupt
+        TestbedUnavailable, ValueError, FileNotFoundError, lines.ProbeFailed, KeyboardInterrupt
     ) as error:  # fmt: skip
         reason, status = ending(error)
         typer.echo(f"dsx bench line: {reason}", err=True)
         raise typer.Exit(status) from None
-    show_results(results, Console())
+    lines.show_results(results, Console())
+    if bed.forwarded.frames:
+        typer.echo(lines.say_forwarded(bed.forwarded))
     if json_file is not None:
         json_file.write_text(json.dumps([asdict(r) for r in results], indent=2) + "\n")
     failed = [r for r in results if r.status]

@@ -19,20 +19,15 @@ from typing import IO
 from rich.console import Console
 from rich.table import Table
 
+from dsx.bench.forwarder import Counts
 from dsx.bench.testbed import INTERFACE, Line, Testbed, Traffic
 
 _PORT = 29400
 _PROBE_SECONDS = 3.0
 _POLL_SECONDS = 0.1
+_PINGS, _PING_SECONDS = 11, 60.0
 # One connection to cluster 0 and bytes into it for some seconds, from the standard library alone.
-_RECEIVE = """
-import socket, sys
-with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
-    connection, _ = server.accept()
-    while connection.recv(1 << 16):
-        pass
-"""
-_SEND = """
+_CONNECT = """
 import socket, sys, time
 until = time.monotonic() + 10
 while True:
@@ -43,21 +38,51 @@ while True:
         if time.monotonic() > until:
             raise
         time.sleep(0.05)
+"""
+_RECEIVE = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    connection, _ = server.accept()
+    while connection.recv(1 << 16):
+        pass
+"""
+_SEND = f"""{_CONNECT}
 connection.sendall(bytes(int(sys.argv[3])))
 connection.shutdown(socket.SHUT_WR)
 connection.recv(1)
+"""
+# So many bytes there and back, one by one; the median is printed.
+_ECHO = """
+import socket, sys
+with socket.create_server((sys.argv[1], int(sys.argv[2]))) as server:
+    connection, _ = server.accept()
+    while byte := connection.recv(1):
+        connection.sendall(byte)
+"""
+_PING = f"""{_CONNECT}
+seconds = []
+for _ in range(int(sys.argv[3])):
+    began = time.perf_counter()
+    connection.sendall(b".")
+    connection.recv(1)
+    seconds.append(time.perf_counter() - began)
+print(sorted(seconds)[len(seconds) // 2])
 """
 
 
 @dataclass(frozen=True)
 class ClusterResult:
-    """What one cluster's command did: its exit status, and the kernel's counts meanwhile."""
+    """What one cluster's command did: its exit status, and the kernel's counts meanwhile.
+
+    `round_trip_milliseconds`: of the bare line, else None.
+    """
 
     cluster: int
     status: int
     seconds: float
     bytes_sent: int
     bytes_received: int
+    round_trip_milliseconds: float | None = None
 
 
 class ProbeFailed(RuntimeError):
@@ -94,6 +119,7 @@ def run_in_clusters(
         echoes.append(echo)
     ended: dict[int, tuple[float, Traffic]] = {}
     while len(ended) < len(processes):
+        bed.check()
         for cluster, process in enumerate(processes):
             if cluster not in ended and process.poll() is not None:
                 ended[cluster] = (time.monotonic() - began, bed.traffic(cluster))
@@ -116,6 +142,7 @@ def run_in_clusters(
 
 def probe(bed: Testbed, line: Line) -> ClusterResult:
     """Send for some seconds from cluster 1 to cluster 0 over one connection."""
+    round_trip = measure_round_trip(bed)
     where = [bed.address(0), str(_PORT)]
     payload = round(line.megabits_per_second * 1e6 / 8 * _PROBE_SECONDS)
     before, began = bed.traffic(1), time.monotonic()
@@ -131,7 +158,24 @@ def probe(bed: Testbed, line: Line) -> ClusterResult:
         ) from error
     passed = bed.traffic(1) - before
     seconds = time.monotonic() - began
-    return ClusterResult(1, status, seconds, passed.bytes_sent, passed.bytes_received)
+    return ClusterResult(
+        1, status, seconds, passed.bytes_sent, passed.bytes_received, 1000 * round_trip
+    )
+
+
+def measure_round_trip(bed: Testbed) -> float:
+    """Return the seconds that one byte takes from cluster 1 to cluster 0 and back, the median."""
+    where = [bed.address(0), str(_PORT + 1)]
+    echo = bed.start(0, [sys.executable, "-c", _ECHO, *where])
+    ping = bed.start(1, [sys.executable, "-c", _PING, *where, str(_PINGS)], output=subprocess.PIPE)
+    try:
+        out, _ = ping.communicate(timeout=_PING_SECONDS)
+        echo.wait(_PING_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise ProbeFailed(f"{_PINGS} bytes have not come back in {_PING_SECONDS:g} s") from error
+    if ping.returncode:
+        raise ProbeFailed(f"no byte has come back: {out.decode(errors='replace').strip()}")
+    return float(out)
 
 
 def show_results(results: Sequence[ClusterResult], console: Console) -> None:
@@ -140,6 +184,9 @@ def show_results(results: Sequence[ClusterResult], console: Console) -> None:
     table.add_column("cluster")
     for name in ("exit", "seconds", "sent MB", "received MB", "sent Mbit/s"):
         table.add_column(name, justify="right")
+    is_probed = any(result.round_trip_milliseconds is not None for result in results)
+    if is_probed:
+        table.add_column("round trip ms", justify="right")
     for result in results:
         status = result.status
         table.add_row(
@@ -149,8 +196,18 @@ def show_results(results: Sequence[ClusterResult], console: Console) -> None:
             f"{result.bytes_sent / 1e6:.3f}",
             f"{result.bytes_received / 1e6:.3f}",
             f"{8e-6 * result.bytes_sent / result.seconds:.3g}",
+            *([f"{result.round_trip_milliseconds:.3g}"] if is_probed else []),
         )
     console.print(table)
+
+
+def say_forwarded(counts: Counts) -> str:
+    """Say in a line what the latency's forwarder has done."""
+    return (
+        f"delayed {counts.frames:,} frames, dropped {counts.dropped:,}; at most "
+        f"{counts.most_bytes / 1e3:,.0f} kB were on their way, and one came "
+        f"{1000 * counts.latest_seconds:.1f} ms late"
+    )
 
 
 def _filled(word: str, bed: Testbed, cluster: int) -> str:

@@ -4,7 +4,8 @@ Every cluster has an interface `dsx0` with an address of its own; a bridge in on
 joins them, so nothing shows in the host's own network. `tc tbf` shapes both ends of every pair:
 what a cluster sends and what it receives, each at the line's rate (full duplex). Bytes are the
 kernel's own counts per interface, Ethernet headers included. Segments leave one by one
-(`gso_max_segs 1`), so that the counters see the headers that a real line carries.
+(`gso_max_segs 1`), so that the counters see the headers that a real line carries. A line with a
+latency has a forwarder in the bridge's place (forwarder.py): not every kernel has netem.
 
 It needs Linux, root, and `ip` and `tc`; `TestbedUnavailable` says what is missing. Everything is
 removed when the context ends, by an exception, Ctrl-C or SIGTERM, too; what a SIGKILL left behind
@@ -14,32 +15,33 @@ is removed by the next testbed.
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from dsx.bench.forwarder import Counts
+from dsx.bench.latency import Latency
+from dsx.bench.namespaces import (
+    HOSTS,
+    TestbedUnavailable,
+    processes_in,
+    remove_left_behind,
+    remove_namespaces,
+    require_tools,
+    run_ip,
+    signal_all,
+)
 from dsx.plan.published.scenario import require_number
 
 INTERFACE = "dsx0"
 UNAVAILABLE = 77  # exit code where there is no testbed; what test harnesses call skipped
 MAX_CLUSTERS = 4
-_NAMESPACES = Path("/run/netns")
-_HOSTS = Path("/etc/netns")  # `ip netns exec` puts what is in here over /etc
-_OWNED = re.compile(r"dsx-(\d+)-(hub|\d)")
 _GRACE_SECONDS = 10.0
-
-
-class TestbedUnavailable(RuntimeError):
-    """This host cannot make a slow line: not root, no tool, or no support in the kernel."""
-
-    __test__ = False
+_MOST_DELAYED_MEGABITS = 100.0  # the forwarder hands on frame by frame, on one core
 
 
 def ending(error: BaseException) -> tuple[str, int]:
@@ -57,18 +59,26 @@ class Line:
 
     `burst_kilobytes` may pass at once after a pause: without a number 10 ms of the rate, so that
     it is small against any transfer. `queue_milliseconds` of the rate, but at least 64 KiB, wait in
-    the queue before packets are dropped.
+    the queue before packets are dropped. `latency_milliseconds` one way: a round trip takes two.
     """
 
     megabits_per_second: float
     burst_kilobytes: int | None = None
     queue_milliseconds: float = 50.0
+    latency_milliseconds: float = 0.0
 
     def __post_init__(self) -> None:
         require_number("megabits_per_second", self.megabits_per_second, 0.01, 100_000)
         if self.burst_kilobytes is not None:
             require_number("burst_kilobytes", self.burst_kilobytes, 2, 100_000)
         require_number("queue_milliseconds", self.queue_milliseconds, 1, 10_000)
+        require_number("latency_milliseconds", self.latency_milliseconds, 0, 2000)
+        if self.latency_milliseconds and self.megabits_per_second > _MOST_DELAYED_MEGABITS:
+            raise ValueError(
+                f"megabits_per_second={self.megabits_per_second:g} with a latency must be at most "
+                f"{_MOST_DELAYED_MEGABITS:g}, which is what the forwarder carries; take a slower "
+                "line, or leave the latency out"
+            )
 
     @property
     def burst_bytes(self) -> int:
@@ -114,10 +124,12 @@ class Testbed:
         self._line = line
         self._hub = f"dsx-{os.getpid()}-hub"
         self._started: list[subprocess.Popen[bytes]] = []
+        self._latency: Latency | None = None
+        self.forwarded = Counts()  # by the forwarder that has ended last
         self._handlers: dict[int, object] = {}
 
     def __enter__(self) -> Testbed:
-        _require_tools()
+        require_tools()
         remove_left_behind()
         self._clear()  # of an earlier process that had our number
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -145,23 +157,35 @@ class Testbed:
         return f"10.77.0.{cluster + 1}"
 
     def throttle(self, line: Line | None) -> None:
-        """Give both ends of every cluster's line another rate, at once; None lifts it."""
+        """Give both ends of every cluster's line another rate, at once; None lifts it.
+
+        Another latency breaks what is on its way: TCP sends it again. Errors as of `check`.
+        """
+        self._delay(line.latency_milliseconds / 1000 if line is not None else 0.0)
         for cluster in range(self.num_clusters):
             ends = ((self.namespace(cluster), INTERFACE), (self._hub, f"port{cluster}"))
             for namespace, interface in ends:
                 where = ("netns", "exec", namespace, "tc", "qdisc")
                 if line is None:
-                    _ip(*where, "replace", "dev", interface, "root", "pfifo")
+                    run_ip(*where, "replace", "dev", interface, "root", "pfifo")
                     continue
-                _ip(
+                run_ip(
                     *where, "replace", "dev", interface, "root", "tbf",
                     "rate", f"{round(line.megabits_per_second * 1e6)}bit",
                     "burst", f"{line.burst_bytes}b", "limit", f"{line.queue_bytes}b",
                 )  # fmt: skip
 
+    def check(self) -> None:
+        """Raise TestbedUnavailable if a line with a latency is gone."""
+        if self._latency is not None:
+            self._latency.check()
+
     def traffic(self, cluster: int) -> Traffic:
         """Return what has passed a cluster's interface since the testbed was made."""
-        return read_traffic(_ip("netns", "exec", self.namespace(cluster), "cat", "/proc/net/dev"))
+        self.check()
+        return read_traffic(
+            run_ip("netns", "exec", self.namespace(cluster), "cat", "/proc/net/dev")
+        )
 
     def start(
         self,
@@ -191,36 +215,55 @@ class Testbed:
         """End whatever still runs inside the clusters: SIGTERM, and after some seconds SIGKILL."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             until = time.monotonic() + _GRACE_SECONDS
-            _signal(self._running(), number)
+            signal_all(self._running(), number)
             while self._running() and time.monotonic() < until:
                 time.sleep(0.1)
         self._started.clear()
 
+    def _delay(self, seconds: float) -> None:
+        """Put a forwarder in the bridge's place, or the bridge back where there is no latency."""
+        if seconds == (0.0 if self._latency is None else self._latency.seconds):
+            return
+        ports = [f"port{cluster}" for cluster in range(self.num_clusters)]
+        self._end_latency()
+        for port in ports:
+            where = ("nomaster",) if seconds else ("master", "bridge")
+            run_ip("-n", self._hub, "link", "set", port, *where)
+        if seconds:
+            self._latency = Latency(self._hub, ports, seconds)
+
+    def _end_latency(self) -> None:
+        latency, self._latency = self._latency, None
+        if latency is not None:
+            self.forwarded = latency.end()
+
     def _running(self) -> list[int]:
         """Return what is inside the clusters, and what was started but is not inside yet."""
         started = [process.pid for process in self._started if process.poll() is None]
-        inside = _processes_in([self.namespace(m) for m in range(self.num_clusters)])
+        inside = processes_in([self.namespace(m) for m in range(self.num_clusters)])
         return sorted({*started, *inside})
 
     def _build(self) -> None:
-        _ip("netns", "add", self._hub)
-        _ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", self._hub, "link", "set", "bridge", "up")
+        run_ip("netns", "add", self._hub)
+        run_ip("-n", self._hub, "link", "add", "bridge", "type", "bridge")
+        run_ip("-n", self._hub, "link", "set", "bridge", "up")
         for cluster in range(self.num_clusters):
             name, port = self.namespace(cluster), f"port{cluster}"
-            _HOSTS.joinpath(name).mkdir(parents=True, exist_ok=True)
-            _HOSTS.joinpath(name, "hosts").write_text(self._hosts(cluster))
-            _ip("netns", "add", name)
-            _ip("link", "add", INTERFACE, "netns", name, "type", "veth",
+            HOSTS.joinpath(name).mkdir(parents=True, exist_ok=True)
+            HOSTS.joinpath(name, "hosts").write_text(self._hosts(cluster))
+            run_ip("netns", "add", name)
+            run_ip("link", "add", INTERFACE, "netns", name, "type", "veth",
                 "peer", "name", port, "netns", self._hub)  # fmt: skip
             for namespace, interface in ((name, INTERFACE), (self._hub, port)):
-                _ip("-n", namespace, "link", "set", interface, "mtu", "1500", "gso_max_segs", "1")
-            _ip("-n", self._hub, "link", "set", port, "master", "bridge", "up")
-            _ip("-n", name, "addr", "add", f"{self.address(cluster)}/24", "dev", INTERFACE)
-            _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "link", "set", INTERFACE, "up")
+                run_ip(
+                    "-n", namespace, "link", "set", interface, "mtu", "1500", "gso_max_segs", "1"
+                )
+            run_ip("-n", self._hub, "link", "set", port, "master", "bridge", "up")
+            run_ip("-n", name, "addr", "add", f"{self.address(cluster)}/24", "dev", INTERFACE)
+            run_ip("-n", name, "link", "set", "lo", "up")
+            run_ip("-n", name, "link", "set", INTERFACE, "up")
             # the kernel's own default; a host may prefer another, and figures would differ by it
-            _ip("-n", name, "route", "replace", "10.77.0.0/24", "dev", INTERFACE,
+            run_ip("-n", name, "route", "replace", "10.77.0.0/24", "dev", INTERFACE,
                 "src", self.address(cluster), "congctl", "cubic")  # fmt: skip
 
     def _clear(self) -> None:
@@ -243,6 +286,7 @@ class Testbed:
         try:
             try:
                 self.end_processes()
+                self._end_latency()
             finally:
                 self._clear()
         finally:
@@ -260,65 +304,7 @@ def read_traffic(counters: str) -> Traffic:
     raise ValueError(f"/proc/net/dev has no {INTERFACE}: {counters!r}")
 
 
-def remove_left_behind() -> list[str]:
-    """Remove the namespaces of testbeds whose process is gone; return their names."""
-    found = sorted({path.name for where in (_NAMESPACES, _HOSTS) for path in where.glob("dsx-*")})
-    owners = {name: int(match[1]) for name in found if (match := _OWNED.fullmatch(name))}
-    gone = [name for name, owner in owners.items() if not Path(f"/proc/{owner}").exists()]
-    _signal(_processes_in(gone), signal.SIGKILL)
-    remove_namespaces(gone)
-    return gone
-
-
-def remove_namespaces(names: Sequence[str]) -> None:
-    """Remove namespaces with all that is in them, as far as they exist."""
-    failed: list[TestbedUnavailable] = []
-    for name in names:
-        shutil.rmtree(_HOSTS / name, ignore_errors=True)
-        try:
-            if (_NAMESPACES / name).exists():
-                _ip("netns", "del", name)
-        except TestbedUnavailable as error:
-            failed.append(error)  # the others are removed all the same
-    if failed:
-        raise failed[0]
-
-
-def _processes_in(namespaces: Sequence[str]) -> list[int]:
-    existing = [name for name in namespaces if (_NAMESPACES / name).exists()]
-    return [int(pid) for name in existing for pid in _ip("netns", "pids", name).split()]
-
-
-def _signal(processes: Sequence[int], number: int) -> None:
-    for process in processes:
-        try:
-            os.kill(process, number)
-        except ProcessLookupError:
-            continue  # it has just ended by itself
-
-
 def _leave(number: int, frame: FrameType | None) -> None:
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     raise SystemExit(128 + number)
-
-
-def _require_tools() -> None:
-    for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("taskset", "util-linux")):
-        if shutil.which(tool) is None:
-            raise TestbedUnavailable(f"no `{tool}` on this host: install {package}")
-    if os.geteuid() != 0:
-        raise TestbedUnavailable(
-            "network namespaces and `tc` need root; run it as root, or in a container with "
-            "CAP_NET_ADMIN and CAP_SYS_ADMIN"
-        )
-
-
-def _ip(*arguments: str) -> str:
-    """Run `ip`; the kernel's refusal becomes `TestbedUnavailable`."""
-    done = subprocess.run(["ip", *arguments], capture_output=True, text=True)
-    if done.returncode:
-        raise TestbedUnavailable(
-            f"`ip {' '.join(arguments)}` failed: {done.stderr.strip() or done.stdout.strip()}"
-        )
-    return done.stdout

@@ -18,7 +18,7 @@ from rich.console import Console
 from dsx.bench.e2e.bench import Bench, Options, Row
 from dsx.bench.e2e.job import Job, Shape, build_model
 from dsx.bench.e2e.loop import Recorded, TimedSteps, train
-from dsx.bench.e2e.plan import Situation, plan_preset, plan_presets
+from dsx.bench.e2e.plan import Situation, plan_preset, plan_presets, planned_interval
 from dsx.bench.e2e.run import Measured, RunFailed, Runner
 from dsx.bench.e2e.show import TARGETS, as_json, draw, figure_of, show
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
@@ -97,6 +97,22 @@ def test_a_row_has_the_medians_of_its_blocks(tmp_path: Path) -> None:
     assert row.tokens_per_second == pytest.approx(2 * 64 * 128 / 1.2)
     assert (row.engine, row.shape, row.steps) == ("DeepSpeed", "4,64,64,128", 3 * rounds)
     assert row.planned_bytes == 6 * plan.predict(situation(32)).bytes_per_round
+
+
+def test_a_latency_is_planned_for_with_the_seconds_of_a_step(tmp_path: Path) -> None:
+    def bench(latency_milliseconds: float) -> Bench:
+        options = Options(tmp_path, tmp_path, latency_milliseconds=latency_milliseconds)
+        runner: Any = None
+        made = Bench(options, 32.0, runner, lambda line: None)
+        made._run = lambda *_: Measured([cluster([0.02] * 30, [0.02])] * 2)  # type: ignore
+        return made
+
+    fast, far = bench(0).situation_to_plan(), bench(500).situation_to_plan()
+    assert (fast.step_seconds, far.step_seconds) == (1.0, pytest.approx(0.02))
+    assert far.link.latency_seconds == 0.5
+    assert far.link.bits_per_second == pytest.approx(fast.link.bits_per_second / 0.02)
+    one_ways = 4  # handshake and mean, two each: 2 s, which more steps have to hide
+    assert planned_interval(far, 1.0) == planned_interval(fast, 1.0) + one_ways * 0.5 / 0.02
 
 
 def test_what_sends_inside_the_backward_runs_in_plain_pytorch() -> None:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from dsx.bench.namespaces import TestbedUnavailable, remove_left_behind
 from dsx.bench.testbed import (
     UNAVAILABLE,
     Line,
     Testbed,
-    TestbedUnavailable,
     read_traffic,
-    remove_left_behind,
 )
 
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]

@@ -43,7 +43,8 @@ class Options:
     """What is asked for; `margin` is the time of H steps over that of the transfers in them.
 
     A run has `blocks` blocks, each of one round that is not counted and `rounds` that are. `shape`
-    None stands for `Shape.for_ratio`.
+    None stands for `Shape.for_ratio`. The line's latency, one way, is beside the ratio, which is of
+    its rate.
     """
 
     directory: Path
@@ -55,6 +56,7 @@ class Options:
     blocks: int = 3
     margin: float = 1.15
     shape: Shape | None = None
+    latency_milliseconds: float = 0.0
 
     def __post_init__(self) -> None:
         for name in self.presets:
@@ -66,6 +68,7 @@ class Options:
         require_number("rounds", self.rounds, 1, 1000)
         require_number("blocks", self.blocks, 1, 1000)
         require_number("margin", self.margin, 1.0, 10.0)
+        require_number("latency_milliseconds", self.latency_milliseconds, 0, 2000)
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,7 @@ class Row:
     speedup: float = 1.0
     utilization_spread: float = 0.0
     wait_seconds: float | None = None
+    latency_milliseconds: float = 0.0
 
 
 def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
@@ -146,7 +150,7 @@ class Bench:
     def rows(self) -> Iterator[Row]:
         """Yield no communication and all-reduce, then every preset when it has been run."""
         options = self._options
-        plans = plan_presets(options.presets, self.situation(), options.margin)
+        plans = plan_presets(options.presets, self.situation_to_plan(), options.margin)
         steps = self.steps_of(plans[0].interval)
         line, ceiling_run = self.measure_ceiling(steps)
         synchronous = self._synchronous(line, steps, ceiling_run.step_seconds(_CEILING_PERIOD))
@@ -161,21 +165,31 @@ class Bench:
         """Return how many steps a run of all blocks takes."""
         return self._options.blocks * (self._options.rounds + 1) * interval
 
-    def situation(self, step_seconds: float = 1.0) -> Situation:
-        """Return the model on the line whose all-reduce takes the ratio times as long as a step.
+    def situation_to_plan(self) -> Situation:
+        """Return what H and tau are planned for.
 
-        H and tau do not depend on the seconds of a step, which only scale all times alike.
+        Without a latency they do not depend on the seconds of a step, which only scale all times
+        alike; with one, some steps are measured first.
         """
+        if not self._options.latency_milliseconds:
+            return self.situation(1.0)
+        run = self._run("step", "ceiling", 3 * _CEILING_PERIOD)
+        return self.situation(run.step_seconds(_CEILING_PERIOD))
+
+    def situation(self, step_seconds: float) -> Situation:
+        """Return the model on the line whose all-reduce takes the ratio times as long as a step."""
         clusters = self._options.num_clusters
         sent = wire_bytes(2 * (clusters - 1) / clusters * 4 * self._numel)
-        link = Link(8 * sent / (self._ratio * step_seconds))
+        latency = self._options.latency_milliseconds / 1000
+        link = Link(8 * sent / (self._ratio * step_seconds), latency)
         return Situation(self._parameters, step_seconds, link, clusters)
 
     def measure_ceiling(self, steps: int) -> tuple[Line, Measured]:
         """Train without communication; return the line for its steps, and what was measured."""
         ceiling_run = self._run("ceiling", "ceiling", steps)
         step_seconds = ceiling_run.step_seconds(_CEILING_PERIOD)
-        line = Line(1e-6 * self.situation(step_seconds).link.bits_per_second)
+        rate = 1e-6 * self.situation(step_seconds).link.bits_per_second
+        line = Line(rate, latency_milliseconds=self._options.latency_milliseconds)
         self._tell(
             f"ratio {self._ratio:g}: {line.megabits_per_second:.3g} Mbit/s for {self._numel:,} "
             f"parameters and {1000 * step_seconds:.1f} ms per step; {steps} steps each"
@@ -260,6 +274,7 @@ class Bench:
             validation_loss=measured.mean("validation_loss"),
             utilization_spread=spread,
             wait_seconds=None if math.isnan(waited) else waited,
+            latency_milliseconds=line.latency_milliseconds,
         )
 
     @property
@@ -316,8 +331,9 @@ class Bench:
             payload_bytes=None,
             planned_bytes=round(steps * predicted.bytes_per_round),
             validation_loss=whole.mean("validation_loss"),
+            latency_milliseconds=line.latency_milliseconds,
         )  # fmt: skip
 
 
 def _link_of(line: Line) -> Link:
-    return Link(1e6 * line.megabits_per_second)
+    return Link(1e6 * line.megabits_per_second, line.latency_milliseconds / 1000)

@@ -50,6 +50,9 @@ def e2e(
             help="Model and batches; default: 4,64,64 with batches for about 1 Mbit/s.",
         ),
     ] = None,
+    latency_ms: Annotated[
+        float, typer.Option(help="Of the line, one way; the ratio is of its rate alone.")
+    ] = 0.0,
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -68,8 +71,9 @@ def e2e(
 
     names = tuple(PRESETS if presets is None else presets.split(","))
     options = Options(
-        out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin, _read_shape(shape)
-    )
+        out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin, _read_shape(shape),
+        latency_ms,
+    )  # fmt: skip
     require_place("--json", json_file)
     require_place("--plot", plot)
     status = _measure(options, json_file, plot)
@@ -90,7 +94,8 @@ def _measure(options: Options, json_file: Path | None, plot: Path | None) -> int
     from dsx.bench.e2e.bench import Row, measure
     from dsx.bench.e2e.run import RunFailed
     from dsx.bench.e2e.show import as_json, draw, show
-    from dsx.bench.testbed import TestbedUnavailable, ending
+    from dsx.bench.namespaces import TestbedUnavailable
+    from dsx.bench.testbed import ending
 
     rows: list[Row] = []
     status = 0

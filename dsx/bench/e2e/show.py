@@ -86,8 +86,10 @@ def show(rows: Sequence[Row], console: Console) -> None:
 def _table(rows: Sequence[Row]) -> Table:
     first = rows[0]
     seconds = first.ratio * first.ceiling_seconds
+    latency = first.latency_milliseconds
     table = Table(
-        title=f"ratio {first.ratio:g}: {first.megabits_per_second:.3g} Mbit/s each way, a step "
+        title=f"ratio {first.ratio:g}: {first.megabits_per_second:.3g} Mbit/s each way, "
+        f"{f'{latency:g} ms one way, ' if latency else ''}a step "
         f"{1000 * first.ceiling_seconds:.0f} ms, an all-reduce of the gradients {seconds:.3g} s; "
         f"{first.steps} steps each of {first.shape}",
         title_justify="left",

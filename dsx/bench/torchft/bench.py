@@ -55,7 +55,7 @@ def measure(options: Options, choices: Choices, tell: Callable[[str], None]) -> 
     """Yield a `Row` of dsx.bench.e2e per method; errors as there."""
     with open_runner(options) as runner:
         bench = Bench(options, choices.ratio, runner, tell)
-        situation = bench.situation()
+        situation = bench.situation_to_plan()
         interval = choices.interval or planned_interval(situation, options.margin)
         if choices.interval is None:  # rounded up to whole fragments
             interval = -(-interval // choices.fragments) * choices.fragments

@@ -44,6 +44,7 @@ def torchft(
         str | None,
         Option(metavar="LAYERS,HIDDEN,LENGTH,BATCH", help="Default: as for dsx bench e2e."),
     ] = None,
+    latency_ms: Annotated[float, Option(help="Of the line, one way.")] = 0.0,
     data: Annotated[Path, Option(help="A dataset of `dsx data build`.")] = Path("data/stdlib"),
     out: Annotated[Path, Option(help="Where the runs' files go.")] = Path("runs/bench_torchft"),
     json_file: Annotated[
@@ -65,7 +66,10 @@ def torchft(
     from dsx.bench.torchft.bench import Choices
 
     size = None if shape is None else Shape.parse(shape)
-    options = Options(out, data, ratios=(ratio,), rounds=rounds, blocks=blocks, shape=size)
+    options = Options(
+        out, data, ratios=(ratio,), rounds=rounds, blocks=blocks, shape=size,
+        latency_milliseconds=latency_ms,
+    )  # fmt: skip
     status = _measure(options, Choices(ratio, interval, fragments or 1, delay or 0), json_file)
     if status:
         raise typer.Exit(status)
@@ -86,7 +90,8 @@ def _measure(options: Options, choices: Choices, json_file: Path | None) -> int:
     from rich.console import Console
 
     from dsx.bench.e2e.run import RunFailed
-    from dsx.bench.testbed import TestbedUnavailable, ending
+    from dsx.bench.namespaces import TestbedUnavailable
+    from dsx.bench.testbed import ending
     from dsx.bench.torchft.bench import as_json, measure, show
 
     rows: list[Row] = []
