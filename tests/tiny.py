@@ -115,7 +115,10 @@ CASES: dict[str, Case] = {
     "co2": Case(
         "co2",
         {"schedule": EVERY_H},
-        Recipe([ALL], H, False, 0, 1.0, "momentum", 0.5, 0.2, delay="delayed", penalty="tensor"),
+        Recipe(
+            [ALL], H, False, 0, 1.0, "momentum", 0.5, 0.2,
+            delay="delayed", penalty="tensor", clip=1.0,
+        ),
         4,
     ),
     "dreamddp": Case(

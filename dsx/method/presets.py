@@ -10,7 +10,7 @@
 | diloco_delayed | Eager Updates, arXiv:2502.12996, Alg. 2 | diloco, applied one round late |
 | eager | Eager Updates, arXiv:2502.12996, Alg. 3 | the same with one's own share at once |
 | dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
-| co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty |
+| co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty, clip |
 | dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
 
 Each is a function of the number of clusters, which only eager's outer rate depends on. Outer
@@ -113,12 +113,15 @@ def dilocox(num_clusters: int) -> Method:
 
 @register("preset")
 def co2(num_clusters: int) -> Method:
-    """Heavy ball one round late, each gradient shrunk by how far the anchor has moved on."""
+    """Heavy ball one round late, each gradient shrunk by how far the anchor has moved on.
+
+    The clip has the threshold of the authors' program; the paper prints none.
+    """
     return Method(
         WholeModel(),
         Periodic(interval=100),
         OneStepDelay(),
-        Momentum(lr=0.5, momentum=0.2),
+        Momentum(lr=0.5, momentum=0.2, clip=1.0),
         staleness=GapPenalty(),
     )
 

@@ -57,7 +57,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
     assert rows["cocodc"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
     assert rows["diloco_delayed"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)
     assert rows["dilocox"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)
-    assert rows["co2"].outer_optimizer == Momentum(lr=0.5, momentum=0.2)
+    assert rows["co2"].outer_optimizer == Momentum(lr=0.5, momentum=0.2, clip=1.0)
     assert rows["co2"].staleness == GapPenalty("tensor")
     assert isinstance(rows["dilocox"].control, AdaptiveRank)
     for num_clusters, lr in ((1, 0.4), (2, 0.4), (4, 0.3), (8, 0.25), (32, 0.2)):

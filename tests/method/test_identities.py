@@ -200,6 +200,31 @@ def test_the_clip_changes_the_result() -> None:
     assert largest_difference(plain, clipped) > 1e-4
 
 
+def test_co2s_own_clip_leaves_a_healthy_run_alone() -> None:
+    """To the bit: no element of its momentum comes near the threshold."""
+    clipped = trained("co2", schedule=EVERY_4)
+    plain = trained("co2", schedule=EVERY_4, outer_optimizer={"clip": None})
+    assert largest_difference(clipped, plain) == 0
+
+
+def test_co2s_own_clip_bounds_what_an_outlier_does_to_the_anchor() -> None:
+    moved = dict[bool, float]()
+    for is_clipped in (True, False):
+        overrides = {} if is_clipped else {"outer_optimizer": {"clip": None}}
+        run = Simulated(TinyNet(), adamw, preset("co2", schedule=EVERY_4, **overrides), 2)
+        steps = list[float]()
+        for step in range(1, 17):
+            before = run.loops[0].state.anchor[0].clone()
+            if step == 6:
+                with torch.no_grad():
+                    next(run.models[1].parameters()).view(-1)[0] = 1e4
+            run.train_step(mean_loss)
+            steps.append(float((run.loops[0].state.anchor[0] - before).abs().max()))
+        moved[is_clipped] = max(steps)
+    assert moved[True] == pytest.approx(0.5)  # lr 0.5 times the threshold 1.0
+    assert moved[False] > 1e3
+
+
 def test_a_penalty_on_a_model_that_stands_still_is_none() -> None:
     """0 / 0 gives L = 1, and everything stays finite."""
     method = preset("co2", schedule={"interval": 2})
