@@ -30,6 +30,7 @@ from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_s
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method
+from dsx.method.schedule.layerwise import require_backwards
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
 
@@ -279,6 +280,11 @@ def _attach_deepspeed(
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
     is_on_host = settings.state.device == "host"
+    require_backwards(
+        settings.method.schedule,
+        engine.gradient_accumulation_steps(),
+        "gradient_accumulation_steps",
+    )
     adapter = DeepSpeedAdapter(engine, settings.method.fragments, is_on_host)
     facts = {
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],

@@ -5,7 +5,8 @@ reaches it, so with micro-batches only the last pass counts. Parameters that a p
 leave their fragment incomplete; it is then launched at the step boundary instead. Which parameters
 are trained is looked at in every step: a script may freeze and unfreeze layers as it goes.
 
-Times are the host's: on an accelerator, which runs behind it, they are those of the enqueueing.
+What an engine makes of the gradients is none of this file's business: where parameters are sent as
+they rest during the backward, they need not be reduced when a hook fires.
 """
 
 from __future__ import annotations
@@ -25,24 +26,28 @@ class BackwardWatch:
 
     `seconds[fragment]` runs from the completion of the fragment before, or from the module's
     output; a fragment without trained parameters takes none. None: not complete so far. `hooks`
-    are there to be removed.
+    are there to be removed. `modules` are those whose outputs a pass begins at; `backwards()` is
+    the number of passes in this step. `allows_more`: further gradients of a fragment that is
+    complete are no mistake (an engine's checkpointing may give a shared parameter several a pass).
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        modules: Sequence[nn.Module],
         parameters: Sequence[Sequence[nn.Parameter]],
-        backwards: int,
+        backwards: Callable[[], int],
         on_complete: Callable[[int], None],
+        allows_more: bool = False,
     ) -> None:
         self._parameters = parameters
         self._backwards = backwards
+        self._allows_more = allows_more
         self._expected: list[int] = []  # gradients of this inner step, once its first has come
         self._seen = [0] * len(parameters)
         self._on_complete = on_complete
         self._began: float | None = None
         self.seconds: list[float | None] = [None] * len(parameters)
-        self.hooks = [module.register_forward_hook(self._watch_output)]
+        self.hooks = [module.register_forward_hook(self._watch_output) for module in modules]
         for fragment, members in enumerate(parameters):
             for parameter in members:
                 self.hooks.append(_watch_gradient(parameter, self._make_hook(fragment)))
@@ -56,7 +61,8 @@ class BackwardWatch:
     def _begin_gradients(self) -> None:
         """Count what is to come, and pass on the fragments that there is nothing to wait for."""
         trained = [sum(p.requires_grad for p in members) for members in self._parameters]
-        self._expected = [count * self._backwards for count in trained]
+        backwards = self._backwards()
+        self._expected = [count * backwards for count in trained]
         for fragment, count in enumerate(trained):
             if not count:
                 self.seconds[fragment] = _NOTHING
@@ -78,10 +84,10 @@ class BackwardWatch:
             if not self._expected:
                 self._begin_gradients()
             self._seen[fragment] += 1
-            if self._seen[fragment] > self._expected[fragment]:
+            if self._seen[fragment] > self._expected[fragment] and not self._allows_more:
                 raise RuntimeError(
                     f"fragment {fragment} got more gradients in one inner step than "
-                    f"schedule.backwards={self._backwards} backward passes give: it has been "
+                    f"schedule.backwards={self._backwards()} backward passes give: it has been "
                     "launched already; set schedule.backwards to the micro-batches per step"
                 )
             if self._seen[fragment] == self._expected[fragment]:

@@ -6,11 +6,13 @@ are, when in a step they are fresh, and how they reach the model's weights.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
 from dsx.core.buffers import Buffers
+from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import ClusterCollectives
 from dsx.engines.masters import MastersAdapter
 from dsx.engines.replicated import ReplicaShards
@@ -24,6 +26,8 @@ class MultiRankAdapter(MastersAdapter):
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
     _tied_weights: TiedWeights
     _written: dict[int, None]  # fragments, since they were gathered last
+    _members: list[list[Any]]  # by fragment, the model's trained parameters on this rank
+    _watch: BackwardWatch | None = None
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite this rank's masters of a fragment, in place."""
@@ -41,14 +45,36 @@ class MultiRankAdapter(MastersAdapter):
         return Buffers() if self._replica_shards is None else self._replica_shards.buffers
 
     def end_inner_step(self) -> None:
-        """Nothing to do: the backward is the engine's own."""
+        """Start counting the gradients of the next inner step, if they are watched."""
+        if self._watch is not None:
+            self._watch.begin_step()
 
     def detach(self) -> None:
         """Nothing to do: an engine keeps its handle to its own end."""
 
     def backward_seconds(self, fragment: int) -> float | None:
-        """Return None: the backward is the engine's own."""
-        return None
+        """Return the time between this fragment's gradients and those before them, last time."""
+        return None if self._watch is None else self._watch.seconds[fragment]
+
+    def _hold_members(
+        self, assignment: Sequence[Sequence[str]], parameters: Mapping[str, Any]
+    ) -> None:
+        """Take the model's own parameters, whose gradients are watched, if a schedule asks."""
+        self._members = [[parameters[n] for n in names if n in parameters] for names in assignment]
+
+    def _follow_backward(
+        self,
+        modules: Sequence[Any],
+        backwards: Callable[[], int],
+        callback: Callable[[int], None],
+    ) -> None:
+        """Call back with a fragment when the last micro-batch's gradients of it have come.
+
+        Masters rest from one optimizer step to the next, whatever the engine does with gradients
+        meanwhile: what is launched then is what it would be at any other time in the step. So it
+        is no mistake either if a fragment is complete too early, or not before the boundary.
+        """
+        self._watch = BackwardWatch(modules, self._members, backwards, callback, allows_more=True)
 
     def _synchronize_masters(self, was_written: bool) -> bool:
         """Send what this stage has written to all who hold it; return whether masters changed."""

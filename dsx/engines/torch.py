@@ -174,7 +174,9 @@ class TorchAdapter(MastersAdapter):
                 self._step_fragment(fragment)
             callback(fragment)
 
-        self._watch = BackwardWatch(self._model, self._members, self._backwards, on_complete)
+        self._watch = BackwardWatch(
+            [self._model], self._members, lambda: self._backwards, on_complete
+        )
         self._hooks += self._watch.hooks
 
     def backward_seconds(self, fragment: int) -> float | None:

@@ -227,7 +227,7 @@ def max_bit16_difference(engine: Any) -> float:
 def reference_recipe(preset: str) -> Recipe:
     recipe = CASES[preset].recipe
     fragments = [
-        [*names, "gain"] if "layers.3.bias" in names else list(names) for names in recipe.fragments
+        ["gain", *names] if "layers.0.bias" in names else list(names) for names in recipe.fragments
     ]
     return replace(recipe, fragments=fragments)
 

@@ -29,6 +29,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "diloco": {"schedule": {"interval": H}},
     "co2": {"schedule": {"interval": H}},
     "eager": {"schedule": {"interval": H}, "outer_optimizer": {"lr": 0.3}},
+    "dreamddp": {
+        "schedule": {"interval": 3, "backward_seconds": [1.0] * 2, "transfer_seconds": [1.0] * 2},
+        "fragments": {"num_fragments": 2},
+    },
 }
 RECIPES = {
     "streaming_diloco": Recipe([], H, True, 2, 0.3, "nesterov", 0.4, 0.9),
@@ -37,6 +41,10 @@ RECIPES = {
         [], H, False, 0, 1.0, "momentum", 0.5, 0.2, delay="delayed", penalty="tensor"
     ),
     "eager": Recipe([], H, False, 0, 1.0, "nesterov", 0.3, 0.9, delay="eager"),
+    "dreamddp": Recipe(
+        [], 3, False, 0, 1.0, "none", 0.0,
+        delay="average", when="before", table=[(1, 0), (1,), (1,)],
+    ),
 }  # fmt: skip
 # Layers 0..5; with ties, 0 and 5 are the same one. Two fragments per stage, strided.
 PLAIN = [[["0", "2"], ["1"]], [["3", "5"], ["4"]]]
@@ -128,7 +136,7 @@ def fragments_of(kind: Kind) -> list[list[list[str]]]:
          for fragment in stage]
         for stage in layers
     ]  # fmt: skip
-    if RECIPES[kind.preset].streaming:
+    if RECIPES[kind.preset].streaming or RECIPES[kind.preset].table:
         return names
     return [[[n for fragment in stage for n in fragment]] for stage in names]
 

@@ -77,7 +77,14 @@ ROWS = {
     "eager": Row("eager", {"schedule": EVERY_H}),
     "dilocox": Row("dilocox", DILOCOX, (12, 13, 14, 15), 24),  # the rank moves at steps 12 and 20
     "co2": Row("co2", {"schedule": EVERY_H}),
-    "dreamddp": Row("dreamddp", {**STREAM, "delay": {"steps": 2}}),  # as DeepSpeed can have it
+    "dreamddp": Row(
+        "dreamddp",
+        {
+            "schedule": {**EVERY_H, "backward_seconds": [1.0] * 2, "transfer_seconds": [1.0] * 2},
+            "fragments": HALVES,
+        },
+    ),
+    "averaging in fragments, overlapped": Row("dreamddp", {**STREAM, "delay": {"steps": 2}}),
     "eager, two outer steps": Row(
         "eager", {"schedule": EVERY_H, "delay": {"outer_steps": 2}, "outer_optimizer": {"lr": 0.2}}
     ),

@@ -43,12 +43,17 @@ KINDS = [
     Kind(3, groups="two", zero=("sub_groups", "some_persistent", "no_overlap")),
     Kind(3, groups="two", zero=("offload", "sub_groups", "none_persistent")),
     Kind(3, groups="frozen", preset="diloco", zero=("some_persistent",)),
+    Kind(1, groups="two", optimizer="adamw", preset="dreamddp"),  # launched in the backward
+    Kind(2, preset="dreamddp", zero=("offload",)),
     Kind(0, "bf16", groups="two", optimizer="fused"),
     Kind(1, "bf16+fp32", groups="two"),
     Kind(2, "bf16", groups="two", zero=("offload",)),
     Kind(3, "bf16", groups="two", zero=("sub_groups", "some_persistent")),
 ]
 MORE = [  # other combinations of the same
+    Kind(0, groups="two", optimizer="adamw", preset="dreamddp"),
+    Kind(3, groups="two", preset="dreamddp", zero=("some_persistent",)),
+    Kind(1, "bf16+fp32", groups="two", preset="dreamddp"),
     Kind(1, "bf16", groups="two", preset="diloco"),
     Kind(3, "bf16", zero=("offload", "none_persistent")),
     Kind(3, groups="two", zero=("init", "none_persistent")),
@@ -208,6 +213,7 @@ OVERFLOWS = [
     Kind(0, "fp16", groups="two"),
     Kind(0, "fp16", groups="two", optimizer="fused"),
     Kind(1, "fp16", groups="two"),
+    Kind(1, "fp16", preset="dreamddp"),  # which has launched when the step overflows
     Kind(2, "fp16", groups="two", zero=("offload",)),
     Kind(3, "fp16", groups="two", zero=("sub_groups", "some_persistent")),
 ]

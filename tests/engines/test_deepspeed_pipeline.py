@@ -25,6 +25,7 @@ from tests.engines.engines import (
 )
 from tests.engines.pipelines import (
     NUM_STAGES,
+    OVERRIDES,
     Kind,
     build_pipeline,
     engine_arguments,
@@ -46,6 +47,8 @@ KINDS = [
     Kind(1, groups="two", preset="co2"),
     Kind(1, is_tied=True, groups="two", optimizer="adamw"),
     Kind(1, "bf16+fp32", is_tied=True),
+    Kind(0, is_tied=True, preset="dreamddp"),  # launched in the last micro-batch's backward
+    Kind(1, groups="two", optimizer="adamw", preset="dreamddp"),
 ]
 MORE = [
     Kind(0, is_tied=True),
@@ -61,6 +64,7 @@ SHARDED = [
     Kind(1, is_tied=True, groups="two", optimizer="adamw"),
     Kind(1, groups="two", preset="co2"),
     Kind(1, is_tied=True, groups="two", preset="eager"),
+    Kind(1, is_tied=True, groups="two", preset="dreamddp"),
     Kind(0, "bf16", is_tied=True),
     Kind(1, "bf16+fp32", is_tied=True, groups="two"),
 ]
@@ -230,7 +234,10 @@ def refusals() -> dict[str, str]:
     settings: dict[str, tuple[Kind, dict[str, Any]]] = {
         "zero": (Kind(2), {}),
         "fragments": (Kind(0), {"fragments": {"num_fragments": 4}}),
-        "layerwise": (Kind(0, preset="dreamddp"), {}),
+        "layerwise": (
+            Kind(0, preset="dreamddp"),
+            {"schedule": {**OVERRIDES["dreamddp"]["schedule"], "when": "after"}},
+        ),
     }
     for name, (kind, changes) in settings.items():
         try:
@@ -464,7 +471,7 @@ def test_what_pipelines_do_not_allow_is_refused_by_name(outcomes: list[dict[str,
     assert messages["zero"].endswith("use stage 0 or 1")
     assert messages["fragments"].startswith("pipeline stage 0 of 2, which is cut into fragments")
     assert "num_fragments=4 exceeds the model's 3 layers" in messages["fragments"]
-    assert "launches a layer inside the backward" in messages["layerwise"]
+    assert messages["layerwise"].startswith("dsx.schedule.when='after' takes a layer's optimizer")
     for rank in outcomes:
         assert "a topology with 2 slices of each layer" in rank["refusals"]["slices"]
         assert rank["refusals"]["cut"].startswith("clusters do not match at pipeline_stage")

@@ -86,11 +86,22 @@ def unfreeze() -> str:
     return "served"
 
 
+LAYERWISE: dict[str, dict[str, Any]] = {"after": {"when": "after"}, "backwards": {"backwards": 3}}
+
+
+def layerwise(**schedule: Any) -> dict[str, Any]:
+    clusters = {"num_clusters": 2, "deadline_seconds": 30}
+    return {"preset": "dreamddp", "clusters": clusters, "schedule": schedule}
+
+
 def try_everything() -> dict[str, str]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     quiet()
-    messages = {"layerwise": message_of(build_engine, Kind(1, preset="dreamddp"))}
+    messages = {
+        name: message_of(build_engine, Kind(1), dsx=layerwise(**schedule))
+        for name, schedule in LAYERWISE.items()
+    }
     arguments = engine_arguments(Kind(0))  # with ZeRO, DeepSpeed itself refuses
     arguments["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
     messages["not the model's"] = message_of(dsx.initialize, **arguments)
@@ -128,12 +139,16 @@ def test_a_setting_is_refused_by_name(name: str, messages: dict[str, str]) -> No
     assert messages["plain"] == "served"
 
 
-def test_a_launch_inside_the_backward_is_refused_with_what_works_instead(
+def test_a_step_inside_the_backward_is_refused_with_what_works_instead(
     messages: dict[str, str],
 ) -> None:
-    message = messages["layerwise"]
-    assert "launches a layer inside the backward, where DeepSpeed's gradients" in message
-    assert "use schedule.type='streaming' with delay.type='average'" in message
+    message = messages["after"]
+    assert message.startswith("dsx.schedule.when='after' takes a layer's optimizer step inside")
+    assert "DeepSpeed has not reduced its gradients yet; use schedule.when='before'" in message
+    assert messages["backwards"] == (
+        "dsx.schedule.backwards=3: this engine takes 2 backward passes per inner step "
+        "(gradient_accumulation_steps); leave it out, or give 2"
+    )
 
 
 def test_trained_parameters_outside_the_model_are_refused(messages: dict[str, str]) -> None:

@@ -25,7 +25,7 @@ pytestmark = needs("deepspeed")
 
 HALF = 0.5
 NEVER_UNDER_WAY = (
-    "local_sgd", "slowmo", "diloco", "diloco, outer Adam", "diloco, stochastic int4",
+    "local_sgd", "slowmo", "diloco", "dreamddp", "diloco, outer Adam", "diloco, stochastic int4",
 )  # fmt: skip
 WHOLE_PRODUCT = list(PLACES)[:6]
 PIPELINES_PER_PROCESS = 4  # rows: DeepSpeed leaves a pipeline's groups, and their threads
@@ -68,6 +68,7 @@ PAIRS = (  # after a pipeline DeepSpeed makes no ordinary engine in the same pro
     ("eager", "zero3"),
     ("eager, int4, feedback", "zero2"),
     ("dreamddp", "zero1, bf16"),
+    ("averaging in fragments, overlapped", "zero2"),
     ("streaming, int4, feedback", "zero3"),
     ("diloco", "pipeline, zero0"),
     ("co2", "pipeline, zero1"),

@@ -40,6 +40,7 @@ from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
+from dsx.method.schedule.layerwise import require_before
 
 
 class DeepSpeedAdapter(MultiRankAdapter):
@@ -64,6 +65,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
             if n not in self._tied_weights.replicas
         ]
         assignment = assign_stage(fragmenter, shapes, self.stage)
+        self._hold_members(assignment, parameters)
         located = self._place.pieces(parameters)
         require_fp32(located)
         copies = {n: piece for n, piece in located.items() if n in self._tied_weights.replicas}
@@ -92,12 +94,10 @@ class DeepSpeedAdapter(MultiRankAdapter):
         return float(stepping_optimizer(self._engine).param_groups[0]["lr"])
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
-        """Refuse: DeepSpeed reduces gradients in buckets, across layers, on its own schedule."""
-        raise ValueError(
-            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
-            "where DeepSpeed's gradients are not reduced yet; use schedule.type='streaming' with "
-            "delay.type='average' for layer-wise averaging at step boundaries, or plain PyTorch "
-            "with dsx.attach(model, optimizer)"
+        """Call back in the last micro-batch's backward of a step; ValueError for `when="after"`."""
+        require_before(when, "DeepSpeed")
+        self._follow_backward(
+            [self._engine.module], self._engine.gradient_accumulation_steps, callback
         )
 
     def trace_compute(self, trace: ComputeRecorder) -> None:
@@ -139,6 +139,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
             self._expected = None
             if not self._is_passed and self._synchronize_masters(callback(True)):
                 self._place.sync_model_weights()  # overflow: the optimizer did not step
+            self.end_inner_step()
 
         stepping_optimizer(engine).register_step_post_hook(after_optimizer)
         engine._take_model_step = take

@@ -6,12 +6,15 @@ transfer hides behind the rest of the backward; layer_assignment.py finds the as
 layers to iterations that takes least time, and fills idle link time with further layers.
 
 `when="before"`: sent with the weights before this step's update; the inner engine is left alone.
+Masters rest from one optimizer step to the next, so it does not matter whether the gradients have
+been reduced inside the cluster by then: every engine serves it.
 `when="after"`: the layer's own optimizer step is taken inside the backward, then it is sent (the
 paper's order). Whatever a script does to gradients between `backward()` and `optimizer.step()`
 (GradScaler, clipping by the global norm, a closure) then comes too late: use `"before"` with
 those, or clip per layer in `optimizer.register_step_pre_hook`, which sees one layer at a time.
-Both need an engine that sees a layer's gradients complete. `backwards` is the number of backward
-passes (micro-batches) per inner step: only the last one counts.
+It needs gradients that are complete in the backward: plain PyTorch in one process per cluster.
+`backwards` is the number of backward passes (micro-batches) per inner step: only the last one
+counts.
 
 The times come from the run itself. In the first period, before there are any, all layers count
 alike and none is sent more than once: on a slow line H further sends would take hours. From then on
@@ -48,10 +51,11 @@ class Layerwise(Schedule):
     """Whether a layer is sent with its parameters from before this step's update, or after the
     layer's own update inside the backward."""
     backwards: Annotated[int, Ge(1)] = 1
-    """The backward passes (micro-batches) of one inner step, of which the last one sends."""
+    """The backward passes (micro-batches) of one inner step, of which the last one sends. With
+    DeepSpeed, and in Megatron-LM's loop, it is the engine's own number: leave it out."""
     backward_seconds: tuple[float, ...] | None = None
     """The seconds of each layer's backward, in model order; null: measured. Give both lists to make
-    a run reproducible."""
+    a run reproducible; in a pipeline, of the layers of a stage, for all stages the same."""
     transfer_seconds: tuple[float, ...] | None = None
     """The seconds of each layer's transfer, in model order; null: measured."""
 
@@ -121,6 +125,26 @@ class Layerwise(Schedule):
         if backward is None or transfer is None:
             return None
         return backward, transfer
+
+
+def require_before(when: BackwardTrigger | None, engine: str) -> None:
+    """Raise ValueError for `when="after"` on an engine that reduces gradients behind the hooks."""
+    if when == "after":
+        raise ValueError(
+            f"dsx.schedule.when='after' takes a layer's optimizer step inside the backward, where "
+            f"{engine} has not reduced its gradients yet; use schedule.when='before', which sends "
+            "the parameters as they rest during the backward, or plain PyTorch with "
+            "dsx.attach(model, optimizer)"
+        )
+
+
+def require_backwards(schedule: Schedule, count: int, name: str) -> None:
+    """Raise ValueError for a number of backward passes that is not the engine's own, `count`."""
+    if schedule.when is not None and schedule.backwards not in (1, count):
+        raise ValueError(
+            f"dsx.schedule.backwards={schedule.backwards}: this engine takes {count} backward "
+            f"passes per inner step ({name}); leave it out, or give {count}"
+        )
 
 
 def _filled(measured: Sequence[float | None]) -> list[float] | None:
