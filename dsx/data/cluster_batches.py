@@ -1,7 +1,7 @@
 """Which cluster and rank reads which window, with an exact position for the checkpoint.
 
-Cluster m reads only windows w with w % num_clusters == m: clusters are disjoint for ever, whatever
-the seed or the epoch. Each epoch visits the cluster's windows in a new permutation, seeded from
+Cluster m reads only its own windows (shards.py): clusters are disjoint for ever, whatever the seed
+or the epoch. By default those are w with w % num_clusters == m. Each epoch visits the cluster's windows in a new permutation, seeded from
 (seed, epoch, cluster_id) and equal on all ranks of the cluster; the cluster is in the seed so that
 two clusters do not read neighbouring windows of the text in the same step.
 
@@ -15,7 +15,8 @@ it goes on with the very next window.
 from __future__ import annotations
 
 import logging
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,20 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dsx.data.shards import Shards, WindowDataset, windows_of
 
 logger = logging.getLogger(__name__)
-
-
-class WindowDataset(Protocol):
-    """A map-style dataset of equally long windows, such as TokenWindows."""
-
-    def __len__(self) -> int:
-        """Return the number of windows."""
-        ...
-
-    def __getitem__(self, index: int, /) -> Tensor:
-        """Return window `index`, int64 [window_length]."""
-        ...
 
 
 class ClusterShard(Dataset[Tensor]):
@@ -46,8 +36,17 @@ class ClusterShard(Dataset[Tensor]):
     cluster's ranks; ClusterBatches does that part and keeps the position as well.
     """
 
-    def __init__(self, dataset: WindowDataset, cluster_id: int, num_clusters: int) -> None:
-        """View `dataset`. Raises ValueError if the cluster does not exist or gets no window."""
+    def __init__(
+        self,
+        dataset: WindowDataset,
+        cluster_id: int,
+        num_clusters: int,
+        shards: Shards = "iid",
+    ) -> None:
+        """View `dataset`: "iid", "contiguous" or "skewed" parts of it, see `dsx.data.shards`.
+
+        Raises ValueError if the cluster does not exist or gets no window, or as `windows_of`.
+        """
         _check_member("cluster_id", cluster_id, "num_clusters", num_clusters)
         if len(dataset) < num_clusters:
             raise ValueError(
@@ -57,6 +56,8 @@ class ClusterShard(Dataset[Tensor]):
         self.dataset = dataset
         self.cluster_id = cluster_id
         self.num_clusters = num_clusters
+        self.shards: Shards = shards
+        self._windows = windows_of(dataset, cluster_id, num_clusters, shards)
         logger.info("data: %s", self)
 
     def __str__(self) -> str:
@@ -64,10 +65,11 @@ class ClusterShard(Dataset[Tensor]):
         total, step = len(self.dataset), self.num_clusters
         if step == 1:
             return f"all {total:,} samples are read"
-        last = (len(self) - 1) * step + self.cluster_id
+        numbers = [int(self._windows[i]) for i in (0, min(1, len(self) - 1), -1)]
+        kind = "" if self.shards == "iid" else f" ({self.shards})"
         return (
-            f"cluster {self.cluster_id} of {step} reads {len(self):,} of {total:,} samples: "
-            f"{self.cluster_id}, {self.cluster_id + step}, ..., {last}"
+            f"cluster {self.cluster_id} of {step} reads {len(self):,} of {total:,} samples{kind}: "
+            f"{numbers[0]}, {numbers[1]}, ..., {numbers[2]}"
         )
 
     def __len__(self) -> int:
@@ -75,13 +77,13 @@ class ClusterShard(Dataset[Tensor]):
 
         Clusters that took different numbers of steps would wait for each other.
         """
-        return len(self.dataset) // self.num_clusters
+        return len(self._windows)
 
     def __getitem__(self, index: int) -> Tensor:
-        """Return the cluster's window `index`, which is index * num_clusters + cluster_id."""
+        """Return the cluster's window `index`, counted from its own first one."""
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is outside 0..{len(self) - 1} of this cluster")
-        return self.dataset[index * self.num_clusters + self.cluster_id]
+        return self.dataset[int(self._windows[index])]
 
 
 class ClusterBatches:
@@ -101,14 +103,18 @@ class ClusterBatches:
         rank: int,
         world_size: int,
         seed: int,
+        shards: Shards = "iid",
     ) -> None:
-        """Start at epoch 0. Raises ValueError if the cluster's windows do not fill one round."""
+        """Start at epoch 0. `shards` as of ClusterShard.
+
+        Raises ValueError if the cluster's windows do not fill one round.
+        """
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size={micro_batch_size} must be at least 1")
         if seed < 0:
             raise ValueError(f"seed={seed} must not be negative; try 0")
         _check_member("rank", rank, "world_size", world_size)
-        self.shard = ClusterShard(dataset, cluster_id, num_clusters)
+        self.shard = ClusterShard(dataset, cluster_id, num_clusters, shards)
         self.round_size = world_size * micro_batch_size
         if len(self.shard) < self.round_size:
             raise ValueError(
@@ -140,20 +146,21 @@ class ClusterBatches:
         self.offset += self.round_size
         return batch
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks of the cluster, and what must match on load."""
         return {"epoch": self.epoch, "offset": self.offset, **self._identity()}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly after the last consumed window, in place.
 
         `world_size` and `micro_batch_size` may differ from when `state` was taken. Raises
         ValueError if the state belongs to another seed, cluster or dataset; nothing changes then.
         """
         for name, expected in self._identity().items():
-            if state.get(name) != expected:
+            saved = state.get(name, "iid" if name == "shards" else None)  # there was no other kind
+            if saved != expected:
                 raise ValueError(
-                    f"the saved data position has {name}={state.get(name)}, this run has "
+                    f"the saved data position has {name}={saved}, this run has "
                     f"{name}={expected}; resume with the saved value, or do not load the position "
                     "to start the data anew"
                 )
@@ -167,12 +174,13 @@ class ClusterBatches:
         self.offset = offset
         self._order = self._permutation()
 
-    def _identity(self) -> dict[str, int]:
+    def _identity(self) -> dict[str, Any]:
         """Return what decides which window comes next, besides the position."""
         return {
             "seed": self.seed,
             "cluster_id": self.shard.cluster_id,
             "num_clusters": self.shard.num_clusters,
+            "shards": self.shard.shards,
             "num_windows": len(self.shard.dataset),
             "window_length": self.shard[0].numel(),
         }

@@ -24,6 +24,7 @@ from torch.utils.data import Dataset
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
+_TOKENS_AT_A_TIME = 2**22
 _INTEGER_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
@@ -55,6 +56,19 @@ class TokenWindows(Dataset[Tensor]):
         start = index * self.sequence_length
         window = self.tokens[start : start + self.sequence_length + 1]
         return torch.tensor(window.astype(np.int64))
+
+    def shard_keys(self) -> npt.NDArray[np.int64]:
+        """Return the sum of each window's inputs, [len]: prose, code and tables differ in it.
+
+        Reads the whole corpus, some windows at a time.
+        """
+        length, at_a_time = self.sequence_length, max(1, _TOKENS_AT_A_TIME // self.sequence_length)
+        keys = np.empty(len(self), dtype=np.int64)
+        for first in range(0, len(self), at_a_time):
+            last = min(first + at_a_time, len(self))
+            tokens = self.tokens[first * length : last * length]
+            keys[first:last] = tokens.reshape(-1, length).sum(axis=1, dtype=np.int64)
+        return keys
 
     def __reduce__(self) -> tuple[type[TokenWindows], tuple[str, int]]:
         """Pickle the path: a DataLoader worker reopens the files, a memmap would be copied."""

@@ -6,6 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
+SHARDS = ("iid", "contiguous", "skewed")  # of dsx.data.shards, which reads numpy
 MOST = 10**9
 
 
@@ -26,6 +27,7 @@ def pretraining_arguments() -> argparse.ArgumentParser:
     add("--heads", type=positive, default=4, help="attention heads")
     add("--sequence-length", type=positive, default=128, help="tokens per sample")
     add("--seed", type=seed, default=0, help="of the weights and of the order of the data")
+    add("--shards", choices=SHARDS, default="iid", help="whether clusters read the like")
     add("--save-interval", type=positive, help="steps between checkpoints; none: at the end only")
     add("--max-minutes", type=minutes, metavar="M", help="stop early, save, and end as ever")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")

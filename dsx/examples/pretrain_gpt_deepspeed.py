@@ -139,6 +139,7 @@ def set_up(arguments: argparse.Namespace) -> Run:
         rank=dist.get_rank(engine.data_parallel_group),
         world_size=engine.dp_world_size,
         seed=arguments.seed,
+        shards=arguments.shards,
     )
     engine.dsx.track(data=batches)
     rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")

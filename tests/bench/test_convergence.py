@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from dsx.bench.convergence.runs import Study, Task, run_task
 from dsx.cli import app
 from dsx.data import build
+from dsx.data.shards import SHARDS
 from tests.installed import needs
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +73,15 @@ def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     assert len(json.loads((tmp_path / "long.json").read_text())) == 6  # two presets, three seeds
 
 
+@pytest.mark.ci
+def test_clusters_with_a_kind_of_text_each_train_otherwise(data: Path) -> None:
+    losses: list[float] = []
+    for shards in SHARDS:
+        study = Study(str(data), 2, 4, 2, 2, 16, 1, 16, 2, 3e-3, 1, 8, "cpu", shards)
+        losses.append(run_task(study, Task("diloco", 0, 0.5, 0.0))["val_loss"])
+    assert len(set(losses)) == 3
+
+
 def refused(data: Path, *args: str) -> str:
     command = ["bench", "convergence", "--data", str(data), *args]
     result = CliRunner().invoke(app, [*command, "--json", str(data / "results.json")])
@@ -86,5 +97,7 @@ def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path
 def test_what_is_no_preset_or_number_is_named(tmp_path: Path) -> None:
     said = refused(tmp_path, "--presets", "diloco,eager+zip")
     assert "'eager+zip' is not PRESET or PRESET+CODEC; presets: local_sgd" in said
+    said = refused(tmp_path, "--shards", "sorted")
+    assert "--shards='sorted' is not known; allowed: 'iid', 'contiguous', 'skewed'" in said
     said = refused(tmp_path, "--seeds", "0,one")
     assert "--seeds '0,one' must be numbers with commas between" in said

@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
 from dsx.core.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:
+    from dsx.data.shards import Shards
 
 Option = typer.Option
 Data = Annotated[Path, Option(help="A dataset of `dsx data build`.")]
@@ -41,6 +44,10 @@ Settings = Annotated[
 ]
 Jobs = Annotated[
     int | None, Option(help="Runs at a time, one thread each; default: one a core.", min=1)
+]
+ShardsOf = Annotated[
+    str,
+    Option(metavar="iid|contiguous|skewed", help="Whether clusters read the like or their own."),
 ]
 Device = Annotated[str, Option(help="Of models and data.")]
 JsonFile = Annotated[
@@ -73,6 +80,7 @@ def convergence(
     seeds: Seeds = "0,1,2",
     evaluations: Evaluations = 10,
     validation_windows: ValidationWindows = 512,
+    shards: ShardsOf = "iid",
     settings: Settings = None,
     jobs: Jobs = None,
     device: Device = "cpu",
@@ -87,6 +95,9 @@ def convergence(
     every seed. The baseline is one model that takes the mean gradient of all clusters' batches in
     every step.
 
+    With --shards contiguous every cluster reads a stretch of the corpus, with skewed windows of one
+    kind; the validation is of all.
+
     NAME+CODEC is a preset with its pseudo-gradients sent in another format, at the rate and
     momentum of the preset without it. Results appear as a table, as JSON (an object per preset and
     seed) and as a plot. Finished runs are kept beside the JSON file and not run again.
@@ -95,7 +106,7 @@ def convergence(
 
     shared = study.Study(
         str(data), clusters, steps, interval, batch_size, sequence_length, layers, hidden, heads,
-        inner_lr, evaluations, validation_windows, device,
+        inner_lr, evaluations, validation_windows, device, cast("Shards", shards),
     )  # fmt: skip
     search = study.Search(
         study.read_presets(presets),

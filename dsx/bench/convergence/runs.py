@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.bench.convergence.report import BASELINE
+from dsx.core.checks import require_choice
 from dsx.data import ClusterBatches, TokenWindows, read_summary
+from dsx.data.shards import Shards
 from dsx.examples.gpt import GPT, GPTConfig
 
 _LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
@@ -53,6 +55,10 @@ class Study:
     num_evaluations: int
     validation_windows: int
     device: str
+    shards: Shards = "iid"
+
+    def __post_init__(self) -> None:
+        require_choice("--shards", self.shards, Shards)
 
 
 @dataclass(frozen=True)
@@ -160,6 +166,7 @@ def run_task(study: Study, task: Task) -> dict[str, Any]:
             rank=0,
             world_size=1,
             seed=task.seed,
+            shards=study.shards,
         )
         for m in range(study.num_clusters)
     ]

@@ -42,7 +42,7 @@ def run_all(study: Study, tasks: list[Task], jobs: int, kept: Path) -> dict[str,
         lines = [line for line in kept.read_text().splitlines(keepends=True) if line.endswith("\n")]
         kept.write_text("".join(lines))  # without a line that an interruption has cut short
         for entry in map(json.loads, lines):
-            if entry["study"] == asdict(study):
+            if {"shards": "iid", **entry["study"]} == asdict(study):  # once there was one kind
                 done[entry["key"]] = entry["result"]
     missing = [task for task in tasks if task.key not in done]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -149,7 +149,8 @@ def compare(study: Study, search: Search, jobs: int, out: Path, figure: Path | N
     out.write_text(json.dumps(rows, indent=1) + "\n")
     figure = figure or out.with_suffix(".png")
     plot(rows, study.interval, figure)
+    kind = "" if study.shards == "iid" else f", {study.shards} shards"
     print_table(
-        rows, f"{study.num_clusters} clusters, H = {study.interval}, {study.num_steps} steps"
+        rows, f"{study.num_clusters} clusters, H = {study.interval}, {study.num_steps} steps{kind}"
     )
     print(f"results in {out}, figure in {figure}")
