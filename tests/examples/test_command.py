@@ -95,6 +95,7 @@ def test_every_option_of_the_script_is_one_of_the_quickstart() -> None:
     pytest.importorskip("deepspeed")
     parser = dsx.add_config_arguments(quickstart.pretraining_arguments())
     for action in parser._actions:
+        value = "1" if action.choices is None else next(iter(action.choices))
         for name in {*action.option_strings} - {"-h", "--help"}:
-            quickstart._require_known([name] if action.nargs == 0 else [name, "1"])
+            quickstart._require_known([name] if action.nargs == 0 else [name, value])
     assert parser.get_default("deepspeed") is False and parser.get_default("dsx_store") is None
