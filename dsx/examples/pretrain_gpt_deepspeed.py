@@ -38,6 +38,7 @@ from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
 from dsx.examples.arguments import pretraining_arguments, require_heads
 from dsx.examples.gpt import GPT, GPTConfig
 from dsx.examples.gpt_pipeline import as_pipeline, gather_weights, with_targets
+from dsx.examples.torch_schedules import take_torch_schedule
 from dsx.examples.training_run import (
     Counters,
     Meter,
@@ -130,7 +131,12 @@ def set_up(arguments: argparse.Namespace) -> Run:
         raise ValueError(str(error)) from error
     if arguments.pipeline_stages > 1:
         model = as_pipeline(model, arguments.pipeline_stages)
-    engine, *_ = dsx.initialize(model=model, model_parameters=model.parameters(), config=config)
+    engine, *_ = dsx.initialize(
+        model=model,
+        model_parameters=model.parameters(),
+        lr_scheduler=take_torch_schedule(config),
+        config=config,
+    )
     batches = ClusterBatches(
         train,
         engine.train_micro_batch_size_per_gpu(),
