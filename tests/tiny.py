@@ -63,6 +63,12 @@ CASES: dict[str, Case] = {
     "diloco": Case(
         "diloco", {"schedule": EVERY_H}, Recipe([ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9), 3
     ),
+    "opendiloco": Case(
+        "opendiloco",
+        {"schedule": EVERY_H, "compression": {"type": "dense"}},  # fp16 is in tests/compress
+        Recipe([ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9),
+        3,
+    ),
     "streaming_diloco": Case(
         "streaming_diloco",
         {
@@ -130,6 +136,12 @@ CASES: dict[str, Case] = {
         },
         Recipe(LAYERS, 3, False, 0, 1.0, "none", 0.0, delay="average", when="before", table=TABLE),
         2,
+    ),
+    "cocktail_sgd": Case(
+        "cocktail_sgd",
+        {"compression": {"type": "dense"}},  # with its codec in test_cocktail_sgd
+        Recipe([ALL], 1, False, 0, 1.0, "sgd", 1.0, delay="local_feedback"),
+        7,
     ),
 }  # fmt: skip
 
@@ -252,6 +264,19 @@ VARIANTS: dict[str, Case] = {
         },
         Recipe(HALVES, H, False, 0, 1.0, "nesterov", 0.2, 0.9, delay="delayed", moves=(4, 2)),
         4,
+    ),
+    "local feedback that waits, nesterov": Case(
+        "cocktail_sgd",
+        {
+            "schedule": EVERY_H,
+            "compression": {"type": "dense"},
+            "delay": {"outer_steps": 0},
+            "outer_optimizer": {"type": "nesterov", "lr": 0.7, "momentum": 0.9},
+        },
+        Recipe(
+            [ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9, delay="local_feedback", outer_steps=0
+        ),
+        5,
     ),
     "averaging in fragments, overlapped": Case(
         "dreamddp",

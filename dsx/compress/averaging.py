@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from dsx.compress.error_feedback import Residual
+from dsx.compress.error_feedback import ErrorFeedback
 from dsx.compress.slices import GATHERED_UP_TO, coded_sizes, exact_rounds, slice_bounds
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.buffers import Buffers, Opening
@@ -122,7 +122,7 @@ class CodedMean:
             self._mean_codec = mean_wire.codec(longest, cpu, kernels, buffers)
 
     def encode(
-        self, x: Tensor, residual: Residual | None = None, seed: int = 0, number: int = 0
+        self, x: Tensor, residual: ErrorFeedback | None = None, seed: int = 0, number: int = 0
     ) -> None:
         """Encode launch `number` now; `x`, in place, becomes what is decoded of it everywhere.
 
@@ -138,9 +138,9 @@ class CodedMean:
     def exchange(
         self,
         x: Tensor,
-        residual: Residual | None = None,
+        residual: ErrorFeedback | None = None,
         seed: int = 0,
-        of_mean: Residual | None = None,
+        of_mean: ErrorFeedback | None = None,
         number: int = 0,
     ) -> Exchange:
         """Average `x`, fp32 `[numel]` on the CPU, in place; launch `number`, if encoded before.
@@ -173,7 +173,7 @@ class CodedMean:
         """Return the codes of launch `number`, encoded before."""
         return self._outgoing_of(number)
 
-    def recode(self, x: Tensor, residual: Residual | None = None, seed: int = 0) -> None:
+    def recode(self, x: Tensor, residual: ErrorFeedback | None = None, seed: int = 0) -> None:
         """Make `residual` what the exchange of `x`, used up, would have left."""
         if self._encoder is None and residual is not None:
             with residual.opened() as lost:
@@ -197,7 +197,7 @@ class CodedMean:
         out.div_(self._seat.num_clusters)
 
 
-def _opened(residual: Residual | None) -> AbstractContextManager[Tensor | None]:
+def _opened(residual: ErrorFeedback | None) -> AbstractContextManager[Tensor | None]:
     return nullcontext() if residual is None else residual.opened()
 
 

@@ -119,6 +119,11 @@ class Compressor(Protocol):
     """Whether what all others decode of a cluster can be known at the launch (`Opening`)."""
 
     @property
+    def needs_feedback(self) -> bool:
+        """Whether most would never arrive if what is not sent were lost."""
+        return False
+
+    @property
     def usual_round(self) -> int:
         """Return the number of a round that sends what most do."""
         return 1

@@ -15,7 +15,8 @@ or int8 in groups of 256 (1.008), whose own rounding is then lost.
 from __future__ import annotations
 
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ from torch import Tensor
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS, Storage
 from dsx.core.buffers import Opening
+
+
+class ErrorFeedback(Protocol):
+    """What is added to values that are encoded, and takes what is lost of them."""
+
+    def opened(self) -> AbstractContextManager[Tensor]:
+        """Hold it in fp32, as long as the values, to be replaced in place by what is lost."""
+        ...
 
 
 class Residual:

@@ -36,7 +36,7 @@ from dsx.core.types import Fragment
 Feedback = Literal["none", "fp32", "bf16", "int8"]
 WireName = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary"]
 CASTS = ("fp32", "bf16", "fp16")
-SmallWire = Literal["fp32", "bf16"]
+SmallWire = Literal["fp32", "bf16", "fp16"]
 Decay = Annotated[float, Gt(0), Le(1), "SparseLoCo uses 0.95, and 1 keeps everything"]
 
 

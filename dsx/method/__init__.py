@@ -10,6 +10,7 @@ from. Importing the package registers all that ships.
 from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.compress.top_k import TopK
 from dsx.core.types import Fragment, History, ParameterShape, PerTensor, Stage, SyncParams, SyncView
 from dsx.method import presets as presets
@@ -19,6 +20,7 @@ from dsx.method.delay.average import Average
 from dsx.method.delay.base import Blocking, DelayPolicy
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
+from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, BySize, Fragmenter, WholeModel
@@ -59,6 +61,7 @@ __all__ = [
     "GapPenalty",
     "History",
     "Layerwise",
+    "LocalFeedback",
     "LowRank",
     "Method",
     "Momentum",
@@ -72,6 +75,7 @@ __all__ = [
     "PerTensor",
     "Periodic",
     "Quantized",
+    "RandomTopK",
     "Schedule",
     "Stage",
     "Staleness",

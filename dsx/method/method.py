@@ -244,9 +244,24 @@ class Method:
             names = {kind: name for name, kind in Names("compression", lambda: None).items()}
             name = names.get(type(compression), type(compression).__name__)
             raise ValueError(
-                f"compression.type={name!r}: delay.type='eager' goes on from what the wire carries "
-                "of this cluster, which is not known here before a mean has come back; use "
-                "compression.type='dense', 'quantized' or 'top_k', or delay.type='one_step'"
+                f"compression.type={name!r}: this delay.type ('eager' or 'local_feedback') goes on "
+                "from what the wire carries of this cluster, which is not known here before a mean "
+                "has come back; use compression.type='dense', 'quantized', 'random_top_k' or, for "
+                "'eager', 'top_k', or delay.type='one_step'"
+            )
+        keeps_residual = getattr(compression, "error_feedback", "none") != "none"
+        if self.delay.keeps_unsent and keeps_residual:
+            raise ValueError(
+                f"compression.error_feedback={getattr(compression, 'error_feedback')!r}: with "  # noqa: B009
+                "delay.type='local_feedback' what coding loses stays in the local parameters, and "
+                "a residual would send it twice; use error_feedback='none' with "
+                "compression.type='quantized' or 'random_top_k', or delay.type='blocking'"
+            )
+        if compression.needs_feedback and not (keeps_residual or self.delay.keeps_unsent):
+            raise ValueError(
+                "compression.error_feedback='none' with compression.type='random_top_k' would lose "
+                "most of every pseudo-gradient; use error_feedback='fp32', or "
+                "delay.type='local_feedback', whose local parameters keep what is not sent"
             )
 
     def _concerns(self, num_clusters: int | None, num_steps: int | None) -> list[str]:
@@ -258,7 +273,7 @@ class Method:
         momentum: float = getattr(self.outer_optimizer, "momentum", 0.0)
         found: list[str] = []
         if num_clusters is not None:
-            fresh_share = 1 / num_clusters if self.delay.splits_update else 0.0
+            fresh_share = self.delay.fresh_share(num_clusters)
             delay_rounds = self.delay.rounds_under_way
             limit = largest_stable_rate(rule, momentum, delay_rounds, fresh_share)
             if lr > _SAFE_SHARE * limit:

@@ -5,6 +5,7 @@
 | local_sgd | LocalSGD, arXiv:1805.09767 | whole model every H, blocking, anchor = mean |
 | slowmo | SlowMo, arXiv:1910.00643 | whole model every H, blocking, heavy ball |
 | diloco | DiLoCo, arXiv:2311.08105 | whole model every H, blocking, Nesterov |
+| opendiloco | OpenDiLoCo, arXiv:2407.07852 | diloco at H = 500, in fp16 |
 | streaming_diloco | Streaming DiLoCo, arXiv:2501.18512 | P fragments spread over H, overlap tau |
 | cocodc | CoCoDC, arXiv:2504.17672 | adaptive transmission, delay compensation |
 | diloco_delayed | Eager Updates, arXiv:2502.12996, Alg. 2 | diloco, applied one round late |
@@ -12,25 +13,29 @@
 | dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
 | co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty, clip |
 | dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
+| cocktail_sgd | CocktailSGD, ICML 2023 | each step, the largest of random values in int4 |
 
 Each is a function of the number of clusters, which only eager's outer rate depends on. Outer
 rates are below 0.8 of what is stable (stability.py). A momentum of 0.9 needs many rounds
 (`rounds * (1 - momentum) >= 10`); for short runs use lr 0.7 and momentum 0.5 for the blocking and
 streaming ones, 0.7 and 0 for eager, 0.4 and 0.5 for the delayed ones. The papers' own values are
-under configs/paper. Only dilocox compresses; `compression` goes with every preset that sends
-pseudo-gradients. Eager with `outer_steps` 2 needs lr 0.2 for 2 clusters, 0.1 for 4. Any axis can be
-overridden in the "dsx" block.
+under configs/paper. Only opendiloco, dilocox and cocktail_sgd compress; `compression` goes with
+every preset that sends pseudo-gradients. Eager with `outer_steps` 2 needs lr 0.2 for 2 clusters,
+0.1 for 4. Any axis can be overridden in the "dsx" block.
 """
 
 from __future__ import annotations
 
 from dsx.compress.low_rank import LowRank
+from dsx.compress.quantized import Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.core.registry import register
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from dsx.method.delay.average import Average
 from dsx.method.delay.base import Blocking
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
+from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
@@ -58,6 +63,18 @@ def slowmo(num_clusters: int) -> Method:
 def diloco(num_clusters: int) -> Method:
     """Nesterov momentum on the averaged progress of H steps."""
     return Method(WholeModel(), Periodic(interval=100), Blocking(), Nesterov(lr=0.7, momentum=0.9))
+
+
+@register("preset")
+def opendiloco(num_clusters: int) -> Method:
+    """DiLoCo at H = 500 with pseudo-gradients in fp16."""
+    return Method(
+        WholeModel(),
+        Periodic(interval=500),
+        Blocking(),
+        Nesterov(lr=0.7, momentum=0.9),
+        compression=Quantized(wire="fp16", mean_wire="fp16", small_wire="fp16"),
+    )
 
 
 @register("preset")
@@ -130,3 +147,15 @@ def co2(num_clusters: int) -> Method:
 def dreamddp(num_clusters: int) -> Method:
     """Every layer averaged once in H steps or oftener, launched right after its backward."""
     return Method(ByLayer(), Layerwise(interval=5), Average(), NoOuterStep())
+
+
+@register("preset")
+def cocktail_sgd(num_clusters: int) -> Method:
+    """Each step the largest of randomly picked changes in int4; the rest stays local till later."""
+    return Method(
+        WholeModel(),
+        Periodic(interval=1),
+        LocalFeedback(outer_steps=1),
+        SGD(lr=1.0),
+        compression=RandomTopK(error_feedback="none"),
+    )

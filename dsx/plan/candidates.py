@@ -231,6 +231,8 @@ class Search:
         question, method = self.question, with_codec(method, codec)
         needs = count if method.schedule.takes_turns else 1
         allowed = [h for h in question.intervals if h >= needs]
+        if method.schedule.interval == 1:  # a method of every step, as data parallel is
+            allowed = [1]
         low, high = -1, len(allowed) - 1
         while high - low > 1:
             middle = (low + high) // 2

@@ -11,6 +11,7 @@ from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.owners import two_sides
 from dsx.compress.quantized import Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.compress.slices import GATHERED_UP_TO
 from dsx.compress.top_k import TopK
 from dsx.core.types import Fragment, Slot, runs_of
@@ -28,6 +29,8 @@ def coding_seconds(
     Of a codec that came from outside, whose speed is not known, they are all that is counted.
     """
     passes = 4 * fragment.numel / costs.copy_bytes_per_second
+    if isinstance(compression, RandomTopK):
+        return _picked_seconds(fragment, compression, num_clusters, costs)
     if not isinstance(compression, (Quantized, TopK)):
         return passes, 3 * passes  # from the masters; a sum, divided, the hash
     before, after, runs = passes, 2 * passes, fragment.coded_runs
@@ -52,6 +55,26 @@ def coding_seconds(
     return before, after
 
 
+def _picked_seconds(
+    fragment: Fragment, compression: RandomTopK, num_clusters: int, costs: Costs
+) -> tuple[float, float]:
+    """Return those of randomly picked elements: selecting goes at int8's speed, like top-k's.
+
+    A residual is a pass over all elements more, to and fro.
+    """
+    passes = 4 * fragment.numel / costs.copy_bytes_per_second
+    speeds, runs = costs.formats["int8"], fragment.coded_runs
+    picked = 4 * sum(compression.num_picked(stop - start) for start, stop in runs)
+    before = (1 if compression.error_feedback == "none" else 3) * passes
+    before += picked / speeds.encode_with_feedback
+    after = 2 * passes + picked * min(num_clusters, 2) / speeds.decode
+    if num_clusters > GATHERED_UP_TO:  # slices' means are coded again
+        after += picked / num_clusters / speeds.encode_with_feedback
+    else:
+        after += picked * (num_clusters - min(num_clusters, 2)) / speeds.decode
+    return before, after
+
+
 def share_seconds(
     fragment: Fragment, compression: Compressor, num_clusters: int, costs: Costs
 ) -> float:
@@ -61,6 +84,9 @@ def share_seconds(
     """
     before, _ = coding_seconds(fragment, compression, 0, num_clusters, costs)
     seconds = before + 4 * fragment.numel / costs.copy_bytes_per_second
+    if isinstance(compression, RandomTopK):
+        picked = sum(compression.num_picked(stop - start) for start, stop in fragment.coded_runs)
+        return seconds + 4 * picked / costs.formats["int8"].decode
     if not isinstance(compression, (Quantized, TopK)):
         return seconds
     wire = "int8" if isinstance(compression, TopK) else compression.wire

@@ -11,7 +11,7 @@ from typing import Any, cast
 
 from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
-from dsx.compress.quantized import Quantized
+from dsx.compress.quantized import CASTS, Quantized
 from dsx.method.choices import AXES
 from dsx.method.fragments import ByLayer, usual_count
 from dsx.method.method import Method
@@ -60,6 +60,8 @@ def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
         return [CODECS[0]]
     if isinstance(own, Dense):
         return list(CODECS)
+    if isinstance(own, Quantized) and not isinstance(own, LowRank) and own.wire in CASTS:
+        return [Codec(own.wire, own, CODECS[1].loss, {})]
     if not isinstance(own, LowRank):
         known = {codec.compression: codec.loss for codec in CODECS}
         name = AXES["compression"].choices.of(own)

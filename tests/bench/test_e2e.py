@@ -202,7 +202,12 @@ def test_overlapped_presets_just_fit_and_blocking_ones_do_not(ratio: float) -> N
         if plan.is_overlapped:
             assert predicted.utilization > 0.999, plan.name
         else:
-            assert predicted.utilization < 0.6, plan.name
+            assert predicted.utilization < 0.6 or plan.name in ("opendiloco", "cocktail_sgd")
+    halved = next(plan for plan in plans if plan.name == "opendiloco").predict(here)
+    assert 0.65 < halved.utilization < 0.7
+    every_step = next(plan for plan in plans if plan.name == "cocktail_sgd")
+    assert every_step.method.schedule.interval == every_step.block["schedule"]["interval"] == 1
+    assert every_step.bytes_sent(here, 100) == 50 * (every_step.bytes_sent(here, 2) or 0)
     crowded = replace(here, link=replace(here.link, bits_per_second=here.link.bits_per_second / 2))
     late = next(plan for plan in plans if plan.name == "eager").predict(crowded)
     assert late.utilization < 0.6  # so the line is no wider than it needs to be

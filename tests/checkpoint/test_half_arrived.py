@@ -38,6 +38,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "low rank": {"type": "low_rank", "rank": 6, "dense_rounds": 1},
     "low rank, cold": {"type": "low_rank", "rank": 6},
     "top-k": {"type": "top_k", "k": 32, "chunk": 1024},
+    "random top-k": {"type": "random_top_k", "random_ratio": 0.4, "chunk": 256},
 }  # fmt: skip
 METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
     "blocking": ("diloco", {"schedule": {"interval": 3}}, 6),

@@ -30,7 +30,10 @@ CODECS: dict[str, dict[str, Any]] = {
         "dense_rounds": 1,
     },
     "top_k": {"type": "top_k", "k": 32, "chunk": 1024},
+    "random_top_k": {"type": "random_top_k", "random_ratio": 0.4, "top_k_ratio": 0.2, "chunk": 256},
 }
+KEPT_LOCALLY = "random_top_k, kept locally"
+CODECS_OF_ALL = CODECS | {KEPT_LOCALLY: CODECS["random_top_k"] | {"error_feedback": "none"}}
 STREAMING = {"fragments": {"num_fragments": 2}, "delay": {"steps": 2, "alpha": 0.3}}
 CONTROL = {"rank": 6, "max_rank": 12, "min_interval": 2, "window": 1}
 CONTROL |= {"step_seconds": 1.0, "round_seconds": 2.0}  # so that H stays
@@ -45,12 +48,14 @@ METHODS: dict[str, dict[str, Any]] = {
         "outer_optimizer": {"lr": 0.1},
     },
     "dilocox": {"schedule": {"interval": 2}, "fragments": {"num_fragments": 2}, "control": CONTROL},
+    "cocktail_sgd": {},
 }
 DELAYED = [("diloco_delayed", codec) for codec in CODECS]
 EAGER = [("eager", "quantized"), ("eager", "top_k"), ("eager, two", "quantized")]
+COCKTAIL = ("cocktail_sgd", KEPT_LOCALLY)
 RUNS = {
-    2: [*DELAYED, *EAGER],
-    4: [*DELAYED, *EAGER, *(("diloco", codec) for codec in CODECS)],
+    2: [*DELAYED, *EAGER, COCKTAIL],
+    4: [*DELAYED, *EAGER, COCKTAIL, *(("diloco", codec) for codec in CODECS)],
 }
 RESUMED = [
     *(
@@ -59,6 +64,7 @@ RESUMED = [
         for codec in CODECS
     ),
     *EAGER,
+    COCKTAIL,
 ]
 
 
@@ -93,7 +99,7 @@ def preset_of(method: str) -> str:
 
 
 def overrides(method: str, codec: str) -> dict[str, Any]:
-    return {**METHODS[method], "compression": CODECS[codec]}
+    return {**METHODS[method], "compression": CODECS_OF_ALL[codec]}
 
 
 def simulated(method: str, codec: str, num_clusters: int) -> Simulated:
@@ -143,7 +149,7 @@ def test_real_processes_give_the_bits_of_the_in_process_run(num_clusters: int) -
                 assert torch.equal(torch.from_numpy(got["parameters"][name]), value)
             state = run.loops[cluster].state.named_state(0)
             assert got["state"].keys() == state.keys()
-            assert any("residual" in name for name in state)
+            assert any("residual" in name or "unsent" in name for name in state)
             assert any("anchor" in name for name in state)
             for name, value in state.items():
                 assert torch.equal(torch.from_numpy(got["state"][name]), value), name
@@ -221,7 +227,7 @@ def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Pat
         for fragment in range(ours.history.num_fragments):
             state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
             assert state.keys() == expected.keys()
-            assert any("residual" in name for name in state)
+            assert any("residual" in name or "unsent" in name for name in state)
             assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 

@@ -21,6 +21,7 @@ from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from tests.compress.matrices import plain_low_rank
 from dsx.compress.quantized import Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.compress.top_k import TopK
 from dsx.core.types import Fragment, Slot
 
@@ -38,6 +39,7 @@ fragment = Fragment(0, 0, tuple(slots))
 digests = []
 for compression in (
     Quantized(error_feedback="fp32"), Quantized(wire="ternary"), Quantized(wire="fp8"), TopK(),
+    RandomTopK(),
     plain_low_rank(rank=12, error_feedback="fp32"), plain_low_rank(rank=12, factor_wire="int4"),
 ):
     channel = compression.open(fragment, Seat.of(rank, count), 0)

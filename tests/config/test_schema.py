@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from dsx.compress.quantized import Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.config.schema import ConfigError, load_config, preset, with_launch_arguments
 from dsx.method.choices import PRESETS
 from dsx.method.control.adaptive_rank import AdaptiveRank
@@ -16,6 +18,7 @@ from dsx.method.delay.average import Average
 from dsx.method.delay.base import Blocking
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
+from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
@@ -42,6 +45,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "local_sgd": (WholeModel, Periodic, Blocking, SGD),
         "slowmo": (WholeModel, Periodic, Blocking, Momentum),
         "diloco": (WholeModel, Periodic, Blocking, Nesterov),
+        "opendiloco": (WholeModel, Periodic, Blocking, Nesterov),
         "streaming_diloco": (ByLayer, Streaming, StreamingMerge, Nesterov),
         "cocodc": (ByLayer, AdaptiveTransmission, DelayCompensation, Nesterov),
         "diloco_delayed": (WholeModel, Periodic, OneStepDelay, Nesterov),
@@ -49,10 +53,19 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "dilocox": (ByLayer, Periodic, OneStepDelay, Nesterov),
         "co2": (WholeModel, Periodic, OneStepDelay, Momentum),
         "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
+        "cocktail_sgd": (WholeModel, Periodic, LocalFeedback, SGD),
     }
     assert rows["local_sgd"].outer_optimizer == SGD(lr=1.0)
     assert rows["slowmo"].outer_optimizer == Momentum(lr=1.0, momentum=0.5)
     assert rows["diloco"].outer_optimizer == Nesterov(lr=0.7, momentum=0.9)
+    assert rows["opendiloco"].outer_optimizer == Nesterov(lr=0.7, momentum=0.9)
+    assert (rows["opendiloco"].schedule.interval, rows["cocktail_sgd"].schedule.interval) == (
+        500,
+        1,
+    )
+    assert rows["opendiloco"].compression == Quantized("fp16", mean_wire="fp16", small_wire="fp16")
+    assert rows["cocktail_sgd"].outer_optimizer == SGD(lr=1.0)
+    assert rows["cocktail_sgd"].compression == RandomTopK(0.1, 0.08, error_feedback="none")
     assert rows["streaming_diloco"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
     assert rows["cocodc"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)
     assert rows["diloco_delayed"].outer_optimizer == Nesterov(lr=0.2, momentum=0.9)

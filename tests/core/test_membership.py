@@ -14,6 +14,7 @@ from dsx.compress.averaging import ExactMean
 from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.compress.top_k import TopK
 from dsx.core.membership import Member, Membership, Seat
 from tests.compress.channels import fragment_of
@@ -89,7 +90,7 @@ def test_a_weight_is_a_positive_number(weight: float) -> None:
 
 @pytest.mark.parametrize(
     "compressor",
-    [Dense(), Quantized(), LowRank(rank=4, min_saving=1.0), TopK()],
+    [Dense(), Quantized(), LowRank(rank=4, min_saving=1.0), TopK(), RandomTopK()],
     ids=lambda compressor: type(compressor).__name__,
 )
 def test_every_mean_refuses_unequal_weights(compressor: Compressor) -> None:

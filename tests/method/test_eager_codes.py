@@ -22,6 +22,7 @@ CODES: dict[str, dict[str, Any]] = {
     "stochastic": {"type": "quantized", "rounding": "stochastic", "error_feedback": "bf16"},
     "ternary": {"type": "quantized", "wire": "ternary", "error_feedback": "fp32"},
     "top-k": {"type": "top_k", "k": 32, "chunk": 1024},
+    "random top-k": {"type": "random_top_k", "random_ratio": 0.5, "chunk": 256},
 }
 FEEDBACK = CODES["int4, feedback"] | {"small_wire": "fp32"}
 ALL = [name for name, _ in WideNet().named_parameters()]

@@ -87,7 +87,7 @@ def test_a_share_that_is_known_after_the_mean_is_no_look_ahead(preset_name: str)
     if preset_name == "eager":
         more["compression"]["rank"] = 4
     with pytest.raises(
-        ConfigError, match=r"type='low_rank'.*use compression.type='dense', 'quantized' or 'top_k'"
+        ConfigError, match=r"type='low_rank'.*use compression.type='dense', 'quantized', 'random_"
     ):
         preset(preset_name, **more)
     preset(preset_name, **more | {"delay": {"type": "one_step"}})

@@ -44,6 +44,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "low rank": {"type": "low_rank", "rank": 48, "error_feedback": "bf16"},
     "low rank, exact": {"type": "low_rank", "rank": 16, "factor_wire": "fp32"},
     "top-k": {"type": "top_k", "error_feedback": "bf16"},
+    "random top-k": {"type": "random_top_k", "error_feedback": "bf16"},
 }  # fmt: skip
 
 
@@ -143,7 +144,7 @@ def test_a_run_of_every_codec_holds_what_is_predicted(codec: str, num_clusters: 
 
 
 @pytest.mark.parametrize("outer_steps", [1, 2])
-@pytest.mark.parametrize("codec", ["int8, feedback", "top-k"])
+@pytest.mark.parametrize("codec", ["int8, feedback", "top-k", "random top-k"])
 def test_codes_of_launches_are_predicted(codec: str, outer_steps: int) -> None:
     method = preset(
         "eager", 2, schedule={"interval": 1}, compression=CODECS[codec],

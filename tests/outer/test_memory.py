@@ -23,6 +23,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "ternary, bf16": {"type": "quantized", "wire": "ternary", "error_feedback": "bf16"},
     "low rank": {"type": "low_rank", "rank": 6, "error_feedback": "int8"},
     "top-k": {"type": "top_k", "k": 3, "chunk": 100, "error_feedback": "bf16"},
+    "random top-k": {"type": "random_top_k", "chunk": 100, "error_feedback": "int8"},
 }
 
 

@@ -34,6 +34,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "compression": {"dense_rounds": 1},
         "control": {"rank": 4, "max_rank": 6, "step_seconds": 1.0, "round_seconds": 100.0},
     },
+    "cocktail_sgd": {"schedule": {"interval": 1}},
     "dreamddp": {
         "schedule": {"interval": 3, "backward_seconds": [1.0] * 4, "transfer_seconds": [1.0] * 4}
     },
@@ -44,6 +45,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "bf16": {"type": "quantized", "wire": "bf16", "small_wire": "fp32", "error_feedback": "bf16"},
     "low rank": {"type": "low_rank", "rank": 5, "factor_wire": "fp32", "exclude": ["layers.3"]},
     "top k": {"type": "top_k", "k": 30, "chunk": 1000},
+    "random top k": {"type": "random_top_k", "chunk": 200},
 }
 
 

@@ -104,6 +104,9 @@ def test_each_takes_the_least_interval_that_reaches_the_target() -> None:
     asked = question()
     search = Search(asked)
     for candidate in search.candidates():
+        if candidate.preset == "cocktail_sgd":  # of every step
+            assert candidate.interval == 1
+            continue
         if candidate.prediction.utilization < asked.target:
             assert candidate.interval == asked.max_interval
             continue
@@ -119,6 +122,10 @@ def test_the_least_bandwidth_reaches_the_target_and_less_does_not() -> None:
     search = Search(asked)
     for candidate in best_of_each(ranked(search.candidates(), asked)):
         least = search.least_bits_per_second(candidate)
+        if candidate.preset == "cocktail_sgd":  # its codes take too long for that step on any line
+            assert least is None
+            assert search.at(candidate, 1e15).utilization < asked.target
+            continue
         assert least is not None
         assert search.at(candidate, least).utilization >= asked.target
         assert search.at(candidate, 0.98 * least).utilization < asked.target

@@ -35,6 +35,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "low_rank": {**_LOW_RANK},
     "low_rank_dense_start": {**_LOW_RANK, "dense_rounds": 5},
     "top_k": {"type": "top_k"},
+    "random_top_k": {"type": "random_top_k"},
 }
 
 
@@ -83,12 +84,15 @@ def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
     """Return the axes of a preset in this study: H for all, and links that all can live with.
 
     Times are in units of one inner step. CoCoDC may send half as often again as Streaming DiLoCo;
-    DreamDDP's link leaves no idle time to fill; DiLoCoX's lets H fall to about a half.
+    DreamDDP's link leaves no idle time to fill; DiLoCoX's lets H fall to about a half. CocktailSGD
+    is a method of every step.
     """
     preset, _, codec = task.preset.partition("+")
     interval, layers = study.interval, study.num_layers
     axes: dict[str, dict[str, Any]] = {"schedule": {"interval": interval}}
     num_fragments = min(4, layers)
+    if preset == "cocktail_sgd":
+        axes["schedule"] = {"interval": 1}
     if codec:
         axes["compression"] = CODECS[codec]
     if preset in ("streaming_diloco", "cocodc", "dilocox"):

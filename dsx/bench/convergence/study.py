@@ -20,7 +20,7 @@ from dsx.bench.convergence.report import BASELINE, plot, print_table
 from dsx.bench.convergence.runs import CODECS, Study, Task, run_task
 from dsx.method.choices import PRESETS
 
-UNTUNED = ("local_sgd", "dreamddp")  # their outer rule has no rate to choose
+UNTUNED = ("local_sgd", "dreamddp", "cocktail_sgd")  # their outer rule has no rate to choose
 _Number = TypeVar("_Number", int, float)
 
 

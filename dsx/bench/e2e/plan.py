@@ -1,10 +1,10 @@
 """What `dsx bench e2e` runs on a line: every preset's "dsx" block, with H and tau by the planner.
 
-All have the same H: the least whose transfers of the whole model in fp32, applied one round late,
-fit under the H steps of a line that is slower by the margin. Blocking presets hide nothing under
-it. Where fragments are applied tau steps later, tau is the least that hides them. dilocox sends
-factors from the first round on, as after its dense rounds, and its controller is held at their
-rank and that H: what is measured is its long run, in few rounds.
+All but those of every step have the same H: the least whose transfers of the whole model in fp32,
+applied one round late, fit under the H steps of a line that is slower by the margin. Blocking
+presets hide nothing under it. Where fragments are applied tau steps later, tau is the least that
+hides them. dilocox sends factors from the first round on, as after its dense rounds, and its
+controller is held at their rank and that H: what is measured is its long run, in few rounds.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from dsx.plan.predict import (
 )
 from dsx.plan.traffic import one_rank
 
-_BLOCKING = ("local_sgd", "slowmo", "diloco", "dreamddp")
+# what training waits for: transfers, or codes of every step
+_WAITING = ("local_sgd", "slowmo", "diloco", "opendiloco", "dreamddp", "cocktail_sgd")
+_OF_EVERY_STEP = ("cocktail_sgd",)
 _WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
 _RANK_SHARE = 4  # the rank is a quarter of the longest of the matrices' shorter sides
 LEAST_INTERVAL = 10  # a step for every fragment, and periods long enough to be timed
 _OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
     "slowmo": {"lr": 0.7, "momentum": 0.5},
     "diloco": {"lr": 0.7, "momentum": 0.5},
+    "opendiloco": {"lr": 0.7, "momentum": 0.5},
     "streaming_diloco": {"lr": 0.7, "momentum": 0.5},
     "cocodc": {"lr": 0.7, "momentum": 0.5},
     "eager": {"lr": 0.7, "momentum": 0.0},
@@ -60,7 +63,10 @@ class Situation:
 
 @dataclass(frozen=True)
 class Plan:
-    """A preset as it is run; `block` is the "dsx" block without its "clusters"."""
+    """A preset as it is run; `block` is the "dsx" block without its "clusters".
+
+    `interval` is the H of all, by which a run is measured, whether or not it is the method's own.
+    """
 
     name: str
     block: dict[str, Any]
@@ -70,7 +76,7 @@ class Plan:
     @property
     def is_overlapped(self) -> bool:
         """Whether transfers have steps to hide behind."""
-        return self.name not in _BLOCKING
+        return self.name not in _WAITING
 
     @property
     def mode(self) -> Mode:
@@ -81,11 +87,12 @@ class Plan:
         """Return what the planner says."""
         return _predict(self.method, situation)
 
-    def bytes_sent(self, situation: Situation, rounds: int) -> int | None:
+    def bytes_sent(self, situation: Situation, steps: int) -> int | None:
         """Return the planner's payload of a whole run; None where measurements decide."""
         if not has_fixed_traffic(self.method):
             return None
         ranks = one_rank(self.method.fragments, situation.parameters)
+        rounds = steps // self.method.schedule.interval
         return run_bytes(self.method, ranks, situation.num_clusters, rounds)
 
 
@@ -108,7 +115,8 @@ def plan_preset(
     choices: Mapping[str, Any] | None = None,
 ) -> Plan:
     """Return how a preset is run with an H, and with further `choices` for its block."""
-    block: dict[str, Any] = {"preset": name, "schedule": {"interval": interval}}
+    own = 1 if name in _OF_EVERY_STEP else interval
+    block: dict[str, Any] = {"preset": name, "schedule": {"interval": own}}
     if name in _OUTER_RATES:
         block["outer_optimizer"] = _OUTER_RATES[name]
     if name == "dilocox":

@@ -41,7 +41,8 @@ class DelayPolicy(Protocol):
     - `needs_anchor`: whether there has to be an anchor;
     - `restarts_from_anchor`: whether after each launch's boundary the inner parameters equal the
       anchor;
-    - `splits_update`: whether it needs an outer rule that is linear.
+    - `splits_update`: whether it needs an outer rule that is linear;
+    - `keeps_unsent`: whether what coding loses stays in the inner parameters.
     """
 
     steps: int
@@ -51,6 +52,11 @@ class DelayPolicy(Protocol):
     needs_anchor: bool = True
     restarts_from_anchor: bool = False
     splits_update: bool = False
+    keeps_unsent: bool = False
+
+    def fresh_share(self, num_clusters: int) -> float:
+        """Return the share of a round under way that training goes on from (stability.py)."""
+        return 0.0
 
     @property
     def rounds_under_way(self) -> int:

@@ -54,6 +54,10 @@ class Eager(DelayPolicy):
     keeps = "contribution"
     splits_update = True
 
+    def fresh_share(self, num_clusters: int) -> float:
+        """Return the cluster's own share of a mean."""
+        return 1 / num_clusters
+
     @property
     def rounds_under_way(self) -> int:
         """Return n."""
