@@ -17,6 +17,7 @@ import typer
 
 from dsx.bench.convergence.command import convergence
 from dsx.bench.e2e.command import e2e
+from dsx.bench.paper.command import paper
 from dsx.bench.torchft.command import torchft
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
@@ -26,6 +27,7 @@ app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this mach
 app.command()(e2e)
 app.command()(convergence)
 app.command()(torchft)
+app.command()(paper)
 
 
 @app.command()

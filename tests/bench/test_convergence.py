@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from dsx.bench.convergence.runs import Study, Task, run_task
+from dsx.bench.convergence.runs import run_task
+from dsx.bench.convergence.task import Study, Task
 from dsx.cli import app
 from dsx.data import build
 from dsx.data.shards import SHARDS

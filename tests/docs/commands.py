@@ -49,6 +49,7 @@ NOT_HERE = {  # with the reason
     "dsx net-test --clusters 2 --cluster-id": "needs two hosts; on one in tests/link/",
     "dsx bench e2e": _BY_HAND + "tests/bench/test_e2e.py",
     "OMP_NUM_THREADS=1 dsx bench convergence": _BY_HAND + "tests/bench/test_convergence.py",
+    "dsx bench paper ": _BY_HAND + "tests/bench/test_paper.py",
     "dsx bench torchft": _BY_HAND + "tests/bench/test_torchft.py",
     "pip install torchft": "a package that nothing else here needs",
 }

@@ -42,6 +42,10 @@ Settings = Annotated[
     Path | None,
     Option(metavar="FILE", help="An earlier study's JSON: take its choices, do not tune."),
 ]
+Target = Annotated[
+    float | None,
+    Option(metavar="LOSS", help="Count steps and bytes to it; default: the least all runs reach."),
+]
 Jobs = Annotated[
     int | None, Option(help="Runs at a time, one thread each; default: one a core.", min=1)
 ]
@@ -82,6 +86,7 @@ def convergence(
     validation_windows: ValidationWindows = 512,
     shards: ShardsOf = "iid",
     settings: Settings = None,
+    target_loss: Target = None,
     jobs: Jobs = None,
     device: Device = "cpu",
     json_file: JsonFile = Path("runs/convergence/results.json"),
@@ -103,8 +108,9 @@ def convergence(
     seed) and as a plot. Finished runs are kept beside the JSON file and not run again.
     """
     from dsx.bench.convergence import study
+    from dsx.bench.convergence.task import Study
 
-    shared = study.Study(
+    shared = Study(
         str(data), clusters, steps, interval, batch_size, sequence_length, layers, hidden, heads,
         inner_lr, evaluations, validation_windows, device, cast("Shards", shards),
     )  # fmt: skip
@@ -115,4 +121,4 @@ def convergence(
         study.read_numbers("--seeds", seeds, int),
         settings,
     )
-    study.compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot)
+    study.compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot, target_loss)

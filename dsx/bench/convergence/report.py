@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -9,16 +10,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from dsx.bench.convergence.task import BASELINE
 from dsx.core.units import format_bytes
 
-BASELINE = "data_parallel"
 
-
-def print_table(rows: list[dict[str, Any]], title: str) -> None:
+def print_table(rows: list[dict[str, Any]], title: str, target: float) -> None:
     """Print one line per preset, the best first."""
     names = list(dict.fromkeys(row["preset"] for row in rows))
     table = Table(title=title)
-    for heading in ("preset", "outer lr", "momentum", "val loss", "gap %", "sent", "syncs"):
+    figures = ("outer\nlr", "momen-\ntum", "val loss", "perplexity", "gap %", "sent", "syncs")
+    reached = ("apart %", f"steps to\n{target:.3f}", f"bytes to\n{target:.3f}")
+    for heading in ("preset", *figures, *reached):
         table.add_column(heading, justify="left" if heading == "preset" else "right")
     ordered = sorted(names, key=lambda n: mean(r["val_loss"] for r in rows if r["preset"] == n))
     for name in ordered:
@@ -29,12 +31,26 @@ def print_table(rows: list[dict[str, Any]], title: str) -> None:
             "" if first["lr"] is None else f"{first['lr']:g}",
             "" if first["momentum"] is None else f"{first['momentum']:g}",
             spread([row["val_loss"] for row in own], 4),
+            spread([row["perplexity"] for row in own], 2),
             spread([row["gap_percent"] for row in own], 1),
             format_bytes(first["bytes_per_cluster"]),
             f"{first['syncs']:g}",
+            f"{100 * mean(row['divergence'] for row in own):.2f}",
+            mean_reached(own, "steps_to_target", lambda steps: f"{steps:.0f}"),
+            mean_reached(own, "bytes_to_target", format_bytes),
         )
-    Console(width=100).print(table)
+    Console(width=150).print(table)
     print("gap: validation loss above data parallel's of the same seed; +-: standard deviation")
+    print(
+        "apart: mean distance of the clusters to their average over its norm, before boundaries; "
+        "steps and bytes of a cluster to a validation loss, -: not all seeds reach it"
+    )
+
+
+def mean_reached(own: list[dict[str, Any]], key: str, show: Callable[[float], str]) -> str:
+    """Return the mean over seeds of what a target took; a dash if one has not reached it."""
+    values = [row[key] for row in own]
+    return "-" if None in values else show(mean(values))
 
 
 def spread(values: list[float], digits: int) -> str:
@@ -58,11 +74,11 @@ def plot(rows: list[dict[str, Any]], interval: int, file: Path) -> None:
         gaps = [
             [
                 100 * (loss / base - 1)
-                for (_, loss), (_, base) in zip(r["curve"], baseline[r["seed"]], strict=True)
+                for (_, loss, _), (_, base, _) in zip(r["curve"], baseline[r["seed"]], strict=True)
             ]
             for r in own
         ]
-        rounds = [step / interval for step, _ in own[0]["curve"]]
+        rounds = [step / interval for step, *_ in own[0]["curve"]]
         left.plot(rounds, [mean(g) for g in zip(*gaps, strict=True)], color=color)
     left.set(xlabel=f"rounds of H = {interval}", ylabel="validation loss above data parallel, %")
     left.set_title("along the run (colors as on the right)", fontsize=10)

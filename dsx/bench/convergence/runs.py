@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,112 +12,17 @@ import torch
 from torch import Tensor, nn
 
 import dsx
-from dsx.bench.convergence.report import BASELINE
-from dsx.core.checks import require_choice
+from dsx.bench.convergence.figures import perplexity
+from dsx.bench.convergence.task import (
+    BASELINE,
+    Study,
+    Task,
+    evaluation_steps,
+    inner_rate,
+    overrides,
+)
 from dsx.data import ClusterBatches, TokenWindows, read_summary
-from dsx.data.shards import Shards
 from dsx.examples.gpt import GPT, GPTConfig
-
-_LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
-
-# What "PRESET+CODEC" means: the preset's choices, with its pseudo-gradients sent so.
-CODECS: dict[str, dict[str, Any]] = {
-    "fp32": {"type": "dense"},
-    "bf16": {"type": "quantized", "wire": "bf16", "mean_wire": "bf16"},
-    "int8": {"type": "quantized", "wire": "int8"},
-    "int4": {"type": "quantized", "wire": "int4"},
-    "int4_ef": {"type": "quantized", "wire": "int4", "error_feedback": "fp32"},
-    "fp4_e3m0": {"type": "quantized", "wire": "fp4_e3m0"},
-    "ternary": {"type": "quantized", "wire": "ternary"},
-    "ternary_ef": {"type": "quantized", "wire": "ternary", "error_feedback": "fp32"},
-    "low_rank": {**_LOW_RANK},
-    "low_rank_dense_start": {**_LOW_RANK, "dense_rounds": 5},
-    "top_k": {"type": "top_k"},
-    "random_top_k": {"type": "random_top_k"},
-}
-
-
-@dataclass(frozen=True)
-class Study:
-    """What all runs of a study share."""
-
-    data: str
-    num_clusters: int
-    num_steps: int
-    interval: int
-    batch_size: int
-    sequence_length: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    inner_lr: float
-    num_evaluations: int
-    validation_windows: int
-    device: str
-    shards: Shards = "iid"
-
-    def __post_init__(self) -> None:
-        require_choice("--shards", self.shards, Shards)
-
-
-@dataclass(frozen=True)
-class Task:
-    """One run: a preset with an outer rate and momentum (None: as the preset has them).
-
-    `preset` may name a codec, too: "diloco+int4".
-    """
-
-    preset: str
-    seed: int
-    lr: float | None = None
-    momentum: float | None = None
-
-    @property
-    def key(self) -> str:
-        """Return the name a finished run is kept under."""
-        return f"{self.preset}/{self.seed}/{self.lr}/{self.momentum}"
-
-
-def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
-    """Return the axes of a preset in this study: H for all, and links that all can live with.
-
-    Times are in units of one inner step. CoCoDC may send half as often again as Streaming DiLoCo;
-    DreamDDP's link leaves no idle time to fill; DiLoCoX's lets H fall to about a half. CocktailSGD
-    is a method of every step.
-    """
-    preset, _, codec = task.preset.partition("+")
-    interval, layers = study.interval, study.num_layers
-    axes: dict[str, dict[str, Any]] = {"schedule": {"interval": interval}}
-    num_fragments = min(4, layers)
-    if preset == "cocktail_sgd":
-        axes["schedule"] = {"interval": 1}
-    if codec:
-        axes["compression"] = CODECS[codec]
-    if preset in ("streaming_diloco", "cocodc", "dilocox"):
-        axes["fragments"] = {"num_fragments": num_fragments}
-    if preset == "cocodc":
-        seconds = 0.4 * interval / (1.5 * num_fragments)
-        axes["schedule"] |= {"gamma": 0.4, "step_seconds": 1.0, "transfer_seconds": seconds}
-    if preset == "dilocox":
-        control = {"rank": 16, "max_rank": 64, "step_seconds": 1.0, "round_seconds": 0.4 * interval}
-        axes["control"] = {**control, "min_interval": num_fragments}
-    if preset == "dreamddp":
-        axes["schedule"] |= {
-            "backward_seconds": [1.0 / layers] * layers,
-            "transfer_seconds": [1.0] * layers,
-        }
-    if task.lr is not None:
-        axes["outer_optimizer"] = {"lr": task.lr, "momentum": task.momentum}
-    return axes
-
-
-def inner_rate(study: Study, step: int) -> float:
-    """Linear warmup over a twentieth of the run, then a cosine down to a tenth."""
-    warmup = max(1, study.num_steps // 20)
-    if step <= warmup:
-        return study.inner_lr * step / warmup
-    progress = (step - warmup) / max(1, study.num_steps - warmup)
-    return study.inner_lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
 
 
 def make_optimizer(model: nn.Module, study: Study) -> torch.optim.Optimizer:
@@ -183,15 +86,20 @@ def run_task(study: Study, task: Task) -> dict[str, Any]:
         "lr": task.lr,
         "momentum": task.momentum,
         **result,
+        "perplexity": perplexity(result["val_loss"]),
         "seconds": time.perf_counter() - started,
     }
 
 
-def evaluation_steps(study: Study) -> set[int]:
-    """Return the steps to evaluate at: at the ends of periods, the last step among them."""
-    count = study.num_evaluations
-    steps = {study.num_steps * (i + 1) // count for i in range(count)}
-    return {min(study.num_steps, -(-s // study.interval) * study.interval) for s in steps}
+def divergence(models: Sequence[nn.Module]) -> float:
+    """Return the mean distance of the models to their average, relative to the average's norm.
+
+    DreamDDP (arXiv:2502.11058, Sec. 3) has the squared distances, in the parameters' own units.
+    """
+    flat = [nn.utils.parameters_to_vector(model.parameters()).detach() for model in models]
+    average = torch.stack(flat).mean(0)
+    distances = [float((own - average).norm()) for own in flat]
+    return sum(distances) / len(distances) / float(average.norm())
 
 
 def train_baseline(
@@ -199,44 +107,51 @@ def train_baseline(
 ) -> dict[str, Any]:
     """Synchronous data parallel: every step takes the mean gradient of all clusters' batches."""
     optimizer = make_optimizer(model, study)
-    curve: list[tuple[int, float]] = []
+    num_bytes = sum(4 * p.numel() for p in model.parameters())
+    ring = 2 * (study.num_clusters - 1) * num_bytes // study.num_clusters
+    curve: list[tuple[int, float, int]] = []
     for step, windows in enumerate(batches, start=1):
         take_step(model, optimizer, torch.cat(windows), inner_rate(study, step))
         if step in evaluation_steps(study):
-            curve.append((step, evaluate(model, validation)))
-    num_bytes = sum(4 * p.numel() for p in model.parameters())
-    ring = 2 * (study.num_clusters - 1) * num_bytes // study.num_clusters
+            curve.append((step, evaluate(model, validation), ring * step))
     return {
         "val_loss": curve[-1][1], "curve": curve, "bytes_per_cluster": ring * study.num_steps,
-        "syncs": study.num_steps, "settings": {},
+        "syncs": study.num_steps, "divergence": 0.0, "settings": {},
     }  # fmt: skip
 
 
 def train_preset(
     study: Study, task: Task, model: nn.Module, batches: Iterator[list[Tensor]], validation: Tensor
 ) -> dict[str, Any]:
-    """C clusters under a preset; the loss is that of the model a finished run hands out."""
+    """C clusters under a preset; the loss is that of the model a finished run hands out.
+
+    Clusters' distances to their average are taken before the boundary, ten times a period.
+    """
     axes = overrides(study, task)
     method = dsx.preset(task.preset.partition("+")[0], study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
     optimizers = [make_optimizer(m, study) for m in models]
     clusters = dsx.SimulatedClusters(models, optimizers, method)
-    curve: list[tuple[int, float]] = []
+    curve: list[tuple[int, float, int]] = []
+    distances: list[float] = []
     sent = evaluated = 0
     for step, windows in enumerate(batches, start=1):
         lr = inner_rate(study, step)
         for own, optimizer, part in zip(models, optimizers, windows, strict=True):
             take_step(own, optimizer, part, lr)
+        if step % max(1, method.schedule.interval // 10) == 0:
+            distances.append(divergence(models))
         clusters.step()
         if step == study.num_steps:
             clusters.finish()
         sent = max(clusters.bytes_sent) - evaluated
         if step in evaluation_steps(study):
             with clusters.averaged() as average:  # where that takes a mean, it is sent, too
-                curve.append((step, evaluate(average, validation)))
+                curve.append((step, evaluate(average, validation), sent))
             evaluated = max(clusters.bytes_sent) - sent
     fragments = len(clusters.loops[0].adapter.fragments)  # syncs are of whole models
     return {
         "val_loss": curve[-1][1], "curve": curve, "bytes_per_cluster": sent,
         "syncs": clusters.num_syncs / fragments, "settings": axes,
+        "divergence": sum(distances) / max(1, len(distances)),
     }  # fmt: skip

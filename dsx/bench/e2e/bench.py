@@ -79,7 +79,8 @@ class Row:
     `tokens_per_second`; `exposed_seconds`, what a period of `interval` steps takes beyond its
     compute; `wait_seconds`, in which training waited for other clusters in that period, as counted
     by dsx: what is exposed beyond it is CPU that the network takes, and the machine's own drift.
-    `utilization_spread` is half of what lies between the lowest and the highest block.
+    `utilization_spread` is half of what lies between the lowest and the highest block,
+    `block_utilizations` are all of them.
     `speedup` is over all-reduce at the ceiling of DeepSpeed without communication, so a preset in
     plain PyTorch (`engine`) compares, too. `wire_bytes` is the kernel's count, headers included;
     `payload_bytes` the library's own, `planned_bytes` the planner's for all rounds: None where
@@ -109,6 +110,7 @@ class Row:
     utilization_spread: float = 0.0
     wait_seconds: float | None = None
     latency_milliseconds: float = 0.0
+    block_utilizations: tuple[float, ...] = ()
 
 
 def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
@@ -152,14 +154,18 @@ class Bench:
         options = self._options
         plans = plan_presets(options.presets, self.situation_to_plan(), options.margin)
         steps = self.steps_of(plans[0].interval)
-        line, ceiling_run = self.measure_ceiling(steps)
-        synchronous = self._synchronous(line, steps, ceiling_run.step_seconds(_CEILING_PERIOD))
-        ceiling = self._ceiling(ceiling_run, synchronous)
+        line, ceiling, synchronous = self.references(steps)
         yield ceiling
         yield synchronous
         for plan in plans:
             row = self.preset(plan, line, steps)
             yield replace(row, speedup=row.utilization * ceiling.speedup)
+
+    def references(self, steps: int) -> tuple[Line, Row, Row]:
+        """Run what presets are held against; return the line, no communication and all-reduce."""
+        line, ceiling_run = self.measure_ceiling(steps)
+        synchronous = self._synchronous(line, steps, ceiling_run.step_seconds(_CEILING_PERIOD))
+        return line, self._ceiling(ceiling_run, synchronous), synchronous
 
     def steps_of(self, interval: int) -> int:
         """Return how many steps a run of all blocks takes."""
@@ -275,6 +281,7 @@ class Bench:
             utilization_spread=spread,
             wait_seconds=None if math.isnan(waited) else waited,
             latency_milliseconds=line.latency_milliseconds,
+            block_utilizations=tuple(shares),
         )
 
     @property

@@ -1,0 +1,84 @@
+"""Runs in processes of their own, each finished one kept in a file and not run again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from dsx.bench.convergence.task import Task
+
+FORMAT = 2  # of a kept result: one of another format is run again
+Result = dict[str, Any]
+RunTask = Callable[[Any, Task], Result]  # of a study, a frozen dataclass, and a task
+
+
+def run_all(
+    runs: Sequence[tuple[Any, Task]], jobs: int, kept: Path, run_task: RunTask
+) -> list[Result]:
+    """Return the results of (study, task), from `kept` where they are there; the rest in processes.
+
+    `run_task` is a function of a module, which processes can import. A bar on stderr tells how many
+    are done.
+    """
+    done = read_kept(kept)
+    missing = {name: run for run in runs if (name := identity(*run)) not in done}
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    if missing:
+        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
+            progress = bar.add_task("runs", total=len(missing))
+            context = multiprocessing.get_context("spawn")
+            with context.Pool(jobs, prepare_worker) as pool, kept.open("a") as file:
+                todo = [(name, *run) for name, run in missing.items()]
+                for name, result in pool.imap_unordered(Runner(run_task), todo):
+                    done[name] = result
+                    study, key = json.loads(name)
+                    entry = {"format": FORMAT, "study": study, "key": key, "result": result}
+                    file.write(json.dumps(entry) + "\n")
+                    file.flush()
+                    bar.update(progress, advance=1)
+    return [dict(done[identity(*run)]) for run in runs]
+
+
+def read_kept(kept: Path) -> dict[str, Result]:
+    """Return what is kept, without a line that an interruption has cut short."""
+    if not kept.exists():
+        return {}
+    lines = [line for line in kept.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    kept.write_text("".join(lines))
+    entries = [e for e in map(json.loads, lines) if e.get("format") == FORMAT]
+    return {json.dumps([e["study"], e["key"]], sort_keys=True): e["result"] for e in entries}
+
+
+def identity(study: Any, task: Task) -> str:
+    """Return what a run is kept under."""
+    return json.dumps([asdict(study), task.key], sort_keys=True)
+
+
+def prepare_worker() -> None:
+    """Set up a process of the pool."""
+    import torch
+
+    import dsx
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore", dsx.SettingWarning)  # the grid goes beyond what is stable
+
+
+@dataclass(frozen=True)
+class Runner:
+    """What a worker process calls."""
+
+    run_task: RunTask
+
+    def __call__(self, run: tuple[str, Any, Task]) -> tuple[str, Result]:
+        """Run a task; its identity comes back with its result, which may overtake others."""
+        name, study, task = run
+        return name, self.run_task(study, task)

@@ -1,0 +1,132 @@
+"""What a run of a convergence study is: sizes that all share, a preset, its choices. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsx.core.registry import SELECTORS
+
+if TYPE_CHECKING:
+    from dsx.data.shards import Shards
+
+BASELINE = "data_parallel"
+_LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
+
+# What "PRESET+CODEC" means: the preset's choices, with its pseudo-gradients sent so.
+CODECS: dict[str, dict[str, Any]] = {
+    "fp32": {"type": "dense"},
+    "bf16": {"type": "quantized", "wire": "bf16", "mean_wire": "bf16"},
+    "int8": {"type": "quantized", "wire": "int8"},
+    "int4": {"type": "quantized", "wire": "int4"},
+    "int4_ef": {"type": "quantized", "wire": "int4", "error_feedback": "fp32"},
+    "fp4_e3m0": {"type": "quantized", "wire": "fp4_e3m0"},
+    "ternary": {"type": "quantized", "wire": "ternary"},
+    "ternary_ef": {"type": "quantized", "wire": "ternary", "error_feedback": "fp32"},
+    "low_rank": {**_LOW_RANK},
+    "low_rank_dense_start": {**_LOW_RANK, "dense_rounds": 5},
+    "top_k": {"type": "top_k"},
+    "random_top_k": {"type": "random_top_k"},
+}
+
+
+@dataclass(frozen=True)
+class Study:
+    """What all runs of a study share."""
+
+    data: str
+    num_clusters: int
+    num_steps: int
+    interval: int
+    batch_size: int
+    sequence_length: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    inner_lr: float
+    num_evaluations: int
+    validation_windows: int
+    device: str
+    shards: Shards = "iid"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One run: a preset with an outer rate and momentum (None: as the preset has them).
+
+    `preset` may name a codec, too: "diloco+int4". `choices` are further axes, which go before those
+    of the study key by key; an axis whose type is named is replaced as a whole.
+    """
+
+    preset: str
+    seed: int
+    lr: float | None = None
+    momentum: float | None = None
+    choices: Mapping[str, Any] | None = None
+
+    @property
+    def key(self) -> str:
+        """Return the name a finished run is kept under."""
+        further = f"/{json.dumps(self.choices, sort_keys=True)}" if self.choices else ""
+        return f"{self.preset}/{self.seed}/{self.lr}/{self.momentum}{further}"
+
+
+def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
+    """Return the axes of a preset in this study: H for all, and links that all can live with.
+
+    Times are in units of one inner step. CoCoDC may send half as often again as Streaming DiLoCo;
+    DreamDDP's link leaves no idle time to fill; DiLoCoX's lets H fall to about a half. CocktailSGD
+    is a method of every step.
+    """
+    preset, _, codec = task.preset.partition("+")
+    interval, layers = study.interval, study.num_layers
+    axes: dict[str, dict[str, Any]] = {"schedule": {"interval": interval}}
+    num_fragments = min(4, layers)
+    if preset == "cocktail_sgd":
+        axes["schedule"] = {"interval": 1}
+    if codec:
+        axes["compression"] = CODECS[codec]
+    if preset in ("streaming_diloco", "cocodc", "dilocox"):
+        axes["fragments"] = {"num_fragments": num_fragments}
+    if preset == "cocodc":
+        seconds = 0.4 * interval / (1.5 * num_fragments)
+        axes["schedule"] |= {"gamma": 0.4, "step_seconds": 1.0, "transfer_seconds": seconds}
+    if preset == "dilocox":
+        control = {"rank": 16, "max_rank": 64, "step_seconds": 1.0, "round_seconds": 0.4 * interval}
+        axes["control"] = {**control, "min_interval": num_fragments}
+    if preset == "dreamddp":
+        axes["schedule"] |= {
+            "backward_seconds": [1.0 / layers] * layers,
+            "transfer_seconds": [1.0] * layers,
+        }
+    if task.lr is not None:
+        axes["outer_optimizer"] = {"lr": task.lr, "momentum": task.momentum}
+    return merge(axes, task.choices or {})
+
+
+def merge(axes: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the axes with `choices` before them, as `Task` says."""
+    merged = dict(axes)
+    for axis, choice in choices.items():
+        whole = SELECTORS.get(axis) in choice
+        merged[axis] = dict(choice) if whole else {**merged.get(axis, {}), **choice}
+    return merged
+
+
+def inner_rate(study: Study, step: int) -> float:
+    """Linear warmup over a twentieth of the run, then a cosine down to a tenth."""
+    warmup = max(1, study.num_steps // 20)
+    if step <= warmup:
+        return study.inner_lr * step / warmup
+    progress = (step - warmup) / max(1, study.num_steps - warmup)
+    return study.inner_lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+
+
+def evaluation_steps(study: Study) -> set[int]:
+    """Return the steps to evaluate at: at the ends of periods, the last step among them."""
+    count = study.num_evaluations
+    steps = {study.num_steps * (i + 1) // count for i in range(count)}
+    return {min(study.num_steps, -(-s // study.interval) * study.interval) for s in steps}

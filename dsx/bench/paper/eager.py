@@ -1,0 +1,7 @@
+"""Tables of Eager Updates (arXiv:2502.12996)."""
+
+from __future__ import annotations
+
+from dsx.bench.paper.table import Table
+
+TABLES: tuple[Table, ...] = ()

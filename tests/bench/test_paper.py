@@ -1,0 +1,195 @@
+"""`dsx bench paper`: what it lists and refuses, its verdicts, and a table of seconds."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from dsx.bench.convergence.figures import common_target, perplexity, reach
+from dsx.bench.convergence.task import BASELINE, Study, Task, merge, overrides
+from dsx.bench.paper import show
+from dsx.bench.paper.measure import Loss, Several, Simulation
+from dsx.bench.paper.table import Claim, Column, Row, Run, Samples, Table
+from dsx.bench.paper.tables import TABLES, complete
+from dsx.bench.paper.verdict import DIFFERS, HOLDS, NOISE, judge
+from dsx.cli import app
+from dsx.data import build
+from dsx.method.choices import PRESETS
+
+LOSS = Column("val_loss", "loss")
+
+
+def losses(**of_labels: list[float]) -> Samples:
+    return {label: {"val_loss": values} for label, values in of_labels.items()}
+
+
+def test_an_order_that_every_seed_confirms_holds() -> None:
+    claim = Claim("val_loss", ("a", "b", "c"))
+    samples = losses(a=[1.0, 1.1, 1.2], b=[1.3, 1.41, 1.5], c=[2.0, 2.0, 2.0])
+    found = judge(claim, samples, "loss")
+    assert found.status == HOLDS
+    assert found.sentence == "The paper's order by loss, a < b < c, holds here (3 samples each)."
+
+
+def test_what_is_reversed_is_named() -> None:
+    claim = Claim("val_loss", ("a", "b", "c"))
+    found = judge(claim, losses(a=[1.0, 1.1], b=[2.0, 2.1], c=[1.5, 1.6]), "loss")
+    assert found.status == DIFFERS
+    assert "does not hold here: c is before b; of 3 pairs 2 hold." in found.sentence
+    faster = Claim("val_loss", ("a", "b"), lower_is_better=False)
+    assert judge(faster, losses(a=[1.0, 1.1], b=[2.0, 2.1]), "speed").status == DIFFERS
+
+
+def test_seeds_that_disagree_are_noise_and_the_same_seed_tells_apart() -> None:
+    claim = Claim("val_loss", ("a", "b"))
+    found = judge(claim, losses(a=[1.0, 1.2, 1.1], b=[1.1, 1.15, 1.2]), "loss")
+    assert found.status == NOISE
+    assert "is within noise here for a and b; of 1 pairs 0 hold" in found.sentence
+    # seeds differ by far more than the rows do, and alike
+    assert judge(claim, losses(a=[1.0, 2.0], b=[1.01, 2.01]), "loss").status == HOLDS
+
+
+def test_no_order_within_a_group_and_one_sample_has_no_noise() -> None:
+    claim = Claim("val_loss", ("a", ("b", "c")))
+    found = judge(claim, losses(a=[1.0], b=[3.0], c=[2.0]), "loss")
+    assert found.status == HOLDS
+    assert "a < b = c, holds here (one sample each, so no noise is known)" in found.sentence
+
+
+def test_what_has_diverged_is_last() -> None:
+    claim = Claim("val_loss", ("a", "b"))
+    assert judge(claim, losses(a=[1.0, 1.0], b=[2.0, math.nan]), "loss").status == HOLDS
+    assert judge(claim, losses(a=[1.0, math.inf], b=[2.0, 2.0]), "loss").status == DIFFERS
+    assert judge(claim, losses(a=[math.nan], b=[math.nan]), "loss").status == NOISE
+
+
+@pytest.mark.parametrize("table", TABLES.values(), ids=list(TABLES))
+def test_every_table_can_be_run(table: Table) -> None:
+    full, short = table.measure.full_and_short_minutes
+    assert 0 < full < 30 and 0 < short < 5
+    assert table.rows and table.columns and table.claims
+    for row in table.rows:
+        name = row.preset.partition("+")[0]
+        assert name == BASELINE or name in PRESETS or isinstance(table.measure, Simulation)
+    parts = table.measure.parts if isinstance(table.measure, Several) else (table.measure,)
+    for part in parts:
+        if isinstance(part, Loss):
+            assert len(part.seeds) >= 2 or part.seeds == part.short_seeds, "no spread is known"
+
+
+def test_names_are_listed_completed_and_refused_with_the_near_ones() -> None:
+    listed = CliRunner().invoke(app, ["bench", "paper"], env={"COLUMNS": "200"})
+    assert listed.exit_code == 0
+    assert all(name in listed.output for name in TABLES)
+    assert complete("dilocox-t") == ["dilocox-table1"]
+    refused = CliRunner().invoke(app, ["bench", "paper", "dilocox-table2"])
+    assert refused.exit_code == 2
+    assert "there is no table 'dilocox-table2'; near it: dilocox-table1" in refused.output
+
+
+def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
+    command = ["bench", "paper", "dilocox-table1", "--data", str(tmp_path / "none")]
+    result = CliRunner().invoke(app, [*command, "--json", str(tmp_path / "out.json")])
+    assert result.exit_code == 2
+    assert "make one with: dsx data build --from stdlib --out" in result.output
+
+
+def test_a_claim_is_of_labels_and_figures_that_the_table_has() -> None:
+    rows, measure = (Row("a", "diloco"), Row("b", "eager")), Simulation(lambda *_: {})
+    with pytest.raises(ValueError, match="a claim is of labels .'c'."):
+        Table("t", "", "", rows, (LOSS,), (Claim("val_loss", ("a", "c")),), measure)
+    with pytest.raises(ValueError, match="a figure 'speed'"):
+        Table("t", "", "", rows, (LOSS,), (Claim("speed", ("a", "b")),), measure)
+
+
+def test_a_simulation_is_shown_beside_what_is_published(tmp_path: Path) -> None:
+    table = Table(
+        "some-table", "A Paper, Table 9", "numbers",
+        (Row("one", "", published={"x": 1.5}), Row("two", "")),
+        (Column("x", "x of it", "{:.2f}"),),
+        (Claim("x", ("one", "two")),),
+        Simulation(lambda row, seed, short: {"x": len(row.label) + seed / 10}, seeds=(0, 1)),
+    )  # fmt: skip
+    samples = table.measure.measure(table.rows, Run(tmp_path, True, 1, tmp_path / "kept"))
+    console = Console(width=120, record=True, file=(tmp_path / "out").open("w"))
+    show.show(table, samples, console)
+    text = console.export_text()
+    assert "some-table: numbers (A Paper, Table 9)" in text
+    assert "3.05 +- 0.07" in text
+    assert "1.50" in text and "within noise here for one and two" in text
+    plain = json.loads(json.dumps(show.as_json(table, samples, short=True)))
+    assert plain["rows"][0]["samples"]["x"] == [3.0, 3.1]
+    assert plain["verdicts"][0]["status"] == NOISE
+    show.plot(table, samples, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_steps_and_bytes_to_a_target_loss() -> None:
+    curve = [(10, 3.0, 100), (20, 2.0, 200), (30, 2.5, 300), (40, 1.0, 400)]
+    assert reach(curve, 2.25) == (17.5, 175.0)
+    assert reach(curve, 3.5) == (10, 100)
+    assert reach(curve, 0.5) is None
+    worse = [(10, 3.0, 1), (20, 1.5, 2)]
+    assert common_target([{"curve": curve}, {"curve": worse}]) == 1.5
+    assert common_target([{"curve": [(1, math.nan, 1)]}, {"curve": worse}]) == 1.5
+    assert perplexity(math.log(20)) == pytest.approx(20)
+    assert perplexity(1e6) == math.inf
+
+
+def test_choices_go_before_those_of_a_study_key_by_key() -> None:
+    axes = merge({"schedule": {"interval": 5, "gamma": 1}}, {"schedule": {"interval": 7}})
+    assert axes == {"schedule": {"interval": 7, "gamma": 1}}
+    axes = merge({"delay": {"type": "eager", "alpha": 1}}, {"delay": {"type": "blocking"}})
+    assert axes == {"delay": {"type": "blocking"}}
+    study = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu")
+    task = Task("diloco+int4", 0, choices={"schedule": {"interval": 2}})
+    assert overrides(study, task)["schedule"] == {"interval": 2}
+    assert overrides(study, task)["compression"] == {"type": "quantized", "wire": "int4"}
+    assert task.key != Task("diloco+int4", 0).key
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    base = tmp_path_factory.mktemp("paper")
+    texts = base / "texts"
+    texts.mkdir()
+    for i in range(40):
+        (texts / f"{i}.txt").write_text(f"text {i}: the quick brown fox {i * i} jumps\n" * 40)
+    build([texts], base / "data")
+    return base / "data"
+
+
+@pytest.mark.ci
+def test_a_table_of_trainings(data: Path, tmp_path: Path) -> None:
+    study = Study("", 2, 16, 4, 2, 16, 2, 16, 2, 3e-3, 2, 8, "cpu")
+    measure = Loss(study, study, (1.0, 1.0), (0, 1), (0, 1), grid=((1.0, 0.0), (1e-3, 0.0)),
+                   target="common")  # fmt: skip
+    rows = (
+        Row("AllReduce", BASELINE),
+        Row("tuned", "diloco"),
+        Row("as the paper has it", "diloco", {"outer_optimizer": {"lr": 0.5, "momentum": 0.5}}),
+        Row("less often", "local_sgd+int8", study={"interval": 8}),
+    )
+    run = Run(data, False, 1, tmp_path / "table.runs.jsonl")
+    assert measure.minutes(rows, run) == 2.0  # one at a time
+    samples = measure.measure(rows, run)
+    assert measure.minutes(rows, run) == 0  # finished runs are kept
+    for label, figures in samples.items():
+        assert len(figures["val_loss"]) == 2, label
+        assert figures["perplexity"] == [perplexity(loss) for loss in figures["val_loss"]]
+    assert samples["AllReduce"]["divergence"] == samples["AllReduce"]["gap_percent"] == [0, 0]
+    assert samples["less often"]["syncs"] == [2, 2]
+    assert all(0 < d < 0.5 for d in samples["tuned"]["divergence"])
+    assert samples["tuned"]["bytes_per_cluster"] > samples["less often"]["bytes_per_cluster"]
+    assert all(0 < s <= 16 for f in samples.values() for s in f["steps_to_target"])
+    kept = (tmp_path / "table.runs.jsonl").read_text().splitlines()
+    assert len(kept) == 2 * 4 + 1  # the grid's better point is the row's first seed, too
+    assert measure.measure(rows, run) == samples
+    # an outer rate of a thousandth learns nothing: it was not chosen
+    tuned = [json.loads(line)["result"] for line in kept if '"lr": 0.001' in line]
+    assert len(tuned) == 1 and tuned[0]["val_loss"] > samples["tuned"]["val_loss"][0]
