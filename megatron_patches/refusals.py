@@ -14,7 +14,8 @@ from typing import Any
 from dsx.comm.cluster_world import backend_of_world
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import load_config
-from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend, refuse_layerwise
+from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
+from dsx.method.schedule.layerwise import require_before
 from megatron_patches import probe
 
 _YAML = "--yaml-cfg"
@@ -25,7 +26,7 @@ def refuse_at_once(given: Sequence[str]) -> None:
 
     ConfigError for one of these, SystemExit of Megatron's parser for one of Megatron's.
     """
-    refuse_layerwise(load_config(block_of_flags(given)).method.schedule.when)
+    require_before(load_config(block_of_flags(given)).method.schedule.when, "Megatron")
     if any(word.partition("=")[0] == _YAML for word in sys.argv):
         return
     arguments = _arguments_of_command_line()

@@ -30,7 +30,6 @@ from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_s
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import Optimizers, TorchAdapter, as_list
 from dsx.method.method import Method
-from dsx.method.schedule.layerwise import require_backwards
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
 
@@ -205,7 +204,10 @@ def attach_megatron(
     _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     is_on_host = resolved.state.device == "host"
-    adapter = MegatronAdapter(chunks, optimizer, resolved.method.fragments, is_on_host)
+    method = resolved.method
+    adapter = MegatronAdapter(
+        chunks, optimizer, method.fragments, is_on_host, method.schedule.backwards
+    )
     all_facts = {**adapter.facts(), **(facts or {})}
     compared = settings_of_configs(chunks, optimizer) if settings is None else settings
     handle = Handle(adapter, world, resolved, all_facts, resume is not None, compared)
@@ -280,12 +282,8 @@ def _attach_deepspeed(
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
     is_on_host = settings.state.device == "host"
-    require_backwards(
-        settings.method.schedule,
-        engine.gradient_accumulation_steps(),
-        "gradient_accumulation_steps",
-    )
-    adapter = DeepSpeedAdapter(engine, settings.method.fragments, is_on_host)
+    method = settings.method
+    adapter = DeepSpeedAdapter(engine, method.fragments, is_on_host, method.schedule.backwards)
     facts = {
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted

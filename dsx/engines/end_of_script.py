@@ -76,8 +76,18 @@ def follow_steps(
         if preemption.engine is end:  # unless somebody knows better
             preemption.end_if_due()
         handle.rollback.go_back_if_due()
+        settle_before_backward(handle)
 
     before_step(begin_step)
+
+
+def settle_before_backward(handle: Handle) -> None:
+    """Take up what a resumed run had under way before anything is launched inside the backward.
+
+    Collective over a stage's ranks, whose backwards need not come to their launches in one order.
+    """
+    if handle.method.schedule.when is not None:
+        handle.loop.settle()
 
 
 def before_forward(model: nn.Module) -> Callable[[Callable[[], None]], object]:

@@ -40,7 +40,22 @@ STREAM = {
     "fragments": {"num_fragments": 2},
     "delay": {"steps": 2, "alpha": 0.3},
 }
-RECIPE = Recipe([], H, True, 2, 0.3, "nesterov", 0.4, 0.9)
+LAYERWISE = {
+    "preset": "dreamddp",
+    "schedule": {
+        "interval": 3, "backwards": MICRO_BATCHES,
+        "backward_seconds": [1.0] * 2, "transfer_seconds": [1.0] * 2,
+    },
+    "fragments": {"num_fragments": 2},
+    "delay": {},
+}  # fmt: skip
+RECIPES = {
+    "streaming_diloco": Recipe([], H, True, 2, 0.3, "nesterov", 0.4, 0.9),
+    "dreamddp": Recipe(
+        [], 3, False, 0, 1.0, "none", 0.0,
+        delay="average", when="before", table=[(1, 0), (1,), (1,)],
+    ),
+}  # fmt: skip
 
 
 class Kind(NamedTuple):
@@ -55,6 +70,7 @@ class Kind(NamedTuple):
     is_tied: bool = False
     optimizer: str = "adam"
     layers_per_stage: int = 2  # one for each of two fragments
+    preset: str = "streaming_diloco"
 
     @property
     def num_layers(self) -> int:
@@ -63,6 +79,7 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         parts = [f"tp{self.tensor}", f"pp{self.pipeline}", f"vpp{self.chunks}", self.precision]
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
+        words[self.preset] = self.preset != "streaming_diloco"
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
 
 
@@ -91,6 +108,11 @@ def dsx_config(**changes: Any) -> dict[str, Any]:
     return {"dsx": {"preset": "streaming_diloco", "clusters": clusters, **STREAM, **changes}}
 
 
+def config_of(kind: Kind, **changes: Any) -> dict[str, Any]:
+    of_preset = LAYERWISE if kind.preset == "dreamddp" else {}
+    return dsx_config(**{**of_preset, **changes})
+
+
 def join() -> Any:
     """Join this process's cluster once, with megatron-core on the CPU."""
     world = current_world()
@@ -108,7 +130,7 @@ def build_engine(
     """Return a model with dsx attached; weights differ between clusters until then."""
     world = join()
     engine = build_inner(kind, world.cluster_id if seed is None else seed)
-    config = dsx_config(**changes)
+    config = config_of(kind, **changes)
     dsx.attach_megatron(engine.chunks, engine.optimizer, config=config, **(attach or {}))
     return engine
 
@@ -399,6 +421,8 @@ class Reference(StageReference):
     stages: int = 1
 
     def due(self, step: int) -> Sequence[int]:
+        if self.recipe.table is not None:
+            return super().due(step)
         shift = self.index * H // (len(self.recipe.fragments) * self.stages)
         return due_streaming(step - shift, H, len(self.recipe.fragments))
 
@@ -420,7 +444,7 @@ def reference(
         for index, fragments in enumerate(fragments_of(kind, list(start))):
             names = [n for fragment in fragments for n in fragment]
             own = [{n: parameters[n] for n in names} for parameters in local]
-            recipe = replace(RECIPE, fragments=fragments)
+            recipe = replace(RECIPES[kind.preset], fragments=fragments)
             stages.append(
                 Reference(recipe, own, Clock(len(fragments)), index=index, stages=kind.pipeline)
             )

@@ -30,6 +30,7 @@ TWO_RANKS = [
     Kind(tensor=2),
     Kind(pipeline=2, chunks=2),
     Kind(pipeline=2, precision="bf16", is_tied=True),
+    Kind(is_sharded=True, overlaps=True, preset="dreamddp"),  # launched in the backward
 ]
 MORE_OF_TWO = [
     Kind(),  # data parallel, masters shared out
@@ -38,11 +39,15 @@ MORE_OF_TWO = [
     Kind(is_sharded=True, overlaps=True),
     Kind(precision="bf16", is_sharded=True),
     Kind(tensor=2, precision="bf16"),
+    Kind(pipeline=2, chunks=2, is_tied=True, preset="dreamddp"),
+    Kind(tensor=2, preset="dreamddp"),
+    Kind(precision="bf16", preset="dreamddp"),
 ]
 FOUR_RANKS = [
     Kind(tensor=2, pipeline=2),
     Kind(pipeline=2, is_sharded=True, is_tied=True),
     Kind(pipeline=2, precision="bf16", is_sharded=True, overlaps=True, is_tied=True),
+    Kind(tensor=2, pipeline=2, is_tied=True, preset="dreamddp"),
 ]
 MORE = [
     Kind(tensor=2, pipeline=2, precision="bf16", is_tied=True),

@@ -152,14 +152,15 @@ def test_what_is_not_served_is_refused_before_clusters_meet(
     assert sys.argv == [script, *DSX, *given]
 
 
-def test_another_backend_and_a_layerwise_schedule_are_refused_there_too(
+def test_another_backend_and_a_step_inside_the_backward_are_refused_there_too(
     tree: dict[str, ModuleType], script: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = "gloo" if backend_of_world() == "nccl" else "nccl"
     told = refused(capsys, [script, *DSX, "--distributed-backend", other])
     assert f"--distributed-backend {other}, but this cluster's" in told
-    told = refused(capsys, [script, "--dsx-preset", "dreamddp", *DSX[2:]])
-    assert "launches a layer inside the backward" in told
+    late = ["--dsx-schedule-when", "after"]
+    told = refused(capsys, [script, "--dsx-preset", "dreamddp", *DSX[2:], *late])
+    assert "dsx.schedule.when='after' takes a layer's optimizer step" in told
 
 
 def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str) -> None:

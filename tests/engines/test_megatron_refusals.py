@@ -89,6 +89,8 @@ def try_types(engine: Any) -> dict[str, str]:
 
 def try_attaching() -> dict[str, str]:
     """Refusals that clusters must agree on, so that none is left waiting."""
+    from megatron.core import num_microbatches_calculator as calculator
+
     import dsx
     from dsx.comm.world import current_world
 
@@ -119,9 +121,20 @@ def try_attaching() -> dict[str, str]:
     del renamed.chunks[0].module.decoder
     messages["unknown place"] = attach(renamed.chunks, renamed.optimizer)
     layerwise = build_inner(Kind(), 0)
-    averaged = {"dsx": {"preset": "dreamddp", "clusters": config["dsx"]["clusters"]}}
+    averaged = {"preset": "dreamddp", "clusters": config["dsx"]["clusters"]}
+    after = {"dsx": {**averaged, "schedule": {"when": "after"}}}
     messages["layerwise"] = message_of(
-        dsx.attach_megatron, layerwise.chunks, layerwise.optimizer, config=averaged
+        dsx.attach_megatron, layerwise.chunks, layerwise.optimizer, config=after
+    )
+    calculator.init_num_microbatches_calculator(0, None, 12, 2, 1)
+    other = {"dsx": {**averaged, "schedule": {"backwards": 2}}}
+    messages["backwards"] = message_of(
+        dsx.attach_megatron, layerwise.chunks, layerwise.optimizer, config=other
+    )
+    calculator.unset_num_microbatches_calculator()
+    layerwise.chunks[0].config.cuda_graph_impl = "local"
+    messages["graphs"] = message_of(
+        dsx.attach_megatron, layerwise.chunks, layerwise.optimizer, config={"dsx": averaged}
     )
     cluster = current_world().cluster_id  # type: ignore[union-attr]
     sharded = build_inner(Kind(is_sharded=cluster == 1), 0)
@@ -190,7 +203,9 @@ def test_attaching_is_refused_in_all_clusters_alike(outcomes: Any) -> None:
         assert messages["frozen"] == "served"
         assert messages["unfrozen"].startswith("parameter module.extra was frozen and in no opt")
         assert messages["twice"].endswith("attach it once")
-        assert "launches a layer inside the backward" in messages["layerwise"]
+        assert messages["layerwise"].startswith("dsx.schedule.when='after' takes a layer's opti")
+        assert "this engine takes 6 backward passes per inner step" in messages["backwards"]
+        assert "does not serve cuda_graph_impl='local' of Megatron with" in messages["graphs"]
         assert messages["differs"].startswith("clusters do not match at megatron.masters[0]")
         assert messages["facts"].startswith("clusters do not match at global_batch_size")
         assert "optimizer.clip_grad: cluster 0 has 1.0, cluster 1 has 2.0;" in messages["clipping"]

@@ -40,16 +40,21 @@ from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
-from dsx.method.schedule.layerwise import require_before
+from dsx.method.schedule.layerwise import require_backwards, require_before
 
 
 class DeepSpeedAdapter(MultiRankAdapter):
     """One rank's masters inside a `DeepSpeedEngine`."""
 
     def __init__(
-        self, engine: Any, fragmenter: Fragmenter, keeps_state_on_host: bool = False
+        self,
+        engine: Any,
+        fragmenter: Fragmenter,
+        keeps_state_on_host: bool = False,
+        backwards: int = 1,
     ) -> None:
         refuse_unsupported(engine)
+        self._backwards = backwards  # as configured; the engine's own number counts
         self._engine = engine
         group = engine.seq_data_parallel_group  # the ranks that share this rank's parameters
         self.ranks = ClusterCollectives(group)
@@ -94,11 +99,14 @@ class DeepSpeedAdapter(MultiRankAdapter):
         return float(stepping_optimizer(self._engine).param_groups[0]["lr"])
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
-        """Call back in the last micro-batch's backward of a step; ValueError for `when="after"`."""
+        """Call back in the last micro-batch's backward of a step.
+
+        ValueError for `when="after"`, and for another number of micro-batches than the engine's.
+        """
         require_before(when, "DeepSpeed")
-        self._follow_backward(
-            [self._engine.module], self._engine.gradient_accumulation_steps, callback
-        )
+        count = self._engine.gradient_accumulation_steps
+        require_backwards(self._backwards, count(), "gradient_accumulation_steps")
+        self._follow_backward([self._engine.module], count, callback)
 
     def trace_compute(self, trace: ComputeRecorder) -> None:
         """Record forward and backward, by micro-batch, the reduction and the optimizer's step."""

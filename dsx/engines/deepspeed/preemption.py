@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dsx.engines.end_of_script import settle_before_backward
 from dsx.training.handle import Handle
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def end_when_told(engine: Any, handle: Handle) -> EndOfEngine:
         @functools.wraps(take)
         def taken(*args: Any, **kwargs: Any) -> Any:
             preemption.begin_step()
+            settle_before_backward(handle)
             result = take(*args, **kwargs)
             preemption.end_if_due()
             handle.rollback.go_back_if_due()

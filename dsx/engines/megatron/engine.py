@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,20 +33,21 @@ from dsx.engines.cluster_collectives import ClusterCollectives, collective_devic
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
 from dsx.engines.megatron.copies import TensorParallelCopies, find_tied_weights
-from dsx.engines.megatron.features import refuse_unsupported
+from dsx.engines.megatron.features import refuse_graphs, refuse_unsupported
 from dsx.engines.megatron.masters import gather, leaves, locate
 from dsx.engines.megatron.parameters import (
     Coordinates,
     Parameter,
+    micro_batches,
     name_parameters,
     stage_shapes,
 )
-from dsx.engines.megatron.refusals import refuse_layerwise
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
+from dsx.method.schedule.layerwise import require_backwards, require_before
 
 
 class MegatronAdapter(MultiRankAdapter):
@@ -57,8 +59,10 @@ class MegatronAdapter(MultiRankAdapter):
         optimizer: Any,
         fragmenter: Fragmenter,
         keeps_state_on_host: bool = False,
+        backwards: int = 1,
     ) -> None:
         refuse_unsupported(chunks, optimizer)
+        self._backwards = backwards  # micro-batches, where Megatron's calculator has no number
         self._chunks = chunks
         self._optimizer = optimizer
         self.places = locate(optimizer)
@@ -71,6 +75,7 @@ class MegatronAdapter(MultiRankAdapter):
         parameters = name_parameters(chunks, trained, self.coordinates)
         shapes = stage_shapes(parameters, self.coordinates)
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
+        self._hold_members(self.assignment, {p.name: p.tensor for p in parameters})
         self.is_sharded = any(place.is_sharded for place in self.places)
         self._written: dict[int, None] = {}  # fragments, since they were gathered last
         masters = self._take_pieces(parameters, shapes)
@@ -132,8 +137,16 @@ class MegatronAdapter(MultiRankAdapter):
         }
 
     def watch_backward(self, callback: Callable[[int], None], when: BackwardTrigger) -> None:
-        """Refuse: Megatron reduces gradients in buckets, after the last micro-batch."""
-        refuse_layerwise(when)
+        """Call back in the last micro-batch's backward of a step.
+
+        ValueError for `when="after"`, for another number of micro-batches than Megatron's, and for
+        captured graphs, which call no hooks.
+        """
+        require_before(when, "Megatron")
+        refuse_graphs(self._chunks)
+        count = partial(micro_batches, self._backwards)
+        require_backwards(self._backwards, count(), "Megatron's number of micro-batches")
+        self._follow_backward(self._chunks, count, callback)
 
     def trace_compute(self, trace: ComputeRecorder) -> None:
         """Record forward and backward, by micro-batch and chunk, and the optimizer's step."""
@@ -157,6 +170,7 @@ class MegatronAdapter(MultiRankAdapter):
                 self._copy()
                 if self.is_sharded and not self._chunks[0].ddp_config.overlap_param_gather:
                     gather(self._chunks)
+            self.end_inner_step()
             return result
 
         self._optimizer.step = step

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core import parallel_state
+from megatron.core import num_microbatches_calculator, parallel_state
 
 from dsx.core.types import ParameterShape
 from dsx.engines.cluster_collectives import gather_objects
@@ -89,6 +89,14 @@ def name_parameters(
     if len({parameter.name for _, parameter in found}) != len(found):
         raise ValueError("two parameters of the model chunks have the same name and layer number")
     return [parameter for _, parameter in sorted(found, key=lambda entry: entry[0])]
+
+
+def micro_batches(otherwise: int) -> int:
+    """Return the micro-batches of a step by Megatron's calculator, if its loop has made one."""
+    try:
+        return int(num_microbatches_calculator.get_num_microbatches())
+    except AttributeError:  # of None, in a script on megatron-core
+        return otherwise
 
 
 def stage_shapes(parameters: Sequence[Parameter], place: Coordinates) -> list[ParameterShape]:

@@ -77,16 +77,6 @@ def refuse_backend(wanted: str | None, made: str) -> None:
         )
 
 
-def refuse_layerwise(when: str | None) -> None:
-    """Raise ValueError for a schedule that launches inside the backward: `when` it does, if so."""
-    if when is not None:
-        raise ValueError(
-            f"dsx.schedule.type='layerwise' (when={when!r}) launches a layer inside the backward, "
-            "where Megatron's gradients are not reduced yet; use schedule.type='streaming' with "
-            "delay.type='average' for layer-wise averaging at step boundaries"
-        )
-
-
 def refuse(found: Mapping[str, str]) -> None:
     """Raise ValueError for the first setting that was found, with what to do."""
     for setting, advice in found.items():

@@ -52,7 +52,7 @@ class Layerwise(Schedule):
     layer's own update inside the backward."""
     backwards: Annotated[int, Ge(1)] = 1
     """The backward passes (micro-batches) of one inner step, of which the last one sends. With
-    DeepSpeed, and in Megatron-LM's loop, it is the engine's own number: leave it out."""
+    DeepSpeed and in Megatron-LM's loop it is the engine's own number: leave it out."""
     backward_seconds: tuple[float, ...] | None = None
     """The seconds of each layer's backward, in model order; null: measured. Give both lists to make
     a run reproducible; in a pipeline, of the layers of a stage, for all stages the same."""
@@ -138,12 +138,12 @@ def require_before(when: BackwardTrigger | None, engine: str) -> None:
         )
 
 
-def require_backwards(schedule: Schedule, count: int, name: str) -> None:
-    """Raise ValueError for a number of backward passes that is not the engine's own, `count`."""
-    if schedule.when is not None and schedule.backwards not in (1, count):
+def require_backwards(given: int, count: int, name: str) -> None:
+    """Raise ValueError for `schedule.backwards` that are not the engine's own number, `count`."""
+    if given not in (1, count):
         raise ValueError(
-            f"dsx.schedule.backwards={schedule.backwards}: this engine takes {count} backward "
-            f"passes per inner step ({name}); leave it out, or give {count}"
+            f"dsx.schedule.backwards={given}: this engine takes {count} backward passes per inner "
+            f"step ({name}); leave it out, or give {count}"
         )
 
 
