@@ -104,6 +104,23 @@ CASES: dict[str, Case] = {
         Recipe([ALL], H, False, 0, 1.0, "nesterov", 0.3, 0.9, delay="eager"),
         8,
     ),
+    "eager_2": Case(
+        "eager_2",
+        {"schedule": {"interval": 3}, "outer_optimizer": {"lr": 0.1}},
+        Recipe([ALL], 3, False, 0, 1.0, "nesterov", 0.1, 0.9, delay="eager", outer_steps=2),
+        10,
+    ),
+    "eager_fp4": Case(
+        "eager_fp4",
+        {
+            "schedule": {"type": "streaming", **EVERY_H},  # as the paper has it
+            "fragments": {"by": "layer", "num_fragments": 3},
+            "compression": {"type": "dense"},  # its codes are in tests/method/test_eager_codes.py
+            "outer_optimizer": {"type": "momentum", "lr": 0.3, "momentum": 0.5},
+        },
+        Recipe(STRIDED, H, True, 0, 1.0, "momentum", 0.3, 0.5, delay="eager"),
+        8,
+    ),
     "dilocox": Case(
         "dilocox",
         {
@@ -155,18 +172,6 @@ VARIANTS: dict[str, Case] = {
         {"schedule": EVERY_H, "delay": {"first_round": "local"}},
         Recipe([ALL], H, False, 0, 1.0, "nesterov", 0.2, 0.9, delay="delayed", first_round="local"),
         5,
-    ),
-    "eager, two outer steps": Case(
-        "eager",
-        {"schedule": {"interval": 3}, "delay": {"outer_steps": 2}, "outer_optimizer": {"lr": 0.1}},
-        Recipe([ALL], 3, False, 0, 1.0, "nesterov", 0.1, 0.9, delay="eager", outer_steps=2),
-        10,
-    ),
-    "eager, heavy ball, streaming": Case(
-        "eager",
-        {**_STREAM, "outer_optimizer": {"type": "momentum", "lr": 0.3, "momentum": 0.5}},
-        Recipe(STRIDED, H, True, 0, 1.0, "momentum", 0.3, 0.5, delay="eager"),
-        8,
     ),
     "eager, sgd": Case(
         "eager",

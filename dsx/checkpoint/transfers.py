@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -237,7 +237,8 @@ def _restore(
 ) -> Transfer:
     """Rebuild what `_describe` returned."""
     if entry["has_arrived"]:
-        buffers.parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
+        parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
+        buffers.parity = replace(parity, is_idle=entry["is_idle"], anchor=entry["anchor"])
     saved: dict[str, Tensor | None] = {
         "mean": buffers.wire,
         "sideband": buffers.sideband.values,

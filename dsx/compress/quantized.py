@@ -26,7 +26,7 @@ from dsx.compress.slices import (
     side_by_side,
 )
 from dsx.compress.wire.base import Kernels, Rounding, Wire
-from dsx.compress.wire.formats import FORMATS
+from dsx.compress.wire.formats import FORMATS, decoding_work
 from dsx.core.buffers import Opening
 from dsx.core.checks import require_bounds, require_choice
 from dsx.core.membership import Seat
@@ -180,7 +180,8 @@ class Quantized(Compressor):
     ) -> list[int]:
         """Return what messages and work space take."""
         runs = fragment.coded_runs
-        work = most_work([*self.coded_work(runs), small_work(fragment, self.small_wire)])
+        small = small_work(fragment, self.small_wire)
+        work = most_work([*self.coded_work(runs, bool(at_launch)), small])
         if at_launch:  # the encoder's, on its own thread
             work += most_work(self.encoder_work(runs))
         work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
@@ -201,20 +202,28 @@ class Quantized(Compressor):
             total = [sum(both) for both in zip(total, sizes, strict=True)]
         return total
 
-    def coded_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
-        """Return what the codecs of runs work in."""
-        return [*self.encoder_work(runs), *(self.down.work(b - a) for a, b in runs)]
+    def coded_work(
+        self, runs: Sequence[tuple[int, int]], only_decodes: bool = False
+    ) -> list[Mapping[str, int]]:
+        """Return what the codecs of runs work in; of what is sent, maybe only to decode it."""
+        own = [
+            decoding_work(self.up, b - a) if only_decodes else self.up.work(b - a) for a, b in runs
+        ]
+        means = [form.work(b - a) for a, b in runs for form in (self.down, *self._stored())]
+        return [*own, *means]
 
     def encoder_work(self, runs: Sequence[tuple[int, int]]) -> list[Mapping[str, int]]:
         """Return what those work in that encode runs, with what residuals are stored by."""
-        formats = [self.up, *residual_formats(self.error_feedback)]
-        return [form.work(b - a) for a, b in runs for form in formats]
+        return [form.work(b - a) for a, b in runs for form in (self.up, *self._stored())]
 
     def mean_bounds(self, numel: int, num_clusters: int) -> list[tuple[int, int]]:
         """Return which elements of a run have a mean that each cluster encodes, with a loss."""
         if self.down.is_exact:
             return [(0, 0)] * num_clusters
         return mean_bounds(numel, self.up, self.down, num_clusters)
+
+    def _stored(self) -> list[Wire]:
+        return residual_formats(self.error_feedback)
 
     def _format(self, name: WireName) -> Wire:
         kind: Any = FORMATS[name]

@@ -10,21 +10,25 @@
 | cocodc | CoCoDC, arXiv:2504.17672 | adaptive transmission, delay compensation |
 | diloco_delayed | Eager Updates, arXiv:2502.12996, Alg. 2 | diloco, applied one round late |
 | eager | Eager Updates, arXiv:2502.12996, Alg. 3 | the same with one's own share at once |
+| eager_2 | Eager Updates, Table 2 | the same, applied two rounds late |
+| eager_fp4 | Eager Updates, Sec. 3.4 | eager, with pseudo-gradients in FP4 (E3M0) |
 | dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
 | co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty, clip |
 | dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
 | cocktail_sgd | CocktailSGD, ICML 2023 | each step, the largest of random values in int4 |
 
-Each is a function of the number of clusters, which only eager's outer rate depends on. Outer
-rates are below 0.8 of what is stable (stability.py). A momentum of 0.9 needs many rounds
+Each is a function of the number of clusters, which only the eager ones' outer rate depends on.
+Outer rates are below 0.8 of what is stable (stability.py). A momentum of 0.9 needs many rounds
 (`rounds * (1 - momentum) >= 10`); for short runs use lr 0.7 and momentum 0.5 for the blocking and
-streaming ones, 0.7 and 0 for eager, 0.4 and 0.5 for the delayed ones. The papers' own values are
-under configs/paper. Only opendiloco, dilocox and cocktail_sgd compress; `compression` goes with
-every preset that sends pseudo-gradients. Eager with `outer_steps` 2 needs lr 0.2 for 2 clusters,
-0.1 for 4. Any axis can be overridden in the "dsx" block.
+streaming ones, 0.7 and 0 for eager (0.5 and 0 two rounds late), 0.4 and 0.5 for the delayed ones.
+The papers' own values are under configs/paper. Only opendiloco, eager_fp4, dilocox and cocktail_sgd
+compress; `compression` goes with every preset that sends pseudo-gradients. Any axis can be
+overridden in the "dsx" block.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
@@ -110,9 +114,31 @@ def diloco_delayed(num_clusters: int) -> Method:
 @register("preset")
 def eager(num_clusters: int) -> Method:
     """Delayed DiLoCo that goes on from the cluster's own share of what is under way."""
-    rates = ((2, 0.4), (4, 0.3), (8, 0.25))
-    lr = next((rate for most, rate in rates if num_clusters <= most), 0.2)
+    lr = _rate_for(num_clusters, ((2, 0.4), (4, 0.3), (8, 0.25)), 0.2)
     return Method(WholeModel(), Periodic(interval=100), Eager(), Nesterov(lr=lr, momentum=0.9))
+
+
+@register("preset")
+def eager_2(num_clusters: int) -> Method:
+    """Eager with two rounds under way, for transfers that take up to two rounds."""
+    lr = _rate_for(num_clusters, ((2, 0.2), (4, 0.1), (8, 0.075)), 0.06)
+    return Method(
+        WholeModel(),
+        Periodic(interval=100),
+        Eager(outer_steps=2),
+        Nesterov(lr=lr, momentum=0.9),
+    )
+
+
+@register("preset")
+def eager_fp4(num_clusters: int) -> Method:
+    """Eager whose pseudo-gradients travel in four bits, a sign and three of exponent."""
+    return replace(eager(num_clusters), compression=Quantized(wire="fp4_e3m0"))
+
+
+def _rate_for(num_clusters: int, rates: tuple[tuple[int, float], ...], least: float) -> float:
+    """Return the first rate that goes with up to so many clusters, or `least`."""
+    return next((rate for most, rate in rates if num_clusters <= most), least)
 
 
 @register("preset")

@@ -131,7 +131,7 @@ def _print_table(
     console.print(table)
     _say(
         console,
-        "tau: steps, or a round. outer memory: per rank, on the accelerator and on its host. least "
+        "tau: steps, or rounds. outer memory: per rank, on the accelerator and on its host. least "
         "Gbit/s: for the target\nat this H. harm: doublings of H, of delay, and of what a codec "
         "loses (dsx/plan/ranking.py)",
     )
@@ -233,8 +233,9 @@ def _meets(row: Candidate, question: Question) -> bool:
 
 
 def _delay(row: Candidate) -> str:
-    if row.method.delay.rounds_under_way:
-        return "round"
+    late = row.method.delay.rounds_under_way
+    if late:
+        return "round" if late == 1 else f"{late} r."
     return str(row.method.delay.steps)
 
 

@@ -127,7 +127,11 @@ class Timeline:
     rounds_late: int = 0
 
     def period_seconds(self, warm_up: int = 4, periods: int = 6) -> float:
-        """Return a period in the long run: the mean of `periods` after `warm_up` others."""
+        """Return a period in the long run: the mean of `periods` after `warm_up` others.
+
+        Never less than what it takes of the link and of a fragment's thread: with two rounds under
+        way it takes more periods than these until a backlog is felt.
+        """
         by_step: dict[int, list[Launch]] = {self.steps: []}
         for launch in self.launches:
             by_step.setdefault(launch.step, []).append(launch)
@@ -137,7 +141,15 @@ class Timeline:
             for step in sorted(by_step):
                 clock.pass_boundary(period * self.steps + step, by_step[step])
             ends.append(clock.now)
-        return (ends[-1] - ends[warm_up]) / periods
+        return max((ends[-1] - ends[warm_up]) / periods, self._busiest_seconds())
+
+    def _busiest_seconds(self) -> float:
+        """Return the seconds of a period for which the link, or some thread, is held."""
+        of_link, of_threads = 0.0, [0.0] * len(self.costs)
+        for launch in self.launches:
+            of_link += self.costs[launch.fragment].link
+            of_threads[launch.fragment] += self.costs[launch.fragment].alone
+        return max(of_link, *of_threads)
 
 
 class _Clock:

@@ -49,6 +49,9 @@ CODECS = (
 )
 
 
+_KNOWN = {codec.compression: codec for codec in (*CODECS, _quantized(0.4, wire="fp4_e3m0"))}
+
+
 def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
     """Return what a preset may send in; factors need the sizes of matrices, `hidden` wide.
 
@@ -63,9 +66,9 @@ def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
     if isinstance(own, Quantized) and not isinstance(own, LowRank) and own.wire in CASTS:
         return [Codec(own.wire, own, CODECS[1].loss, {})]
     if not isinstance(own, LowRank):
-        known = {codec.compression: codec.loss for codec in CODECS}
         name = AXES["compression"].choices.of(own)
-        return [Codec(name, own, known.get(own, _UNKNOWN_LOSS), {})]
+        codec = _KNOWN.get(own, Codec(name, own, _UNKNOWN_LOSS, {}))
+        return [replace(codec, block={})]
     found: list[Codec] = []
     for halvings in range(2, 8) if hidden else ():
         rank = (hidden or 0) >> halvings

@@ -280,7 +280,7 @@ def test_a_look_ahead_by_what_was_not_sent_is_told_of(
         ("streaming_diloco", "cocodc", "schedule of type 'streaming', and this run has 'adaptive'"),
         ("slowmo", "diloco", "outer_optimizer of type 'momentum', and this run has 'nesterov'"),
         ("diloco_delayed", "co2", "outer_optimizer of type 'nesterov', and"),
-        ("eager", "eager, two outer steps", "holds rounds_under_way=1, and this method 2"),
+        ("eager", "eager_2", "holds rounds_under_way=1, and this method 2"),
         ("dilocox", "dilocox, H falls from 4 to 2", None),  # other values, the same kind
     ],
 )

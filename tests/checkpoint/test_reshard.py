@@ -106,7 +106,7 @@ def through_shards(run: Simulated, whole: Path, sharded: Path) -> None:
 
 CASES = [
     ("streaming_diloco", None),
-    ("eager, two outer steps", None),
+    ("eager_2", None),
     ("co2, element, nesterov, clip", None),
     ("co2's penalty on streaming fragments", None),
     ("averaging in fragments, overlapped", None),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsx.compress.base import Dense
 from dsx.compress.quantized import Quantized
 from dsx.compress.random_top_k import RandomTopK
 from dsx.config.schema import ConfigError, load_config, preset, with_launch_arguments
@@ -50,6 +52,8 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "cocodc": (ByLayer, AdaptiveTransmission, DelayCompensation, Nesterov),
         "diloco_delayed": (WholeModel, Periodic, OneStepDelay, Nesterov),
         "eager": (WholeModel, Periodic, Eager, Nesterov),
+        "eager_2": (WholeModel, Periodic, Eager, Nesterov),
+        "eager_fp4": (WholeModel, Periodic, Eager, Nesterov),
         "dilocox": (ByLayer, Periodic, OneStepDelay, Nesterov),
         "co2": (WholeModel, Periodic, OneStepDelay, Momentum),
         "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
@@ -75,6 +79,13 @@ def test_presets_are_the_rows_of_the_table() -> None:
     assert isinstance(rows["dilocox"].control, AdaptiveRank)
     for num_clusters, lr in ((1, 0.4), (2, 0.4), (4, 0.3), (8, 0.25), (32, 0.2)):
         assert PRESETS["eager"](num_clusters).outer_optimizer == Nesterov(lr=lr, momentum=0.9)
+    for num_clusters, lr in ((1, 0.2), (2, 0.2), (4, 0.1), (8, 0.075), (32, 0.06)):
+        late = PRESETS["eager_2"](num_clusters)
+        assert late.outer_optimizer == Nesterov(lr=lr, momentum=0.9)
+        assert late.delay == Eager(outer_steps=2)
+        in_codes = PRESETS["eager_fp4"](num_clusters)
+        assert in_codes.compression == Quantized(wire="fp4_e3m0", error_feedback="none")
+        assert replace(in_codes, compression=Dense()) == PRESETS["eager"](num_clusters)
 
 
 @pytest.mark.parametrize("num_clusters", [2, 4, 8, 32])

@@ -75,6 +75,8 @@ ROWS = {
     ),
     "diloco_delayed": Row("diloco_delayed", {"schedule": EVERY_H}),
     "eager": Row("eager", {"schedule": EVERY_H}),
+    "eager_2": Row("eager_2", {"schedule": EVERY_H}),
+    "eager_fp4": Row("eager_fp4", {"schedule": EVERY_H}),
     "dilocox": Row("dilocox", DILOCOX, (12, 13, 14, 15), 24),  # the rank moves at steps 12 and 20
     "co2": Row("co2", {"schedule": EVERY_H}),
     "dreamddp": Row(
@@ -85,9 +87,6 @@ ROWS = {
         },
     ),
     "averaging in fragments, overlapped": Row("dreamddp", {**STREAM, "delay": {"steps": 2}}),
-    "eager, two outer steps": Row(
-        "eager", {"schedule": EVERY_H, "delay": {"outer_steps": 2}, "outer_optimizer": {"lr": 0.2}}
-    ),
     "delayed, first round local": Row(
         "diloco_delayed", {"schedule": EVERY_H, "delay": {"first_round": "local"}}, (5, 6, 7, 8), 16
     ),

@@ -66,6 +66,8 @@ PAIRS = (  # after a pipeline DeepSpeed makes no ordinary engine in the same pro
     ("cocodc", "zero2"),
     ("diloco_delayed", "zero0"),
     ("eager", "zero3"),
+    ("eager_2", "zero1"),
+    ("eager_fp4", "zero3, bf16"),
     ("eager, int4, feedback", "zero2"),
     ("dreamddp", "zero1, bf16"),
     ("averaging in fragments, overlapped", "zero2"),

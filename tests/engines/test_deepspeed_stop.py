@@ -32,7 +32,7 @@ class Stop(NamedTuple):
 
 STOPS = [
     Stop("zero1", "diloco", {3: 6}, 7, 3),
-    Stop("zero1", "eager, two outer steps", {3: 8}, 19, 5),
+    Stop("zero1", "eager_2", {3: 8}, 19, 5),
     Stop("zero1", "cocodc", {0: 11, 3: 11, 1: 12}, None, 3),
     Stop("pipeline, zero1", "streaming_diloco", {1: 6}, 8, 3),
 ]

@@ -50,30 +50,47 @@ def test_one_cluster_alone_is_diloco_to_the_bit(codec: str) -> None:
     assert any(not torch.equal(ours[name], exact[name]) for name in exact)
 
 
+def scaled(x: Tensor, most: float) -> tuple[Tensor, Tensor]:
+    """Groups of 64 values, and their scales: the largest over `most`, rounded up to bf16."""
+    groups = x.reshape(-1, 64)
+    largest = groups.abs().amax(dim=1, keepdim=True)
+    scale = (largest / most).bfloat16().float()
+    above = torch.nextafter(scale.bfloat16(), torch.tensor(torch.inf).bfloat16()).float()
+    scale = torch.where(scale * most < largest, above, scale)
+    return groups / scale, scale
+
+
 def int4(x: Tensor) -> Tensor:
-    """Groups of 64 values with one scale, the largest over 7, rounded up to bf16; vectors as is."""
+    """Whole numbers up to 7; vectors as they are."""
     if x.dim() < 2:
         return x
-    groups = x.reshape(-1, 64)
-    scale = (groups.abs().amax(dim=1, keepdim=True) / 7).bfloat16().float()
-    largest = groups.abs().amax(dim=1, keepdim=True)
-    above = torch.nextafter(scale.bfloat16(), torch.tensor(torch.inf).bfloat16()).float()
-    scale = torch.where(scale * 7 < largest, above, scale)
-    return ((groups / scale + 0.5).floor() * scale).reshape(x.shape)
+    codes, scale = scaled(x, 7.0)
+    return ((codes + 0.5).floor() * scale).reshape(x.shape)
+
+
+def fp4_e3m0(x: Tensor) -> Tensor:
+    """The nearest of 0 and the powers of two up to 64; vectors as they are."""
+    if x.dim() < 2:
+        return x
+    codes, scale = scaled(x, 64.0)
+    grid = torch.tensor([0.0, *(2.0**power for power in range(7))])
+    nearest = (codes.abs()[..., None] - grid).abs().argmin(dim=-1)
+    return (codes.sign() * grid[nearest] * scale).reshape(x.shape)
 
 
 @pytest.mark.parametrize("num_clusters", [2, 3, 4])
-@pytest.mark.parametrize("outer_steps", [1, 2])
-def test_codes_are_the_papers_contributions(outer_steps: int, num_clusters: int) -> None:
+@pytest.mark.parametrize(("name", "outer_steps"), [("eager", 1), ("eager_2", 2), ("eager_fp4", 1)])
+def test_codes_are_the_papers_contributions(name: str, outer_steps: int, num_clusters: int) -> None:
     """Alg. 3 with D_k^m as decoded, each cluster with an anchor of its own, in plain torch."""
+    as_preset = name == "eager_fp4"
+    codes = {"small_wire": "fp32"} if as_preset else FEEDBACK
     run = trained(
-        "eager", num_clusters,
-        compression=FEEDBACK | {"mean_wire": "fp32"},
-        delay={"outer_steps": outer_steps}, outer_optimizer={"lr": 0.2, "momentum": 0.8},
+        name, num_clusters, compression=codes | {"mean_wire": "fp32"},
+        outer_optimizer={"lr": 0.2, "momentum": 0.8},
     )  # fmt: skip
     recipe = Recipe(
-        [ALL], 3, False, 0, 1.0, "nesterov", 0.2, 0.8,
-        delay="eager", outer_steps=outer_steps, code=int4, feedback=True,
+        [ALL], 3, False, 0, 1.0, "nesterov", 0.2, 0.8, delay="eager", outer_steps=outer_steps,
+        code=fp4_e3m0 if as_preset else int4, feedback=not as_preset,
     )  # fmt: skip
     expected, _ = train_reference(WideNet(), adamw, loss, recipe, num_clusters, 12)
     for ours, theirs in zip(run.parameters(), expected, strict=True):

@@ -18,6 +18,7 @@ from tests.reference_schedules import Adaptive
 from tests.simulated import Simulated
 
 BY_LAYER = ("streaming_diloco", "cocodc", "dilocox")
+OTHERWISE = ("dreamddp", "eager_fp4")  # see the last test; codes are no part of these
 
 
 class Uneven(nn.Module):
@@ -50,7 +51,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 @st.composite
 def drawn_methods(draw: st.DrawFn) -> tuple[str, dict[str, Any], Recipe, list[int], int]:
     """A preset's overrides, the same as a recipe, the layers' widths, and C."""
-    name = draw(st.sampled_from([n for n in PRESETS if n != "dreamddp"]))  # see the last test
+    name = draw(st.sampled_from([n for n in PRESETS if n not in OTHERWISE]))
     num_layers = draw(st.integers(2, 4))
     widths = draw(st.lists(st.integers(1, 5), min_size=num_layers + 1, max_size=num_layers + 1))
     layers = [[f"layers.{i}.weight", f"layers.{i}.bias"] for i in range(num_layers)]
@@ -81,6 +82,9 @@ def drawn_methods(draw: st.DrawFn) -> tuple[str, dict[str, Any], Recipe, list[in
             everything, interval, False, 0, 1.0, "nesterov", **common, delay="delayed"
         ),
         "eager": Recipe(everything, interval, False, 0, 1.0, "nesterov", **common, delay="eager"),
+        "eager_2": Recipe(
+            everything, interval, False, 0, 1.0, "nesterov", **common, delay="eager", outer_steps=2
+        ),
         "dilocox": Recipe(runs, interval, False, 0, 1.0, "nesterov", **common, delay="delayed"),
         "co2": Recipe(
             everything, interval, False, 0, 1.0, "momentum", **common,

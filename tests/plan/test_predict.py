@@ -17,7 +17,7 @@ from dsx.plan.predict import at_interval, data_parallel, fitting_interval, predi
 from dsx.plan.published.closed_forms import data_parallel_step_seconds
 from dsx.plan.published.dag import elapsed_seconds
 from dsx.plan.published.scenario import Compute, Scenario, Sync, Wire
-from dsx.plan.timeline import Cost, SharedLink
+from dsx.plan.timeline import Cost, Launch, SharedLink, Timeline
 from dsx.plan.traffic import of_sizes
 
 FREE = Costs(formats={}, copy_bytes_per_second=1e30)
@@ -249,3 +249,11 @@ def test_nonsense_is_refused() -> None:
         Link(0)
     with pytest.raises(ValueError, match="step_seconds=0 must be"):
         predict(BLOCKING, of_sizes(SIZES), 0.0, Link(1e9), 2)
+
+
+@pytest.mark.parametrize("seconds", [9.0, 10.3])
+def test_two_rounds_late_a_backlog_is_felt_in_the_long_run(seconds: float) -> None:
+    """3 % too slow a line takes 34 periods to use up the round that it may be late by."""
+    late = Timeline(10, 1.0, [Launch(10, 0)], [Cost(0.1, seconds - 0.3, 0.2)], rounds_late=2)
+    assert late.period_seconds() == pytest.approx(max(10.0, seconds), rel=1e-6)
+    assert late.period_seconds(100, 50) == pytest.approx(max(10.0, seconds), rel=1e-6)

@@ -40,6 +40,8 @@ _OUTER_RATES = {  # for tens of rounds; the presets' own momentum needs hundreds
     "streaming_diloco": {"lr": 0.7, "momentum": 0.5},
     "cocodc": {"lr": 0.7, "momentum": 0.5},
     "eager": {"lr": 0.7, "momentum": 0.0},
+    "eager_2": {"lr": 0.5, "momentum": 0.0},
+    "eager_fp4": {"lr": 0.7, "momentum": 0.0},
     "diloco_delayed": {"lr": 0.4, "momentum": 0.5},
     "dilocox": {"lr": 0.4, "momentum": 0.5},
     "co2": {"lr": 0.4, "momentum": 0.2},

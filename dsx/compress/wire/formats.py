@@ -149,6 +149,13 @@ class GroupFormat:
         """Bytes of a message of `numel` elements: codes, and 2 for each scale."""
         return self.code_bytes(numel) + 2 * self.num_groups(numel)
 
+    @property
+    def decoding_roles(self) -> set[str]:
+        """What of `work` decoding takes."""
+        roles = {"codes", "scales", "scale", "digits"}
+        roles |= {"packed", "value"} if self.is_ternary else set()
+        return roles | ({"bits", "sign", "exponent"} if self.mantissa_bits is not None else set())
+
     def work(self, numel: int) -> dict[str, int]:
         """Return what the kernels work in for `numel` elements at a time, by role."""
         groups, each = self.num_groups(numel), 4 * numel
@@ -303,3 +310,10 @@ class Ternary(_Grouped):
 FORMATS: dict[str, type[Wire]] = {
     kind.name: kind for kind in (FP32, BF16, FP16, Int8, Int4, FP8, FP4E2M1, FP4E3M0, Ternary)
 }
+
+
+def decoding_work(wire: Wire, numel: int) -> Mapping[str, int]:
+    """Return what of `wire.work` a codec takes that only decodes."""
+    work = wire.work(numel)
+    roles = wire.form.decoding_roles if isinstance(wire, _Grouped) else work.keys()
+    return {role: size for role, size in work.items() if role in roles}
