@@ -3,8 +3,9 @@
 Root-mean-square norms (arXiv:1910.07467), rotary positions (arXiv:2104.09864), SwiGLU
 (arXiv:2002.05202), pre-norm residual blocks, no biases, embedding and head not tied.
 
-Invariants: a token's logits depend only on itself and the tokens before it; the same config and
-seed give the same weights on every rank; norms, rotary angles and the loss are computed in fp32,
+Invariants: a token's logits depend only on itself and the tokens before it, unless `is_causal` is
+off, which makes it an encoder for masked language modelling (masking.py); the same config and seed
+give the same weights on every rank; norms, rotary angles and the loss are computed in fp32,
 whatever the dtype of the weights.
 """
 
@@ -28,6 +29,7 @@ class GPTConfig:
     vocab_size: int = 257
     rotary_base: float = 10000.0
     norm_epsilon: float = 1e-5
+    is_causal: bool = True
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size"):
@@ -81,24 +83,25 @@ def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions."""
+    """Multi-head self-attention with rotary positions, to the past or to all positions."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         size = config.hidden_size
         self.num_heads = config.num_heads
+        self.is_causal = config.is_causal
         self.query = nn.Linear(size, size, bias=False)
         self.key = nn.Linear(size, size, bias=False)
         self.value = nn.Linear(size, size, bias=False)
         self.output = nn.Linear(size, size, bias=False)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-        """Attend from each position of `x` `[batch, length, hidden]` to itself and the past."""
+        """Attend from each position of `x` `[batch, length, hidden]` to those it may see."""
         heads = (self.num_heads, -1)
         query = rotate(self.query(x).unflatten(-1, heads).transpose(1, 2), cosine, sine)
         key = rotate(self.key(x).unflatten(-1, heads).transpose(1, 2), cosine, sine)
         value = self.value(x).unflatten(-1, heads).transpose(1, 2)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
 
@@ -133,7 +136,7 @@ class Layer(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder-only language model over `config.vocab_size` tokens."""
+    """A language model over `config.vocab_size` tokens: decoder-only, or an encoder."""
 
     def __init__(self, config: GPTConfig, seed: int = 0) -> None:
         super().__init__()
@@ -162,7 +165,8 @@ class GPT(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Return logits `[batch, length, vocab]`, or given targets the mean cross entropy in nats.
 
-        `tokens` and `targets` are int64 `[batch, length]`; a target is the token one further on.
+        `tokens` and `targets` are int64 `[batch, length]`; a target is the token one further on, or
+        whatever else is to be predicted there, -100 for nothing.
         """
         cosine, sine = rotary_angles(self.config, tokens.shape[1], tokens.device)
         x = self.embedding(tokens)
