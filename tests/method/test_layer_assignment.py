@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection, Sequence
 from itertools import combinations_with_replacement
 from math import comb, inf, nan
 
@@ -10,16 +11,28 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dsx.bench.paper.layer_search import (
+    assign_by_search,
+    assign_by_trying,
+    equal_numbers,
+    exposed_seconds,
+    iteration_seconds,
+)
 from dsx.method.schedule.layer_assignment import (
     assign_layers,
     fill_bubbles,
     layer_table,
 )
-from tests.method.layer_search import assign_layers_by_search, iteration_seconds, total_seconds
 
 Case = tuple[list[float], list[float], int]
 MAX_SPLITS = 2000
 BY_HAND = ([1.0, 1.0, 1.0, 1.0], [1.0, 2.0, 2.0, 2.0])  # backward ends: 4, 3, 2, 1
+
+
+def total_seconds(
+    backward: list[float], transfer: list[float], table: Sequence[Collection[int]]
+) -> float:
+    return sum(iteration_seconds(backward, transfer, layers) for layers in table)
 
 
 def simulate(backward: list[float], transfer: list[float], layers: tuple[int, ...]) -> float:
@@ -72,14 +85,23 @@ def test_least_total_and_the_documented_choice_among_ties(case: Case) -> None:
     least, split = brute_force(*case)
     assert assign_layers(*case) == split
     assert total_seconds(*case[:2], split) == least
-    assert total_seconds(*case[:2], assign_layers_by_search(*case)) == least
+    assert total_seconds(*case[:2], assign_by_search(*case)) == least
+
+
+@settings(max_examples=25)
+@given(INTEGERS)
+def test_trying_all_finds_the_least_that_is_exposed(case: Case) -> None:
+    tried = assign_by_trying(*case)
+    exposed = exposed_seconds(*case[:2], tried)
+    least, _ = brute_force(*case)
+    assert exposed + case[2] * sum(case[0]) == total_seconds(*case[:2], tried) == least
 
 
 @settings(max_examples=150)
 @given(FLOATS)
 def test_least_total_with_rounding(case: Case) -> None:
     least, _ = brute_force(*case)
-    for solve in (assign_layers, assign_layers_by_search):
+    for solve in (assign_layers, assign_by_search):
         assert total_seconds(*case[:2], solve(*case)) == pytest.approx(least, rel=1e-12)
 
 
@@ -94,7 +116,7 @@ def test_search_equals_dynamic_program_beyond_the_reach_of_brute_force(seed: int
     num_layers, interval = rng.randint(13, 40), rng.randint(1, 20)
     case = random_case(rng, num_layers, interval, ratio=rng.choice([0.5, 2.0, 8.0, 30.0]))
     seconds = [
-        total_seconds(*case[:2], solve(*case)) for solve in (assign_layers, assign_layers_by_search)
+        total_seconds(*case[:2], solve(*case)) for solve in (assign_layers, assign_by_search)
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-12)
 
@@ -103,7 +125,7 @@ def test_search_equals_dynamic_program_beyond_the_reach_of_brute_force(seed: int
 @given(FLOATS)
 def test_every_layer_once_in_backward_order(case: Case) -> None:
     everything = list(reversed(range(len(case[0]))))
-    for solve in (assign_layers, assign_layers_by_search):
+    for solve in (assign_layers, assign_by_search):
         table = solve(*case)
         assert len(table) == case[2]
         assert [layer for layers in table for layer in layers] == everything
@@ -116,7 +138,7 @@ def test_a_hundred_layers_over_125_iterations(ratio: float) -> None:
     assert len(assignment) == 125
     assert [layer for layers in assignment for layer in layers] == list(reversed(range(100)))
     found = total_seconds(backward, transfer, assignment)
-    searched = assign_layers_by_search(backward, transfer, interval)
+    searched = assign_by_search(backward, transfer, interval)
     assert found == pytest.approx(total_seconds(backward, transfer, searched), rel=1e-12)
     table = layer_table(backward, transfer, interval)
     assert total_seconds(backward, transfer, table) == pytest.approx(found, rel=1e-12)
@@ -136,9 +158,19 @@ def test_two_iterations_by_hand() -> None:
 def test_three_iterations_by_hand() -> None:
     # 3 is hidden (1..3), 2 is hidden (2..4), and 1, 0 expose 2 s (3..5, 5..6).
     assert assign_layers(*BY_HAND, interval=3) == ((3,), (2,), (1, 0))
-    assert assign_layers_by_search(*BY_HAND, interval=3) == ((3,), (2,), (1, 0))
+    assert assign_by_search(*BY_HAND, interval=3) == ((3,), (2,), (1, 0))
     assert total_seconds(*BY_HAND, [(3,), (2,), (1, 0)]) == 4 + 4 + 6
     assert layer_table(*BY_HAND, interval=3) == ((3,), (2,), (3, 1, 0))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "interval", "sizes"),
+    [(20, 5, [4] * 5), (7, 3, [3, 2, 2]), (2, 4, [1, 0, 1, 0]), (5, 1, [5])],
+)
+def test_equal_numbers_of_layers(num_layers: int, interval: int, sizes: list[int]) -> None:
+    table = equal_numbers(num_layers, interval)
+    assert sorted(map(len, table)) == sorted(sizes) and max(sizes) - min(sizes) <= 1
+    assert [layer for layers in table for layer in layers] == [*reversed(range(num_layers))]
 
 
 def test_one_iteration_sends_all_and_spare_iterations_repeat_what_is_hidden() -> None:
@@ -201,15 +233,12 @@ def test_filling_makes_no_iteration_longer_and_drops_no_layer(case: Case) -> Non
     ],
 )
 def test_errors(backward: list[float], transfer: list[float], interval: int, message: str) -> None:
-    for solve in (assign_layers, assign_layers_by_search, layer_table):
+    for solve in (assign_layers, layer_table):
         with pytest.raises(ValueError, match=message):
             solve(backward, transfer, interval)
 
 
 @pytest.mark.parametrize("layers", [(-1,), (4,), (2, 2)])
 def test_layers_outside_the_profile_are_errors(layers: tuple[int, ...]) -> None:
-    for use in (fill_bubbles, total_seconds):
-        with pytest.raises(ValueError, match=r"distinct and within 0\.\.3"):
-            use(*BY_HAND, [layers])
-    with pytest.raises(ValueError, match="use a table made from a profile"):
-        iteration_seconds(*BY_HAND, layers)
+    with pytest.raises(ValueError, match=r"distinct and within 0\.\.3; use a table made from a"):
+        fill_bubbles(*BY_HAND, [layers])
