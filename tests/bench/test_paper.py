@@ -42,7 +42,9 @@ def test_what_is_reversed_is_named() -> None:
     assert found.status == DIFFERS
     assert "does not hold here: c is before b; of 3 pairs 2 hold." in found.sentence
     faster = Claim("val_loss", ("a", "b"), lower_is_better=False)
-    assert judge(faster, losses(a=[1.0, 1.1], b=[2.0, 2.1]), "speed").status == DIFFERS
+    found = judge(faster, losses(a=[1.0, 1.1], b=[2.0, 2.1]), "speed")
+    assert found.status == DIFFERS
+    assert "order by speed, a > b, does not hold here: b is before a" in found.sentence
 
 
 def test_seeds_that_disagree_are_noise_and_the_same_seed_tells_apart() -> None:
@@ -58,7 +60,7 @@ def test_no_order_within_a_group_and_one_sample_has_no_noise() -> None:
     claim = Claim("val_loss", ("a", ("b", "c")))
     found = judge(claim, losses(a=[1.0], b=[3.0], c=[2.0]), "loss")
     assert found.status == HOLDS
-    assert "a < b = c, holds here (one sample each, so no noise is known)" in found.sentence
+    assert "a < b = c, holds here (one sample each: no spread is known)" in found.sentence
 
 
 def test_what_has_diverged_is_last() -> None:
@@ -86,7 +88,12 @@ def test_names_are_listed_completed_and_refused_with_the_near_ones() -> None:
     listed = CliRunner().invoke(app, ["bench", "paper"], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
     assert all(name in listed.output for name in TABLES)
-    assert complete("dilocox-t") == ["dilocox-table1"]
+    assert complete("dilocox-f") == [
+        "dilocox-fig3",
+        "dilocox-fig3b",
+        "dilocox-fig4",
+        "dilocox-fig4-line",
+    ]
     refused = CliRunner().invoke(app, ["bench", "paper", "dilocox-table2"])
     assert refused.exit_code == 2
     assert "there is no table 'dilocox-table2'; near it: dilocox-table1" in refused.output
@@ -151,6 +158,18 @@ def test_choices_go_before_those_of_a_study_key_by_key() -> None:
     assert overrides(study, task)["schedule"] == {"interval": 2}
     assert overrides(study, task)["compression"] == {"type": "quantized", "wire": "int4"}
     assert task.key != Task("diloco+int4", 0).key
+
+
+@pytest.mark.ci
+def test_throughputs_of_dilocox_at_the_papers_scale(tmp_path: Path) -> None:
+    out = tmp_path / "fig4.json"
+    command = ["bench", "paper", "dilocox-fig4", "--short", "--json", str(out)]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    found = json.loads(out.read_text())
+    assert [verdict["status"] for verdict in found["verdicts"]] == [HOLDS, HOLDS]
+    for row in found["rows"]:
+        for figure, published in row["published"].items():
+            assert row["samples"][figure] == [pytest.approx(published, rel=0.35)], row["label"]
 
 
 @pytest.fixture(scope="module")

@@ -51,8 +51,10 @@ def read_kept(kept: Path) -> dict[str, Result]:
     """Return what is kept, without a line that an interruption has cut short."""
     if not kept.exists():
         return {}
-    lines = [line for line in kept.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    kept.write_text("".join(lines))
+    text = kept.read_text()
+    lines = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    if not text.endswith("\n"):
+        kept.write_text("".join(lines))
     entries = [e for e in map(json.loads, lines) if e.get("format") == FORMAT]
     return {json.dumps([e["study"], e["key"]], sort_keys=True): e["result"] for e in entries}
 

@@ -55,8 +55,8 @@ def paper(
 
     Rows have the paper's labels; a sentence computed from the measurement says whether the paper's
     order of methods holds here. Without a NAME the tables are listed. Finished trainings are kept
-    beside the JSON file and not run again. Tables on throttled lines exit with 77 where namespaces
-    or `tc` are not to be had.
+    beside the JSON file, in runs.jsonl, for all tables, and not run again. Tables on throttled
+    lines exit with 77 where namespaces or `tc` are not to be had.
     """
     from rich.console import Console
 
@@ -69,7 +69,7 @@ def paper(
         out.parent.mkdir(parents=True, exist_ok=True)
     require_place("--json", out)
     require_place("--plot", plot)
-    run = Run(data, short, jobs or os.cpu_count() or 1, out.with_suffix(".runs.jsonl"))
+    run = Run(data, short, jobs or os.cpu_count() or 1, out.with_name("runs.jsonl"))
     minutes = table.measure.minutes(table.rows, run)
     typer.echo(f"{name}: {table.title}; about {minutes:.2g} minutes", err=True)
     show_measured(table, _measure(table, run), run, out, plot)

@@ -50,8 +50,9 @@ class Claim:
         return tuple((place,) if isinstance(place, str) else place for place in self.order)
 
     def __str__(self) -> str:
-        """Return the order with < for better."""
-        return " < ".join(" = ".join(group) for group in self.groups)
+        """Return the order with < or > between places, as the figures have it."""
+        sign = " < " if self.lower_is_better else " > "
+        return sign.join(" = ".join(group) for group in self.groups)
 
 
 @dataclass(frozen=True)

@@ -45,13 +45,13 @@ def judge(claim: Claim, samples: Samples, heading: str) -> Verdict:
     }
     reversed_pairs = [pair for pair, sign in signs.items() if sign < 0]
     unclear = [pair for pair, sign in signs.items() if sign == 0]
-    order = f"The paper's order by {heading}, {claim},"
+    order = f"The paper's order by {' '.join(heading.split())}, {claim},"
     if reversed_pairs:
         named = ", ".join(f"{worse} is before {better}" for better, worse in reversed_pairs)
         rest = f"; of {len(pairs)} pairs {len(pairs) - len(reversed_pairs) - len(unclear)} hold"
         return Verdict(claim, DIFFERS, f"{order} does not hold here: {named}{rest}.")
     count = len(samples[pairs[0][0]][claim.figure])
-    known = f"{count} samples each" if count > 1 else "one sample each, so no noise is known"
+    known = f"{count} samples each" if count > 1 else "one sample each: no spread is known"
     if unclear:
         named = ", ".join(f"{better} and {worse}" for better, worse in unclear)
         rest = f"; of {len(pairs)} pairs {len(pairs) - len(unclear)} hold ({known})"
