@@ -10,6 +10,9 @@ are there, `save_outer_state` and `load_outer_state` beside the checkpoint, and 
 handle. The run directory receives what the quickstart's does, and the model under the names that
 megatron-core gives its parameters.
 
+`--scaled-down FILE` takes a file of flags, such as those in configs/paper, and trains its method on
+a model that is small enough for a CPU (dsx/examples/scaled_down.py).
+
 Without a GPU, megatron-core runs on the CPU through megatron_on_cpu.py, which is a demonstration.
 """
 
@@ -33,9 +36,11 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 import dsx
+from dsx.config.files import read_json
 from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
 from dsx.examples.arguments import positive
+from dsx.examples.scaled_down import scale_down_flags
 from dsx.examples.training_run import (
     Counters,
     Meter,
@@ -68,7 +73,10 @@ def parse_arguments() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--dsx-config", type=Path, required=True, help='JSON with the "dsx" block')
+    add("--dsx-config", type=Path, help='JSON with the "dsx" block')
+    add(
+        "--scaled-down", type=Path, metavar="FILE", help="in its place: published flags, made small"
+    )
     add("--data-path", type=Path, default=Path("data/stdlib"), help="built by `dsx data build`")
     add("--run-dir", type=Path, help="where results go; none: dsx.metrics.dir of the config")
     add("--tensor-model-parallel-size", type=positive, default=1)
@@ -105,6 +113,14 @@ def parse_arguments() -> argparse.Namespace:
     add("--log-interval", type=positive, default=10)
     dsx.add_launch_arguments(parser)
     arguments = parser.parse_args()
+    if bool(arguments.dsx_config) == bool(arguments.scaled_down):
+        parser.error("give one of --dsx-config FILE and --scaled-down FILE")
+    scaled = None
+    if arguments.scaled_down:
+        scaled, flags = scale_down_flags(arguments.scaled_down)
+        parser.set_defaults(**flags)
+        arguments = parser.parse_args()  # what the command line says goes before the file
+    arguments.scaled = scaled
     complete(arguments)
     return arguments
 
@@ -144,8 +160,9 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(
             f"--data-path {arguments.data_path} is no dataset; build one with: {build}"
         )
-    dsx.load_config(arguments.dsx_config)  # its errors name the key and the fix
-    config = json.loads(arguments.dsx_config.read_text())
+    source = arguments.scaled.document if arguments.scaled else arguments.dsx_config
+    dsx.load_config(source)  # its errors name the key and the fix
+    config = json.loads(json.dumps(read_json(source)))
     metrics = config["dsx"].setdefault("metrics", {})
     arguments.run_dir = arguments.run_dir or Path(metrics.get("dir") or "runs/pretrain_gpt")
     metrics["dir"] = str(arguments.run_dir)
@@ -206,6 +223,8 @@ def set_up(arguments: argparse.Namespace) -> Run:
     rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")
     reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
     console = Console(highlight=False, soft_wrap=True) if reports else None
+    if console and arguments.scaled:
+        console.print(str(arguments.scaled))
     return Run(
         arguments, dataset, validation, world, engine, handle, batches, data_rank, num_data_ranks,
         console,

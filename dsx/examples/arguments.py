@@ -19,6 +19,11 @@ def pretraining_arguments() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--local_rank", type=int, default=-1, help="set by the launcher")
     add("--data", type=Path, default=Path("data/stdlib"), help="built by `dsx data build`")
+    add(
+        "--scaled-down", type=Path, metavar="FILE",
+        help="a JSON as --deepspeed_config takes, such as those in configs/paper, its method kept "
+        "and all else made small enough for a CPU",
+    )  # fmt: skip
     add("--run-dir", type=Path, help="where results go; none: dsx.metrics.dir of the config")
     add("--steps", type=positive, default=160, help="inner steps, also of the LR schedule")
     add("--pipeline-stages", type=positive, default=1, help="inside a cluster; 1: no pipeline")

@@ -4,10 +4,12 @@
     deepspeed --num_gpus 4 scripts/pretrain_gpt_deepspeed.py \
         --deepspeed_config configs/quickstart.json
 
-With `--pipeline-stages N` each cluster is a pipeline of N stages (gpt_pipeline.py). What dsx adds
-to a DeepSpeed script: `dsx.init_distributed`, `dsx.initialize`, and the verbs of `engine.dsx`. The
-run directory receives metrics.jsonl (one more file per further cluster), plot.png, summary.json,
-checkpoints/, and the average of the clusters as model.safetensors.
+With `--pipeline-stages N` each cluster is a pipeline of N stages (gpt_pipeline.py). Sizes may
+stand in the JSON, too, as "pretrain_gpt"; those of configs/paper do, which `--scaled-down FILE`
+trains in a small form (scaled_down.py). What dsx adds to a DeepSpeed script:
+`dsx.init_distributed`, `dsx.initialize`, and the verbs of `engine.dsx`. The run directory receives
+metrics.jsonl (one more file per further cluster), plot.png, summary.json, checkpoints/, and the
+average of the clusters as model.safetensors.
 
 What is counted, and in which units, is said in training_run.py.
 """
@@ -33,11 +35,13 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 import dsx
+from dsx.config.files import read_json
 from dsx.core.units import format_bytes
 from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
 from dsx.examples.arguments import pretraining_arguments, require_heads
 from dsx.examples.gpt import GPT, GPTConfig
 from dsx.examples.gpt_pipeline import as_pipeline, gather_weights, with_targets
+from dsx.examples.scaled_down import read_sizes, scale_down_json
 from dsx.examples.torch_schedules import take_torch_schedule
 from dsx.examples.training_run import (
     Counters,
@@ -85,8 +89,16 @@ def parse_arguments() -> argparse.Namespace:
     parser = pretraining_arguments()
     dsx.add_config_arguments(parser)
     arguments = parser.parse_args()
-    if not arguments.deepspeed_config:
+    file, small = arguments.deepspeed_config, arguments.scaled_down
+    if not file and not small:
         parser.error("--deepspeed_config FILE is required; try configs/quickstart.json")
+    if file and small:
+        parser.error("--scaled-down FILE takes the place of --deepspeed_config; give one of them")
+    scaled = scale_down_json(small) if small else None
+    document = read_json(file) if scaled is None else scaled.document
+    parser.set_defaults(**(read_sizes(document, file) if scaled is None else scaled.sizes))
+    arguments = parser.parse_args()  # what the command line says goes before the file
+    arguments.document, arguments.scaled = document, scaled
     return arguments
 
 
@@ -97,8 +109,8 @@ def read_config(arguments: argparse.Namespace) -> dict[str, Any]:
     if not (arguments.data / "dataset.json").is_file():
         build = f"dsx data build --from stdlib --out {arguments.data}"
         raise ValueError(f"--data {arguments.data} is not a dataset; build one with: {build}")
-    dsx.load_config(arguments.deepspeed_config)  # its errors name the key and the fix
-    config = json.loads(Path(arguments.deepspeed_config).read_text())
+    dsx.load_config(arguments.deepspeed_config or arguments.document)  # its errors name the fix
+    config = json.loads(json.dumps(arguments.document))
     require_heads(arguments.hidden, arguments.heads)
     metrics = config["dsx"].setdefault("metrics", {})
     arguments.run_dir = arguments.run_dir or Path(metrics.get("dir") or "runs/pretrain_gpt")
@@ -151,6 +163,8 @@ def set_up(arguments: argparse.Namespace) -> Run:
     rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")
     reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
     console = Console(highlight=False, soft_wrap=True) if reports else None
+    if console and arguments.scaled:
+        console.print(str(arguments.scaled))
     if arguments.resume:
         engine.load_checkpoint(str(arguments.run_dir / "checkpoints"))
         if engine.dsx.step >= arguments.steps:
@@ -296,7 +310,11 @@ def main() -> int:
     """Train; return the exit status."""
     started = time.perf_counter()
     prepare_process()
-    arguments = parse_arguments()
+    try:
+        arguments = parse_arguments()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     try:
         run = set_up(arguments)
     except (ValueError, OSError) as error:
