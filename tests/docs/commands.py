@@ -51,6 +51,12 @@ NOT_HERE = {  # with the reason
     "OMP_NUM_THREADS=1 dsx bench convergence": _BY_HAND + "tests/bench/test_convergence.py",
     "dsx bench paper ": _BY_HAND + "tests/bench/test_paper.py",
     "dsx bench torchft": _BY_HAND + "tests/bench/test_torchft.py",
+    "deepspeed --num_gpus 2 scripts/pretrain_gpt_deepspeed.py --scaled-down": (
+        "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"
+    ),
+    "torchrun --nproc-per-node 4 scripts/pretrain_gpt_megatron.py --scaled-down": (
+        "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"
+    ),
     "pip install torchft": "a package that nothing else here needs",
 }
 
