@@ -2,7 +2,7 @@
 
 In one process, as many clusters as the configuration has:
 
-    python scripts/vision.py --config configs/paper/dreamddp.json --simulate
+    python scripts/vision.py --config configs/paper/dreamddp/resnet18.json --simulate
 
 As two launches, each of which would be a site of its own:
 

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 def take_torch_schedule(config: dict[str, Any]) -> Callable[[Optimizer], LRScheduler] | None:
-    """Take a schedule of torch out of a DeepSpeed JSON; return what makes it, None if none is there.
+    """Take a schedule of torch out of a DeepSpeed JSON; return what makes it, if one is there.
 
     ValueError for a name that neither DeepSpeed nor torch has.
     """

@@ -46,6 +46,10 @@ _QWEN: Rows = [
     ("factor_wire", "int4", "4.1.3"),
 ]
 _OPT: Rows = [("ranks", 16, "4.1.2: 2 nodes of 8"), ("layers", 24, "OPT-1.3B")]
+_COCKTAIL: Rows = [
+    ("preset", "cocktail_sgd", "4.1.3"), ("steps", 4000, "4.1.3"),
+    ("random_ratio", 0.1, "4.1.3: random sparsification ratio"),
+]  # fmt: skip
 _EAGER: Rows = [
     ("clusters", 2, "3: 2 DiLoCo replicas"),
     ("H", 30, "Table 6"),
@@ -92,6 +96,17 @@ PUBLISHED: dict[str, tuple[str, Rows]] = {
         ("control", "fixed", "4.2.1: not the adaptive algorithm"),
         ("compression_ratio", 500, "4.1.3"),
     ]),
+    "dilocox/opendiloco_opt_1.3b": (DILOCOX, [
+        *_OPT, ("preset", "opendiloco", "4.1.3"), ("steps", 4000, "4.1.3"), ("H", 500, "4.1.3"),
+        ("own_wire", "fp16", "1: FP16 gradient compression"), ("compression_ratio", 500, "4.1.3"),
+    ]),
+    "dilocox/cocktail_sgd_opt_1.3b": (DILOCOX, [
+        *_OPT, *_COCKTAIL, ("top_k_ratio", 0.08, "4.1.3"), ("compression_ratio", 500.0, "4.1.3"),
+    ]),
+    "dilocox/cocktail_sgd_qwen_107b": (DILOCOX, [
+        *_COCKTAIL, ("ranks", 160, "4.1.2"), ("top_k_ratio", 0.04, "4.1.3"),
+        ("compression_ratio", 1000.0, "4.1.3"),
+    ]),
     "dilocox/qwen_107b_pp80": (DILOCOX, [*_QWEN, ("tensor", 1, "2.2: pipeline parallelism")]),
     "dilocox/qwen_107b_tp8_pp10": (DILOCOX, _QWEN),
     "eager/eager_1b": (EAGER, [
@@ -137,6 +152,9 @@ PUBLISHED: dict[str, tuple[str, Rows]] = {
         ("granularity", "element", "3.2, eq. 3"),
     ]),
     "dreamddp/gpt2": (DREAMDDP, _DREAMDDP),
+    "dreamddp/resnet18": (DREAMDDP, [
+        *_DREAMDDP[:3], ("when", "after", "3.1, eq. 5: what is averaged has been stepped"),
+    ]),
     "dreamddp/llama_175m": (DREAMDDP, [*_DREAMDDP, ("parameters", 175e6, "4.1")]),
 }  # fmt: skip
 

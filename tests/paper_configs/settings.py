@@ -13,9 +13,12 @@ from dsx.plan.model_files import read_words
 
 FOLDER = Path(__file__).parents[2] / "configs" / "paper"
 FILES = sorted(FOLDER.rglob("*.json")) + sorted(FOLDER.rglob("*.flags"))
+IMAGES = FOLDER / "dreamddp" / "resnet18.json"  # of scripts/vision.py, which has its own sizes
 
 _OF_METHOD = {  # section, key of the "dsx" block
     ("schedule", "interval"): "H", ("schedule", "gamma"): "gamma", ("schedule", "type"): "schedule",
+    ("schedule", "when"): "when", ("compression", "random_ratio"): "random_ratio",
+    ("compression", "top_k_ratio"): "top_k_ratio",
     ("delay", "steps"): "tau", ("delay", "alpha"): "alpha", ("delay", "strength"): "strength",
     ("delay", "mode"): "mode", ("delay", "outer_steps"): "outer_steps",
     ("fragments", "num_fragments"): "num_fragments", ("fragments", "pattern"): "pattern",
@@ -27,6 +30,7 @@ _OF_METHOD = {  # section, key of the "dsx" block
     ("outer_optimizer", "lr"): "outer_lr", ("outer_optimizer", "momentum"): "outer_momentum",
     ("state", "device"): "state",
 }  # fmt: skip
+_OWN = {"factor_wire": "factor_wire", "own_wire": "wire"}  # as the preset has it, if not given
 _BITS = {"int4": 4, "fp16": 16}
 
 
@@ -37,18 +41,25 @@ def name_of(file: Path) -> str:
 
 def read(file: Path) -> dict[str, Any]:
     """Return every setting that a file gives; KeyError for one that has no name here."""
+    if file == IMAGES:
+        document = json.loads(file.read_text())
+        assert set(document) == {"dsx"}
+        return _of_method(document["dsx"])
     found = _of_json(file) if file.suffix == ".json" else _of_flags(file)
     found["tokens"] = found["steps"] * found["batch"] * found["sequence"]
     found["tokens_per_step"] = found["batch"] * found["sequence"]
-    if found.get("wire") in _BITS:
-        found["compression_ratio"] = found["H"] * 16 / _BITS[found["wire"]]  # from FP16
+    if found["preset"] == "cocktail_sgd":
+        found["compression_ratio"] = 4 / (found["random_ratio"] * found["top_k_ratio"])
+    if found.get("wire", found["own_wire"]) in _BITS:
+        bits = _BITS[found.get("wire", found["own_wire"])]
+        found["compression_ratio"] = found["H"] * 16 / bits  # from FP16
     return found
 
 
 def given(file: Path) -> dict[str, Any]:
     """Return what stands in the file, without what follows from it."""
-    follows = ("tokens", "tokens_per_step", "compression_ratio", "parameters", "ranks")
-    return {key: value for key, value in read(file).items() if key not in (*follows, "factor_wire")}
+    follows = {"tokens", "tokens_per_step", "compression_ratio", "parameters", "ranks", *_OWN}
+    return {key: value for key, value in read(file).items() if key not in follows}
 
 
 def _of_method(block: dict[str, Any]) -> dict[str, Any]:
@@ -64,7 +75,7 @@ def _of_json(file: Path) -> dict[str, Any]:
     axes = load_config(document).axes
     sizes, block = document.pop("pretrain_gpt"), document.pop("dsx")
     found = _of_method(block)
-    found["factor_wire"] = axes["compression"].get("factor_wire")
+    found |= {key: axes["compression"].get(name) for key, name in _OWN.items()}
     found |= {"sequence": sizes.pop("sequence_length"), "pipeline": sizes.pop("pipeline_stages", 1)}
     found |= sizes
     found["batch"] = document.pop("train_batch_size") * found["clusters"]
@@ -96,7 +107,7 @@ def _of_flags(file: Path) -> dict[str, Any]:
     planned, words = read_plan(file, None, None), read_words(file)
     config = load_config(block_of_flags(words))
     found = _of_method(block_of_flags(words)["dsx"])
-    found["factor_wire"] = config.axes["compression"].get("factor_wire")
+    found |= {key: config.axes["compression"].get(name) for key, name in _OWN.items()}
     flags = {w: v for w, v in zip(words, [*words[1:], "--"], strict=True) if w.startswith("--")}
     flags = {w.removeprefix("--"): v for w, v in flags.items() if not w.startswith("--dsx-")}
     model, cluster = planned.model, planned.cluster
