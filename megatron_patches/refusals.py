@@ -14,8 +14,8 @@ from typing import Any
 from dsx.comm.cluster_world import backend_of_world
 from dsx.config.flags import block_of_flags
 from dsx.config.schema import load_config
-from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
-from dsx.method.schedule.layerwise import require_before
+from dsx.engines.megatron.refusals import captured_by, refuse_arguments, refuse_backend
+from dsx.method.schedule.inside_backward import require_before, require_hooks
 from megatron_patches import probe
 
 _YAML = "--yaml-cfg"
@@ -26,11 +26,13 @@ def refuse_at_once(given: Sequence[str]) -> None:
 
     ConfigError for one of these, SystemExit of Megatron's parser for one of Megatron's.
     """
-    require_before(load_config(block_of_flags(given)).method.schedule.when, "Megatron")
+    when = load_config(block_of_flags(given)).method.schedule.when
+    require_before(when, "Megatron")
     if any(word.partition("=")[0] == _YAML for word in sys.argv):
         return
     arguments = _arguments_of_command_line()
     refuse_arguments(arguments)
+    require_hooks(when, captured_by(arguments))
     refuse_backend(getattr(arguments, "distributed_backend", None), backend_of_world())
 
 

@@ -254,7 +254,7 @@ VARIANTS: dict[str, Case] = {
             }
         },
         Recipe(LAYERS, 3, False, 0, 1.0, "none", 0.0, delay="average", when="after", table=TABLE),
-        2,
+        1,
     ),
     "dilocox, H falls from 4 to 2": Case(
         "dilocox",

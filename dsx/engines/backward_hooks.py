@@ -11,21 +11,20 @@ they rest during the backward, they need not be reduced when a hook fires.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-_NOTHING = 1e-9  # seconds: what takes no time, but has been measured
+from dsx.engines.backward_clock import EventClock, HostClock, Laps
 
 
 class BackwardWatch:
     """Counts the accumulated gradients of an inner step, per fragment.
 
     `seconds[fragment]` runs from the completion of the fragment before, or from the module's
-    output; a fragment without trained parameters takes none. None: not complete so far. `hooks`
+    output; a fragment without trained parameters takes none. None: not known so far. `hooks`
     are there to be removed. `modules` are those whose outputs a pass begins at; `backwards()` is
     the number of passes in this step. `allows_more`: further gradients of a fragment that is
     complete are no mistake (an engine's checkpointing may give a shared parameter several a pass).
@@ -45,18 +44,24 @@ class BackwardWatch:
         self._expected: list[int] = []  # gradients of this inner step, once its first has come
         self._seen = [0] * len(parameters)
         self._on_complete = on_complete
-        self._began: float | None = None
-        self.seconds: list[float | None] = [None] * len(parameters)
+        self._has_begun = False
+        self._laps = Laps(len(parameters), _clock_of(parameters))
         self.hooks = [module.register_forward_hook(self._watch_output) for module in modules]
         for fragment, members in enumerate(parameters):
             for parameter in members:
                 self.hooks.append(_watch_gradient(parameter, self._make_hook(fragment)))
 
+    @property
+    def seconds(self) -> Sequence[float | None]:
+        """What each fragment's backward took last; on an accelerator as of the last boundary."""
+        return self._laps.seconds
+
     def begin_step(self) -> None:
         """Start counting for the next inner step."""
         self._expected = []
         self._seen = [0] * len(self._seen)
-        self._began = None
+        self._has_begun = False
+        self._laps.read()
 
     def _begin_gradients(self) -> None:
         """Count what is to come, and pass on the fragments that there is nothing to wait for."""
@@ -65,7 +70,7 @@ class BackwardWatch:
         self._expected = [count * backwards for count in trained]
         for fragment, count in enumerate(trained):
             if not count:
-                self.seconds[fragment] = _NOTHING
+                self._laps.skip(fragment)
                 self._on_complete(fragment)
 
     def _watch_output(self, module: nn.Module, inputs: Any, output: Any) -> None:
@@ -73,14 +78,14 @@ class BackwardWatch:
             if tensor.requires_grad:
                 tensor.register_hook(self._begin_pass)
 
-    def _begin_pass(self, grad: Tensor) -> None:
-        self._began = time.perf_counter()
+    def _begin_pass(self, grad: Tensor | None = None) -> None:
+        self._has_begun = True
+        self._laps.begin()
 
     def _make_hook(self, fragment: int) -> Callable[[Tensor], None]:
         def hook(parameter: Tensor) -> None:
-            now = time.perf_counter()
-            if self._began is None:  # a module whose output is no tensor, or not this one's own
-                self._began = now
+            if not self._has_begun:  # a module whose output is no tensor, or not this one's own
+                self._begin_pass()
             if not self._expected:
                 self._begin_gradients()
             self._seen[fragment] += 1
@@ -91,11 +96,17 @@ class BackwardWatch:
                     "launched already; set schedule.backwards to the micro-batches per step"
                 )
             if self._seen[fragment] == self._expected[fragment]:
-                self.seconds[fragment] = max(now - self._began, _NOTHING)
+                self._laps.end(fragment)
                 self._on_complete(fragment)
-                self._began = time.perf_counter()
+                self._laps.begin()
 
         return hook
+
+
+def _clock_of(parameters: Sequence[Sequence[nn.Parameter]]) -> HostClock | EventClock:
+    """Return the clock of where the backward runs."""
+    is_on_cuda = any(p.is_cuda for members in parameters for p in members)
+    return EventClock() if is_on_cuda else HostClock()
 
 
 def _watch_gradient(parameter: nn.Parameter, hook: Callable[[Tensor], None]) -> RemovableHandle:

@@ -17,7 +17,7 @@ from dsx.core.checks import require_bounds
 from dsx.core.registry import Names
 from dsx.core.types import History, SyncParams
 from dsx.method.control.base import Control, Fixed
-from dsx.method.delay.base import DelayPolicy
+from dsx.method.delay.base import DelayPolicy, Keeps
 from dsx.method.fragments import Fragmenter, usual_count
 from dsx.method.outer_optimizer import OuterOptimizer
 from dsx.method.schedule.base import Schedule
@@ -98,6 +98,18 @@ class Method:
         """Whether a choice asks for norms of single tensors, which take work space."""
         of_penalty = self.staleness.is_active and not self.staleness.is_elementwise
         return of_penalty or self.delay.measures_tensors or self.outer_optimizer.measures_tensors
+
+    @property
+    def keeps(self) -> Keeps | None:
+        """What is kept of a transfer until it is applied (delay/base.py).
+
+        Nothing where the delay needs it for parameters that change meanwhile, and none do: what is
+        applied at the boundary of its launch, and was not sent before that step's update.
+        """
+        is_current = not self.delay.steps and not self.delay.rounds_under_way
+        if is_current and self.schedule.when != "before" and not self.delay.keeps_current:
+            return None
+        return self.delay.keeps
 
     @property
     def encodes_at_launch(self) -> bool:

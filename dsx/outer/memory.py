@@ -81,7 +81,7 @@ def predict(
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
     buffers = method.max_in_flight
     pairs = list(zip(fragments, num_tensors, strict=True))
-    kept = buffers * numel if delay.keeps is not None else 0
+    kept = buffers * numel if method.keeps is not None else 0
     of_staleness = sum(sum(staleness.slots(f, count).values()) for f, count in pairs)
     if method.keeps_round_start:
         of_staleness += numel

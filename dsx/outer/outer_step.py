@@ -140,7 +140,7 @@ class OuterStep:
             num_clusters=self._num_clusters,
             age=age,
             interval=launched.interval if launched else 0,
-            is_current=age == 0 and not (launched and launched.was_sent_before_update),
+            is_current=age <= 0 and not (launched and launched.was_sent_before_update),
             report=arrival.report,
         )
         return delay.merge(view)

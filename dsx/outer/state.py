@@ -80,7 +80,7 @@ class StateStore:
         self._travelling, self._attempts = (
             self.allocator.on_host(name, is_pinned=True) for name in ("transfers", "attempts")
         )
-        kept = None if method.delay.keeps is None else self._of_policies["delay"]
+        kept = None if method.keeps is None else self._of_policies["delay"]
         self._buffers = [
             [
                 self._new_buffers(f.id, self._travelling, self._attempts, kept)

@@ -21,6 +21,7 @@ from dsx.outer.memory import OuterMemory, predict
 from dsx.plan.launches import require_planned
 from dsx.plan.link import Costs, Link
 from dsx.plan.model import PlannedModel
+from dsx.plan.model_files import require_served
 from dsx.plan.predict import (
     Prediction,
     at_interval,
@@ -137,6 +138,8 @@ class Search:
             try:
                 method = preset_method(preset, question.num_clusters)
                 require_planned(method)
+                if question.model.files is not None:
+                    require_served(method, question.model.files.cluster)
             except ValueError as error:
                 self.left_out.append(f"{preset} is left out: {error}")
                 continue

@@ -15,6 +15,8 @@ from typing import Any
 
 from dsx.config.files import ConfigError, read_json, read_text
 from dsx.core.types import ParameterShape, Stage
+from dsx.method.method import Method
+from dsx.method.schedule.inside_backward import require_before, require_hooks
 from dsx.plan import inner_memory
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
@@ -39,6 +41,12 @@ class Cluster:
     is_sharded: bool = True
     zero_stage: int | None = None
     is_sequence_parallel: bool = False
+    captured_by: str | None = None  # the flag by which Megatron makes a CUDA graph of the backward
+
+    @property
+    def engine(self) -> str:
+        """The inner engine's name."""
+        return "Megatron" if self.zero_stage is None else "DeepSpeed"
 
     @property
     def ranks(self) -> int:
@@ -87,6 +95,12 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     return ModelFiles(_model(known), _deepspeed(document, ranks), batch)
 
 
+def require_served(method: Method, cluster: Cluster) -> None:
+    """Raise ValueError for a method that a cluster's engine refuses."""
+    require_before(method.schedule.when, cluster.engine)
+    require_hooks(method.schedule.when, cluster.captured_by)
+
+
 def read_words(path: Path) -> list[str]:
     """Return the words of a file of flags, comments left out."""
     try:
@@ -114,9 +128,11 @@ def _parse(text: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
     parser.add_argument("--position-embedding-type", default="learned_absolute")
     parser.add_argument("--normalization", default="LayerNorm")
+    parser.add_argument("--cuda-graph-impl", default="none")
     for name in (
         "swiglu", "bf16", "use-distributed-optimizer", "sequence-parallel", "add-qkv-bias",
         "disable-bias-linear", "untie-embeddings-and-output-weights", "group-query-attention",
+        "enable-cuda-graph", "external-cuda-graph",
     ):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
     for name in _UNKNOWN:
@@ -198,7 +214,16 @@ def _megatron(known: argparse.Namespace, ranks: int | None) -> Cluster:
         is_bf16=known.bf16,
         is_sharded=known.use_distributed_optimizer,
         is_sequence_parallel=known.sequence_parallel,
+        captured_by=_captured_by(known),
     )
+
+
+def _captured_by(known: argparse.Namespace) -> str | None:
+    for name in ("enable-cuda-graph", "external-cuda-graph"):
+        if getattr(known, name.replace("-", "_")):
+            return f"--{name}"
+    kind = known.cuda_graph_impl
+    return None if kind == "none" else f"--cuda-graph-impl {kind}"
 
 
 def _deepspeed(document: Mapping[str, Any], ranks: int) -> Cluster:

@@ -54,6 +54,25 @@ def test_flags_that_change_what_a_rank_holds_are_refused(tmp_path: Path, more: s
         plan_files(tmp_path, FLAGS + more)
 
 
+@pytest.mark.parametrize(
+    ("more", "refused"),
+    [
+        ("--dsx-schedule-when after", "schedule.when='after' takes .* where Megatron has not"),
+        ("--cuda-graph-impl local", "does not serve --cuda-graph-impl local of Megatron with dsx"),
+    ],
+)
+def test_a_method_that_the_engine_refuses_has_no_memory(
+    tmp_path: Path, more: str, refused: str
+) -> None:
+    flags = FLAGS.replace("diloco", "dreamddp")
+    assert plan_files(tmp_path, flags).data == 1
+    with pytest.raises(ValueError, match=refused):
+        plan_files(tmp_path, f"{flags} {more}")
+    after = {"preset": "dreamddp", "clusters": {"num_clusters": 2}, "schedule": {"when": "after"}}
+    with pytest.raises(ValueError, match="where DeepSpeed has not reduced its gradients yet"):
+        plan_files(tmp_path, FLAGS, document(dsx=after))
+
+
 def test_flags_that_repeat_the_defaults_are_taken(tmp_path: Path) -> None:
     assert plan_files(tmp_path, f"{FLAGS} --kv-channels 16 --context-parallel-size 1").data == 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -133,6 +134,45 @@ def test_what_a_codec_from_outside_declares_is_what_a_run_sends(num_clusters: in
     torch.manual_seed(0)
     dense = replace(method, compression=dsx.preset("diloco").compression)
     assert predict(dense, ranks, 1.0, Link(1e9), num_clusters).bytes_by_cluster != predicted
+
+
+AFTER = "dsx.schedule.when='after' takes a layer's optimizer step inside the backward, where "
+GRAPH = "dsx does not serve --enable-cuda-graph of Megatron with dsx.schedule.type='layerwise'"
+
+
+@pytest.mark.parametrize(
+    ("engine", "flags", "left_out"),
+    [
+        ("Megatron", "", {"steps_inside": f"{AFTER}Megatron has not reduced"}),
+        ("Megatron", "--enable-cuda-graph", {"steps_inside": AFTER, "dreamddp": GRAPH}),
+        ("DeepSpeed", "", {"steps_inside": f"{AFTER}DeepSpeed has not reduced"}),
+    ],
+)
+def test_what_an_engine_refuses_is_left_out_by_name(
+    engine: str, flags: str, left_out: dict[str, str], outsiders: None, tmp_path: Path
+) -> None:
+    @dsx.register("preset")
+    def steps_inside(num_clusters: int) -> Method:
+        return dsx.preset("dreamddp", num_clusters, schedule={"when": "after"})
+
+    (tmp_path / "model.flags").write_text(
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        f"--vocab-size 256 --bf16 {flags}"
+    )
+    (tmp_path / "zero.json").write_text('{"zero_optimization": {"stage": 2}}')
+    model = ["--megatron", str(tmp_path / "model.flags")]
+    if engine == "DeepSpeed":
+        model = ["--deepspeed", str(tmp_path / "zero.json"), "--model", model[1]]
+        model += ["--gpus-per-cluster", "2"]
+    given = "--clusters 2 --gbps 1 --step-seconds 1 --target 50 --json"
+    result = CliRunner().invoke(app, ["plan", *model, *given.split()])
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    ranked = {row["preset"] for row in found["candidates"]}
+    lines = {line.split(" is left out: ")[0]: line for line in found["left_out"]}
+    for name, reason in left_out.items():
+        assert reason in lines[name] and name not in ranked
+    assert ("dreamddp" in ranked) == ("dreamddp" not in left_out)
 
 
 def test_a_preset_that_fails_is_left_out_by_name(outsiders: None) -> None:

@@ -40,7 +40,7 @@ from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
-from dsx.method.schedule.layerwise import require_backwards, require_before
+from dsx.method.schedule.inside_backward import require_backwards, require_before
 
 
 class DeepSpeedAdapter(MultiRankAdapter):

@@ -33,7 +33,7 @@ from dsx.engines.cluster_collectives import ClusterCollectives, collective_devic
 from dsx.engines.compute_trace import ComputeWatch
 from dsx.engines.masters import Masters, Piece
 from dsx.engines.megatron.copies import TensorParallelCopies, find_tied_weights
-from dsx.engines.megatron.features import refuse_graphs, refuse_unsupported
+from dsx.engines.megatron.features import refuse_unsupported
 from dsx.engines.megatron.masters import gather, leaves, locate
 from dsx.engines.megatron.parameters import (
     Coordinates,
@@ -42,12 +42,13 @@ from dsx.engines.megatron.parameters import (
     name_parameters,
     stage_shapes,
 )
+from dsx.engines.megatron.refusals import captured_by
 from dsx.engines.multi_rank import MultiRankAdapter
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
-from dsx.method.schedule.layerwise import require_backwards, require_before
+from dsx.method.schedule.inside_backward import require_backwards, require_before, require_hooks
 
 
 class MegatronAdapter(MultiRankAdapter):
@@ -143,7 +144,8 @@ class MegatronAdapter(MultiRankAdapter):
         captured graphs, which call no hooks.
         """
         require_before(when, "Megatron")
-        refuse_graphs(self._chunks)
+        for chunk in self._chunks:
+            require_hooks(when, captured_by(chunk.config))
         count = partial(micro_batches, self._backwards)
         require_backwards(self._backwards, count(), "Megatron's number of micro-batches")
         self._follow_backward(self._chunks, count, callback)

@@ -43,19 +43,6 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
     refuse(found)
 
 
-def refuse_graphs(chunks: Sequence[Any]) -> None:
-    """Raise ValueError for captured graphs, where a schedule launches inside the backward."""
-    for chunk in chunks:
-        for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
-            value = getattr(chunk.config, name, None)
-            if value and value != "none":
-                raise ValueError(
-                    f"dsx does not serve {name}={value!r} of Megatron with dsx.schedule.type="
-                    "'layerwise': a captured backward calls no hooks; leave it out, or use "
-                    "schedule.type='streaming' with delay.type='average'"
-                )
-
-
 def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for leaf in [optimizer, *leaves(optimizer)]:

@@ -77,6 +77,18 @@ def refuse_backend(wanted: str | None, made: str) -> None:
         )
 
 
+def captured_by(settings: Any) -> str | None:
+    """Return the setting by which a backward is captured as a CUDA graph, if it is.
+
+    `settings` are Megatron-LM's arguments, or a chunk's configuration.
+    """
+    for name in ("cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph"):
+        value = getattr(settings, name, None)
+        if value and value != "none":
+            return f"{name}={value!r}"
+    return None
+
+
 def refuse(found: Mapping[str, str]) -> None:
     """Raise ValueError for the first setting that was found, with what to do."""
     for setting, advice in found.items():

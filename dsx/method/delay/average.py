@@ -4,8 +4,9 @@ Source: LocalSGD (arXiv:1805.09767) and DreamDDP (arXiv:2502.11058, eq. 5): `loc
 clusters' local`, per layer, with no anchor and no outer state.
 
 Where the parameters have changed since they were sent (tau > 0, or sent before this step's
-update), the change is kept: `local += mean(sent) - sent`, never an overwrite. Where they have not,
-the mean itself is written, so that all clusters hold the same bits.
+update), the change is kept: `local += mean(sent) - sent`, never an overwrite. That takes a copy of
+what was sent. Where they have not changed, the mean itself is written, so that all clusters hold
+the same bits, and there is no such copy.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Average(DelayPolicy):
     """The inner steps (tau) between launch and apply, from 0 and below the period H."""
 
     keeps = "local"
+    keeps_current = False
     export = "mean"
     needs_local = True
     needs_anchor = False
@@ -54,7 +56,7 @@ class Average(DelayPolicy):
         assert view.local is not None
         if view.mean is None:  # a round that was refused
             return view.local
-        assert view.kept is not None
         if view.is_current:
             return view.mean
+        assert view.kept is not None
         return view.local.add_(torch.sub(view.mean, view.kept, out=view.mean))

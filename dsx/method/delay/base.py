@@ -35,6 +35,8 @@ class DelayPolicy(Protocol):
     - `keeps`: what to keep of each transfer until it is applied: one vector `[numel]`, or nothing.
       A "contribution" is this cluster's, as all decode it from the wire: codes are made at the
       launch then, by the training thread, which waits for them;
+    - `keeps_current`: whether it needs that also where nothing changes the parameters from launch
+      to apply;
     - `export`: what a finished run hands out: the drained anchor, or the mean of the clusters'
       parameters;
     - `needs_local`: whether `merge` reads the inner parameters as they are at apply time;
@@ -47,6 +49,7 @@ class DelayPolicy(Protocol):
 
     steps: int
     keeps: ClassVar[Keeps | None] = None
+    keeps_current: ClassVar[bool] = True
     export: ClassVar[Export] = "anchor"
     needs_local: bool = False
     needs_anchor: bool = True

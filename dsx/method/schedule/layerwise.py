@@ -127,26 +127,6 @@ class Layerwise(Schedule):
         return backward, transfer
 
 
-def require_before(when: BackwardTrigger | None, engine: str) -> None:
-    """Raise ValueError for `when="after"` on an engine that reduces gradients behind the hooks."""
-    if when == "after":
-        raise ValueError(
-            f"dsx.schedule.when='after' takes a layer's optimizer step inside the backward, where "
-            f"{engine} has not reduced its gradients yet; use schedule.when='before', which sends "
-            "the parameters as they rest during the backward, or plain PyTorch with "
-            "dsx.attach(model, optimizer)"
-        )
-
-
-def require_backwards(given: int, count: int, name: str) -> None:
-    """Raise ValueError for `schedule.backwards` that are not the engine's own number, `count`."""
-    if given not in (1, count):
-        raise ValueError(
-            f"dsx.schedule.backwards={given}: this engine takes {count} backward passes per inner "
-            f"step ({name}); leave it out, or give {count}"
-        )
-
-
 def _filled(measured: Sequence[float | None]) -> list[float] | None:
     """Return the times with the mean of the known ones in place of None; None if none is known."""
     known = [s for s in measured if s is not None]

@@ -17,7 +17,13 @@ from dsx.config.schema import DsxConfig, load_config
 from dsx.core.types import Stage
 from dsx.method.fragments import assign_stage, fewer_than_usual
 from dsx.plan.memory.plan import RankMemory, plan_stage
-from dsx.plan.model_files import ModelFiles, read_model, read_words, stage_shapes
+from dsx.plan.model_files import (
+    ModelFiles,
+    read_model,
+    read_words,
+    require_served,
+    stage_shapes,
+)
 
 _GIB = 2**30
 
@@ -37,6 +43,7 @@ def read_plan(source: Path, model_flags: Path | None, ranks: int | None) -> Plan
     found = read_model(source, model_flags, ranks)
     is_json = source.suffix == ".json"
     config = load_config(source if is_json else block_of_flags(read_words(source)))
+    require_served(config.method, found.cluster)
     return Planned(found.model, found.cluster, found.batch, config)
 
 
