@@ -33,7 +33,9 @@ class Recipe:
     rule: str | Rule  # sgd | momentum | nesterov
     eta: float
     mu: float = 0.0
-    delay: str = "blend"  # blend | compensation | delayed | eager | average | local_feedback
+    delay: str = (
+        "blend"  # blend | compensation | delayed | eager | average | local_feedback | pullback
+    )
     lam: float = 0.5  # compensation
     mode: str = "constant"  # constant | dc_asgd | scale_free
     first_round: str = "restart"  # delayed: restart | local
@@ -115,7 +117,7 @@ class Reference:
         is laid onto the new anchor. Eager clusters go on from the shared anchor, as they began; the
         momentum of the means is theirs again as soon as a mean is.
         """
-        is_replaced = self.recipe.delay in ("delayed", "eager")
+        is_replaced = self.recipe.delay in ("delayed", "eager", "pullback")
         finished = {flight.fragment for flight in self.in_flight}
         names = [n for p in sorted(finished) for n in self.recipe.fragments[p] if is_replaced]
         ways = [
@@ -154,13 +156,31 @@ class Reference:
         has_moved = recipe.moves is not None and self.clock.num_applied >= recipe.moves[0]
         return due(step, recipe.moves[1] if has_moved else recipe.interval, count)
 
+    def pull(self, p: int) -> None:
+        """Overlap-Local-SGD: the anchor on its way since the last round is here; go toward it."""
+        for flight in [f for f in self.in_flight if f.fragment == p]:
+            self.in_flight.remove(flight)
+            self.move_late_anchor(flight)
+        alpha = self.recipe.alpha
+        for theta in self.local:
+            for n in self.recipe.fragments[p]:
+                theta[n].copy_((1 - alpha) * theta[n] + alpha * self.anchor[n])
+
+    def move_late_anchor(self, flight: Flight) -> None:
+        """v = beta * v + mean x' - z; z = z + v."""
+        for n, mean in flight.mean.items():
+            self.buffer[n] = self.recipe.mu * self.buffer[n] + mean - self.anchor[n]
+            self.anchor[n] = self.anchor[n] + self.buffer[n]
+
     def launch(self, p: int, step: int, before: list[Tensors]) -> None:
         recipe, names = self.recipe, self.recipe.fragments[p]
+        if recipe.delay == "pullback":
+            self.pull(p)
         weights = before if recipe.when == "before" else self.local
         sent = [{n: theta[n].detach().clone() for n in names} for theta in weights]
         own: list[Tensors] = []
         for m, theta in enumerate(sent):
-            if recipe.delay == "average":
+            if recipe.delay in ("average", "pullback"):
                 own.append(theta)
             elif recipe.delay == "local_feedback":  # what has been sent is not sent again
                 late = [f.own[m] for f in self.in_flight if f.fragment == p]
@@ -202,6 +222,8 @@ class Reference:
     def is_ripe(self, flight: Flight, step: int) -> bool:
         if self.recipe.delay == "delayed":
             return self.past[flight.fragment][-1] is not flight
+        if self.recipe.delay == "pullback":
+            return False  # taken in by the next launch
         if self.recipe.delay == "local_feedback":
             return not self.recipe.outer_steps or self.past[flight.fragment][-1] is not flight
         if self.recipe.delay == "eager":
@@ -212,6 +234,9 @@ class Reference:
 
     def apply(self, flight: Flight, step: int) -> None:
         self.clock.complete(flight.fragment, flight.interval, flight.mean)
+        if self.recipe.delay == "pullback":
+            self.move_late_anchor(flight)
+            return
         if self.recipe.delay == "average":
             for theta, sent in zip(self.local, flight.sent, strict=True):
                 for n, mean in flight.mean.items():

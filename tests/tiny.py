@@ -154,6 +154,12 @@ CASES: dict[str, Case] = {
         Recipe(LAYERS, 3, False, 0, 1.0, "none", 0.0, delay="average", when="before", table=TABLE),
         2,
     ),
+    "overlap_local_sgd": Case(
+        "overlap_local_sgd",
+        {"schedule": EVERY_H},
+        Recipe([ALL], H, False, 0, 0.6, "momentum", 1.0, 0.7, delay="pullback"),
+        5,
+    ),
     "cocktail_sgd": Case(
         "cocktail_sgd",
         {"compression": {"type": "dense"}},  # with its codec in test_cocktail_sgd
@@ -268,6 +274,12 @@ VARIANTS: dict[str, Case] = {
             },
         },
         Recipe(HALVES, H, False, 0, 1.0, "nesterov", 0.2, 0.9, delay="delayed", moves=(4, 2)),
+        4,
+    ),
+    "pullback to the plain mean, streaming": Case(
+        "overlap_local_sgd",
+        {**_STREAM, "delay": {"alpha": 0.3}, "outer_optimizer": {"type": "sgd", "lr": 1.0}},
+        Recipe(STRIDED, H, True, 0, 0.3, "momentum", 1.0, 0.0, delay="pullback"),
         4,
     ),
     "local feedback that waits, nesterov": Case(

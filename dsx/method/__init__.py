@@ -22,6 +22,7 @@ from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
 from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
+from dsx.method.delay.pullback import Pullback
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, BySize, Fragmenter, WholeModel
 from dsx.method.method import Method
@@ -74,6 +75,7 @@ __all__ = [
     "ParameterShape",
     "PerTensor",
     "Periodic",
+    "Pullback",
     "Quantized",
     "RandomTopK",
     "Schedule",

@@ -284,8 +284,8 @@ class Method:
         lr: float = getattr(self.outer_optimizer, "lr")  # noqa: B009 - these rules have one
         momentum: float = getattr(self.outer_optimizer, "momentum", 0.0)
         found: list[str] = []
-        if num_clusters is not None:
-            fresh_share = self.delay.fresh_share(num_clusters)
+        fresh_share = None if num_clusters is None else self.delay.fresh_share(num_clusters)
+        if fresh_share is not None:
             delay_rounds = self.delay.rounds_under_way
             limit = largest_stable_rate(rule, momentum, delay_rounds, fresh_share)
             if lr > _SAFE_SHARE * limit:

@@ -15,6 +15,7 @@
 | dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
 | co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty, clip |
 | dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
+| overlap_local_sgd | Overlap-Local-SGD, arXiv:2002.09539 | pulled to an anchor one round late |
 | cocktail_sgd | CocktailSGD, ICML 2023 | each step, the largest of random values in int4 |
 
 Each is a function of the number of clusters, which only the eager ones' outer rate depends on.
@@ -41,6 +42,7 @@ from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
 from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
+from dsx.method.delay.pullback import Pullback
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
 from dsx.method.method import Method
@@ -173,6 +175,14 @@ def co2(num_clusters: int) -> Method:
 def dreamddp(num_clusters: int) -> Method:
     """Every layer averaged once in H steps or oftener, launched right after its backward."""
     return Method(ByLayer(), Layerwise(interval=5), Average(), NoOuterStep())
+
+
+@register("preset")
+def overlap_local_sgd(num_clusters: int) -> Method:
+    """Local models pulled toward an anchor that is averaged one round late, with momentum."""
+    return Method(
+        WholeModel(), Periodic(interval=100), Pullback(alpha=0.6), Momentum(lr=1.0, momentum=0.7)
+    )
 
 
 @register("preset")

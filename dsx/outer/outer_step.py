@@ -98,6 +98,7 @@ class OuterStep:
         fragment, transfer, mean = arrival.fragment, arrival.transfer, arrival.mean
         assert isinstance(transfer, Transfer) and mean is not None
         slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
+        mean = self._method.delay.gradient(mean, self._state.anchor[fragment], slots.delay)
         staleness, scratch = self._method.staleness, self._state.scratch(fragment, "work")
         sideband = transfer.buffers.sideband.averages  # used up, and another cluster may lack it
         if staleness.is_elementwise:

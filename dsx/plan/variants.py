@@ -5,6 +5,7 @@ Presets are those that are registered, each as it stands; another one is planned
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -12,6 +13,7 @@ from typing import Any, cast
 from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import CASTS, Quantized
+from dsx.compress.random_top_k import RandomTopK
 from dsx.method.choices import AXES
 from dsx.method.fragments import ByLayer, usual_count
 from dsx.method.method import Method
@@ -63,6 +65,9 @@ def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
         return [CODECS[0]]
     if isinstance(own, Dense):
         return list(CODECS)
+    if isinstance(own, RandomTopK):
+        rounds = 1 / (own.random_ratio * own.top_k_ratio)  # until all elements have been sent
+        return [Codec("random top-k", own, math.log2(rounds), {})]
     if isinstance(own, Quantized) and not isinstance(own, LowRank) and own.wire in CASTS:
         return [Codec(own.wire, own, CODECS[1].loss, {})]
     if not isinstance(own, LowRank):

@@ -49,13 +49,14 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "dilocox": {"schedule": {"interval": 2}, "fragments": {"num_fragments": 2}, "control": CONTROL},
     "cocktail_sgd": {},
+    "overlap_local_sgd": {"schedule": {"interval": 2}},
 }
 DELAYED = [("diloco_delayed", codec) for codec in CODECS]
 EAGER = [("eager", "quantized"), ("eager", "top_k"), ("eager, two", "quantized")]
-COCKTAIL = ("cocktail_sgd", KEPT_LOCALLY)
+BASELINES = [("cocktail_sgd", KEPT_LOCALLY), ("overlap_local_sgd", "quantized")]
 RUNS = {
-    2: [*DELAYED, *EAGER, COCKTAIL],
-    4: [*DELAYED, *EAGER, COCKTAIL, *(("diloco", codec) for codec in CODECS)],
+    2: [*DELAYED, *EAGER, *BASELINES],
+    4: [*DELAYED, *EAGER, *BASELINES, *(("diloco", codec) for codec in CODECS)],
 }
 RESUMED = [
     *(
@@ -64,7 +65,7 @@ RESUMED = [
         for codec in CODECS
     ),
     *EAGER,
-    COCKTAIL,
+    *BASELINES,
 ]
 
 

@@ -22,6 +22,7 @@ from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
 from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
+from dsx.method.delay.pullback import Pullback
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
 from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
@@ -57,6 +58,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "dilocox": (ByLayer, Periodic, OneStepDelay, Nesterov),
         "co2": (WholeModel, Periodic, OneStepDelay, Momentum),
         "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
+        "overlap_local_sgd": (WholeModel, Periodic, Pullback, Momentum),
         "cocktail_sgd": (WholeModel, Periodic, LocalFeedback, SGD),
     }
     assert rows["local_sgd"].outer_optimizer == SGD(lr=1.0)
@@ -68,6 +70,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
         1,
     )
     assert rows["opendiloco"].compression == Quantized("fp16", mean_wire="fp16", small_wire="fp16")
+    assert rows["overlap_local_sgd"].outer_optimizer == Momentum(lr=1.0, momentum=0.7)
     assert rows["cocktail_sgd"].outer_optimizer == SGD(lr=1.0)
     assert rows["cocktail_sgd"].compression == RandomTopK(0.1, 0.08, error_feedback="none")
     assert rows["streaming_diloco"].outer_optimizer == Nesterov(lr=0.4, momentum=0.9)

@@ -57,8 +57,11 @@ class DelayPolicy(Protocol):
     splits_update: bool = False
     keeps_unsent: bool = False
 
-    def fresh_share(self, num_clusters: int) -> float:
-        """Return the share of a round under way that training goes on from (stability.py)."""
+    def fresh_share(self, num_clusters: int) -> float | None:
+        """Return the share of a round under way that training goes on from (stability.py).
+
+        None if that model of stability is not the policy's.
+        """
         return 0.0
 
     @property
@@ -92,6 +95,10 @@ class DelayPolicy(Protocol):
         import torch
 
         return torch.sub(anchor, local, out=local)
+
+    def gradient(self, mean: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
+        """Return what the outer rule steps the anchor with, in place of the mean that has come."""
+        return mean
 
     @abstractmethod
     def merge(self, view: SyncView) -> Tensor:
