@@ -40,7 +40,7 @@ def test_what_is_reversed_is_named() -> None:
     claim = Claim("val_loss", ("a", "b", "c"))
     found = judge(claim, losses(a=[1.0, 1.1], b=[2.0, 2.1], c=[1.5, 1.6]), "loss")
     assert found.status == DIFFERS
-    assert "does not hold here: c is before b; of 3 pairs 2 hold." in found.sentence
+    assert "does not hold here: c is before b; of 3 pairs 2 hold (2 samples each)." in found.sentence
     faster = Claim("val_loss", ("a", "b"), lower_is_better=False)
     found = judge(faster, losses(a=[1.0, 1.1], b=[2.0, 2.1]), "speed")
     assert found.status == DIFFERS
@@ -61,6 +61,8 @@ def test_no_order_within_a_group_and_one_sample_has_no_noise() -> None:
     found = judge(claim, losses(a=[1.0], b=[3.0], c=[2.0]), "loss")
     assert found.status == HOLDS
     assert "a < b = c, holds here (one sample each: no spread is known)" in found.sentence
+    found = judge(Claim("val_loss", ("b", "a")), losses(a=[1.0], b=[3.0]), "loss")
+    assert found.sentence.endswith("(one sample each: no spread is known).")
 
 
 def test_what_has_diverged_is_last() -> None:

@@ -45,18 +45,19 @@ def judge(claim: Claim, samples: Samples, heading: str) -> Verdict:
     }
     reversed_pairs = [pair for pair, sign in signs.items() if sign < 0]
     unclear = [pair for pair, sign in signs.items() if sign == 0]
+    holding = f"of {len(pairs)} pairs {len(pairs) - len(reversed_pairs) - len(unclear)} hold"
     order = f"The paper's order by {' '.join(heading.split())}, {claim},"
+    count = len(samples[pairs[0][0]][claim.figure])
+    known = f"({count} samples each)" if count > 1 else "(one sample each: no spread is known)"
     if reversed_pairs:
         named = ", ".join(f"{worse} is before {better}" for better, worse in reversed_pairs)
-        rest = f"; of {len(pairs)} pairs {len(pairs) - len(reversed_pairs) - len(unclear)} hold"
-        return Verdict(claim, DIFFERS, f"{order} does not hold here: {named}{rest}.")
-    count = len(samples[pairs[0][0]][claim.figure])
-    known = f"{count} samples each" if count > 1 else "one sample each: no spread is known"
+        sentence = f"{order} does not hold here: {named}; {holding} {known}."
+        return Verdict(claim, DIFFERS, sentence)
     if unclear:
         named = ", ".join(f"{better} and {worse}" for better, worse in unclear)
-        rest = f"; of {len(pairs)} pairs {len(pairs) - len(unclear)} hold ({known})"
-        return Verdict(claim, NOISE, f"{order} is within noise here for {named}{rest}.")
-    return Verdict(claim, HOLDS, f"{order} holds here ({known}).")
+        sentence = f"{order} is within noise here for {named}; {holding} {known}."
+        return Verdict(claim, NOISE, sentence)
+    return Verdict(claim, HOLDS, f"{order} holds here {known}.")
 
 
 def compare(better: Sequence[float], worse: Sequence[float], lower_is_better: bool) -> int:
