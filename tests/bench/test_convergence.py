@@ -9,9 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from dsx.bench.convergence.runs import run_task
+from dsx.bench.convergence.runs import divergence, run_task
 from dsx.bench.convergence.task import Study, Task
 from dsx.cli import app
 from dsx.data import build
@@ -81,6 +82,14 @@ def test_clusters_with_a_kind_of_text_each_train_otherwise(data: Path) -> None:
         study = Study(str(data), 2, 4, 2, 2, 16, 1, 16, 2, 3e-3, 1, 8, "cpu", shards)
         losses.append(run_task(study, Task("diloco", 0, 0.5, 0.0))["val_loss"])
     assert len(set(losses)) == 3
+
+
+def test_divergence_is_the_mean_distance_to_the_average_over_its_norm() -> None:
+    models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
+    for model, weights in zip(models, ([[4.0, 0.0]], [[0.0, 2.0]]), strict=True):
+        model.weight.data = torch.tensor(weights)
+    assert divergence(models) == pytest.approx(1.0)  # (2, 1), and (2, -1) from each
+    assert divergence([models[0], models[0]]) == 0
 
 
 def refused(data: Path, *args: str) -> str:

@@ -40,7 +40,9 @@ def test_what_is_reversed_is_named() -> None:
     claim = Claim("val_loss", ("a", "b", "c"))
     found = judge(claim, losses(a=[1.0, 1.1], b=[2.0, 2.1], c=[1.5, 1.6]), "loss")
     assert found.status == DIFFERS
-    assert "does not hold here: c is before b; of 3 pairs 2 hold (2 samples each)." in found.sentence
+    assert (
+        "does not hold here: c is before b; of 3 pairs 2 hold (2 samples each)." in found.sentence
+    )
     faster = Claim("val_loss", ("a", "b"), lower_is_better=False)
     found = judge(faster, losses(a=[1.0, 1.1], b=[2.0, 2.1]), "speed")
     assert found.status == DIFFERS

@@ -13,12 +13,11 @@ from dsx.bench.convergence.figures import add_reached, common_target
 from dsx.bench.convergence.pool import run_all
 from dsx.bench.convergence.report import plot, print_table
 from dsx.bench.convergence.runs import run_task
-from dsx.bench.convergence.task import BASELINE, CODECS, Study, Task
+from dsx.bench.convergence.task import BASELINE, CODECS, UNTUNED, Study, Task
 from dsx.core.checks import require_choice
 from dsx.data.shards import Shards
 from dsx.method.choices import PRESETS
 
-UNTUNED = ("local_sgd", "dreamddp", "cocktail_sgd")  # their outer rule has no rate to choose
 _Number = TypeVar("_Number", int, float)
 
 

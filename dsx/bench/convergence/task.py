@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dsx.data.shards import Shards
 
 BASELINE = "data_parallel"
+UNTUNED = ("local_sgd", "dreamddp", "cocktail_sgd")  # their outer rule has no rate to choose
 _LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
 
 # What "PRESET+CODEC" means: the preset's choices, with its pseudo-gradients sent so.

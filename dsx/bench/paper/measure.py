@@ -8,11 +8,10 @@ from typing import Any
 
 import typer
 
-from dsx.bench.convergence.task import BASELINE, Study, Task
+from dsx.bench.convergence.task import BASELINE, UNTUNED, Study, Task
 from dsx.bench.paper.table import Measure, Minutes, Row, Run, Samples
 
 Grid = tuple[tuple[float, float], ...]  # outer learning rate, momentum
-_UNTUNED = (BASELINE, "local_sgd", "dreamddp", "cocktail_sgd")
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,8 @@ class Loss:
 
     def _candidates(self, row: Row, run: Run) -> list[tuple[Any, Task]]:
         """Return the runs a row is tuned with: none, unless it leaves the outer rate open."""
-        if row.preset.partition("+")[0] in _UNTUNED or "outer_optimizer" in row.overrides:
+        untuned = row.preset.partition("+")[0] in (BASELINE, *UNTUNED)
+        if untuned or "outer_optimizer" in row.overrides:
             return []
         seeds = self._seeds(run)[:1]
         return [r for point in self.grid for r in self._runs(_at(row, *point), run, seeds)]
