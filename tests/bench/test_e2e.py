@@ -19,7 +19,7 @@ from dsx.bench.e2e.bench import Bench, Options, Row
 from dsx.bench.e2e.job import Job, Shape, build_model
 from dsx.bench.e2e.loop import Recorded, TimedSteps, train
 from dsx.bench.e2e.plan import Situation, plan_preset, plan_presets, planned_interval
-from dsx.bench.e2e.run import Measured, RunFailed, Runner
+from dsx.bench.e2e.run import Block, Measured, RunFailed, Runner
 from dsx.bench.e2e.show import TARGETS, as_json, draw, figure_of, show
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
 from dsx.core.types import ParameterShape
@@ -72,6 +72,19 @@ def test_what_was_waited_is_that_of_the_rounds_that_count() -> None:
     assert one.wait_seconds == pytest.approx((2.0 / 4 + 0.0) / 2)
     (unknown,) = Measured([cluster([1.0] * 6, [1.0] * 2)]).blocks(2)  # another library's
     assert math.isnan(unknown.wait_seconds)
+
+
+def test_overlap_is_the_share_of_transfers_that_nobody_waited_for() -> None:
+    record = cluster([1.0] * 6, [1.0] * 2)
+    waited, under_way = [9, 9, 9, 10, 10, 11], [9, 9, 9, 13, 13, 17]  # so far; 2 and 8 count
+    for step, one, other in zip(record["steps"], waited, under_way, strict=True):
+        step |= {"wait_seconds": float(one), "transfer_seconds": float(other)}
+    (block,) = Measured([record]).blocks(2)
+    assert (block.wait_seconds, block.transfer_seconds) == (2.0 / 4, 8.0 / 4)
+    assert block.overlap == pytest.approx(0.75)
+    assert Block(1.0, 1.0, 2.5, 2.0).overlap == 0.0  # clusters that met late waited longer still
+    assert math.isnan(Block(1.0, 1.0).overlap)
+    assert math.isnan(Block(1.0, 1.0, 0.0, 0.0).overlap)  # nothing was sent
 
 
 def test_a_machine_that_slows_down_steadily_is_no_loss() -> None:

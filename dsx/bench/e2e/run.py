@@ -36,17 +36,26 @@ class Block:
     """Some rounds between two ceilings, in seconds per step; means of the clusters.
 
     Clusters that meet go at the pace of the slowest: what another's core is faster counts as lost.
-    `wait_seconds`: in which training waited for others, as counted by dsx; nan of other libraries.
+    `wait_seconds`: in which training waited for others, as counted by dsx; nan of other libraries,
+    as `transfer_seconds`, those of the transfers that were applied.
     """
 
     step_seconds: float
     ceiling_seconds: float
     wait_seconds: float = math.nan
+    transfer_seconds: float = math.nan
 
     @property
     def utilization(self) -> float:
         """The ceiling over what was measured next to it."""
         return self.ceiling_seconds / self.step_seconds
+
+    @property
+    def overlap(self) -> float:
+        """The share of the transfers' seconds in which training went on; nan without transfers."""
+        if not self.transfer_seconds > 0:
+            return math.nan
+        return max(0.0, 1 - self.wait_seconds / self.transfer_seconds)
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,7 @@ class Measured:
                 statistics.fmean(block.step_seconds for block in blocks),
                 statistics.fmean(block.ceiling_seconds for block in blocks),
                 statistics.fmean(block.wait_seconds for block in blocks),
+                statistics.fmean(block.transfer_seconds for block in blocks),
             )
             for blocks in zip(*per_cluster, strict=True)
         ]
@@ -95,7 +105,10 @@ class Measured:
 
 def _blocks(record: dict[str, Any], interval: int) -> list[Block]:
     ends = [0.0, *(step["seconds"] for step in record["steps"])]
-    waited = [0.0, *(step.get("wait_seconds", math.nan) for step in record["steps"])]
+    waited, under_way = (
+        [0.0, *(step.get(key, math.nan) for step in record["steps"])]
+        for key in ("wait_seconds", "transfer_seconds")
+    )
     ceilings = [statistics.fmean(steps) for steps in record["ceilings"]]
     length = len(record["steps"]) // (len(ceilings) - 1)
     blocks: list[Block] = []
@@ -103,8 +116,8 @@ def _blocks(record: dict[str, Any], interval: int) -> list[Block]:
     for number, (before, after) in enumerate(zip(ceilings, ceilings[1:], strict=False)):
         begin, end = number * length + interval, (number + 1) * length
         seconds = (ends[end] - ends[begin]) / (end - begin)
-        wait_seconds = (waited[end] - waited[begin]) / (end - begin)
-        blocks.append(Block(seconds, before + middle * (after - before), wait_seconds))
+        counted = [(of[end] - of[begin]) / (end - begin) for of in (waited, under_way)]
+        blocks.append(Block(seconds, before + middle * (after - before), *counted))
     return blocks
 
 

@@ -82,7 +82,7 @@ def run_with_dsx(
     job: Job, cluster: int, inner: Inner, handle: Handle, turns: Turns
 ) -> dict[str, Any]:
     """Train, with the ceiling between blocks; return what is written."""
-    trained = TimedSteps(job, cluster, inner.take_step, lambda: counters(handle))
+    trained = TimedSteps(job, cluster, inner.take_step, Counters(handle).read)
     ceiling = TimedSteps(job, cluster, without_dsx(job).take_step)
     turns.begin()
     first = read_line().bytes_sent
@@ -104,9 +104,26 @@ def run_with_dsx(
     }
 
 
-def counters(handle: Handle) -> dict[str, float]:
-    """Return what dsx has counted so far."""
-    return {"wait_seconds": handle.totals.wait_seconds, "bytes_sent": handle.totals.bytes_sent}
+class Counters:
+    """What dsx has counted so far; read after every step."""
+
+    def __init__(self, handle: Handle) -> None:
+        self._handle = handle
+        self._seen = dict[int, Transfer]()
+        self._transfer_seconds = 0.0
+
+    def read(self) -> dict[str, float]:
+        """Return sums; `transfer_seconds` are those of the transfers that have been applied."""
+        for fragment, transfer in self._handle.loop.last_applied.items():
+            if self._seen.get(fragment) is not transfer:
+                self._seen[fragment] = transfer
+                self._transfer_seconds += transfer.pending.seconds
+        totals = self._handle.totals
+        return {
+            "wait_seconds": totals.wait_seconds,
+            "transfer_seconds": self._transfer_seconds,
+            "bytes_sent": totals.bytes_sent,
+        }
 
 
 def main() -> None:
