@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
 from dsx.bench.convergence.figures import common_target, perplexity, reach
-from dsx.bench.convergence.task import BASELINE, Study, Task, merge, overrides
+from dsx.bench.convergence.pool import FORMAT, identity, read_kept
+from dsx.bench.convergence.task import BASELINE, Study, Task, inner_rate, merge, overrides
 from dsx.bench.paper import show
 from dsx.bench.paper.measure import Loss, Several, Simulation
 from dsx.bench.paper.table import Claim, Column, Row, Run, Samples, Table
@@ -150,6 +153,34 @@ def test_steps_and_bytes_to_a_target_loss() -> None:
     assert common_target([{"curve": [(1, math.nan, 1)]}, {"curve": worse}]) == 1.5
     assert perplexity(math.log(20)) == pytest.approx(20)
     assert perplexity(1e6) == math.inf
+
+
+def test_cyclic_rates_are_those_of_torch_after_the_warm_up() -> None:
+    study = Study("", 2, 80, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu", inner_schedule="cyclic")
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+    theirs = torch.optim.lr_scheduler.CyclicLR(
+        optimizer, 1e-4, 1e-3, step_size_up=4, mode="triangular2", cycle_momentum=False
+    )
+    for step in range(1, 81):
+        optimizer.step()
+        theirs.step()
+        if step > 4:
+            rate = optimizer.param_groups[0]["lr"]
+            assert inner_rate(study, step) == pytest.approx(rate, abs=1e-12), step
+    assert inner_rate(study, 2) == 5e-4
+
+
+def test_a_new_field_of_studies_loses_no_kept_run(tmp_path: Path) -> None:
+    study, task, kept = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu"), Task("co2", 0), {}
+    for later in ("shards", "inner_schedule"):
+        before = {key: value for key, value in asdict(study).items() if key != later}
+        entry = {"format": FORMAT, "study": before, "key": task.key, "result": {"val_loss": 1.0}}
+        (tmp_path / "kept").write_text(json.dumps(entry) + "\n")
+        kept = read_kept(tmp_path / "kept")
+        assert identity(study, task) in kept
+    cyclic = replace(study, inner_schedule="cyclic")
+    assert identity(cyclic, task) not in kept
+    assert identity(study, Task("co2", 1)) not in kept
 
 
 def test_choices_go_before_those_of_a_study_key_by_key() -> None:

@@ -6,14 +6,14 @@ import json
 import multiprocessing
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dsx.bench.convergence.task import Task
+from dsx.bench.convergence.task import Study, Task
 
 FORMAT = 2  # of a kept result: one of another format is run again
 Result = dict[str, Any]
@@ -56,12 +56,18 @@ def read_kept(kept: Path) -> dict[str, Result]:
     if not text.endswith("\n"):
         kept.write_text("".join(lines))
     entries = [e for e in map(json.loads, lines) if e.get("format") == FORMAT]
-    return {json.dumps([e["study"], e["key"]], sort_keys=True): e["result"] for e in entries}
+    return {_name(e["study"], e["key"]): e["result"] for e in entries}
 
 
 def identity(study: Any, task: Task) -> str:
-    """Return what a run is kept under."""
-    return json.dumps([asdict(study), task.key], sort_keys=True)
+    """Return what a run is kept under; a field that studies did not have is not in it by default."""
+    return _name(asdict(study), task.key)
+
+
+def _name(study: dict[str, Any], key: str) -> str:
+    usual = {field.name: field.default for field in fields(Study)}
+    said = {k: v for k, v in study.items() if k not in usual or v != usual[k]}
+    return json.dumps([said, key], sort_keys=True)
 
 
 def prepare_worker() -> None:
