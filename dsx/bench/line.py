@@ -99,6 +99,12 @@ def cores_for(num_clusters: int) -> list[int]:
     return cores
 
 
+def shared_cores(num_clusters: int) -> list[int]:
+    """Return a core per cluster, several clusters on one where there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    return [cores[cluster % len(cores)] for cluster in range(num_clusters)]
+
+
 def run_in_clusters(
     bed: Testbed, command: Sequence[str], cores: Sequence[int] | None
 ) -> list[ClusterResult]:

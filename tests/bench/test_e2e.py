@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -21,6 +22,7 @@ from dsx.bench.e2e.loop import Recorded, TimedSteps, train
 from dsx.bench.e2e.plan import Situation, plan_preset, plan_presets, planned_interval
 from dsx.bench.e2e.run import Block, Measured, RunFailed, Runner
 from dsx.bench.e2e.show import TARGETS, as_json, draw, figure_of, show
+from dsx.bench.line import cores_for, shared_cores
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
 from dsx.core.types import ParameterShape
 from dsx.method.choices import PRESETS
@@ -85,6 +87,15 @@ def test_overlap_is_the_share_of_transfers_that_nobody_waited_for() -> None:
     assert Block(1.0, 1.0, 2.5, 2.0).overlap == 0.0  # clusters that met late waited longer still
     assert math.isnan(Block(1.0, 1.0).overlap)
     assert math.isnan(Block(1.0, 1.0, 0.0, 0.0).overlap)  # nothing was sent
+
+
+def test_clusters_share_cores_where_there_are_too_few() -> None:
+    own = sorted(os.sched_getaffinity(0))
+    count = len(own)
+    assert shared_cores(2 * count + 1) == [*own, *own, own[0]]
+    assert shared_cores(count) == cores_for(count)
+    with pytest.raises(ValueError, match="need a core each"):
+        cores_for(count + 1)
 
 
 def test_a_machine_that_slows_down_steadily_is_no_loss() -> None:

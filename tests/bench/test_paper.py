@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from typer.testing import CliRunner
 from dsx.bench.convergence.figures import common_target, perplexity, reach
 from dsx.bench.convergence.pool import FORMAT, identity, read_kept
 from dsx.bench.convergence.task import BASELINE, Study, Task, inner_rate, merge, overrides
+from dsx.bench.e2e.row import Row as LineRow
 from dsx.bench.paper import show
-from dsx.bench.paper.measure import Loss, Several, Simulation
+from dsx.bench.paper.lines import overlaps_of
+from dsx.bench.paper.measure import Lines, Loss, Several, Simulation
+from dsx.bench.paper.scaling import Scaling
 from dsx.bench.paper.table import Claim, Column, Row, Run, Samples, Table
 from dsx.bench.paper.tables import TABLES, complete
 from dsx.bench.paper.verdict import DIFFERS, HOLDS, NOISE, judge
@@ -247,3 +251,50 @@ def test_a_table_of_trainings(data: Path, tmp_path: Path) -> None:
     # an outer rate of a thousandth learns nothing: it was not chosen
     tuned = [json.loads(line)["result"] for line in kept if '"lr": 0.001' in line]
     assert len(tuned) == 1 and tuned[0]["val_loss"] > samples["tuned"]["val_loss"][0]
+
+
+def test_scaling_keeps_the_line_and_predicts_what_is_not_measured() -> None:
+    lines = Lines(12.0, "1,32,16,1", (1.0, 1.0), blocks=2)
+    scaling = Scaling(lines, (2,), (2,), (4, 16))
+    # a ring sends 1, 1.5 and 1.875 sizes of the model: the same line takes as much longer
+    assert [scaling.ratio_at(n) for n in (2, 4, 16)] == pytest.approx([6.4, 9.6, 12.0])
+    often, seldom = (Row("", "co2", {"schedule": {"interval": n}}) for n in (10, 40))
+    assert scaling.predict(Row("", BASELINE), 16) == pytest.approx(1 / 13, rel=0.01)
+    assert scaling.predict(often, 16) == pytest.approx(10 / 12, rel=0.03)
+    assert scaling.predict(often, 4) == pytest.approx(1.0)
+    assert scaling.predict(seldom, 16) == pytest.approx(1.0)
+
+
+def test_scaling_puts_speeds_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shares = {2: [0.5, 0.4], 4: [0.25, 0.25]}
+    asked: list[tuple[int, float]] = []
+
+    def measured(lines: Lines, rows: Sequence[Row], run: Run) -> Samples:
+        asked.append((lines.num_clusters, lines.ratio))
+        return {row.label: {"utilization": shares[lines.num_clusters]} for row in rows}
+
+    monkeypatch.setattr(Lines, "measure", measured)
+    scaling = Scaling(Lines(12.0, "1,32,16,1", (1.0, 1.0), blocks=2), (2, 4), (2,), (4, 16))
+    rows = (Row("one", "co2", {"schedule": {"interval": 10}}),)
+    found = scaling.measure(rows, Run(tmp_path, False, 1, tmp_path / "kept"))["one"]
+    assert asked == [(2, pytest.approx(6.4)), (4, pytest.approx(9.6))]
+    assert (found["at_2"], found["at_4"]) == ([1.0, 0.8], [1.0, 1.0])
+    alone = 16 * scaling.predict(rows[0], 16)
+    assert found["at_16"] == [alone, alone]
+    assert found["scalability"] == pytest.approx([alone * 2 / 16 / 1.0, alone * 2 / 16 / 0.8])
+    asked.clear()
+    short = scaling.measure(rows, Run(tmp_path, True, 1, tmp_path / "kept"))["one"]
+    assert [clusters for clusters, _ in asked] == [2]
+    assert short["at_4"] == pytest.approx([4.0, 4.0])
+
+
+def test_overlaps_are_told_with_what_the_papers_formula_says() -> None:
+    row = LineRow(
+        14.4, 4.0, "", "", "co2", 12, 0, 96, True, 0.12, 0.1, 1.0, 1.0, 1.0, 0.0, 1, 1, 1, 1.0,
+        block_overlaps=(0.8, 0.9), transfer_seconds=1.5,
+    )  # fmt: skip
+    figures = overlaps_of(row)
+    assert figures["overlap"] == [0.8, 0.9]
+    assert figures["computed_overlap"] == pytest.approx([0.8, 0.8])
+    assert overlaps_of(replace(row, interval=48))["computed_overlap"] == [1.0, 1.0]
+    assert overlaps_of(replace(row, block_overlaps=(), transfer_seconds=None)) == {}

@@ -60,7 +60,7 @@ def read_kept(kept: Path) -> dict[str, Result]:
 
 
 def identity(study: Any, task: Task) -> str:
-    """Return what a run is kept under; a field that studies did not have is not in it by default."""
+    """Return what a run is kept under: without fields of the study that are as by default."""
     return _name(asdict(study), task.key)
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from dsx.bench.e2e.job import Job, Mode, Shape, build_model
 from dsx.bench.e2e.plan import Plan, Situation, plan_presets
+from dsx.bench.e2e.row import Row
 from dsx.bench.e2e.run import Measured, Runner
-from dsx.bench.line import cores_for
+from dsx.bench.line import cores_for, shared_cores
 from dsx.bench.testbed import MAX_CLUSTERS, Line, Testbed
 from dsx.core.types import ParameterShape
 from dsx.method.choices import PRESETS
@@ -71,48 +72,6 @@ class Options:
         require_number("latency_milliseconds", self.latency_milliseconds, 0, 2000)
 
 
-@dataclass(frozen=True)
-class Row:
-    """One line of the table: a method on a line. Bytes are of the cluster that sends most.
-
-    Medians of blocks: `utilization`, the ceiling's step over the measured one; `step_seconds` and
-    `tokens_per_second`; `exposed_seconds`, what a period of `interval` steps takes beyond its
-    compute; `wait_seconds`, in which training waited for other clusters in that period, as counted
-    by dsx: what is exposed beyond it is CPU that the network takes, and the machine's own drift.
-    `utilization_spread` is half of what lies between the lowest and the highest block,
-    `block_utilizations` are all of them.
-    `speedup` is over all-reduce at the ceiling of DeepSpeed without communication, so a preset in
-    plain PyTorch (`engine`) compares, too. `wire_bytes` is the kernel's count, headers included;
-    `payload_bytes` the library's own, `planned_bytes` the planner's for all rounds: None where
-    DeepSpeed counts none, and where a method sends as much as what it measures tells it to.
-    """
-
-    ratio: float
-    megabits_per_second: float
-    shape: str
-    engine: str
-    method: str
-    interval: int
-    delay_steps: int
-    steps: int
-    is_overlapped: bool
-    step_seconds: float
-    ceiling_seconds: float
-    tokens_per_second: float
-    utilization: float
-    predicted_utilization: float
-    exposed_seconds: float
-    wire_bytes: int
-    payload_bytes: int | None
-    planned_bytes: int | None
-    validation_loss: float
-    speedup: float = 1.0
-    utilization_spread: float = 0.0
-    wait_seconds: float | None = None
-    latency_milliseconds: float = 0.0
-    block_utilizations: tuple[float, ...] = ()
-
-
 def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
     """Yield a row per ratio and method; `tell` gets a line per run.
 
@@ -124,9 +83,13 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
 
 
 @contextmanager
-def open_runner(options: Options) -> Generator[Runner, None, None]:
-    """Make the testbed, and remove it at the end; errors as of `measure`."""
-    cores, data = cores_for(options.num_clusters), options.data
+def open_runner(options: Options, shares_cores: bool = False) -> Generator[Runner, None, None]:
+    """Make the testbed, and remove it at the end; errors as of `measure`.
+
+    A core is for one cluster, unless `shares_cores` lets several take turns on it.
+    """
+    cores = (shared_cores if shares_cores else cores_for)(options.num_clusters)
+    data = options.data
     if not (data / "dataset.json").is_file():
         build = f"dsx data build --from stdlib --out {data}"
         raise ValueError(f"{data} is not a dataset; build one with: {build}")
@@ -253,6 +216,7 @@ class Bench:
         step_seconds = statistics.median(block.step_seconds for block in blocks)
         exposed = [block.step_seconds - block.ceiling_seconds for block in blocks]
         waited = plan.interval * statistics.median(block.wait_seconds for block in blocks)
+        under_way = plan.interval * statistics.median(block.transfer_seconds for block in blocks)
         steps = len(measured.clusters[0]["steps"])
         situation = Situation(self._parameters, ceiling, _link_of(line), self._options.num_clusters)
         spread = (max(shares) - min(shares)) / 2
@@ -282,6 +246,8 @@ class Bench:
             wait_seconds=None if math.isnan(waited) else waited,
             latency_milliseconds=line.latency_milliseconds,
             block_utilizations=tuple(shares),
+            block_overlaps=tuple(b.overlap for b in blocks if not math.isnan(b.overlap)),
+            transfer_seconds=None if math.isnan(under_way) else under_way,
         )
 
     @property

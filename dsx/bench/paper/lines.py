@@ -25,15 +25,16 @@ def measure_lines(
     """Return a sample per block; TestbedUnavailable, RunFailed and ValueError as `bench e2e`."""
     shape = Shape.parse(lines.shape)
     options = Options(
-        out, data, lines.num_clusters, (lines.ratio,), (), 1, num_blocks, lines.margin, shape,
+        out, data, lines.num_clusters, (lines.ratio,), (), lines.rounds, num_blocks, lines.margin,
+        shape,
         latency_milliseconds=lines.latency_milliseconds,
     )  # fmt: skip
-    with open_runner(options) as runner:
+    with open_runner(options, lines.shares_cores) as runner:
         bench = Bench(options, lines.ratio, runner, lambda line: typer.echo(line, err=True))
         situation = bench.situation_to_plan()
         planned = planned_interval(situation, lines.margin)
         plans = {
-            row.label: _plan(row, situation, lines.margin, planned)
+            row.label: plan_row(row, situation, lines.margin, planned)
             for row in rows
             if row.preset != BASELINE
         }
@@ -46,13 +47,17 @@ def measure_lines(
     for row in rows:
         own = measured.get(row.label, synchronous)
         shares = own.block_utilizations or (own.utilization,) * num_blocks
-        samples[row.label] = _figures(own, shares, ceiling, synchronous)
+        samples[row.label] = _figures(own, shares, ceiling, synchronous) | overlaps_of(own)
     return samples
 
 
-def _plan(row: Row, situation: Situation, margin: float, planned: int) -> Plan:
-    """Return the preset of `bench e2e`, with the row's overrides before its choices."""
+def plan_row(row: Row, situation: Situation, margin: float, planned: int | None = None) -> Plan:
+    """Return the preset of `bench e2e`, with the row's overrides before its choices.
+
+    `planned` is the H of rows that do not say theirs; None: the planner's.
+    """
     interval = row.overrides.get("schedule", {}).get("interval", planned)
+    interval = interval or planned_interval(situation, margin)
     usual = plan_preset(row.preset, interval, situation, margin)
     choices = merge({k: v for k, v in usual.block.items() if k != "preset"}, row.overrides)
     return plan_preset(row.preset, interval, situation, margin, choices)
@@ -74,4 +79,18 @@ def _figures(
         "speedup": [share * ideal for share in shares],
         "tokens_per_second": [share * ideal * synchronous.tokens_per_second for share in shares],
         **{figure: [value] * len(shares) for figure, value in whole.items()},
+    }
+
+
+def overlaps_of(own: LineRow) -> dict[str, list[float]]:
+    """Return the share of transfers that is hidden, as measured and as CO2 computes it."""
+    if not (own.block_overlaps and own.transfer_seconds):
+        return {}
+    computed = min(1.0, own.interval * own.ceiling_seconds / own.transfer_seconds)
+    count = len(own.block_overlaps)
+    return {
+        "overlap": list(own.block_overlaps),
+        "computed_overlap": [computed] * count,
+        "step_seconds": [own.ceiling_seconds] * count,
+        "transfer_seconds": [own.transfer_seconds] * count,
     }

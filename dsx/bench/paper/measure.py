@@ -163,8 +163,11 @@ class Lines:
 
     `ratio`: seconds of an all-reduce over those of a step; `shape` is LAYERS,HIDDEN,LENGTH,BATCH.
     A row's H is its overrides' `schedule.interval`, else the planner's for all. Figures, a sample
-    per block: utilization, step_seconds, tokens_per_second, speedup over data parallel; and of the
-    whole run, the same in every sample: payload_bytes, wire_bytes, loss.
+    per block of `rounds` rounds: utilization, tokens_per_second, speedup over data parallel, of
+    presets overlap (the share of the transfers in which training went on); and of the whole run,
+    the same in every sample: payload_bytes, wire_bytes, loss, of presets step_seconds,
+    transfer_seconds (of a period), and computed_overlap, what their ratio says for that H.
+    `shares_cores` lets more clusters run than there are cores.
     """
 
     ratio: float
@@ -175,6 +178,8 @@ class Lines:
     num_clusters: int = 2
     margin: float = 1.15
     latency_milliseconds: float = 0.0
+    rounds: int = 1
+    shares_cores: bool = False
     kind = "line"
 
     def minutes(self, rows: Sequence[Row], run: Run) -> float:
