@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -12,8 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.runs import divergence, run_task
-from dsx.bench.convergence.task import Study, Task
+from dsx.bench.convergence.task import BASELINE, Study, Task
 from dsx.cli import app
 from dsx.data import build
 from dsx.data.shards import SHARDS
@@ -92,6 +94,20 @@ def test_divergence_is_the_mean_distance_to_the_average_over_its_norm() -> None:
     assert divergence([models[0], models[0]]) == 0
 
 
+@pytest.mark.ci
+@pytest.mark.parametrize(("problem", "outcomes"), [("masked", 257), ("images", 10)])
+def test_other_problems_are_learned_by_presets_and_baseline(
+    data: Path, problem: str, outcomes: int
+) -> None:
+    study = Study(
+        str(data), 2, 60, 5, 8, 16, 3, 16, 2, 1e-2, 2, 64, "cpu", problem=problem
+    )  # fmt: skip
+    for preset in (BASELINE, "dreamddp", "local_sgd"):
+        result = run_task(study, Task(preset, 0))
+        assert result["val_loss"] < math.log(outcomes) - 0.7, preset
+        assert result["accuracy"] > 3 / outcomes
+
+
 def refused(data: Path, *args: str) -> str:
     command = ["bench", "convergence", "--data", str(data), *args]
     result = CliRunner().invoke(app, [*command, "--json", str(data / "results.json")])
@@ -102,6 +118,14 @@ def refused(data: Path, *args: str) -> str:
 def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path) -> None:
     said = refused(tmp_path / "none")
     assert "make one with: dsx data build --from stdlib --out" in said
+
+
+def test_what_is_no_problem_or_no_shape_of_one_is_named(tmp_path: Path) -> None:
+    said = refused(tmp_path, "--problem", "chess")
+    assert "--problem 'chess' must be one of causal, masked, images" in said
+    with pytest.raises(ValueError, match="--layers 4 must be a multiple of 3.*try --layers 6"):
+        study = Study("", 2, 1, 1, 1, 1, 4, 8, 1, 1.0, 1, 1, "cpu", problem="images")
+        PROBLEMS["images"].make_model(study, 0)
 
 
 def test_what_is_no_preset_or_number_is_named(tmp_path: Path) -> None:

@@ -38,6 +38,9 @@ Momenta = Annotated[str, Option(metavar="MU,MU", help="Outer momenta to choose f
 Seeds = Annotated[str, Option(metavar="N,N", help="Runs of each; the first one is tuned with.")]
 Evaluations = Annotated[int, Option(help="Validations along each run.", min=1)]
 ValidationWindows = Annotated[int, Option(help="Windows of a validation.", min=1)]
+Problem = Annotated[
+    str, Option(help="What is trained: causal or masked language modelling, or images.")
+]
 Settings = Annotated[
     Path | None,
     Option(metavar="FILE", help="An earlier study's JSON: take its choices, do not tune."),
@@ -85,6 +88,7 @@ def convergence(
     evaluations: Evaluations = 10,
     validation_windows: ValidationWindows = 512,
     shards: ShardsOf = "iid",
+    problem: Problem = "causal",
     settings: Settings = None,
     target_loss: Target = None,
     jobs: Jobs = None,
@@ -103,6 +107,10 @@ def convergence(
     With --shards contiguous every cluster reads a stretch of the corpus, with skewed windows of one
     kind; the validation is of all.
 
+    --problem masked makes the model an encoder that predicts hidden tokens; with images a small
+    ResNet names the digits of scikit-learn, --layers are its blocks, a multiple of 3, and --hidden
+    the channels of its first stage.
+
     NAME+CODEC is a preset with its pseudo-gradients sent in another format, at the rate and
     momentum of the preset without it. Results appear as a table, as JSON (an object per preset and
     seed) and as a plot. Finished runs are kept beside the JSON file and not run again.
@@ -113,6 +121,7 @@ def convergence(
     shared = Study(
         str(data), clusters, steps, interval, batch_size, sequence_length, layers, hidden, heads,
         inner_lr, evaluations, validation_windows, device, cast("Shards", shards),
+        problem=problem,
     )  # fmt: skip
     search = study.Search(
         study.read_presets(presets),

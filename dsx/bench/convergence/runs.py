@@ -1,11 +1,10 @@
-"""One run of a convergence study: a preset, or the data-parallel baseline, on real text."""
+"""One run of a convergence study: a preset, or the data-parallel baseline, on a problem."""
 
 from __future__ import annotations
 
 import copy
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.bench.convergence.figures import perplexity
+from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.task import (
     BASELINE,
     Study,
@@ -21,8 +21,9 @@ from dsx.bench.convergence.task import (
     inner_rate,
     overrides,
 )
-from dsx.data import ClusterBatches, TokenWindows, read_summary
-from dsx.examples.gpt import GPT, GPTConfig
+from dsx.data import ClusterBatches
+
+Batch = tuple[Tensor, Tensor]  # inputs, targets
 
 
 def make_optimizer(model: nn.Module, study: Study) -> torch.optim.Optimizer:
@@ -31,24 +32,29 @@ def make_optimizer(model: nn.Module, study: Study) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
 
 
-def take_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, windows: Tensor, lr: float
-) -> None:
-    """Take one inner step on windows `[batch, length + 1]`."""
+def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, lr: float) -> None:
+    """Take one inner step on inputs and targets."""
     optimizer.param_groups[0]["lr"] = lr
     optimizer.zero_grad()
-    model(windows[:, :-1], windows[:, 1:]).backward()
+    model(*batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, windows: Tensor) -> float:
-    """Return the mean loss on held-out windows."""
+def evaluate(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, float]:
+    """Return loss and accuracy on held-out batches, per prediction."""
     model.eval()
-    losses = [model(part[:, :-1], part[:, 1:]).item() * len(part) for part in windows.split(32)]
+    loss_sum = right = count = 0.0
+    for inputs, targets in batches:
+        logits = model(inputs).flatten(0, -2).float()
+        targets = targets.flatten()
+        counted = int((targets >= 0).sum())
+        loss_sum += nn.functional.cross_entropy(logits, targets).item() * counted
+        right += int((logits.argmax(-1) == targets).sum())
+        count += counted
     model.train()
-    return sum(losses) / len(windows)
+    return loss_sum / count, right / count
 
 
 def run_task(study: Study, task: Task) -> dict[str, Any]:
@@ -56,14 +62,16 @@ def run_task(study: Study, task: Task) -> dict[str, Any]:
     started = time.perf_counter()
     torch.manual_seed(task.seed)
     device = torch.device(study.device)
-    shape = (study.num_layers, study.hidden_size, study.num_heads, study.sequence_length)
-    vocab_size = read_summary(study.data).vocab_size
-    model = GPT(GPTConfig(*shape, vocab_size=vocab_size), task.seed).to(device)
-    train = TokenWindows(Path(study.data) / "train", study.sequence_length)
-    held_out = TokenWindows(Path(study.data) / "validation", study.sequence_length)
+    problem = PROBLEMS[study.problem]
+    model = problem.make_model(study, task.seed).to(device)
+    train, held_out = problem.read(study)
     count = min(study.validation_windows, len(held_out))
-    chosen = [i * len(held_out) // count for i in range(count)]
-    validation = torch.stack([held_out[i] for i in chosen]).to(device)
+    chosen = torch.stack([held_out[i * len(held_out) // count] for i in range(count)])
+
+    def batch_of(rows: Tensor) -> Batch:
+        return problem.inputs_and_targets(study, rows.to(device))
+
+    validation = [batch_of(part) for part in chosen.split(32)]
     batches = [
         ClusterBatches(
             train,
@@ -77,7 +85,7 @@ def run_task(study: Study, task: Task) -> dict[str, Any]:
         )
         for m in range(study.num_clusters)
     ]
-    step_batches = ([next(b).to(device) for b in batches] for _ in range(study.num_steps))
+    step_batches = ([batch_of(next(b)) for b in batches] for _ in range(study.num_steps))
     run = train_baseline if task.preset == BASELINE else train_preset
     result = run(study, task, model, step_batches, validation)
     return {
@@ -103,25 +111,37 @@ def divergence(models: Sequence[nn.Module]) -> float:
 
 
 def train_baseline(
-    study: Study, task: Task, model: nn.Module, batches: Iterator[list[Tensor]], validation: Tensor
+    study: Study,
+    task: Task,
+    model: nn.Module,
+    batches: Iterator[list[Batch]],
+    validation: Sequence[Batch],
 ) -> dict[str, Any]:
     """Synchronous data parallel: every step takes the mean gradient of all clusters' batches."""
     optimizer = make_optimizer(model, study)
     num_bytes = sum(4 * p.numel() for p in model.parameters())
     ring = 2 * (study.num_clusters - 1) * num_bytes // study.num_clusters
     curve: list[tuple[int, float, int]] = []
-    for step, windows in enumerate(batches, start=1):
-        take_step(model, optimizer, torch.cat(windows), inner_rate(study, step))
+    accuracy = 0.0
+    for step, parts in enumerate(batches, start=1):
+        inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+        take_step(model, optimizer, (inputs, targets), inner_rate(study, step))
         if step in evaluation_steps(study):
-            curve.append((step, evaluate(model, validation), ring * step))
+            loss, accuracy = evaluate(model, validation)
+            curve.append((step, loss, ring * step))
     return {
-        "val_loss": curve[-1][1], "curve": curve, "bytes_per_cluster": ring * study.num_steps,
+        "val_loss": curve[-1][1], "accuracy": accuracy, "curve": curve,
+        "bytes_per_cluster": ring * study.num_steps,
         "syncs": study.num_steps, "divergence": 0.0, "settings": {},
     }  # fmt: skip
 
 
 def train_preset(
-    study: Study, task: Task, model: nn.Module, batches: Iterator[list[Tensor]], validation: Tensor
+    study: Study,
+    task: Task,
+    model: nn.Module,
+    batches: Iterator[list[Batch]],
+    validation: Sequence[Batch],
 ) -> dict[str, Any]:
     """C clusters under a preset; the loss is that of the model a finished run hands out.
 
@@ -135,9 +155,10 @@ def train_preset(
     curve: list[tuple[int, float, int]] = []
     distances: list[float] = []
     sent = evaluated = 0
-    for step, windows in enumerate(batches, start=1):
+    accuracy = 0.0
+    for step, parts in enumerate(batches, start=1):
         lr = inner_rate(study, step)
-        for own, optimizer, part in zip(models, optimizers, windows, strict=True):
+        for own, optimizer, part in zip(models, optimizers, parts, strict=True):
             take_step(own, optimizer, part, lr)
         if step % max(1, method.schedule.interval // 10) == 0:
             distances.append(divergence(models))
@@ -147,11 +168,12 @@ def train_preset(
         sent = max(clusters.bytes_sent) - evaluated
         if step in evaluation_steps(study):
             with clusters.averaged() as average:  # where that takes a mean, it is sent, too
-                curve.append((step, evaluate(average, validation), sent))
+                loss, accuracy = evaluate(average, validation)
+            curve.append((step, loss, sent))
             evaluated = max(clusters.bytes_sent) - sent
     fragments = len(clusters.loops[0].adapter.fragments)  # syncs are of whole models
     return {
-        "val_loss": curve[-1][1], "curve": curve, "bytes_per_cluster": sent,
+        "val_loss": curve[-1][1], "accuracy": accuracy, "curve": curve, "bytes_per_cluster": sent,
         "syncs": clusters.num_syncs / fragments, "settings": axes,
         "divergence": sum(distances) / max(1, len(distances)),
     }  # fmt: skip

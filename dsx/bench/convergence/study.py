@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from dsx.bench.convergence.figures import add_reached, common_target
 from dsx.bench.convergence.pool import run_all
+from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.report import plot, print_table
 from dsx.bench.convergence.runs import run_task
 from dsx.bench.convergence.task import BASELINE, CODECS, UNTUNED, Study, Task
@@ -81,9 +82,10 @@ def read_numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list
         ) from None
 
 
-def require_corpus(data: Path) -> None:
-    """Raise FileNotFoundError, with what makes one, if there is no dataset."""
-    if not (data / "train.bin").exists():
+def require_corpus(study: Study) -> None:
+    """Raise FileNotFoundError, with what makes one, if a problem of language has no dataset."""
+    data = Path(study.data)
+    if study.problem != "images" and not (data / "train.bin").exists():
         fix = f"dsx data build --from stdlib --out {data}"
         raise FileNotFoundError(f"no corpus at {data}; make one with: {fix}")
 
@@ -97,7 +99,9 @@ def compare(
     FileNotFoundError if there is no dataset.
     """
     require_choice("--shards", study.shards, Shards)
-    require_corpus(Path(study.data))
+    if study.problem not in PROBLEMS:
+        raise ValueError(f"--problem {study.problem!r} must be one of {', '.join(PROBLEMS)}")
+    require_corpus(study)
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = out.with_suffix(".runs.jsonl")
     chosen = choose(study, search, jobs, kept)
@@ -116,6 +120,7 @@ def compare(
     figure = figure or out.with_suffix(".png")
     plot(rows, study.interval, figure)
     kind = "" if study.shards == "iid" else f", {study.shards} shards"
+    kind += "" if study.problem == "causal" else f", {study.problem}"
     print_table(
         rows,
         f"{study.num_clusters} clusters, H = {study.interval}, {study.num_steps} steps{kind}",

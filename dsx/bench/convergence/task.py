@@ -54,6 +54,7 @@ class Study:
     device: str
     shards: Shards = "iid"
     inner_schedule: InnerSchedule = "cosine"
+    problem: str = "causal"
 
 
 @dataclass(frozen=True)

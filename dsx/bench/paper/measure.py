@@ -18,9 +18,10 @@ Grid = tuple[tuple[float, float], ...]  # outer learning rate, momentum
 class Loss:
     """Training on real text, C clusters in one process, as `dsx bench convergence` does it.
 
-    Figures: val_loss, perplexity, gap_percent (above the row of data parallel of the same seed, if
-    there is one), divergence, bytes_per_cluster, syncs, and, with a `target` loss, steps_to_target
-    and bytes_to_target (nan where it is not reached; "common": the least that all runs reach).
+    Figures: val_loss, accuracy, perplexity, gap_percent (above the row of data parallel of the same
+    seed, if there is one), divergence, bytes_per_cluster, syncs, and, with a `target` loss,
+    steps_to_target and bytes_to_target (nan where it is not reached; "common": the least that all
+    runs reach).
 
     `grid` has outer rates and momenta to choose from with the first seed, for rows that do not say
     their own. `run_task` names another function of (study, task) as "module:function", for what is
@@ -55,7 +56,8 @@ class Loss:
         from dsx.bench.convergence.figures import add_reached, common_target
         from dsx.bench.convergence.study import require_corpus
 
-        require_corpus(run.data)
+        for row in rows:
+            require_corpus(self._study(row, run))
         chosen = self._tune(rows, run)
         runs = [(row, r) for row in chosen for r in self._runs(row, run, self._seeds(run))]
         results = self._run_all([r for _, r in runs], run)
