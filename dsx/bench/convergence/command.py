@@ -39,7 +39,11 @@ Seeds = Annotated[str, Option(metavar="N,N", help="Runs of each; the first one i
 Evaluations = Annotated[int, Option(help="Validations along each run.", min=1)]
 ValidationWindows = Annotated[int, Option(help="Windows of a validation.", min=1)]
 Problem = Annotated[
-    str, Option(help="What is trained: causal or masked language modelling, or images.")
+    str,
+    Option(
+        help="What is trained: causal or masked language modelling, or images: a ResNet of --layers "
+        "blocks, a multiple of 3, and --hidden channels names the digits of scikit-learn."
+    ),
 ]
 Settings = Annotated[
     Path | None,
@@ -106,10 +110,6 @@ def convergence(
 
     With --shards contiguous every cluster reads a stretch of the corpus, with skewed windows of one
     kind; the validation is of all.
-
-    --problem masked makes the model an encoder that predicts hidden tokens; with images a small
-    ResNet names the digits of scikit-learn, --layers are its blocks, a multiple of 3, and --hidden
-    the channels of its first stage.
 
     NAME+CODEC is a preset with its pseudo-gradients sent in another format, at the rate and
     momentum of the preset without it. Results appear as a table, as JSON (an object per preset and
