@@ -154,6 +154,15 @@ CASES: dict[str, Case] = {
         Recipe(LAYERS, 3, False, 0, 1.0, "none", 0.0, delay="average", when="before", table=TABLE),
         2,
     ),
+    "plsgd_enp": Case(
+        "plsgd_enp",
+        {"schedule": {"interval": 3}},
+        Recipe(
+            LAYERS, 3, False, 0, 1.0, "none", 0.0,
+            delay="average", when="before", table=[(3,), (2,), (1, 0)],
+        ),
+        2,
+    ),
     "overlap_local_sgd": Case(
         "overlap_local_sgd",
         {"schedule": EVERY_H},

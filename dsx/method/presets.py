@@ -15,6 +15,7 @@
 | dilocox | DiLoCoX, arXiv:2506.21263 | P fragments, one round late, low rank and int4, adaptive |
 | co2 | CO2, arXiv:2401.16265 | one round late, heavy ball, staleness gap penalty, clip |
 | dreamddp | DreamDDP, arXiv:2502.11058 | layers averaged from inside the backward |
+| plsgd_enp | DreamDDP's baseline, arXiv:2502.11058, Example 1 | equal numbers of layers a step |
 | overlap_local_sgd | Overlap-Local-SGD, arXiv:2002.09539 | pulled to an anchor one round late |
 | cocktail_sgd | CocktailSGD, ICML 2023 | each step, the largest of random values in int4 |
 
@@ -175,6 +176,13 @@ def co2(num_clusters: int) -> Method:
 def dreamddp(num_clusters: int) -> Method:
     """Every layer averaged once in H steps or oftener, launched right after its backward."""
     return Method(ByLayer(), Layerwise(interval=5), Average(), NoOuterStep())
+
+
+@register("preset")
+def plsgd_enp(num_clusters: int) -> Method:
+    """As many layers as in every other step averaged in each of H steps, right after backwards."""
+    schedule = Layerwise(interval=5, assignment="equal_numbers")
+    return Method(ByLayer(), schedule, Average(), NoOuterStep())
 
 
 @register("preset")

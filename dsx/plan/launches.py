@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 from dsx.method.method import Method
 from dsx.method.schedule.adaptive_transmission import AdaptiveTransmission
-from dsx.method.schedule.layer_assignment import layer_table
 from dsx.method.schedule.layerwise import Layerwise
 from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.published.scenario import Compute
@@ -121,7 +120,7 @@ def _in_the_backward(
     seconds = schedule.transfer_seconds or tuple(
         max(transfers[f].alone + (num_stages - 1) * transfers[f].link, 1e-12) for f in fragments
     )
-    table = layer_table(backward, seconds, schedule.interval)
+    table = schedule.table(backward, seconds, schedule.interval)
     scale = (2 * count - 1) * node / sum(backward)
     early = [scale * sum(backward[:layer]) for layer in range(count)]
     return [

@@ -141,7 +141,7 @@ def test_a_latency_is_planned_for_with_the_seconds_of_a_step(tmp_path: Path) -> 
 
 def test_what_sends_inside_the_backward_runs_in_plain_pytorch() -> None:
     modes = {p.name: p.mode for p in plan_presets(tuple(PRESETS), situation(32), 1.15)}
-    assert {name for name, mode in modes.items() if mode != "dsx"} == {"dreamddp"}
+    assert {name for name, mode in modes.items() if mode != "dsx"} == {"dreamddp", "plsgd_enp"}
     assert modes["dreamddp"] == "dsx_torch"
 
 

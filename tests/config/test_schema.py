@@ -58,6 +58,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "dilocox": (ByLayer, Periodic, OneStepDelay, Nesterov),
         "co2": (WholeModel, Periodic, OneStepDelay, Momentum),
         "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
+        "plsgd_enp": (ByLayer, Layerwise, Average, NoOuterStep),
         "overlap_local_sgd": (WholeModel, Periodic, Pullback, Momentum),
         "cocktail_sgd": (WholeModel, Periodic, LocalFeedback, SGD),
     }

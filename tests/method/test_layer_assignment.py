@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from dsx.bench.paper.layer_search import (
     assign_by_search,
     assign_by_trying,
-    equal_numbers,
     exposed_seconds,
     iteration_seconds,
 )
 from dsx.method.schedule.layer_assignment import (
     assign_layers,
+    equal_numbers,
     fill_bubbles,
     layer_table,
 )

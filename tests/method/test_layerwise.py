@@ -227,6 +227,29 @@ def test_nothing_is_sent_twice_before_times_are_known() -> None:
     assert len(filled) > 4 and set(filled) == {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("seconds", [None, (0.1, 0.2, 9.0, 0.1)])
+def test_equal_numbers_of_layers_whatever_they_take(seconds: tuple[float, ...] | None) -> None:
+    """PLSGD-ENP; and what the optimal one does until it knows."""
+    schedule = Layerwise(
+        2, assignment="equal_numbers", backward_seconds=seconds, transfer_seconds=seconds
+    )
+    schedule.validate(4)
+    assert not schedule.uses_seconds
+    history, sync_params = History(4), SyncParams(2)
+    unmeasured = Layerwise(2)
+    for step in (0, 2, 4):
+        history.step = step
+        schedule.advance(history, sync_params)
+        due = [list(schedule.due(step + t, history, sync_params, Stage())) for t in (1, 2)]
+        assert due == [[3, 2], [1, 0]]
+        history.backward_seconds = history.transfer_seconds = [1.0, 5.0, 0.1, 9.0]
+    first = History(4)
+    unmeasured.advance(first, sync_params)
+    assert first.plan["table"] == [[3, 2], [1, 0]]
+    with pytest.raises(ValueError, match="schedule.assignment='even' is not known"):
+        Layerwise(2, assignment="even").validate(4)  # type: ignore[arg-type]
+
+
 def test_backward_seconds_are_those_of_the_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a clock that only the layers' backwards move."""
     clock = [0.0]

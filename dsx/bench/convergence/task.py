@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from dsx.data.shards import Shards
 
 BASELINE = "data_parallel"
-UNTUNED = ("local_sgd", "dreamddp", "cocktail_sgd")  # their outer rule has no rate to choose
+# their outer rule has no rate to choose
+UNTUNED = ("local_sgd", "dreamddp", "plsgd_enp", "cocktail_sgd")
 InnerSchedule = Literal["cosine", "cyclic"]
 _LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
 

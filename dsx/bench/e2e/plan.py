@@ -28,7 +28,7 @@ from dsx.plan.predict import (
 from dsx.plan.traffic import one_rank
 
 # what training waits for: transfers, or codes of every step
-_WAITING = ("local_sgd", "slowmo", "diloco", "opendiloco", "dreamddp", "cocktail_sgd")
+_WAITING = ("local_sgd", "slowmo", "diloco", "opendiloco", "dreamddp", "plsgd_enp", "cocktail_sgd")
 _OF_EVERY_STEP = ("cocktail_sgd",)
 _WITH_DELAY_STEPS = ("streaming_diloco", "cocodc")
 _RANK_SHARE = 4  # the rank is a quarter of the longest of the matrices' shorter sides

@@ -17,13 +17,12 @@ from dsx.bench.paper.layer_profiles import MODELS
 from dsx.bench.paper.layer_search import (
     assign_by_search,
     assign_by_trying,
-    equal_numbers,
     exposed_seconds,
 )
 from dsx.bench.paper.measure import Simulation
 from dsx.bench.paper.table import Claim, Column, Row, Table
 from dsx.method.schedule.layer_assignment import Table as LayerTable
-from dsx.method.schedule.layer_assignment import assign_layers, layer_table
+from dsx.method.schedule.layer_assignment import assign_layers, equal_numbers, layer_table
 
 _INTERVAL = 10
 _BACKWARD = 2 / 3  # of a step's compute

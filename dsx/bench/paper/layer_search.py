@@ -95,14 +95,6 @@ def assign_by_trying(backward: Sequence[float], transfer: Sequence[float], inter
     )
 
 
-def equal_numbers(num_layers: int, interval: int) -> Table:
-    """Return runs of equally many layers, the output end first (PLSGD-ENP, Example 1)."""
-    ends = [num_layers - num_layers * i // interval for i in range(interval + 1)]
-    return tuple(
-        tuple(reversed(range(low, high))) for high, low in zip(ends, ends[1:], strict=False)
-    )
-
-
 def _table(last: int, lasts: Sequence[int], interval: int) -> Table:
     """Turn the last layer of each run into runs, with empty ones for the iterations behind them."""
     firsts = (last, *(layer - 1 for layer in lasts))

@@ -72,6 +72,18 @@ def assign_layers(
     return _layers_of_runs(runs, num_layers, interval)
 
 
+def equal_numbers(num_layers: int, interval: int) -> Table:
+    """Return runs of equally many layers, the output end first (PLSGD-ENP, Example 1).
+
+    Numbers differ by one at most; with fewer layers than iterations some send none.
+    """
+    _require_interval(interval)
+    ends = [num_layers - num_layers * i // interval for i in range(interval + 1)]
+    return tuple(
+        tuple(reversed(range(low, high))) for high, low in zip(ends, ends[1:], strict=False)
+    )
+
+
 def fill_bubbles(
     backward_seconds: Sequence[float],
     transfer_seconds: Sequence[float],

@@ -16,18 +16,22 @@ It needs gradients that are complete in the backward: plain PyTorch in one proce
 `backwards` is the number of backward passes (micro-batches) per inner step: only the last one
 counts.
 
-The times come from the run itself. In the first period, before there are any, all layers count
-alike and none is sent more than once: on a slow line H further sends would take hours. From then on
+The times come from the run itself. In the first period, before there are any, each iteration sends
+as many layers as the others and none is sent more than once: on a slow line H further sends would
+take hours. From then on
 they are the largest of all clusters' averages, looked at again at every period's end. A new table
 is made when one has moved by more than 20 %. `backward_seconds` and `transfer_seconds`, one per
 layer in model order, fix them instead, which makes a run reproducible.
+
+`assignment="equal_numbers"` is the paper's PLSGD-ENP (Example 1): in every period each iteration
+sends as many layers as the others, whatever they take, and idle time is not filled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge
 
@@ -35,9 +39,10 @@ from dsx.core.checks import require_choice
 from dsx.core.registry import register
 from dsx.core.types import BackwardTrigger, History, Stage, SyncParams
 from dsx.method.schedule.base import Interval, Schedule
-from dsx.method.schedule.layer_assignment import assign_layers, layer_table
+from dsx.method.schedule.layer_assignment import Table, equal_numbers, layer_table
 
 _TOLERATED_CHANGE = 0.2
+Assignment = Literal["optimal", "equal_numbers"]
 
 
 @register("schedule", "layerwise")
@@ -59,15 +64,26 @@ class Layerwise(Schedule):
     transfer_seconds: tuple[float, ...] | None = None
     """The seconds of each layer's transfer, in model order; null: measured."""
 
+    assignment: Assignment = "optimal"
+    """Which layers go in which step: those that take least time, idle time filled (optimal), or
+    equal numbers of layers in each step, of any times (equal_numbers)."""
+
     @property
     def uses_seconds(self) -> bool:
-        """Unless both times are given."""
-        return self.backward_seconds is None
+        """Unless both times are given, or not asked for."""
+        return self.assignment == "optimal" and self.backward_seconds is None
+
+    def table(self, backward: Sequence[float], transfer: Sequence[float], interval: int) -> Table:
+        """Return what is sent in each iteration, from the seconds of each layer."""
+        if self.assignment == "equal_numbers":
+            return equal_numbers(len(backward), interval)
+        return layer_table(backward, transfer, interval)
 
     def validate(self, num_fragments: int | None) -> None:
         """Require H >= 1, both times or neither, and one per layer."""
         super().validate(num_fragments)
         require_choice("schedule.when", self.when, BackwardTrigger)
+        require_choice("schedule.assignment", self.assignment, Assignment)
         if (self.backward_seconds is None) != (self.transfer_seconds is None):
             raise ValueError(
                 "schedule.backward_seconds and schedule.transfer_seconds belong together: give "
@@ -81,7 +97,7 @@ class Layerwise(Schedule):
                     "(fragments); give one per layer, in model order"
                 )
         if self.backward_seconds is not None and self.transfer_seconds is not None:
-            layer_table(self.backward_seconds, self.transfer_seconds, self.interval)
+            self.table(self.backward_seconds, self.transfer_seconds, self.interval)
 
     def due(
         self, step: int, history: History, sync_params: SyncParams, stage: Stage
@@ -95,7 +111,7 @@ class Layerwise(Schedule):
         plan = history.plan
         if plan and history.step < plan["start"] + len(plan["table"]):
             return
-        measured = self._seconds(history)
+        measured = None if self.assignment == "equal_numbers" else self._seconds(history)
         equal = [1.0] * history.num_fragments
         backward, transfer = measured or (equal, equal)
         is_same = (
@@ -106,8 +122,12 @@ class Layerwise(Schedule):
             and _is_close(transfer, plan["transfer"])
         )
         if not is_same:
-            make_table = layer_table if measured else assign_layers
-            table = make_table(backward, transfer, sync_params.interval)
+            count, interval = history.num_fragments, sync_params.interval
+            table = (
+                self.table(backward, transfer, interval)
+                if measured
+                else equal_numbers(count, interval)
+            )
             plan.update(table=[list(row) for row in table], backward=backward, transfer=transfer)
             plan["is_measured"] = measured is not None
         plan["start"] = history.step
