@@ -185,8 +185,9 @@ def _shrink_deepspeed(small: ScaledDown, steps: int | None) -> None:
     per_rank = _MICRO_BATCH * document["gradient_accumulation_steps"]
     small.changes.append(f"batch {was or 'none'} of a cluster -> {per_rank} of a rank")
     schedule = document.get("scheduler", {}).get("params", {})
-    if "warmup_num_steps" in schedule:
-        schedule["warmup_num_steps"] = _warm_up(small, schedule["warmup_num_steps"], steps)
+    for key in ("warmup_num_steps", "step_size_up"):  # of DeepSpeed, of torch's CyclicLR
+        if key in schedule:
+            schedule[key] = _warm_up(small, schedule[key], steps)
     optimizer = document.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 4e-4}})
     optimizer.setdefault("params", {})["torch_adam"] = True  # nothing to compile before the start
     document["steps_per_print"] = 10**9

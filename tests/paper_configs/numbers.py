@@ -118,12 +118,12 @@ PUBLISHED: dict[str, tuple[str, Rows]] = {
         ("schedule", "streaming", "3"),
     ]),
     "eager/eager_2_outer_steps_500m": (EAGER, [
-        *_EAGER, *_500M, ("preset", "eager", "Table 2"), ("outer_steps", 2, "Table 2"),
+        *_EAGER, *_500M, ("preset", "eager_2", "Table 2"), ("outer_steps", 2, "Table 2"),
         ("schedule", "streaming", "3"),
     ]),
     "eager/eager_fp4_500m": (EAGER, [
-        *_EAGER, *_500M, ("preset", "eager", "Fig. 7"), ("outer_steps", 1, "Fig. 7"),
-        ("schedule", "streaming", "3"), ("wire", "fp4_e3m0", "3.4: float4 (of EXMY)"),
+        *_EAGER, *_500M, ("preset", "eager_fp4", "Fig. 7"), ("outer_steps", 1, "Fig. 7"),
+        ("schedule", "streaming", "3"), ("own_wire", "fp4_e3m0", "3.4: float4 (of EXMY)"),
     ]),
     "eager/delayed_500m": (EAGER, [
         *_EAGER, *_500M, ("preset", "diloco_delayed", "Table 2, Alg. 2"),
@@ -137,6 +137,10 @@ PUBLISHED: dict[str, tuple[str, Rows]] = {
     "co2/gpt2_small": (CO2, [
         *_GPT2, ("H", 3, "Table 7: tau"), ("clusters", 4, "4.4: four servers"),
         ("parameters", 125e6, "4.1"),
+    ]),
+    "co2/gpt2_small_cyclic": (CO2, [
+        *[row for row in _GPT2 if row[0] != "decay"], ("decay", "triangular2", "A.3.6: CyclicLR"),
+        ("H", 3, "Table 7: tau"), ("clusters", 4, "4.4: four servers"),
     ]),
     "co2/gpt2_medium": (CO2, [
         *_GPT2, ("H", 3, "Table 7: tau"), ("clusters", 8, "4.1: eight nodes"),

@@ -90,8 +90,14 @@ def _of_json(file: Path) -> dict[str, Any]:
     found |= {"optimizer": optimizer["type"], "beta1": optimizer["params"]["betas"][0]}
     found |= {"lr": optimizer["params"]["lr"], "beta2": optimizer["params"]["betas"][1]}
     found["weight_decay"] = optimizer["params"]["weight_decay"]
-    if "scheduler" in document:
-        scheduler = document.pop("scheduler")
+    scheduler: Any = document.pop("scheduler", None)
+    if scheduler and scheduler["type"] == "CyclicLR":
+        params = scheduler["params"]
+        assert params.pop("max_lr") == found["lr"] and not params.pop("cycle_momentum")
+        found |= {"decay": params.pop("mode"), "warm_up": params.pop("step_size_up")}
+        found["least_lr"] = params.pop("base_lr")
+        assert not params
+    elif scheduler:
         assert scheduler["type"] == "WarmupCosineLR"
         params = scheduler["params"]
         assert params.pop("total_num_steps") == found["steps"]
