@@ -8,6 +8,7 @@ raises every second: a dead one, which a store of its own outlives, is in nobody
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from dsx.core.waits import waiting_for
 
 _BEAT_SECONDS = 1.0
+_LAST_ANSWER_SECONDS = 5.0
 _WATCH_SECONDS = 15.0  # without a beat: it is dead
 _POLL_SECONDS = 0.1
 _NOT_THERE = "-"
@@ -44,9 +46,7 @@ def claim(store: dist.Store, beats: dist.Store, cluster_id: int, nonce: str) -> 
         if is_alive(store, other):
             raise refusal_of(cluster_id, other)
         seen = found
-    threading.Thread(
-        target=_beat, args=(beats, f"beat/{nonce}"), name="dsx-claim", daemon=True
-    ).start()
+    _start_beating(beats, f"beat/{nonce}")
 
     def require_held() -> None:
         now = json.loads(store.get(key))
@@ -90,11 +90,28 @@ def is_alive(store: dist.Store, claimed: dict[str, Any]) -> bool:
     return False
 
 
-def _beat(store: dist.Store, key: str) -> None:
+def _start_beating(store: dist.Store, key: str) -> None:
+    """Raise the count until this process ends.
+
+    An interpreter that ends while a thread waits for the store's answer would abort when that
+    comes, which on a long line is likely; so its end waits for the answer, some seconds at most.
+    """
+    ends = threading.Event()
+    thread = threading.Thread(target=_beat, args=(store, key, ends), name="dsx-claim", daemon=True)
+
+    def end() -> None:
+        ends.set()
+        thread.join(_LAST_ANSWER_SECONDS)
+
+    thread.start()
+    atexit.register(end)
+
+
+def _beat(store: dist.Store, key: str, ends: threading.Event) -> None:
     try:
-        while True:
+        while not ends.is_set():
             store.add(key, 1)
-            time.sleep(_BEAT_SECONDS)
+            ends.wait(_BEAT_SECONDS)
     except RuntimeError:
         logger.debug("the rendezvous store has ended")
 

@@ -6,6 +6,8 @@ import json
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from typing import Any
@@ -203,3 +205,29 @@ def test_one_that_was_taken_for_dead_is_told_so() -> None:
     store.set("claim/0", json.dumps(other))
     with pytest.raises(ValueError, match=rf"cluster 0 is taken by process {os.getppid()} on"):
         require_held()
+
+
+ENDS_WHILE_WAITING = """
+import sys, threading, time
+import torch.distributed as dist
+from dsx.comm.claims import claim
+
+class Far:
+    def add(self, key, amount):
+        asked.set()
+        time.sleep(0.3)
+        print("answered", flush=True)
+
+asked = threading.Event()
+claim(dist.HashStore(), Far(), 0, "ours")
+asked.wait()
+"""
+
+
+@pytest.mark.ci
+def test_a_process_ends_once_the_store_has_answered_its_last_sign_of_life() -> None:
+    """On a long line: a thread that goes on in an interpreter that has ended would abort it."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS_WHILE_WAITING], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "answered\n"), done.stderr
