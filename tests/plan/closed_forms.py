@@ -17,6 +17,24 @@ def diloco_round_seconds(
     return (interval - 1) * compute.step_seconds + last
 
 
+def wfbp_step_seconds(
+    compute: Compute, layers_per_bucket: int, layer_seconds: float, latency: float
+) -> float:
+    """Return WFBP's step: from some bucket on the line is busy, and it waits for that one alone."""
+    count, node = compute.layers, compute.node_seconds
+    lasts = [
+        max(0, first)
+        for first in range(count - layers_per_bucket, -layers_per_bucket, -layers_per_bucket)
+    ]
+    ends = [
+        (2 * (count - last) - (last == 0)) * node
+        + (len(lasts) - i) * latency
+        + (last + min(layers_per_bucket, (lasts[i - 1] if i else count) - last)) * layer_seconds
+        for i, last in enumerate(lasts)
+    ]
+    return count * node + max(ends)
+
+
 def overlapped_round_seconds(scenario: Scenario, bits_per_second: float) -> float:
     """Return a round in the long run where a transfer may take a whole round."""
     return max(scenario.compute_seconds, transfer_seconds(scenario, bits_per_second))

@@ -7,6 +7,8 @@ from dsx.plan.published.scenario import Scenario
 
 def utilization(scenario: Scenario, bits_per_second: float) -> float:
     """Walk through all nodes of all steps and send what is due, in FIFO order."""
+    if "wfbp" in scenario.sync.method:
+        return wfbp_utilization(scenario, bits_per_second)
     layers, node = scenario.compute.layers, scenario.compute.node_seconds
     is_whole = scenario.sync.granularity == "fragment"
     seconds = (scenario.bits_per_round / bits_per_second + scenario.codec_seconds) / layers
@@ -32,3 +34,26 @@ def utilization(scenario: Scenario, bits_per_second: float) -> float:
             waited_for = step + 1 + scenario.sync.overlap_steps, 0 if is_whole else layer
             waits[waited_for] = max(arrived[layer], waits.get(waited_for, 0.0))
     return num_steps * scenario.compute.step_seconds / max(now, is_free)
+
+
+def wfbp_utilization(scenario: Scenario, bits_per_second: float) -> float:
+    """Every step waits for all of its all-reduces; ASC's start-ups pass beside each other."""
+    layers, node = scenario.compute.layers, scenario.compute.node_seconds
+    sync, latency = scenario.sync, scenario.wire.latency_seconds
+    seconds = (scenario.bits_per_round / bits_per_second + scenario.codec_seconds) / layers
+    size = sync.layers_per_fragment if sync.method == "wfbp" else 1
+    now = 0.0
+    for _ in range(scenario.rounds):
+        now += layers * node
+        is_free, bucket = now, 0
+        for layer in reversed(range(layers)):
+            now += node if layer == 0 else 2 * node
+            bucket += 1
+            if bucket == size or layer == 0:
+                if sync.method == "wfbp":
+                    is_free = max(is_free, now) + latency + bucket * seconds
+                else:
+                    is_free = max(is_free, now + latency) + seconds
+                bucket = 0
+        now = max(now, is_free)
+    return scenario.rounds * scenario.compute.step_seconds / now

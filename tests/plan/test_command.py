@@ -49,7 +49,7 @@ def test_a_line_in_place_of_targets() -> None:
     assert found["bytes_per_day"] == pytest.approx(2e9 * 86400 / seconds)
 
 
-@pytest.mark.parametrize("method", ["data_parallel", "diloco", "streaming"])
+@pytest.mark.parametrize("method", ["data_parallel", "wfbp", "diloco", "streaming"])
 @pytest.mark.parametrize("overlap", ["0", "1"])
 def test_one_machine_interface_for_all_methods(method: str, overlap: str) -> None:
     how = f"--method {method} --interval 100 --overlap-steps {overlap} --layers-per-fragment 3"
@@ -59,7 +59,7 @@ def test_one_machine_interface_for_all_methods(method: str, overlap: str) -> Non
     assert "gbps" in given and "min_gbps" not in given
     assert given == answer(*how.split(), "--gbps", "1.6")
     is_said = [bool(found["remarks"]) for found in (needed, given)]
-    assert is_said == [method == "data_parallel" and overlap == "1"] * 2
+    assert is_said == [method in ("data_parallel", "wfbp") and overlap == "1"] * 2
     text = call(*how.split(), "--gbps", "1.6").stdout
     assert ("waits for every transfer, so --overlap-steps 1 changes nothing" in text) == is_said[0]
 
@@ -113,6 +113,8 @@ def test_tables_name_what_they_show() -> None:
         ("--method diloco --pattern sequential", "goes with method streaming"),
         ("--method diloco --launch-every 3", "goes with method streaming"),
         ("--method diloco --granularity bit", "allowed: 'layer', 'fragment'"),
+        ("--method wfbp --granularity fragment", "sends while the backward goes on"),
+        ("--method wfbp --layers-per-fragment 25", "must be 1 to 24"),
         ("--method diloco --clusters 1", "clusters=1 must be 2 to"),
         ("--method diloco --bits 0", "bits=0 must be"),
         ("--method diloco --bits nan", "bits=nan must be"),

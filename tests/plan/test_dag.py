@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from dsx.plan.published.closed_forms import data_parallel_step_seconds, least_bits_per_second
 from dsx.plan.published.dag import elapsed_seconds, utilization
 from dsx.plan.published.scenario import (
+    OF_EVERY_STEP,
     Compute,
     Granularity,
     MethodName,
@@ -22,9 +23,13 @@ from dsx.plan.published.scenario import (
 )
 from dsx.plan.published.search import exactly
 from tests.plan import step_by_step
-from tests.plan.closed_forms import diloco_round_seconds, overlapped_round_seconds
+from tests.plan.closed_forms import (
+    diloco_round_seconds,
+    overlapped_round_seconds,
+    wfbp_step_seconds,
+)
 
-METHODS: list[MethodName] = ["data_parallel", "diloco", "streaming"]
+METHODS: list[MethodName] = ["data_parallel", "diloco", "streaming", "wfbp", "asc_wfbp"]
 PATTERNS: list[Pattern] = ["strided", "sequential"]
 GRANULARITIES: list[Granularity] = ["layer", "fragment"]
 RATIOS = st.floats(0.02, 50)  # of a round's compute to the transfer of its bytes
@@ -40,11 +45,11 @@ def scenarios(draw: st.DrawFn, has_overhead: bool = True) -> Scenario:
     sync = Sync(
         method,
         interval,
-        0 if method == "data_parallel" else draw(st.integers(0, interval)),
+        0 if method in OF_EVERY_STEP else draw(st.integers(0, interval)),
         draw(st.integers(1, layers)),
         draw(st.sampled_from(PATTERNS)) if is_streaming else "strided",
         draw(st.none() | st.integers(1, 5)) if is_streaming else None,
-        draw(st.sampled_from(GRANULARITIES)),
+        "layer" if "wfbp" in method else draw(st.sampled_from(GRANULARITIES)),
     )
     shares = draw(st.floats(0, 2)), draw(st.floats(0, 0.2))
     latency = shares[0] * compute.step_seconds if has_overhead else 0.0
@@ -131,6 +136,14 @@ def test_closed_forms(scenario: Scenario, ratio: float) -> None:
     latency = wire.latency_seconds
     for sync, seconds in (
         (Sync("data_parallel"), data_parallel_step_seconds(compute, layer, latency)),
+        (Sync("asc_wfbp"), data_parallel_step_seconds(compute, layer, latency)),
+        *(
+            (
+                Sync("wfbp", layers_per_fragment=size),
+                wfbp_step_seconds(compute, size, layer, latency),
+            )
+            for size in {1, (compute.layers + 1) // 2, compute.layers}
+        ),
         (Sync("diloco", interval), diloco_round_seconds(compute, interval, layer, latency)),
     ):
         run = Scenario(compute, sync, wire)
@@ -180,6 +193,32 @@ def test_a_layer_that_waits_for_its_turn_by_hand() -> None:
     scenario = Scenario(Compute(2.0, 2, 5.0), Sync("data_parallel"), Wire(bits=3.0))
     (elapsed,) = elapsed_seconds(scenario, np.array([1.0]))
     assert elapsed == pytest.approx(20 * 10)
+
+
+def test_buckets_by_hand() -> None:
+    """Three layers, u = 1: F1 F2 F3 A3 W3 A2 W2 W1, backwards end at 5, 7 and 8."""
+    compute, wire = Compute(3.0, 3, 8.0), Wire(bits=1.0, latency_seconds=2.0)
+
+    def step(sync: Sync) -> float:
+        return float(elapsed_seconds(Scenario(compute, sync, wire), np.array([1.0]))[0]) / 20
+
+    assert step(Sync("wfbp", layers_per_fragment=1)) == 14  # 5 8, 8 11, 11 14
+    assert step(Sync("wfbp", layers_per_fragment=2)) == 14  # 7 11, 11 14
+    assert step(Sync("wfbp", layers_per_fragment=3)) == 13  # 8 13: nothing is hidden
+    assert step(Sync("asc_wfbp")) == 11  # 7 8, 9 10, 10 11
+    slow = Scenario(compute, Sync("wfbp", layers_per_fragment=2), wire)
+    assert slow.fragments == [[1, 2], [0]] and slow.steps_per_round == 1
+
+
+@given(scenarios(), RATIOS)
+def test_start_ups_at_once_are_never_slower(scenario: Scenario, ratio: float) -> None:
+    at_once = dataclasses.replace(scenario, sync=Sync("asc_wfbp"))
+    bandwidth = at(at_once, ratio)
+    for size in range(1, scenario.compute.layers + 1):
+        one_by_one = dataclasses.replace(at_once, sync=Sync("wfbp", layers_per_fragment=size))
+        assert reached(one_by_one, bandwidth) <= reached(at_once, bandwidth) + 1e-12
+    whole = reached(dataclasses.replace(at_once, sync=Sync("data_parallel")), bandwidth)
+    assert reached(at_once, bandwidth) == whole
 
 
 def test_python_s_rounding_spaces_the_published_fragments() -> None:

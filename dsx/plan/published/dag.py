@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dsx.plan.published.scenario import Scenario
+from dsx.plan.published.wfbp import bucketed_step_seconds
 
 Array = NDArray[np.float64]
 
@@ -34,6 +35,8 @@ def utilization(scenario: Scenario, bits_per_second: Array) -> Array:
 
 def elapsed_seconds(scenario: Scenario, bits_per_second: Array) -> Array:
     """Return when the last step and the last transfer have ended, per bandwidth; inf is allowed."""
+    if scenario.sync.method == "wfbp":
+        return scenario.rounds * bucketed_step_seconds(scenario, bits_per_second)
     step_seconds, every = scenario.compute.step_seconds, scenario.launch_every
     node = scenario.compute.node_seconds
     delay = 1 + scenario.sync.overlap_steps

@@ -1,10 +1,11 @@
 """What is simulated: a model that computes, what it sends when, and what a transfer costs.
 
 N parameters in L equal layers, T seconds of pure compute per inner step. `data_parallel` sends
-every layer in every step; `diloco` every layer every H steps; `streaming` one fragment every k
-steps, one after another, where k is `max(1, round(H / P))` as in the published tables unless
-`launch_every` says otherwise, so that a round, in which each fragment is sent once, has k * P
-steps. The next steps but `overlap_steps` (tau) do not wait for a transfer.
+every layer in every step, and so do `wfbp`, in buckets of layers that each take the latency, and
+`asc_wfbp`, whose latencies pass at once (wfbp.py); `diloco` every layer every H steps; `streaming`
+one fragment every k steps, one after another, where k is `max(1, round(H / P))` as in the published
+tables unless `launch_every` says otherwise, so that a round, in which each fragment is sent once,
+has k * P steps. The next steps but `overlap_steps` (tau) do not wait for a transfer.
 
 A transfer takes its bytes over the bandwidth of a cluster's line, which sends and receives at
 once; the algorithm factor `2 (C - 1) / C` is of ring, or all-to-all with all-gather. Whatever is
@@ -22,7 +23,8 @@ from typing import Literal
 
 from dsx.core.checks import require_choice
 
-MethodName = Literal["data_parallel", "diloco", "streaming"]
+MethodName = Literal["data_parallel", "diloco", "streaming", "wfbp", "asc_wfbp"]
+OF_EVERY_STEP = ("data_parallel", "wfbp", "asc_wfbp")
 Pattern = Literal["strided", "sequential"]
 Granularity = Literal["layer", "fragment"]
 MAX_LAYERS = 10_000
@@ -71,15 +73,20 @@ class Sync:
         require_number("interval", self.interval, 1, 10**6)
         require_number("overlap_steps", self.overlap_steps, 0, 10**6)
         require_number("layers_per_fragment", self.layers_per_fragment, 1, MAX_LAYERS)
-        if self.method == "data_parallel" and self.overlap_steps:
+        if self.method in OF_EVERY_STEP and self.overlap_steps:
             raise ValueError(
-                f"overlap_steps={self.overlap_steps} must be 0 with method data_parallel, whose "
+                f"overlap_steps={self.overlap_steps} must be 0 with method {self.method}, whose "
                 "next step waits for every transfer; try method diloco with interval 1"
             )
         if self.method != "streaming" and self.pattern != "strided":
             raise ValueError(
                 f"pattern={self.pattern!r} goes with method streaming; {self.method} sends whole "
                 "models: leave it out"
+            )
+        if self.method in ("wfbp", "asc_wfbp") and self.granularity != "layer":
+            raise ValueError(
+                f"granularity={self.granularity!r}: {self.method} sends while the backward goes "
+                "on; leave it out, or use method data_parallel, which then sends after it"
             )
         if self.launch_every is not None:
             require_number("launch_every", self.launch_every, 1, 10**6)
@@ -123,7 +130,7 @@ class Scenario:
     def __post_init__(self) -> None:
         require_number("rounds", self.rounds, 20, 10**5)
         sync, layers = self.sync, self.compute.layers
-        if sync.method == "streaming" and sync.layers_per_fragment > layers:
+        if sync.method in ("streaming", "wfbp") and sync.layers_per_fragment > layers:
             raise ValueError(
                 f"layers_per_fragment={sync.layers_per_fragment} must be 1 to {layers}, the "
                 f"model's layers; try {layers}, or method diloco for whole models"
@@ -139,6 +146,11 @@ class Scenario:
     def fragments(self) -> list[list[int]]:
         """Return the layers of each fragment, counted from 0 at the input, ascending."""
         layers = range(self.compute.layers)
+        if self.sync.method == "wfbp":  # from the output end, as the backward goes
+            size = self.sync.layers_per_fragment
+            return [
+                list(layers[max(0, stop - size) : stop]) for stop in range(len(layers), 0, -size)
+            ]
         if self.sync.method != "streaming":
             return [list(layers)]
         count = math.ceil(len(layers) / self.sync.layers_per_fragment)
@@ -152,7 +164,7 @@ class Scenario:
     @property
     def launch_every(self) -> int:
         """`k`: steps from one launch to the next."""
-        if self.sync.method == "data_parallel":
+        if self.sync.method in OF_EVERY_STEP:
             return 1
         if self.sync.launch_every is not None:
             return self.sync.launch_every
@@ -161,7 +173,7 @@ class Scenario:
     @property
     def steps_per_round(self) -> int:
         """Inner steps in which every layer is sent once."""
-        return self.launch_every * len(self.fragments)
+        return 1 if self.sync.method in OF_EVERY_STEP else self.launch_every * len(self.fragments)
 
     @property
     def compute_seconds(self) -> float:

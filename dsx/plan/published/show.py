@@ -127,6 +127,8 @@ def _print_scenario(scenario: Scenario, remarks: list[str], console: Console) ->
     )
     how = {
         "data_parallel": "the whole model in every step",
+        "wfbp": f"the whole model in every step, in {len(scenario.fragments)} buckets",
+        "asc_wfbp": "the whole model in every step, start-ups at once",
         "diloco": f"the whole model every {sync.interval} steps",
         "streaming": f"one of {len(scenario.fragments)} fragments every {scenario.launch_every} "
         f"steps, so all of them in {scenario.steps_per_round}",

@@ -16,7 +16,9 @@ from dsx.core.one_line_errors import one_line_errors
 Params = Annotated[float, typer.Option(help="Parameters of the model; 1e9 for a billion.")]
 Layers = Annotated[int, typer.Option(help="Layers, of equal size.")]
 StepSeconds = Annotated[float, typer.Option(help="Pure compute of one inner step.")]
-Method = Annotated[str, typer.Option(metavar="NAME", help="data_parallel, diloco or streaming.")]
+Method = Annotated[
+    str, typer.Option(metavar="NAME", help="data_parallel, wfbp, asc_wfbp, diloco, streaming.")
+]
 Interval = Annotated[
     int, typer.Option(help="H: inner steps per round; data parallel sends in every step.")
 ]
@@ -26,7 +28,9 @@ OverlapSteps = Annotated[
         help="tau: further steps that run before one waits for a transfer; none in data parallel."
     ),
 ]
-LayersPerFragment = Annotated[int, typer.Option(help="Streaming: layers sent in one launch.")]
+LayersPerFragment = Annotated[
+    int, typer.Option(help="Layers sent in one launch: streaming; a bucket: wfbp.")
+]
 Pattern = Annotated[
     str, typer.Option(metavar="NAME", help="Streaming: a fragment's layers: strided or sequential.")
 ]
@@ -100,7 +104,7 @@ def simulate(
     sync = given.Sync(
         cast(given.MethodName, method),
         interval,
-        0 if method == "data_parallel" else overlap_steps,
+        0 if method in given.OF_EVERY_STEP else overlap_steps,
         layers_per_fragment,
         cast(given.Pattern, pattern),
         launch_every,
@@ -117,7 +121,9 @@ def simulate(
 
 
 def _remarks(method: str, overlap_steps: int) -> list[str]:
-    if method != "data_parallel" or not overlap_steps:
+    from dsx.plan.published.scenario import OF_EVERY_STEP
+
+    if method not in OF_EVERY_STEP or not overlap_steps:
         return []
     return [
         f"{method}: the next step waits for every transfer, so --overlap-steps {overlap_steps} "
