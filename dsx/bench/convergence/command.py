@@ -41,8 +41,8 @@ ValidationWindows = Annotated[int, Option(help="Windows of a validation.", min=1
 Problem = Annotated[
     str,
     Option(
-        help="What is trained: causal or masked language modelling, or images: a ResNet of --layers "
-        "blocks, a multiple of 3, and --hidden channels names the digits of scikit-learn."
+        help="What is trained: causal or masked language modelling, or images: a ResNet of "
+        "--layers blocks, a multiple of 3, and --hidden channels names the digits of scikit-learn."
     ),
 ]
 Settings = Annotated[
