@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+import dsx
+from dsx.bench.convergence.task import BASELINE, Task, overrides
 from dsx.bench.paper import dreamddp
 from dsx.bench.paper.layer_profiles import MODELS
 from dsx.bench.paper.layer_search import exposed_seconds
-from dsx.bench.paper.table import Row, Table
+from dsx.bench.paper.table import Row, Run, Table
+from dsx.method.schedule.layer_assignment import layer_table
 
 TABLES = {table.name: table for table in dreamddp.TABLES}
 PLACES = [*dreamddp._PUBLISHED]
@@ -73,3 +79,43 @@ def test_simulated_tables_have_a_figure_in_every_column(name: str) -> None:
         figures = measure.figures_of(row, 0, True)  # type: ignore[attr-defined]
         assert {column.figure for column in table.columns} <= {*figures}
         assert all(value >= 0 for value in figures.values())
+
+
+TABLES_OF_LOSSES = [table for table in dreamddp.TABLES if table.measure.kind == "loss"]
+
+
+@pytest.mark.parametrize("table", TABLES_OF_LOSSES, ids=lambda table: table.name)
+def test_rows_of_trainings_are_methods(table: Table) -> None:
+    study = table.measure.full  # type: ignore[attr-defined]
+    for row in table.rows:
+        if row.preset != BASELINE:
+            task = Task(row.preset, 0, choices=row.overrides)
+            method = dsx.preset(row.preset, study.num_clusters, **overrides(study, task))
+            assert f"H={method.schedule.interval}" in row.label
+            method.schedule.validate(study.num_layers)
+
+
+def test_dreamddp_sends_more_of_what_stands_idle_than_equal_numbers_do() -> None:
+    rows = {row.label: row for row in TABLES["dreamddp-table2"].rows}
+    times = rows["DreamDDP H=20"].overrides["schedule"]
+    table = layer_table(times["backward_seconds"], times["transfer_seconds"], 20)
+    assert sum(map(len, table)) > 2 * 6  # equal numbers: each layer once
+
+
+@pytest.mark.ci
+def test_seconds_to_a_target_are_steps_times_those_of_a_step(tmp_path: Path) -> None:
+    table = TABLES["dreamddp-table2"]
+    tiny = replace(table.measure.short, num_clusters=2, num_steps=10, num_evaluations=2)  # type: ignore[attr-defined]
+    measure = replace(table.measure, short=tiny, short_seeds=(0,))  # type: ignore[type-var]
+    run = Run(tmp_path, True, 1, tmp_path / "kept.jsonl")
+    samples = measure.measure(table.rows[:3], run)
+    given = dreamddp.profile("ResNet-18", 8)
+    step = {
+        "S-SGD": 1.31,
+        "ASC-WFBP": dreamddp.step_seconds("ASC-WFBP", given),
+        "FLSGD H=5": given.compute + sum(given.transfer) / 5,
+    }
+    for label, figures in samples.items():
+        (steps,), (seconds,) = figures["steps_to_target"], figures["seconds_to_target"]
+        assert seconds == pytest.approx(steps * step[label])
+    assert samples["S-SGD"]["val_loss"] == samples["ASC-WFBP"]["val_loss"]
