@@ -36,6 +36,7 @@ from dsx.plan.variants import (
     Codec,
     codecs_for,
     fragment_counts,
+    with_backwards,
     with_codec,
     with_fragments,
     with_steps,
@@ -140,6 +141,7 @@ class Search:
                 require_planned(method)
                 if question.model.files is not None:
                     require_served(method, question.model.files.cluster)
+                    method = with_backwards(method, question.model.files.micro_batches)
             except ValueError as error:
                 self.left_out.append(f"{preset} is left out: {error}")
                 continue

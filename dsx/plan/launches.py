@@ -110,10 +110,12 @@ def _in_the_backward(
 ) -> list[Launch]:
     """Return DreamDDP's launches of a stage: by the table, each when its own backward is done.
 
-    The table is made of the times that a run would measure, of stages that send at once.
+    The table is made of the times that a run would measure, of stages that send at once: only the
+    last micro-batch's backward launches, and each takes one part in M + stages - 1 of a step.
     """
     count = len(fragments)
-    node = Compute(1, count, step_seconds).node_seconds
+    parts = schedule.backwards + num_stages - 1
+    node = Compute(1, count, step_seconds / parts).node_seconds
     backward = schedule.backward_seconds or tuple(
         node if layer == 0 else 2 * node for layer in range(count)
     )

@@ -71,6 +71,12 @@ class ModelFiles:
     cluster: Cluster
     batch: Batch
 
+    @property
+    def micro_batches(self) -> int:
+        """Of one step of a rank; 1 if they are not told."""
+        together = self.batch.micro_batch * self.cluster.data
+        return max(1, (self.batch.sequences_per_step or 1) // together)
+
 
 def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> ModelFiles:
     """Read a file of Megatron flags, or a DeepSpeed JSON beside one for the model.
@@ -91,6 +97,9 @@ def read_model(source: Path, model_flags: Path | None, ranks: int | None) -> Mod
     document = read_json(source)
     micro_batch = _integer(document, "train_micro_batch_size_per_gpu", 1)
     whole = _integer(document, "train_batch_size", 0) or None
+    accumulated = _integer(document, "gradient_accumulation_steps", 0)
+    if whole is None and accumulated:
+        whole = accumulated * micro_batch * ranks
     batch = Batch(known.seq_length, micro_batch, whole)
     return ModelFiles(_model(known), _deepspeed(document, ranks), batch)
 

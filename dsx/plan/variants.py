@@ -110,6 +110,13 @@ def with_fragments(method: Method, count: int) -> Method:
     return replace(method, fragments=ByLayer(count, pattern))
 
 
+def with_backwards(method: Method, micro_batches: int) -> Method:
+    """Return a preset whose launches, if inside the backward, are in the last of so many."""
+    if method.schedule.when is None:
+        return method
+    return replace(method, schedule=replace(cast(Any, method.schedule), backwards=micro_batches))
+
+
 def with_codec(method: Method, codec: Codec) -> Method:
     """Return a preset that sends in a codec; a controller of the rank is held at the codec's."""
     control: Any = method.control

@@ -84,6 +84,7 @@ DECIDING: dict[str, tuple[str, dict[str, Any]]] = {
         {"schedule": {"interval": 4}, "delay": {"steps": 1},  # "auto": three layers, and fragments
          "compression": {"type": "quantized", "wire": "int4", "error_feedback": "bf16"}},
     ),
+    "layerwise, measured": ("dreamddp", {"schedule": {"interval": 3}, "fragments": {}}),
 }  # fmt: skip
 
 
@@ -285,6 +286,7 @@ def outcome(engine: Any, apart: list[float], tied: list[Any]) -> dict[str, Any]:
         "bit16_difference": max(apart),
         "tied": tied,
         "rounds": loop.history.rounds,
+        "plan": loop.history.plan,
         "step": engine.dsx.step,
     }
 
@@ -415,7 +417,12 @@ def test_resume_is_bit_for_bit(kind: Kind, outcomes: list[dict[str, Any]]) -> No
 
 @pytest.mark.parametrize("name", DECIDING)
 def test_copies_stay_equal_whatever_stages_decide(name: str, outcomes: Any) -> None:
-    check_decisions([rank["deciding"][name] for rank in outcomes])
+    results = [rank["deciding"][name] for rank in outcomes]
+    check_decisions(results)
+    if name.startswith("layerwise"):  # each stage its own table, of what its backwards take
+        assert all(result["plan"]["is_measured"] for result in results)
+        for ours, theirs in zip(results[:2], results[2:], strict=True):
+            assert ours["plan"] == theirs["plan"]
 
 
 @pytest.mark.slow

@@ -74,6 +74,19 @@ def test_latency_and_coding_take_their_time() -> None:
     assert found.round_seconds == pytest.approx(base.round_seconds + 4 * 1.0)
 
 
+def test_layers_hide_behind_the_backward_of_the_last_micro_batch_alone() -> None:
+    """Eight of a second hide what one does; one of eight seconds all but the first layer."""
+    line = line_of(1.5, sum(SIZES))
+    accumulated = preset("dreamddp", schedule={"interval": 4, "backwards": 8})
+    found = predict(accumulated, of_sizes(SIZES), 8.0, line, 2, FREE)
+    short = predict(METHODS["layerwise"], of_sizes(SIZES), 1.0, line, 2, FREE)
+    long = predict(METHODS["layerwise"], of_sizes(SIZES), 8.0, line, 2, FREE)
+    assert found.exposed_seconds == pytest.approx(short.exposed_seconds, rel=1e-6)
+    assert found.exposed_seconds > 0.7
+    assert long.exposed_seconds == pytest.approx(1.5 / len(SIZES), rel=1e-3)
+    assert found.round_seconds == pytest.approx(short.round_seconds + 4 * 7.0)
+
+
 def scenario_of(method: Method, layers: int) -> Scenario:
     """Return the DAG's counterpart, with fragments that leave as a whole."""
     is_streaming, interval = method.schedule.takes_turns, method.schedule.interval

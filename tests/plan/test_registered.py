@@ -24,6 +24,7 @@ from dsx.core.membership import Seat
 from dsx.core.types import Fragment, History, SyncParams
 from dsx.method import Blocking, Method, Momentum, Periodic, WholeModel
 from dsx.plan.link import Link
+from dsx.plan.model_files import read_model
 from dsx.plan.predict import predict
 from dsx.plan.traffic import one_rank
 from tests.plan.test_payload import Net, events_of, shapes_of
@@ -173,6 +174,22 @@ def test_what_an_engine_refuses_is_left_out_by_name(
     for name, reason in left_out.items():
         assert reason in lines[name] and name not in ranked
     assert ("dreamddp" in ranked) == ("dreamddp" not in left_out)
+
+
+@pytest.mark.parametrize("batch", ["--global-batch-size 8", "gradient_accumulation_steps"])
+def test_micro_batches_are_read_from_the_files(batch: str, tmp_path: Path) -> None:
+    flags = tmp_path / "model.flags"
+    flags.write_text(
+        "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+        f"--vocab-size 256 --micro-batch-size 2 {batch if batch.startswith('--') else ''}"
+    )
+    if batch.startswith("--"):
+        assert read_model(flags, None, 2).micro_batches == 2
+        return
+    source = tmp_path / "ds.json"
+    source.write_text(json.dumps({"train_micro_batch_size_per_gpu": 2, batch: 3}))
+    found = read_model(source, flags, 2)
+    assert (found.micro_batches, found.batch.sequences_per_step) == (3, 12)
 
 
 def test_a_preset_that_fails_is_left_out_by_name(outsiders: None) -> None:
