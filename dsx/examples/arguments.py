@@ -31,6 +31,8 @@ def pretraining_arguments() -> argparse.ArgumentParser:
     add("--hidden", type=positive, default=256, help="width of the model")
     add("--heads", type=positive, default=4, help="attention heads")
     add("--sequence-length", type=positive, default=128, help="tokens per sample")
+    add("--qk-norm", action="store_true", help="normalise queries and keys")
+    add("--z-loss", type=weight, default=0.0, metavar="W", help="weight of log(Z)^2 in training")
     add("--seed", type=seed, default=0, help="of the weights and of the order of the data")
     add("--shards", choices=SHARDS, default="iid", help="whether clusters read the like")
     add("--save-interval", type=positive, help="steps between checkpoints; none: at the end only")
@@ -49,6 +51,19 @@ def positive(text: str) -> int:
             f"{text[:40]} must be a whole number from 1 to {MOST:.0e}; try 1"
         )
     return int(text)
+
+
+def weight(text: str) -> float:
+    """Read a number of at least 0, for argparse."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not 0 <= found < MOST:
+        raise argparse.ArgumentTypeError(
+            f"{text[:40]} must be a number of at least 0 and below {MOST}; try 1e-4"
+        )
+    return found
 
 
 def seed(text: str) -> int:

@@ -1,7 +1,9 @@
 """A small Llama-style GPT in plain torch: what the example scripts train.
 
 Root-mean-square norms (arXiv:1910.07467), rotary positions (arXiv:2104.09864), SwiGLU
-(arXiv:2002.05202), pre-norm residual blocks, no biases, embedding and head not tied.
+(arXiv:2002.05202), pre-norm residual blocks, no biases, embedding and head not tied. Two options
+against large logits, as Eager Updates (arXiv:2502.12996, Sec. 3) trains: norms of queries and keys
+(arXiv:2010.04245, here root-mean-square ones per head) and a z-loss (arXiv:2204.02311).
 
 Invariants: a token's logits depend only on itself and the tokens before it, unless `is_causal` is
 off, which makes it an encoder for masked language modelling (masking.py); the same config and seed
@@ -11,6 +13,7 @@ whatever the dtype of the weights.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +33,8 @@ class GPTConfig:
     rotary_base: float = 10000.0
     norm_epsilon: float = 1e-5
     is_causal: bool = True
+    qk_norm: bool = False  # queries and keys are normalised per head, before they are rotated
+    z_loss: float = 0.0  # the weight of mean(log(Z)^2) in training, Z the softmax's denominator
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "hidden_size", "num_heads", "sequence_length", "vocab_size"):
@@ -41,6 +46,8 @@ class GPTConfig:
                 f"hidden_size={self.hidden_size} must be a multiple of 2 * num_heads={step} "
                 f"(rotary positions turn pairs); try {-(-self.hidden_size // step) * step}"
             )
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss} must be at least 0, and finite; try 1e-4")
 
     @property
     def head_size(self) -> int:
@@ -94,12 +101,19 @@ class Attention(nn.Module):
         self.key = nn.Linear(size, size, bias=False)
         self.value = nn.Linear(size, size, bias=False)
         self.output = nn.Linear(size, size, bias=False)
+        self.query_norm = self.key_norm = None
+        if config.qk_norm:
+            self.query_norm = RMSNorm(config.head_size, config.norm_epsilon)
+            self.key_norm = RMSNorm(config.head_size, config.norm_epsilon)
 
     def forward(self, x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
         """Attend from each position of `x` `[batch, length, hidden]` to those it may see."""
         heads = (self.num_heads, -1)
-        query = rotate(self.query(x).unflatten(-1, heads).transpose(1, 2), cosine, sine)
-        key = rotate(self.key(x).unflatten(-1, heads).transpose(1, 2), cosine, sine)
+        query = self.query(x).unflatten(-1, heads).transpose(1, 2)
+        key = self.key(x).unflatten(-1, heads).transpose(1, 2)
+        if self.query_norm is not None and self.key_norm is not None:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = rotate(query, cosine, sine), rotate(key, cosine, sine)
         value = self.value(x).unflatten(-1, heads).transpose(1, 2)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         return self.output(mixed.transpose(1, 2).flatten(-2))
@@ -167,6 +181,7 @@ class GPT(nn.Module):
 
         `tokens` and `targets` are int64 `[batch, length]`; a target is the token one further on, or
         whatever else is to be predicted there, -100 for nothing.
+        In training the z-loss is in it, where there is one.
         """
         cosine, sine = rotary_angles(self.config, tokens.shape[1], tokens.device)
         x = self.embedding(tokens)
@@ -175,4 +190,11 @@ class GPT(nn.Module):
         logits = self.head(self.norm(x))
         if targets is None:
             return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        return language_loss(logits, targets, self.config.z_loss if self.training else 0.0)
+
+
+def language_loss(logits: Tensor, targets: Tensor, z_loss: float = 0.0) -> Tensor:
+    """Return the mean cross entropy in nats, and `z_loss` times the mean of log(Z)^2."""
+    logits = logits.flatten(0, 1).float()
+    loss = F.cross_entropy(logits, targets.flatten())
+    return loss + z_loss * logits.logsumexp(-1).square().mean() if z_loss else loss

@@ -14,9 +14,8 @@ from typing import Any, cast
 import torch.distributed as dist
 from deepspeed.pipe import PipelineModule
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from dsx.examples.gpt import GPT, GPTConfig, Layer, rotary_angles
+from dsx.examples.gpt import GPT, GPTConfig, Layer, language_loss, rotary_angles
 
 
 class First(nn.Module):
@@ -70,13 +69,13 @@ def as_pipeline(model: GPT, num_stages: int) -> PipelineModule:
             f"--pipeline-stages {num_stages} must divide the cluster's {ranks} ranks, and be at "
             f"most its {len(layers)} layers, embedding and head counted"
         )
+
+    def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+        return language_loss(logits, targets, model.config.z_loss if pipeline.training else 0.0)
+
     with contextlib.redirect_stdout(io.StringIO()):  # DeepSpeed prints the topology
-        return PipelineModule(layers, num_stages=num_stages, loss_fn=cross_entropy)
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean in nats, as `GPT.forward` does."""
-    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+        pipeline = PipelineModule(layers, num_stages=num_stages, loss_fn=loss_of)
+    return pipeline
 
 
 def with_targets(batches: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:

@@ -132,7 +132,7 @@ def set_up(arguments: argparse.Namespace) -> Run:
     train = TokenWindows(arguments.data / "train", arguments.sequence_length)
     validation = TokenWindows(arguments.data / "validation", arguments.sequence_length)
     size = (arguments.layers, arguments.hidden, arguments.heads, arguments.sequence_length)
-    shape = GPTConfig(*size, vocab_size=dataset.vocab_size)
+    shape = GPTConfig(*size, dataset.vocab_size, qk_norm=arguments.qk_norm, z_loss=arguments.z_loss)
     model: Any = GPT(shape, arguments.seed)
     num_parameters = model.num_parameters()
     try:

@@ -7,18 +7,21 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
+from dsx.bench.convergence.pool import identity
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.runs import divergence, run_task
 from dsx.bench.convergence.task import BASELINE, Study, Task
 from dsx.cli import app
 from dsx.data import build
 from dsx.data.shards import SHARDS
+from dsx.method.choices import PRESETS
 from tests.installed import needs
 
 ROOT = Path(__file__).parents[2]
@@ -52,7 +55,7 @@ def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     done = run(data, out, *grid)
     assert done.returncode == 0, done.stderr
     rows = {row["preset"]: row for row in json.loads(out.read_text())}
-    assert len(rows) == 11
+    assert {*rows} == {*PRESETS, "data_parallel"}
     for name, row in rows.items():
         assert {"seed", "val_loss", "gap_percent", "bytes_per_cluster", "syncs", "settings"} <= set(
             row
@@ -126,6 +129,48 @@ def test_what_is_no_problem_or_no_shape_of_one_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--layers 4 must be a multiple of 3.*try --layers 6"):
         study = Study("", 2, 1, 1, 1, 1, 4, 8, 1, 1.0, 1, 1, "cpu", problem="images")
         PROBLEMS["images"].make_model(study, 0)
+
+
+@pytest.mark.ci
+def test_sizes_are_trained_at_the_rates_of_the_first(data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "sizes.json"
+    options = "--sizes 1x16x2,2x16x2 --presets diloco --rates 0.5,1 --momenta 0 --seeds 0,1"
+    done = run(data, out, *options.split(), "--qk-norm", "--z-loss", "1e-4", "--jobs", "1")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    kinds = [(size, name) for size in ("1x16x2", "2x16x2") for name in ("data_parallel", "diloco")]
+    assert [(r["size"], r["preset"]) for r in rows] == [kind for kind in kinds for _ in range(2)]
+    assert len({r["lr"] for r in rows if r["preset"] == "diloco"}) == 1
+    layer = 4 * 16 * 16 + 3 * 16 * 64 + 2 * 16 + 2 * 8  # and norms of queries and keys
+    sizes = sorted({r["parameters"] for r in rows})
+    assert sizes == [2 * 257 * 16 + 16 + count * layer for count in (1, 2)]
+    for row in rows:
+        base = rows[4 * (row["size"] == "2x16x2") + row["seed"]]
+        assert row["gap_percent"] == pytest.approx(100 * (row["val_loss"] / base["val_loss"] - 1))
+    assert "2x16x2" in done.stdout and out.with_suffix(".png").stat().st_size > 5000
+    # two of the grid, then each seed at two sizes, of which one has been run
+    lines = [json.loads(line) for line in out.with_suffix(".runs.jsonl").read_text().splitlines()]
+    assert len(lines) == 2 + 8 - 1
+    assert all(line["study"]["qk_norm"] and line["study"]["z_loss"] == 1e-4 for line in lines)
+
+
+def test_options_that_are_off_have_no_part_in_what_a_run_is_kept_under() -> None:
+    study, task = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu"), Task("eager", 0)
+    assert "qk_norm" not in identity(study, task) and "num_heads" in identity(study, task)
+    assert identity(replace(study, qk_norm=True), task) != identity(study, task)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--sizes 2x32", "must be LAYERSxWIDTHxHEADS with commas between"),
+        ("--sizes 2x30x2,4x64x4", "each width a multiple of twice its heads"),
+        ("--sizes 2x32x2,2x32x2", "must be two or more different sizes"),
+        ("--sizes 2x32x2,4x64x4 --target-loss 2", "--target-loss 2 has no part in --sizes"),
+    ],
+)
+def test_sizes_that_are_none_are_named(data: Path, options: str, message: str) -> None:
+    assert message in refused(data, *options.split())
 
 
 def test_what_is_no_preset_or_number_is_named(tmp_path: Path) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from dsx.examples.gpt import GPT, GPTConfig
+from dsx.examples.gpt import GPT, Attention, GPTConfig, rotary_angles, rotate
 
 TINY = GPTConfig(num_layers=2, hidden_size=32, num_heads=2, sequence_length=16, vocab_size=257)
 
@@ -96,13 +99,59 @@ def test_parameter_names() -> None:
     assert "layers.1.feed_forward.down.weight" in names
 
 
+def test_options_are_off_and_leave_the_weights_as_they_are() -> None:
+    plain, normed = GPT(TINY), GPT(replace(TINY, qk_norm=True, z_loss=1e-4))
+    added = {f"layers.{i}.attention.{n}_norm.weight" for i in (0, 1) for n in ("query", "key")}
+    assert set(normed.state_dict()) - set(plain.state_dict()) == added
+    assert all(torch.equal(normed.state_dict()[n], w) for n, w in plain.state_dict().items())
+
+
+def test_norms_of_queries_and_keys_bound_the_logits_of_attention() -> None:
+    """However large the weights of queries and keys, the scores are those of unit vectors."""
+    x = torch.randn(1, 8, TINY.hidden_size, generator=torch.Generator().manual_seed(0))
+    angles = rotary_angles(TINY, 8, x.device)
+    plain, normed = Attention(TINY), Attention(replace(TINY, qk_norm=True))
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    found = [module(x, *angles) for module in (plain, normed)]
+    with torch.no_grad():
+        for module in (plain, normed):
+            module.query.weight.mul_(64.0)
+    again = [module(x, *angles) for module in (plain, normed)]
+    torch.testing.assert_close(again[1], found[1], rtol=1e-3, atol=1e-4)
+    assert not torch.allclose(again[0], found[0], rtol=1e-1)
+    # in plain torch
+    heads = [
+        module(x).view(1, 8, TINY.num_heads, -1).transpose(1, 2)
+        for module in (plain.query, plain.key, plain.value)
+    ]
+    unit = [F.rms_norm(h, (TINY.head_size,), eps=TINY.norm_epsilon) for h in heads[:2]]
+    query, key = (rotate(h, *angles) for h in unit)
+    scores = (query @ key.transpose(-1, -2)) / TINY.head_size**0.5
+    scores = scores.masked_fill(torch.ones(8, 8).triu(1).bool(), -torch.inf).softmax(-1)
+    mixed = (scores @ heads[2]).transpose(1, 2).reshape(1, 8, -1)
+    torch.testing.assert_close(again[1], plain.output(mixed))
+
+
+def test_the_z_loss_is_of_training_alone() -> None:
+    windows = random_tokens(3, 17)
+    model = GPT(replace(TINY, z_loss=0.5))
+    logits = model(windows[:, :-1])
+    entropy = F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    log_z = logits.exp().sum(-1).log()
+    trained = model(windows[:, :-1], windows[:, 1:])
+    torch.testing.assert_close(trained, entropy + 0.5 * (log_z**2).mean())
+    model.eval()
+    torch.testing.assert_close(model(windows[:, :-1], windows[:, 1:]), entropy)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"hidden_size": 100, "num_heads": 8}, r"hidden_size=100 .*2 \* num_heads=16.*try 112"),
         ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+        ({"z_loss": -1.0}, "z_loss=-1.0 must be at least 0, and finite; try 1e-4"),
     ],
 )
-def test_impossible_shapes_are_refused(fields: dict[str, int], message: str) -> None:
+def test_impossible_shapes_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTConfig(**fields)

@@ -17,6 +17,8 @@ import typer
 from dsx.core.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
+    from dsx.bench.convergence.study import Search
+    from dsx.bench.convergence.task import Study
     from dsx.data.shards import Shards
 
 Option = typer.Option
@@ -60,6 +62,12 @@ ShardsOf = Annotated[
     str,
     Option(metavar="iid|contiguous|skewed", help="Whether clusters read the like or their own."),
 ]
+Sizes = Annotated[
+    str | None,
+    Option(metavar="LxWxH,...", help="Layers x width x heads of several models: the trend."),
+]
+QkNorm = Annotated[bool, Option("--qk-norm", help="Normalise queries and keys.")]
+ZLoss = Annotated[float, Option(help="Weight of log(Z)^2 in the training's loss.", min=0.0)]
 Device = Annotated[str, Option(help="Of models and data.")]
 JsonFile = Annotated[
     Path,
@@ -85,6 +93,7 @@ def convergence(
     layers: Layers = 4,
     hidden: Hidden = 64,
     heads: Heads = 4,
+    sizes: Sizes = None,
     inner_lr: InnerLr = 3e-3,
     rates: Rates = "0.25,0.5,1",
     momenta: Momenta = "0,0.5",
@@ -93,6 +102,8 @@ def convergence(
     validation_windows: ValidationWindows = 512,
     shards: ShardsOf = "iid",
     problem: Problem = "causal",
+    qk_norm: QkNorm = False,
+    z_loss: ZLoss = 0.0,
     settings: Settings = None,
     target_loss: Target = None,
     jobs: Jobs = None,
@@ -109,7 +120,7 @@ def convergence(
     every step.
 
     With --shards contiguous every cluster reads a stretch of the corpus, with skewed windows of one
-    kind; the validation is of all.
+    kind; the validation is of all. With --sizes every size is trained, at the rates of the first.
 
     NAME+CODEC is a preset with its pseudo-gradients sent in another format, at the rate and
     momentum of the preset without it. Results appear as a table, as JSON (an object per preset and
@@ -121,7 +132,7 @@ def convergence(
     shared = Study(
         str(data), clusters, steps, interval, batch_size, sequence_length, layers, hidden, heads,
         inner_lr, evaluations, validation_windows, device, cast("Shards", shards),
-        problem=problem,
+        problem=problem, qk_norm=qk_norm, z_loss=z_loss,
     )  # fmt: skip
     search = study.Search(
         study.read_presets(presets),
@@ -130,4 +141,24 @@ def convergence(
         study.read_numbers("--seeds", seeds, int),
         settings,
     )
-    study.compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot, target_loss)
+    _compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot, target_loss, sizes)
+
+
+def _compare(
+    shared: Study,
+    search: Search,
+    jobs: int,
+    out: Path,
+    figure: Path | None,
+    target: float | None,
+    sizes: str | None,
+) -> None:
+    from dsx.bench.convergence.sizes import compare_sizes, read_sizes
+    from dsx.bench.convergence.study import compare
+
+    if sizes is None:
+        compare(shared, search, jobs, out, figure, target)
+        return
+    if target is not None:
+        raise ValueError(f"--target-loss {target:g} has no part in --sizes; leave it out")
+    compare_sizes(shared, read_sizes(sizes), search, jobs, out, figure)

@@ -52,9 +52,12 @@ class Causal(Problem):
 
     def make_model(self, study: Study, seed: int) -> nn.Module:
         """Return the quickstart's kind of model."""
-        shape = (study.num_layers, study.hidden_size, study.num_heads, study.sequence_length)
         tokens = _vocab_size(study.data) + (not self.is_causal)  # and the mask
-        return GPT(GPTConfig(*shape, vocab_size=tokens, is_causal=self.is_causal), seed)
+        shape = GPTConfig(
+            study.num_layers, study.hidden_size, study.num_heads, study.sequence_length, tokens,
+            is_causal=self.is_causal, qk_norm=study.qk_norm, z_loss=study.z_loss,
+        )  # fmt: skip
+        return GPT(shape, seed)
 
     def read(self, study: Study) -> tuple[WindowDataset, WindowDataset]:
         """Return windows of `sequence_length` + 1 tokens."""
@@ -85,6 +88,11 @@ class Images(Problem):
             raise ValueError(
                 f"--layers {study.num_layers} must be a multiple of 3 with --problem images: the "
                 f"blocks of three stages; try --layers {study.num_layers // 3 * 3 + 3}"
+            )
+        if study.qk_norm or study.z_loss:
+            raise ValueError(
+                "--qk-norm and --z-loss are of a language model, not of --problem images; leave "
+                "them out"
             )
         shape = ResNetConfig(study.num_layers // 3, study.hidden_size, NUM_CLASSES, norm="group")
         return ResNet(shape, seed)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from dsx.bench.convergence.figures import add_reached, common_target
 from dsx.bench.convergence.pool import run_all
@@ -90,6 +90,30 @@ def require_corpus(study: Study) -> None:
         raise FileNotFoundError(f"no corpus at {data}; make one with: {fix}")
 
 
+def require_study(study: Study) -> None:
+    """Raise ValueError for a choice that there is not, FileNotFoundError if there is no dataset."""
+    require_choice("--shards", study.shards, Shards)
+    if study.problem not in PROBLEMS:
+        raise ValueError(f"--problem {study.problem!r} must be one of {', '.join(PROBLEMS)}")
+    require_corpus(study)
+
+
+def run_chosen(
+    study: Study, chosen: Mapping[str, Task], seeds: Sequence[int], jobs: int, kept: Path
+) -> list[dict[str, Any]]:
+    """Return the results of data parallel and every choice, for every seed, with their gaps."""
+    tasks = [
+        Task(name, seed, task.lr, task.momentum)
+        for name, task in {BASELINE: Task(BASELINE, 0), **chosen}.items()
+        for seed in seeds
+    ]
+    rows = run_all([(study, task) for task in tasks], jobs, kept, run_task)
+    baseline = {row["seed"]: row["val_loss"] for row in rows if row["preset"] == BASELINE}
+    for row in rows:
+        row["gap_percent"] = 100 * (row["val_loss"] / baseline[row["seed"]] - 1)
+    return rows
+
+
 def compare(
     study: Study, search: Search, jobs: int, out: Path, figure: Path | None, target: float | None
 ) -> None:
@@ -98,23 +122,13 @@ def compare(
     `target` is the loss that steps and bytes are counted to; None: the least that all runs reach.
     FileNotFoundError if there is no dataset.
     """
-    require_choice("--shards", study.shards, Shards)
-    if study.problem not in PROBLEMS:
-        raise ValueError(f"--problem {study.problem!r} must be one of {', '.join(PROBLEMS)}")
-    require_corpus(study)
+    require_study(study)
     out.parent.mkdir(parents=True, exist_ok=True)
     kept = out.with_suffix(".runs.jsonl")
     chosen = choose(study, search, jobs, kept)
-    tasks = [
-        Task(name, seed, task.lr, task.momentum)
-        for name, task in {BASELINE: Task(BASELINE, 0), **chosen}.items()
-        for seed in search.seeds
-    ]
-    rows = run_all([(study, task) for task in tasks], jobs, kept, run_task)
+    rows = run_chosen(study, chosen, search.seeds, jobs, kept)
     target = common_target(rows) if target is None else target
-    baseline = {row["seed"]: row["val_loss"] for row in rows if row["preset"] == BASELINE}
     for row in rows:
-        row["gap_percent"] = 100 * (row["val_loss"] / baseline[row["seed"]] - 1)
         add_reached(row, target)
     out.write_text(json.dumps(rows, indent=1) + "\n")
     figure = figure or out.with_suffix(".png")

@@ -56,6 +56,8 @@ class Study:
     shards: Shards = "iid"
     inner_schedule: InnerSchedule = "cosine"
     problem: str = "causal"
+    qk_norm: bool = False
+    z_loss: float = 0.0
 
 
 @dataclass(frozen=True)

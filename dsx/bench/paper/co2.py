@@ -139,7 +139,10 @@ _TABLE8 = Table(
 )  # fmt: skip
 
 _SCALING = Scaling(
-    Lines(_TRANSFER_STEPS, _SHAPE, (8.0, 3.0), rounds=2, shares_cores=True), (2, 4), (2,), (4, 8, 16)
+    Lines(_TRANSFER_STEPS, _SHAPE, (8.0, 3.0), rounds=2, shares_cores=True),
+    (2, 4),
+    (2,),
+    (4, 8, 16),
 )
 _ONE_SERVER = 18444.0  # words/s of 8 GPUs, Adamw
 

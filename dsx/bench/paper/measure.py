@@ -18,10 +18,10 @@ Grid = tuple[tuple[float, float], ...]  # outer learning rate, momentum
 class Loss:
     """Training on real text, C clusters in one process, as `dsx bench convergence` does it.
 
-    Figures: val_loss, accuracy, perplexity, gap_percent (above the row of data parallel of the same
-    seed, if there is one), divergence, bytes_per_cluster, syncs, and, with a `target` loss,
-    steps_to_target and bytes_to_target (nan where it is not reached; "common": the least that all
-    runs reach).
+    Figures: val_loss, accuracy, perplexity, gap_percent (above data parallel of the same `study`
+    and seed, or above the only row of it), divergence, bytes_per_cluster, syncs, and, with a
+    `target` loss, steps_to_target and bytes_to_target (nan where it is not reached; "common": the
+    least that all runs reach).
 
     `grid` has outer rates and momenta to choose from with the first seed, for rows that do not say
     their own. `run_task` names another function of (study, task) as "module:function", for what is
@@ -62,18 +62,14 @@ class Loss:
         runs = [(row, r) for row in chosen for r in self._runs(row, run, self._seeds(run))]
         results = self._run_all([r for _, r in runs], run)
         target = common_target(results) if self.target == "common" else self.target
-        of_baseline = {
-            r["seed"]: r["val_loss"]
-            for (row, _), r in zip(runs, results, strict=True)
-            if row.preset == BASELINE
-        }
+        of_baseline = baselines(rows, [(row, r) for (row, _), r in zip(runs, results, strict=True)])
         samples: Samples = {row.label: {} for row in rows}
         for (row, _), result in zip(runs, results, strict=True):
             if isinstance(target, float):
                 add_reached(result, target)
-            if result["seed"] in of_baseline:
-                gap = result["val_loss"] / of_baseline[result["seed"]] - 1
-                result["gap_percent"] = 100 * gap
+            base = of_baseline.get((row.label, result["seed"]))
+            if base is not None:
+                result["gap_percent"] = 100 * (result["val_loss"] / base - 1)
             for figure, value in result.items():
                 if value is None and figure.endswith("_to_target"):
                     value = float("nan")
@@ -130,6 +126,28 @@ class Loss:
 
         module, _, function = self.run_task.partition(":")
         return run_all(runs, run.jobs, run.kept, getattr(import_module(module), function))
+
+
+def baselines(
+    rows: Sequence[Row], results: Sequence[tuple[Row, Mapping[str, Any]]]
+) -> dict[tuple[str, int], float]:
+    """Return data parallel's loss for each label and seed, where there is one to compare with.
+
+    Its row is the one with the same `study` but for H, or the only one there is.
+    """
+
+    def sizes(row: Row) -> dict[str, Any]:
+        return {key: value for key, value in row.study.items() if key != "interval"}
+
+    synchronous = [row for row in rows if row.preset == BASELINE]
+    found: dict[tuple[str, int], float] = {}
+    for row in rows:
+        like = [s for s in synchronous if sizes(s) == sizes(row)]
+        like = like or (synchronous if len(synchronous) == 1 else [])
+        for other, result in results:
+            if like and other.label == like[0].label:
+                found[row.label, result["seed"]] = result["val_loss"]
+    return found
 
 
 def _at(row: Row, rate: float, momentum: float) -> Row:
