@@ -11,6 +11,7 @@ from torch import Tensor
 from dsx.config.schema import preset
 from tests.compress.test_over_gloo import WideNet, adamw, loss
 from tests.compress.test_random_top_k import decoded, picked
+from tests.levels import by_default
 from tests.method.test_eager_codes import ALL, int4
 from tests.reference import Recipe, train_reference
 from tests.simulated import Simulated
@@ -25,7 +26,7 @@ def trained(name: str, num_clusters: int, num_steps: int = 10, **overrides: Any)
     return run
 
 
-@pytest.mark.parametrize("num_clusters", [2, 3])
+@pytest.mark.parametrize("num_clusters", by_default([2, 3], 3))
 @pytest.mark.parametrize("outer_steps", [0, 1])
 def test_codes_leave_what_they_lose_in_the_local_model(outer_steps: int, num_clusters: int) -> None:
     """The published rule, step by step: out with one's own codes, in with everybody's mean."""
