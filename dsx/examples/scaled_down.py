@@ -12,6 +12,7 @@ arguments of pretrain_gpt_deepspeed.py; of a file of Megatron's flags they are f
 from __future__ import annotations
 
 import copy
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from dsx.config.schema import load_config
 
 SIZES = "pretrain_gpt"
 SIZE_KEYS = ("layers", "hidden", "heads", "sequence_length", "steps", "pipeline_stages")
+KEPT_KEYS = ("qk_norm", "z_loss")  # of the model, whatever its size
 _CLUSTERS, _HIDDEN, _HEADS, _SEQUENCE, _LAYERS, _MICRO_BATCH = 2, 64, 4, 64, 4, 4
 _BATCH, _INTERVAL, _ROUNDS, _DENSE_ROUNDS, _LEAST_STEPS = 8, 8, 6, 1, 48
 
@@ -33,28 +35,37 @@ class ScaledDown:
     """A configuration made small, the sizes of its model and run, and what was changed."""
 
     document: dict[str, Any]
-    sizes: dict[str, int]
+    sizes: dict[str, Any]
     changes: list[str] = field(default_factory=list[str])
 
     def __str__(self) -> str:
         return "scaled down: " + "; ".join(self.changes)
 
 
-def read_sizes(document: Mapping[str, Any], file: str | Path) -> dict[str, int]:
+def read_sizes(document: Mapping[str, Any], file: str | Path) -> dict[str, Any]:
     """Return what "pretrain_gpt" says; ConfigError for a key or value that it cannot have."""
     given = document.get(SIZES, {})
     if not isinstance(given, Mapping):
         raise ConfigError(f'{file}: "{SIZES}" must be an object, not {shown(given)}')
     for key, value in given.items():
-        if key not in SIZE_KEYS:
-            raise ConfigError(
-                f"{file}: {SIZES}.{key} is not known; allowed: {', '.join(SIZE_KEYS)}"
-            )
+        if key not in SIZE_KEYS + KEPT_KEYS:
+            known = ", ".join(SIZE_KEYS + KEPT_KEYS)
+            raise ConfigError(f"{file}: {SIZES}.{key} is not known; allowed: {known}")
+        if key in KEPT_KEYS:
+            _require_kept(key, value, file)
+            continue
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ConfigError(
                 f"{file}: {SIZES}.{key}={shown(value)} must be a whole number of at least 1"
             )
     return dict(given)
+
+
+def _require_kept(key: str, value: Any, file: str | Path) -> None:
+    what = "true or false" if key == "qk_norm" else "a number of at least 0, such as 1e-4"
+    is_number = isinstance(value, float) and 0 <= value < math.inf
+    if not (isinstance(value, bool) if key == "qk_norm" else is_number):
+        raise ConfigError(f"{file}: {SIZES}.{key}={shown(value)} must be {what}")
 
 
 def scale_down_json(file: str | Path) -> ScaledDown:
@@ -63,10 +74,12 @@ def scale_down_json(file: str | Path) -> ScaledDown:
     load_config(file)  # its errors name the key and the fix
     small = ScaledDown(document, read_sizes(document, file))
     _name_run(small, file)
+    kept = {key: small.sizes[key] for key in KEPT_KEYS if key in small.sizes}
     steps = small.sizes.get("steps")
     _shrink_model(small, small.sizes.get("pipeline_stages", 1))
     _shrink_method(small, steps, small.sizes)
     _shrink_deepspeed(small, steps)
+    small.sizes |= kept
     return small
 
 
@@ -141,7 +154,7 @@ def _shrink_model(small: ScaledDown, pipeline: int) -> None:
     }
 
 
-def _shrink_method(small: ScaledDown, steps: int | None, sizes: dict[str, int]) -> None:
+def _shrink_method(small: ScaledDown, steps: int | None, sizes: dict[str, Any]) -> None:
     """Make H, tau, ranks, the number of clusters and the steps of the run small."""
     block = small.document["dsx"]
     axes = load_config({"dsx": block}).axes

@@ -53,6 +53,8 @@ _COCKTAIL: Rows = [
 _EAGER: Rows = [
     ("clusters", 2, "3: 2 DiLoCo replicas"),
     ("H", 30, "Table 6"),
+    ("qk_norm", True, "3: QKNorm"),
+    ("z_loss", 1e-4, "3: Z-loss with a factor of 1e-4"),
 ]
 _1B: Rows = [
     ("layers", 24, "Table 4"), ("heads", 32, "Table 4"), ("tokens", 25e9, "Table 4"),

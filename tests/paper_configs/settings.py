@@ -120,6 +120,8 @@ def _of_flags(file: Path) -> dict[str, Any]:
     found |= {"layers": model.layers, "hidden": model.hidden, "heads": model.heads}
     found |= {"vocabulary": int(flags["vocab-size"]), "tied": model.is_tied}
     found |= {"tensor": cluster.tensor, "pipeline": cluster.pipeline, "bf16": cluster.is_bf16}
+    if "qk-layernorm" in flags:
+        found["qk_norm"] = True
     if model.groups != model.heads:
         found["query_groups"] = model.groups
     found |= {"parameters": model.numel, "ranks": cluster.ranks * found["clusters"]}

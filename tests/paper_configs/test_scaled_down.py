@@ -81,6 +81,8 @@ def test_ratios_and_layers_of_a_stage_are_kept() -> None:
         ({"layer": 4}, "pretrain_gpt.layer is not known; allowed: layers, hidden"),
         ({"layers": 0}, "pretrain_gpt.layers=0 must be a whole number of at least 1"),
         ({"layers": True}, "pretrain_gpt.layers=True must be a whole number"),
+        ({"qk_norm": 1}, "pretrain_gpt.qk_norm=1 must be true or false"),
+        ({"z_loss": -0.1}, "pretrain_gpt.z_loss=-0.1 must be a number of at least 0"),
         ([4], r'"pretrain_gpt" must be an object, not \[4\]'),
     ],
 )
