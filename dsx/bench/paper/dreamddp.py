@@ -159,15 +159,16 @@ def scheduling(row: Row, seed: int, short: bool) -> dict[str, float]:
     model = [*MODELS][seed]
     asked = {f"{count} layers": (count, 1.0) for count in _COUNTS}
     asked |= {f"{_COUNTS[-1]}, {link}": (_COUNTS[-1], _LINKS[link]) for link in _FIG15_LINKS}
-    found, taken = dict[str, float](), 0.0
+    found, taken = dict[str, float](), list[float]()
     for name, (count, slower) in asked.items():
         _, backward, transfer = profile(model, 8, slower)
         own = backward[:count], transfer[:count]
         began = time.perf_counter()
         table = _SOLVERS[row.label](*own, _FIG15_INTERVAL)
-        taken = max(taken, time.perf_counter() - began)
+        if count == _COUNTS[-1]:
+            taken.append(time.perf_counter() - began)
         found[name] = round(exposed_seconds(*own, table), 9)  # sums in another order are no worse
-    return {**found, "milliseconds": 1000 * taken}
+    return {**found, "milliseconds": 1000 * min(taken)}
 
 
 _FIG15_FIGURES = (
@@ -181,7 +182,7 @@ _FIG15 = Table(
     rows=tuple(Row(label, "dreamddp") for label in _SOLVERS),
     columns=(
         *(Column(figure, figure, "{:.3f}") for figure in _FIG15_FIGURES),
-        Column("milliseconds", "ms to find", "{:.1f}"),
+        Column("milliseconds", "ms to find", "{:.2f}"),
     ),
     claims=(
         *(Claim(figure, (_BRUTE, _SEARCH)) for figure in _FIG15_FIGURES),
