@@ -392,3 +392,23 @@ def test_a_short_run_from_launchers_to_the_table(tmp_path: Path) -> None:
     assert 0 < rows["dreamddp"]["utilization"] < 1.1
     assert rows["dreamddp"]["planned_bytes"] is None
     assert rows["dreamddp"]["engine"] == "PyTorch"
+
+
+@pytest.mark.slow
+def test_a_blocking_round_waits_for_a_long_line(tmp_path: Path) -> None:
+    pytest.importorskip("deepspeed")
+    data, found = tmp_path / "data", tmp_path / "rows.json"
+    subprocess.run([*DSX, "data", "build", "--from", "stdlib", "--out", str(data)], check=True)
+    shape = ["--shape", "4,32,32,8", "--rounds", "1", "--blocks", "1", "--latency-ms", "100"]
+    done = subprocess.run(
+        [*DSX, "bench", "e2e", "--data", str(data), "--out", str(tmp_path / "runs"),
+         "--ratios", "8", "--presets", "diloco", *shape, "--json", str(found)],
+        capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    if done.returncode == UNAVAILABLE:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    diloco = json.loads(found.read_text())[-1]
+    assert diloco["latency_milliseconds"] == 100
+    assert diloco["wait_seconds"] > 4 * 0.1  # handshake and mean, each asked for before it comes
+    assert "100 ms one way" in done.stdout
