@@ -7,6 +7,7 @@ budgets that are small. The bandwidths are computed at the paper's scale.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from dsx.bench.convergence.task import BASELINE, Study
@@ -19,11 +20,7 @@ _STUDY = Study(
     num_layers=3, hidden_size=64, num_heads=4, inner_lr=3e-3, num_evaluations=5,
     validation_windows=512, device="cpu", qk_norm=True, z_loss=1e-4,
 )  # fmt: skip
-_SHORT = Study(
-    data="", num_clusters=2, num_steps=400, interval=_INTERVAL, batch_size=4, sequence_length=32,
-    num_layers=3, hidden_size=32, num_heads=2, inner_lr=3e-3, num_evaluations=2,
-    validation_windows=256, device="cpu", qk_norm=True, z_loss=1e-4,
-)  # fmt: skip
+_SHORT = replace(_STUDY, num_steps=300, num_evaluations=1)
 
 _LOSS = Column("val_loss", "loss")
 _GAP = Column("gap_percent", "above data parallel, %", "{:.2f}")
@@ -67,7 +64,7 @@ _TABLE2 = Table(
             ("1-outer-step delayed, lowered LR", "2-outer-steps eager"), "1-outer-step delayed",
         )),
     ),
-    measure=Loss(_STUDY, _SHORT, (8.0, 1.5)),
+    measure=Loss(_STUDY, _SHORT, (8.0, 1.5), short_seeds=(0,)),
     note="Data-Parallel's figure is of Table 6. How far the paper lowers the delayed rate is lost "
     "in our copy, and it names none for two outer steps: 0.2 here, which is stable.",
 )  # fmt: skip
