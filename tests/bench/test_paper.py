@@ -95,6 +95,11 @@ def test_every_table_can_be_run(table: Table) -> None:
             assert len(part.seeds) >= 2 or part.seeds == part.short_seeds, "no spread is known"
 
 
+def test_every_table_is_in_the_overview() -> None:
+    overview = (Path(__file__).parents[2] / "docs/results/papers/index.md").read_text()
+    assert [name for name in TABLES if f"| `{name}` |" not in overview] == []
+
+
 def test_names_are_listed_completed_and_refused_with_the_near_ones() -> None:
     listed = CliRunner().invoke(app, ["bench", "paper"], env={"COLUMNS": "200"})
     assert listed.exit_code == 0
