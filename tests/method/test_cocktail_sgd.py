@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dsx.config.schema import preset
+from dsx.outer.transfer import Transfer
 from tests.compress.test_over_gloo import WideNet, adamw, loss
 from tests.compress.test_random_top_k import decoded, picked
 from tests.levels import by_default
@@ -46,7 +47,11 @@ def test_codes_leave_what_they_lose_in_the_local_model(outer_steps: int, num_clu
 
 def test_the_preset_is_the_published_algorithm() -> None:
     """Flat vectors, random positions, top-k and int4, written out for two clusters."""
-    run = trained("cocktail_sgd", 2, compression={**CODES, "small_wire": "fp32"})
+    method = preset("cocktail_sgd", 2, compression={**CODES, "small_wire": "fp32"})
+    run, events, unsent_norms = Simulated(WideNet(), adamw, method, 2), list[Any](), list[float]()
+    run.loops[0]._on_sync = events.append
+    for _ in range(10):
+        run.train_step(loss)
     models = [WideNet() for _ in range(2)]
     optimizers = [adamw(model) for model in models]
     anchor = flat(models[0])
@@ -63,9 +68,45 @@ def test_the_preset_is_the_published_algorithm() -> None:
         for model, distance in zip(models, unsent, strict=True):
             write(model, anchor - distance)
         late = [(sent_of(unsent[0], step), sent_of(unsent[1], step))]
+        unsent_norms.append((unsent[0] - late[0][0]).norm().item())
+    assert [float(event["unsent_norm"]) for event in events] == pytest.approx(unsent_norms[1:])
     torch.testing.assert_close(run.loops[0].state.anchor[0], anchor, rtol=0, atol=2e-6)
     for ours, theirs in zip(run.models, models, strict=True):
         torch.testing.assert_close(flat(ours), flat(theirs), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("outer_steps", [0, 1])
+def test_a_record_says_how_much_is_neither_sent_nor_under_way(outer_steps: int) -> None:
+    """What a local model has beyond the anchor and beyond what the next means will bring of it."""
+    delay, compression = {"outer_steps": outer_steps}, {**CODES, "small_wire": "fp32"}
+    method = preset("cocktail_sgd", 2, delay=delay, compression=compression)
+    run = Simulated(WideNet(), adamw, method, 2)
+    loop, events = run.loops[0], list[Any]()
+    loop._on_sync = events.append
+    told: list[tuple[float, float]] = []
+    for step in range(1, 9):
+        run.train_step(loss)
+        if step <= outer_steps:
+            continue  # nothing has come yet
+        ahead = loop.state.anchor[0] - flat(run.models[0])
+        under_way = [t.buffers.kept for t in loop.in_flight if isinstance(t, Transfer)]
+        assert len(under_way) == outer_steps
+        told.append((float(events[-1]["unsent_norm"]), (ahead - sum(under_way)).norm().item()))
+    assert len(told) == len(events) == 8 - outer_steps
+    for ours, expected in told:
+        assert ours == pytest.approx(expected, rel=1e-4)
+    assert min(ours for ours, _ in told) > 1e-3
+
+
+@pytest.mark.parametrize("outer_steps", [0, 1])
+def test_dense_messages_leave_nothing_unsent(outer_steps: int) -> None:
+    delay, dense = {"outer_steps": outer_steps}, {"type": "dense"}
+    run = Simulated(WideNet(), adamw, preset("cocktail_sgd", 2, delay=delay, compression=dense), 2)
+    events: list[Any] = []
+    run.loops[0]._on_sync = events.append
+    for _ in range(4):
+        run.train_step(loss)
+    assert [float(event["unsent_norm"]) for event in events] == [0.0] * (4 - outer_steps)
 
 
 def in_order(model: torch.nn.Module) -> list[torch.nn.Parameter]:

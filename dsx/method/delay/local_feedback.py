@@ -82,18 +82,22 @@ class LocalFeedback(DelayPolicy):
         return local
 
     def merge(self, view: SyncView) -> Tensor:
-        """Return the anchor without what is unsent, and without what is under way."""
+        """Return the anchor without what is unsent, and without what is under way.
+
+        `unsent_norm` of the report is that of what has neither been sent nor is under way.
+        """
         import torch
 
-        distance = view.slots["unsent"]
+        distance, unsent = view.slots["unsent"], view.slots["unsent"]
         if self.outer_steps:
             under_way = view.slots["under_way"].zero_()
             for contribution in view.own:
                 under_way.add_(contribution)
             if view.mean is None and view.kept is not None:  # refused: nobody has applied it
                 distance.add_(view.kept)
+            unsent = torch.sub(distance, under_way, out=view.scratch)
         elif view.mean is not None:
             assert view.kept is not None
             distance.sub_(view.kept)
-        view.report["unsent_norm"] = torch.linalg.vector_norm(distance)
+        view.report["unsent_norm"] = torch.linalg.vector_norm(unsent)
         return torch.sub(view.anchor, distance, out=view.scratch)
