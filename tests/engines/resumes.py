@@ -86,6 +86,15 @@ ROWS = {
             "fragments": HALVES,
         },
     ),
+    "opendiloco": Row("opendiloco", {"schedule": EVERY_H}),
+    "plsgd_enp": Row("plsgd_enp", {"schedule": EVERY_H, "fragments": HALVES}),
+    "overlap_local_sgd": Row("overlap_local_sgd", {"schedule": EVERY_H}),
+    "cocktail_sgd": Row(
+        "cocktail_sgd",
+        {"compression": {"random_ratio": 0.25, "top_k_ratio": 0.2, "group_size": 32}},
+        (9, 10),
+        14,
+    ),
     "averaging in fragments, overlapped": Row("dreamddp", {**STREAM, "delay": {"steps": 2}}),
     "delayed, first round local": Row(
         "diloco_delayed", {"schedule": EVERY_H, "delay": {"first_round": "local"}}, (5, 6, 7, 8), 16
