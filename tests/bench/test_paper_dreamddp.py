@@ -95,6 +95,19 @@ def test_rows_of_trainings_are_methods(table: Table) -> None:
             method.schedule.validate(study.num_layers)
 
 
+@pytest.mark.parametrize(
+    ("name", "best"), [("dreamddp-table2", 573.1), ("dreamddp-table2-lm", 247.97)]
+)
+def test_published_seconds_stand_beside_the_shorter_period(name: str, best: float) -> None:
+    rows = {row.label: row.published for row in TABLES[name].rows}
+    assert {label for label, published in rows.items() if not published} == {
+        "FLSGD H=20", "PLSGD-ENP H=20", "DreamDDP H=20"
+    }  # fmt: skip
+    seconds = [published["seconds_to_target"] for published in rows.values() if published]
+    assert seconds == sorted(seconds, reverse=True)  # the paper's order, S-SGD first
+    assert rows["DreamDDP H=5"]["seconds_to_target"] == best
+
+
 def test_dreamddp_sends_more_of_what_stands_idle_than_equal_numbers_do() -> None:
     rows = {row.label: row for row in TABLES["dreamddp-table2"].rows}
     times = rows["DreamDDP H=20"].overrides["schedule"]

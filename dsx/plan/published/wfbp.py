@@ -5,7 +5,9 @@ all-reduce begins when its last gradient is there and the one before has ended, 
 and its bytes, and the next step begins when all have ended. ASC-WFBP lets start-ups of several
 all-reduces pass at once, so the line is never idle for them: that is a latency once, and layers as
 they come, which is `data_parallel` of dag.py. The published program, which also searches for what
-to merge, cannot do better than that.
+to merge, cannot do better than that if simultaneous transfers share the line's rate. It has done
+better where they were many: DreamDDP's Table 1 has 5.38 s for GPT-2 on 32 workers, which is 8.03 s
+by this model.
 """
 
 from __future__ import annotations
