@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -33,9 +37,7 @@ class Latency:
             start_new_session=True,  # Ctrl-C is the testbed's, which ends what uses the line first
             text=True,
         )
-        assert self._process.stdout is not None
-        if self._process.stdout.readline() != "ready\n":
-            raise TestbedUnavailable(f"the forwarder has not started: {self._last_words()}")
+        self._await_ready()
 
     def check(self) -> None:
         """Raise TestbedUnavailable if the line is gone."""
@@ -44,16 +46,42 @@ class Latency:
 
     def end(self) -> Counts:
         """End it; what waits is lost. Return what has passed."""
-        try:
-            counts, errors = self._process.communicate(timeout=_GRACE_SECONDS)  # closes its input
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            counts, errors = self._process.communicate()
+        counts, errors = self._finish()
         if self._process.returncode:
             raise TestbedUnavailable(f"the forwarder has failed: {errors.strip()}")
         return Counts(**json.loads(counts))
 
+    def _await_ready(self) -> None:
+        assert self._process.stdout is not None
+        pipe, said = self._process.stdout.fileno(), b""
+        until = time.monotonic() + _GRACE_SECONDS
+        while not said.endswith(b"\n"):
+            if not select.select([pipe], [], [], max(0.0, until - time.monotonic()))[0]:
+                self._kill()
+                raise TestbedUnavailable(
+                    f"the forwarder has not started within {_GRACE_SECONDS:g} s: "
+                    f"{self._last_words()}"
+                )
+            chunk = os.read(pipe, 100)
+            if not chunk:
+                break
+            said += chunk
+        if said != b"ready\n":
+            raise TestbedUnavailable(f"the forwarder has not started: {self._last_words()}")
+
     def _last_words(self) -> str:
-        _, errors = self._process.communicate(timeout=_GRACE_SECONDS)
+        _, errors = self._finish()
         lines = errors.strip().splitlines()
         return lines[-1] if lines else f"exit status {self._process.returncode}"
+
+    def _finish(self) -> tuple[str, str]:
+        """Close its input, wait for its end, kill what goes on; return what it has written."""
+        try:
+            return self._process.communicate(timeout=_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._kill()
+            return self._process.communicate()
+
+    def _kill(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own

@@ -170,17 +170,28 @@ def probe(bed: Testbed, line: Line) -> ClusterResult:
 
 
 def measure_round_trip(bed: Testbed) -> float:
-    """Return the seconds that one byte takes from cluster 1 to cluster 0 and back, the median."""
+    """Return the seconds that one byte takes from cluster 1 to cluster 0 and back, the median.
+
+    ProbeFailed, with what the sending side has written, if none comes back.
+    """
     where = [bed.address(0), str(_PORT + 1)]
-    echo = bed.start(0, [sys.executable, "-c", _ECHO, *where])
-    ping = bed.start(1, [sys.executable, "-c", _PING, *where, str(_PINGS)], output=subprocess.PIPE)
-    try:
-        out, _ = ping.communicate(timeout=_PING_SECONDS)
-        echo.wait(_PING_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise ProbeFailed(f"{_PINGS} bytes have not come back in {_PING_SECONDS:g} s") from error
-    if ping.returncode:
-        raise ProbeFailed(f"no byte has come back: {out.decode(errors='replace').strip()}")
+    ping_command = [sys.executable, "-c", _PING, *where, str(_PINGS)]
+    with (
+        bed.start(0, [sys.executable, "-c", _ECHO, *where]) as echo,
+        bed.start(1, ping_command, output=subprocess.PIPE) as ping,
+    ):
+        try:
+            out, _ = ping.communicate(timeout=_PING_SECONDS)
+            if ping.returncode:  # then the echo may wait for ever
+                raise ProbeFailed(f"no byte has come back: {out.decode(errors='replace').strip()}")
+            echo.wait(_PING_SECONDS)
+        except subprocess.TimeoutExpired as error:
+            raise ProbeFailed(
+                f"{_PINGS} bytes have not come back in {_PING_SECONDS:g} s"
+            ) from error
+        finally:
+            ping.kill()
+            echo.kill()
     return float(out)
 
 

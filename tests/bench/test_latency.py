@@ -15,11 +15,15 @@ import threading
 import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
+from dsx.bench import latency, line
 from dsx.bench.forwarder import Forwarder
-from dsx.bench.line import measure_round_trip
+from dsx.bench.latency import Latency
+from dsx.bench.line import ProbeFailed, measure_round_trip
 from dsx.bench.namespaces import TestbedUnavailable, processes_in
 from dsx.bench.testbed import Line, Testbed
 
@@ -96,6 +100,93 @@ def test_the_queue_is_bounded_and_what_is_beyond_is_dropped_and_counted() -> Non
             assert len(ports[1].recv(2000)) == 1000
     assert forwarder.counts.dropped == 15
     assert forwarder.counts.most_bytes == 10_000
+
+
+# What runs, the seconds that it is waited for, and what is said.
+FORWARDERS = {
+    "hangs": ("sleep 60", 0.1, "has not started within 0.1 s: exit status -9"),
+    "half a word": ("printf rea; sleep 60", 0.1, "has not started within 0.1 s: exit status -9"),
+    "closes its output": ("exec >&-; sleep 60", 1.0, "has not started: exit status -9"),
+    "ends": ("echo 'no such port' >&2; exit 3", 20, "has not started: no such port"),
+}
+
+
+@pytest.mark.parametrize("script, seconds, said", FORWARDERS.values(), ids=FORWARDERS)
+def test_a_forwarder_that_does_not_start_is_ended_and_told_of(
+    script: str, seconds: float, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = put_in_the_place_of_ip(script, tmp_path, monkeypatch)
+    monkeypatch.setattr(latency, "_GRACE_SECONDS", seconds)
+    with pytest.raises(TestbedUnavailable, match=said):
+        Latency("hub", ["port0", "port1"], 0.01)
+    assert [process.returncode is None for process in started] == [False]
+
+
+def test_a_forwarder_that_hangs_at_its_end_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = put_in_the_place_of_ip("echo ready; sleep 60", tmp_path, monkeypatch)
+    made = Latency("hub", ["port0", "port1"], 0.01)
+    made.check()
+    monkeypatch.setattr(latency, "_GRACE_SECONDS", 0.1)
+    with pytest.raises(TestbedUnavailable, match="the forwarder has failed"):
+        made.end()
+    assert [process.returncode for process in started] == [-signal.SIGKILL]
+
+
+def put_in_the_place_of_ip(
+    script: str, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> list[subprocess.Popen[str]]:
+    """Return a list that what is started will be in."""
+    command = directory / "ip"
+    command.write_text(f"#!/bin/sh\n{script}\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(directory), prepend=os.pathsep)
+    started: list[subprocess.Popen[str]] = []
+
+    class Noted(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(self)
+
+    monkeypatch.setattr(subprocess, "Popen", Noted)
+    return started
+
+
+class Echoless:
+    """In a testbed's place: nobody answers in cluster 0, and cluster 1 runs `ping`."""
+
+    def __init__(self, ping: str) -> None:
+        self.commands = ["sleep 60", ping]
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def address(self, cluster: int) -> str:
+        return f"10.77.0.{cluster + 1}"
+
+    def start(self, cluster: int, command: Any, output: Any = None) -> subprocess.Popen[bytes]:
+        words = ["sh", "-c", f"exec {self.commands[cluster]}"]
+        self.started.append(
+            subprocess.Popen(words, stdout=output, stderr=output and subprocess.STDOUT)
+        )
+        return self.started[-1]
+
+
+@pytest.mark.parametrize(
+    "ping, seconds, said",
+    [
+        ("ls /no-such-line", 20, "no byte has come back: .*No such file or directory"),
+        ("sleep 60", 0.1, "11 bytes have not come back in 0.1 s"),
+        ("true", 0.5, "11 bytes have not come back in 0.5 s"),  # and the echo does not end
+    ],
+)
+def test_a_round_trip_that_fails_says_why_and_leaves_nothing(
+    ping: str, seconds: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(line, "_PING_SECONDS", seconds)
+    ends = Echoless(ping)
+    with pytest.raises(ProbeFailed, match=said):
+        measure_round_trip(cast(Testbed, ends))
+    assert [process.returncode is None for process in ends.started] == [False, False]
 
 
 @pytest.fixture(scope="module")
