@@ -7,7 +7,7 @@ parameter can be found again, whatever the shards were then and are now.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,18 +276,20 @@ def error_sources(ranks: Sequence[SavedRank], fragment: int, is_of_mean: bool) -
 
 def first_difference(ours: Any, theirs: Any, path: str = "") -> tuple[str, Any, Any] | None:
     """Return `(path, our value, their value)` where two plain structures first differ."""
+    return next(differences(ours, theirs, path), None)
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield `(path, our value, their value)` wherever two plain structures differ."""
     if isinstance(ours, Mapping) and isinstance(theirs, Mapping):
         for key in [*ours, *(k for k in theirs if k not in ours)]:
-            found = first_difference(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))
-            if found:
-                return found
-        return None
-    if isinstance(ours, list) and isinstance(theirs, list):
+            yield from differences(ours.get(key), theirs.get(key), f"{path}.{key}".lstrip("."))
+    elif isinstance(ours, list) and isinstance(theirs, list):
         for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
-            found = first_difference(a, b, f"{path}[{index}]")
-            if found:
-                return found
-        same = len(ours) == len(theirs)
-        return None if same else (f"the length of {path}", len(ours), len(theirs))
-    are_nan = ours != ours and theirs != theirs
-    return None if ours == theirs or are_nan else (path, ours, theirs)
+            yield from differences(a, b, f"{path}[{index}]")
+        if len(ours) != len(theirs):
+            yield f"the length of {path}", len(ours), len(theirs)
+    else:
+        are_nan = ours != ours and theirs != theirs
+        if ours != theirs and not are_nan:
+            yield path, ours, theirs

@@ -32,6 +32,7 @@ from dsx.checkpoint.files import (
     META_CHECKSUM,
     SavedCluster,
     SavedRank,
+    differences,
     first_difference,
     layout,
     rank_file,
@@ -203,7 +204,7 @@ def _find(
         if not is_repartitioned and _is_of_this_layout(loop, saved, reference, rank_info):
             _require_same_buffers(reference, loop)
             own, outcome = reference, 0.0
-        _warn_of_changes(reference, axes)
+        _warn_of_changes(reference, axes, len(loop.adapter.fragments))
         _warn_of_uncoded_shares(reference, loop)
     except (ValueError, FileNotFoundError) as error:
         trouble, outcome = error, 2.0
@@ -329,8 +330,18 @@ def _warn_of_uncoded_shares(saved: SavedRank, loop: OuterLoop) -> None:
         )
 
 
-def _warn_of_changes(saved: SavedRank, current: Mapping[str, Any]) -> None:
-    difference = first_difference(json.loads(json.dumps(current)), saved.meta["axes"])
-    if difference:
-        where, ours, theirs = difference
-        logger.warning("%s was saved with %s=%s; going on with %s", saved.path, where, theirs, ours)
+def _warn_of_changes(saved: SavedRank, current: Mapping[str, Any], num_fragments: int) -> None:
+    """Tell of each setting that is another now; "auto" and what it comes to are the same."""
+    ours, theirs = json.loads(json.dumps(current)), saved.meta["axes"]
+    for where, our, their in differences(ours, theirs):
+        if where == "fragments.num_fragments":
+            counts = (num_fragments, len(saved.meta["kinds"]["parameters"]))
+            our, their = _counted(our, counts[0]), _counted(their, counts[1])
+        if our != their:
+            logger.warning(
+                "%s was saved with %s=%s; going on with %s", saved.path, where, their, our
+            )
+
+
+def _counted(num_fragments: Any, count: int) -> Any:
+    return count if num_fragments in ("auto", None) else num_fragments

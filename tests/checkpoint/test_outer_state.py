@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import dsx
 from dsx.checkpoint.checksums import leave_checksum
-from dsx.checkpoint.files import first_difference, rank_file
+from dsx.checkpoint.files import differences, first_difference, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset, resolve_method
@@ -325,6 +325,7 @@ def test_first_difference_names_the_path() -> None:
     assert first_difference(ours, {"a": [1, {"b": 5}], "c": 3}) == ("a[1].b", 2, 5)
     assert first_difference(ours, {"a": [1, {"b": 2}]}) == ("c", 3, None)
     assert first_difference(ours, {"a": [1], "c": 3}) == ("the length of a", 2, 1)
+    assert list(differences(ours, {"a": [1, {"b": 5}]})) == [("a[1].b", 2, 5), ("c", 3, None)]
 
 
 class UnderWay:
