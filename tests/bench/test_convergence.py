@@ -156,8 +156,9 @@ def test_sizes_are_trained_at_the_rates_of_the_first(data: Path, tmp_path: Path)
 
 def test_options_that_are_off_have_no_part_in_what_a_run_is_kept_under() -> None:
     study, task = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu"), Task("eager", 0)
-    assert "qk_norm" not in identity(study, task) and "num_heads" in identity(study, task)
-    assert identity(replace(study, qk_norm=True), task) != identity(study, task)
+    name = identity(study, task, run_task)
+    assert "qk_norm" not in name and "num_heads" in name
+    assert identity(replace(study, qk_norm=True), task, run_task) != name
 
 
 @pytest.mark.parametrize(

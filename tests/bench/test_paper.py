@@ -13,8 +13,11 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+import dsx
+from dsx.bench.convergence import pool
 from dsx.bench.convergence.figures import common_target, perplexity, reach
 from dsx.bench.convergence.pool import FORMAT, identity, read_kept
+from dsx.bench.convergence.runs import run_task
 from dsx.bench.convergence.task import BASELINE, Study, Task, inner_rate, merge, overrides
 from dsx.bench.e2e.row import Row as LineRow
 from dsx.bench.paper import show
@@ -25,7 +28,8 @@ from dsx.bench.paper.table import Claim, Column, Row, Run, Samples, Table
 from dsx.bench.paper.tables import TABLES, complete
 from dsx.bench.paper.verdict import DIFFERS, HOLDS, NOISE, judge
 from dsx.cli import app
-from dsx.data import build
+from dsx.config import schema
+from dsx.data import BuildSummary, SkippedFiles, SplitSummary, build, read_summary
 from dsx.method.choices import PRESETS
 
 LOSS = Column("val_loss", "loss")
@@ -69,9 +73,49 @@ def test_no_order_within_a_group_and_one_sample_has_no_noise() -> None:
     claim = Claim("val_loss", ("a", ("b", "c")))
     found = judge(claim, losses(a=[1.0], b=[3.0], c=[2.0]), "loss")
     assert found.status == HOLDS
-    assert "a < b = c, holds here (one sample each: no spread is known)" in found.sentence
+    assert "a < (b, c), holds here (one sample each: no spread is known)" in found.sentence
     found = judge(Claim("val_loss", ("b", "a")), losses(a=[1.0], b=[3.0]), "loss")
     assert found.sentence.endswith("(one sample each: no spread is known).")
+
+
+@pytest.mark.parametrize("lower_is_better", [True, False])
+def test_a_difference_that_does_not_show_is_no_order(lower_is_better: bool) -> None:
+    claim = Claim("val_loss", ("a", "b"), lower_is_better)
+    for a, b in ((0.59, 0.5900008), (0.5900008, 0.59), (-0.59, -0.5900008)):
+        found = judge(claim, losses(a=[a], b=[b]), "seconds")
+        assert found.status == NOISE
+        assert "is within noise here for a and b; of 1 pairs 0 hold" in found.sentence
+    # seeds that agree on it do not make it show, and one that shows is an order as before
+    assert judge(claim, losses(a=[1.0, 2.0], b=[1.0001, 2.0001]), "loss").status == NOISE
+    status = HOLDS if lower_is_better else DIFFERS
+    assert judge(claim, losses(a=[0.59], b=[0.593]), "seconds").status == status
+
+
+def test_equality_is_a_claim_of_its_own() -> None:
+    claim = Claim("val_loss", (("a", "b", "c"),), is_equal=True)
+    found = judge(claim, losses(a=[1.0, 5.0], b=[1.0005, 5.0], c=[1.0, 5.0]), "loss")
+    assert found.status == HOLDS
+    assert found.sentence == "That a = b = c by loss holds here to 0.1 % (2 samples each)."
+    found = judge(claim, losses(a=[1.0, 5.0], b=[1.1, 5.1], c=[1.0, 5.0]), "loss")
+    assert found.status == DIFFERS
+    assert "does not hold here to 0.1 %: a and b, b and c differ (2 samples each)" in found.sentence
+    # the means are equal, the samples are not
+    found = judge(claim, losses(a=[1.0, 5.0], b=[2.0, 4.0], c=[1.0, 5.0]), "loss")
+    assert found.status == NOISE
+    assert "is within noise here for a and b, b and c (2 samples each)." in found.sentence
+    found = judge(claim, losses(a=[1.0], b=[math.nan], c=[1.0]), "loss")
+    assert found.status == DIFFERS
+    wide = replace(claim, tolerance=0.2)
+    assert judge(wide, losses(a=[1.0], b=[1.1], c=[1.0]), "loss").status == HOLDS
+    assert judge(wide, losses(a=[1.0], b=[1.3], c=[1.0]), "loss").status == DIFFERS
+    zero = losses(a=[0.0], b=[0.0], c=[0.0])
+    assert judge(claim, zero, "loss").status == HOLDS
+
+
+@pytest.mark.parametrize(("order", "is_equal"), [((("a", "b"),), False), (("a", "b"), True)])
+def test_an_order_has_places_and_equality_has_one(order: tuple[str, ...], is_equal: bool) -> None:
+    with pytest.raises(ValueError, match="an order has places, equality has one"):
+        Claim("val_loss", order, is_equal=is_equal)
 
 
 def test_what_has_diverged_is_last() -> None:
@@ -179,17 +223,71 @@ def test_cyclic_rates_are_those_of_torch_after_the_warm_up() -> None:
     assert inner_rate(study, 2) == 5e-4
 
 
+_STUDY = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu")
+
+
 def test_a_new_field_of_studies_loses_no_kept_run(tmp_path: Path) -> None:
-    study, task, kept = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu"), Task("co2", 0), {}
+    task, kept = Task("co2", 0), {}
+    _, _, source = json.loads(identity(_STUDY, task, run_task))
     for later in ("shards", "inner_schedule"):
-        before = {key: value for key, value in asdict(study).items() if key != later}
-        entry = {"format": FORMAT, "study": before, "key": task.key, "result": {"val_loss": 1.0}}
+        before = {key: value for key, value in asdict(_STUDY).items() if key != later}
+        of = {"study": before, "key": task.key, "source": source}
+        entry = {"format": FORMAT, **of, "result": {"val_loss": 1.0}}
         (tmp_path / "kept").write_text(json.dumps(entry) + "\n")
         kept = read_kept(tmp_path / "kept")
-        assert identity(study, task) in kept
-    cyclic = replace(study, inner_schedule="cyclic")
-    assert identity(cyclic, task) not in kept
-    assert identity(study, Task("co2", 1)) not in kept
+        assert identity(_STUDY, task, run_task) in kept
+    cyclic = replace(_STUDY, inner_schedule="cyclic")
+    assert identity(cyclic, task, run_task) not in kept
+    assert identity(_STUDY, Task("co2", 1), run_task) not in kept
+
+
+def write_summary(directory: Path, digest: str) -> None:
+    """Write what a run looks at of a corpus with this checksum."""
+    counts = {"num_documents": 1, "num_tokens": 1}
+    skipped = dict.fromkeys(("num_hidden", "num_duplicates", "num_not_text", "num_empty"), 0)
+    summary = BuildSummary(
+        "", "built", ("x",), "byte", 257, 256, "uint16", 0.05, SplitSummary(**counts),
+        SplitSummary(**counts), 3.0, SkippedFiles(**skipped), "", digest,
+    )  # fmt: skip
+    fields = {"format": "dsx-dataset", "format_version": 1, **asdict(summary)}
+    del fields["path"], fields["status"]
+    (directory / "dataset.json").write_text(json.dumps(fields))
+    (directory / "train.bin").touch()
+
+
+def test_what_a_run_comes_from_is_in_what_it_is_kept_under(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_summary(tmp_path, "a" * 32)
+    study, task = replace(_STUDY, data=str(tmp_path)), Task("dilocox", 0)
+    names = {identity(study, task, run_task)}
+
+    def is_another() -> bool:
+        name = identity(study, task, run_task)
+        is_new = name not in names
+        names.add(name)
+        return is_new
+
+    assert not is_another()
+    assert json.loads(identity(study, task, run_task))[2]["corpus"] == "a" * 32
+    monkeypatch.setattr(pool.dsx, "__version__", "9.9.9")
+    assert is_another()
+
+    def train_otherwise(study: Study, task: Task) -> dict[str, float]:
+        return {}
+
+    names.add(identity(study, task, train_otherwise))
+    assert len(names) == 3
+    # a default of the preset, which neither the study nor the task say
+    changed = dsx.preset("dilocox", 2, compression={"dense_rounds": 7})
+
+    def another_default(name: str, num_clusters: int) -> dsx.Method:
+        return changed
+
+    monkeypatch.setattr(schema, "preset_method", another_default)
+    assert is_another()
+    write_summary(tmp_path, "b" * 32)  # another corpus at the same place
+    assert is_another()
 
 
 def test_choices_go_before_those_of_a_study_key_by_key() -> None:
@@ -252,10 +350,32 @@ def test_a_table_of_trainings(data: Path, tmp_path: Path) -> None:
     assert all(0 < s <= 16 for f in samples.values() for s in f["steps_to_target"])
     kept = (tmp_path / "table.runs.jsonl").read_text().splitlines()
     assert len(kept) == 2 * 4 + 1  # the grid's better point is the row's first seed, too
+    corpora = {json.loads(line)["source"]["corpus"] for line in kept}
+    assert corpora == {read_summary(data).content_digest}
     assert measure.measure(rows, run) == samples
     # an outer rate of a thousandth learns nothing: it was not chosen
     tuned = [json.loads(line)["result"] for line in kept if '"lr": 0.001' in line]
     assert len(tuned) == 1 and tuned[0]["val_loss"] > samples["tuned"]["val_loss"][0]
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(900)
+def test_a_papers_table_of_trainings_in_its_short_form(data: Path, tmp_path: Path) -> None:
+    out, table = tmp_path / "fig3b.json", TABLES["dilocox-fig3b"]
+    command = ["bench", "paper", table.name, "--short", "--data", str(data), "--json", str(out)]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    found = json.loads(out.read_text())
+    assert [row["label"] for row in found["rows"]] == [row.label for row in table.rows]
+    for row in found["rows"]:
+        assert row["label"] in done.output
+        for column in table.columns:
+            (value,) = row["samples"][column.figure]  # null is what is not finite
+            assert value is not None and math.isfinite(value), (row["label"], column.figure)
+        assert 0 < row["samples"]["val_loss"][0] < math.log(257)
+    assert [v["claim"] for v in found["verdicts"]] == ["AllReduce < DiLoCoX < CocktailSGD"]
+    for verdict in found["verdicts"]:
+        assert verdict["status"] in (HOLDS, DIFFERS, NOISE) and verdict["says"] in done.output
 
 
 def test_scaling_keeps_the_line_and_predicts_what_is_not_measured() -> None:

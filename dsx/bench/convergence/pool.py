@@ -1,4 +1,8 @@
-"""Runs in processes of their own, each finished one kept in a file and not run again."""
+"""Runs in processes of their own, each finished one kept in a file and not run again.
+
+It is kept under all that its figures come from: the study and the task, dsx's version, the function
+that trains, the method as resolved, defaults and all, and the checksum of the corpus.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +17,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from dsx.bench.convergence.task import Study, Task
+import dsx
+from dsx.bench.convergence.task import BASELINE, Study, Task, overrides
+from dsx.config.schema import resolve_method
+from dsx.data import read_summary
 
-FORMAT = 2  # of a kept result: one of another format is run again
+FORMAT = 3  # of a kept result: one of another format is run again
 Result = dict[str, Any]
 RunTask = Callable[[Any, Task], Result]  # of a study, a frozen dataclass, and a task
 
@@ -29,7 +36,7 @@ def run_all(
     are done.
     """
     done = read_kept(kept)
-    missing = {name: run for run in runs if (name := identity(*run)) not in done}
+    missing = {name: run for run in runs if (name := identity(*run, run_task)) not in done}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     if missing:
         with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
@@ -39,12 +46,13 @@ def run_all(
                 todo = [(name, *run) for name, run in missing.items()]
                 for name, result in pool.imap_unordered(Runner(run_task), todo):
                     done[name] = result
-                    study, key = json.loads(name)
-                    entry = {"format": FORMAT, "study": study, "key": key, "result": result}
+                    study, key, source = json.loads(name)
+                    of = {"study": study, "key": key, "source": source}
+                    entry = {"format": FORMAT, **of, "result": result}
                     file.write(json.dumps(entry) + "\n")
                     file.flush()
                     bar.update(progress, advance=1)
-    return [dict(done[identity(*run)]) for run in runs]
+    return [dict(done[identity(*run, run_task)]) for run in runs]
 
 
 def read_kept(kept: Path) -> dict[str, Result]:
@@ -56,25 +64,47 @@ def read_kept(kept: Path) -> dict[str, Result]:
     if not text.endswith("\n"):
         kept.write_text("".join(lines))
     entries = [e for e in map(json.loads, lines) if e.get("format") == FORMAT]
-    return {_name(e["study"], e["key"]): e["result"] for e in entries}
+    return {_name(e["study"], e["key"], e["source"]): e["result"] for e in entries}
 
 
-def identity(study: Any, task: Task) -> str:
+def identity(study: Any, task: Task, run_task: RunTask) -> str:
     """Return what a run is kept under: without fields of the study that are as by default."""
-    return _name(asdict(study), task.key)
+    return _name(asdict(study), task.key, _source(study, task, run_task))
 
 
-def _name(study: dict[str, Any], key: str) -> str:
+def _source(study: Any, task: Task, run_task: RunTask) -> dict[str, Any]:
+    """Return what a result comes from beside what was asked; of no `Study`, not the method."""
+    source: dict[str, Any] = {
+        "dsx": dsx.__version__,
+        "run_task": f"{run_task.__module__}:{run_task.__qualname__}",
+    }
+    if isinstance(study, Study):
+        source["corpus"] = _checksum(study)
+        if task.preset != BASELINE:
+            preset = task.preset.partition("+")[0]
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", dsx.SettingWarning)
+                _, axes = resolve_method(preset, overrides(study, task), study.num_clusters)
+            source["method"] = axes
+    return source
+
+
+def _checksum(study: Study) -> str | None:
+    """Return that of the corpus; None for what reads none, and where there is none yet."""
+    if study.problem == "images" or not (Path(study.data) / "train.bin").exists():
+        return None
+    return read_summary(study.data).content_digest
+
+
+def _name(study: dict[str, Any], key: str, source: dict[str, Any]) -> str:
     usual = {field.name: field.default for field in fields(Study)}
     said = {k: v for k, v in study.items() if k not in usual or v != usual[k]}
-    return json.dumps([said, key], sort_keys=True)
+    return json.dumps([said, key, source], sort_keys=True)
 
 
 def prepare_worker() -> None:
     """Set up a process of the pool."""
     import torch
-
-    import dsx
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", dsx.SettingWarning)  # the grid goes beyond what is stable

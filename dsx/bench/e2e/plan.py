@@ -82,7 +82,10 @@ class Plan:
 
     @property
     def mode(self) -> Mode:
-        """Under DeepSpeed, unless fragments leave inside the backward, which that cannot do."""
+        """Under DeepSpeed; in plain PyTorch if fragments leave inside the backward.
+
+        DeepSpeed serves these, too; their figures in docs/results/slow-links.md are of PyTorch.
+        """
         return "dsx" if self.method.schedule.when is None else "dsx_torch"
 
     def predict(self, situation: Situation) -> Prediction:

@@ -42,12 +42,12 @@ class Loss:
         """Return the declared minutes, less the share of the runs that are kept."""
         from dsx.bench.convergence.pool import identity, read_kept
 
-        kept = read_kept(run.kept)
+        kept, function = read_kept(run.kept), self._function()
         tuning = [(row, r) for row in rows for r in self._candidates(row, run)]
-        found = [kept.get(identity(*r)) for _, r in tuning]
+        found = [kept.get(identity(*r, function)) for _, r in tuning]
         chosen = rows if None in found else self._choose(rows, tuning, found)
         runs = [r for row in chosen for r in self._runs(row, run, self._seeds(run))]
-        asked = {identity(*r) for r in (*runs, *(r for _, r in tuning))}
+        asked = {identity(*r, function) for r in (*runs, *(r for _, r in tuning))}
         share = len(asked - kept.keys()) / len(asked)
         return self.full_and_short_minutes[run.short] * share * 2 / min(run.jobs, 2)
 
@@ -120,12 +120,15 @@ class Loss:
         ]
 
     def _run_all(self, runs: list[tuple[Any, Task]], run: Run) -> list[dict[str, Any]]:
-        from importlib import import_module
-
         from dsx.bench.convergence.pool import run_all
 
+        return run_all(runs, run.jobs, run.kept, self._function())
+
+    def _function(self) -> Callable[[Any, Task], dict[str, Any]]:
+        from importlib import import_module
+
         module, _, function = self.run_task.partition(":")
-        return run_all(runs, run.jobs, run.kept, getattr(import_module(module), function))
+        return getattr(import_module(module), function)
 
 
 def baselines(

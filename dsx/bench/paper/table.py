@@ -38,11 +38,21 @@ class Column:
 
 @dataclass(frozen=True)
 class Claim:
-    """The paper's order of labels by a figure, the best first; no order within a nested tuple."""
+    """The paper's order of labels by a figure, the best first; no order within a nested tuple.
+
+    With `is_equal` the claim is that the labels of the only place, a nested tuple, are equal: each
+    two differ by at most `tolerance` of their values. ValueError for an order of a single place.
+    """
 
     figure: str
     order: tuple[str | tuple[str, ...], ...]
     lower_is_better: bool = True
+    is_equal: bool = False
+    tolerance: float = 1e-3
+
+    def __post_init__(self) -> None:
+        if (len(self.order) == 1) != self.is_equal:
+            raise ValueError(f"a claim of {self.order}: an order has places, equality has one")
 
     @property
     def groups(self) -> tuple[tuple[str, ...], ...]:
@@ -50,9 +60,11 @@ class Claim:
         return tuple((place,) if isinstance(place, str) else place for place in self.order)
 
     def __str__(self) -> str:
-        """Return the order with < or > between places, as the figures have it."""
+        """Return the order with < or > between places, as the figures have it, or an equality."""
+        if self.is_equal:
+            return " = ".join(self.groups[0])
         sign = " < " if self.lower_is_better else " > "
-        return sign.join(" = ".join(group) for group in self.groups)
+        return sign.join(g[0] if len(g) == 1 else f"({', '.join(g)})" for g in self.groups)
 
 
 @dataclass(frozen=True)
