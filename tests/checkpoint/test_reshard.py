@@ -227,7 +227,7 @@ def test_what_is_stored_in_fewer_bits_is_coded_anew_with_a_warning(
     from tests.compress import test_over_gloo as codecs
 
     settings = {"type": "quantized", "wire": "int4", "error_feedback": "int8"}
-    codecs.CODECS["in int8"] = settings
+    codecs.CODECS_OF_ALL["in int8"] = settings
     run = simulated("diloco", "in int8", 2)
     for _ in range(6):
         run.train_step(loss)

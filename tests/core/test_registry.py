@@ -51,7 +51,7 @@ def test_a_name_is_given_or_that_of_the_class_or_function() -> None:
     assert (delays["late_merge"], delays["later"]) == (LateMerge, LaterMerge)
     assert PRESETS["my_way"] is my_way
     assert (delays.of(LateMerge()), delays.of(Blocking())) == ("late_merge", "blocking")
-    assert list(delays) == sorted(delays) and len(delays) == 8
+    assert list(delays) == sorted(delays) and len(delays) == 10
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def no_preset() -> Method:
         ("delay", "eager", Typed, TypeError, r"has a field 'type', the key that holds the name"),
         ("delay", "x", NoMerge, TypeError, r"NoMerge does not say merge; see .*DelayPolicy"),
         ("delay", "x", NoSteps, TypeError, r"NoSteps does not say steps"),
-        ("delay", "x", Alone, TypeError, r"Alone does not say keeps, export"),
+        ("delay", "x", Alone, TypeError, r"Alone does not say keeps, keeps_current, export"),
         ("delay", "x", Plain, TypeError, r"Plain is no dataclass; put @dataclass\(frozen=True\)"),
         ("delay", "x", Changeable, TypeError, r"Changeable can be changed, and a method must not"),
         ("delay", "x", Nesterov, TypeError, r"Nesterov does not say steps, keeps"),
