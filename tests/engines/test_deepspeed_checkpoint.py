@@ -32,6 +32,7 @@ from tests.tiny import CASES, TinyNet
 pytestmark = needs("deepspeed")
 
 NUM_STEPS = 12
+SAVED_UNDER_WAY = 1, 6  # fragment, step: at the save its mean is there, or made again
 PERIOD = (5, 6, 7, 8)  # of H = 4, transfers in flight at most of them
 
 
@@ -165,7 +166,9 @@ def test_a_trace_shows_each_step_once_and_survives_a_resume(recorded: Path) -> N
             for span in timeline.spans:
                 if span.track[0] == cluster and span.name == kind:
                     shown[span.facts["fragment"], span.facts["launched"]] += span.facts["bytes"]
-            assert shown == sent
+            handed_over = shown.pop(SAVED_UNDER_WAY), sent[SAVED_UNDER_WAY]
+            assert dict(shown) == {k: v for k, v in sent.items() if k != SAVED_UNDER_WAY}
+            assert 2 * HEADER_BYTES <= handed_over[1] <= handed_over[0]
 
 
 def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> None:
@@ -193,7 +196,11 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> Non
             elements = sum(numel[n] for n in recipe.fragments[record["fragment"]])
             assert record["numel"] == elements
             payload = record["bytes_sent"] - elements * 4  # C = 2: each element once each way
-            assert payload in (HEADER_BYTES, 2 * HEADER_BYTES)  # for each rank that owns some
+            headers = [HEADER_BYTES, 2 * HEADER_BYTES]  # for each rank that owns some
+            if (record["fragment"], record["launched_step"]) == SAVED_UNDER_WAY:
+                assert record["bytes_sent"] in headers or payload in headers
+            else:
+                assert payload in headers
             assert record["mean_norm"] > 0 and record["pseudo_gradient_norm"] > 0
         assert written[-1]["kind"] == "finish"
         assert written[-1]["bytes_sent"] == sum(r["bytes_sent"] for r in syncs)
