@@ -15,20 +15,27 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dsx.bench.paper import tables
-from dsx.bench.paper.table import Run, Table
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from dsx.bench.paper.table import Samples
+    from dsx.bench.paper.table import Run, Samples, Table
 
 Option = typer.Option
+
+
+def complete(incomplete: str) -> list[str]:
+    """Return the tables whose names begin so."""
+    from dsx.bench.paper import tables
+
+    return tables.complete(incomplete)
+
+
 Name = Annotated[
     str | None,
-    typer.Argument(metavar="[NAME]", help="Of a table.", autocompletion=tables.complete),
+    typer.Argument(metavar="[NAME]", help="Of a table.", autocompletion=complete),
 ]
 Short = Annotated[bool, Option("--short", help="Fewer seeds and steps: under 5 minutes.")]
 Data = Annotated[Path, Option(help="A dataset of `dsx data build`.")]
@@ -60,6 +67,9 @@ def paper(
     """
     from rich.console import Console
 
+    from dsx.bench.paper import tables
+    from dsx.bench.paper.table import Run
+
     if name is None:
         list_tables(Console())
         return
@@ -78,6 +88,8 @@ def paper(
 def list_tables(console: Console) -> None:
     """Print a line per table."""
     from rich.table import Table as RichTable
+
+    from dsx.bench.paper import tables
 
     grid = RichTable("name", "what", "where it stands", "measured by", "minutes\nfull, short")
     for table in tables.TABLES.values():
