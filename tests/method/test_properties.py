@@ -18,7 +18,9 @@ from tests.reference_schedules import Adaptive
 from tests.simulated import Simulated
 
 BY_LAYER = ("streaming_diloco", "cocodc", "dilocox")
-OTHERWISE = ("dreamddp", "eager_fp4")  # see the last test; codes are no part of these
+OTHERWISE = (  # by the last test, or each by its own reference in test_conformance.py
+    "dreamddp", "eager_fp4", "plsgd_enp", "overlap_local_sgd", "cocktail_sgd",
+)  # fmt: skip
 
 
 class Uneven(nn.Module):
@@ -73,6 +75,7 @@ def drawn_methods(draw: st.DrawFn) -> tuple[str, dict[str, Any], Recipe, list[in
         "local_sgd": Recipe(everything, interval, False, 0, 1.0, "sgd", 1.0),
         "slowmo": Recipe(everything, interval, False, 0, 1.0, "momentum", **common),
         "diloco": Recipe(everything, interval, False, 0, 1.0, "nesterov", **common),
+        "opendiloco": Recipe(everything, interval, False, 0, 1.0, "nesterov", **common),
         "streaming_diloco": Recipe(strided, interval, True, tau, 0.4, "nesterov", **common),
         "cocodc": Recipe(
             strided, interval, False, tau, 1.0, "nesterov", **common,
@@ -96,8 +99,9 @@ def drawn_methods(draw: st.DrawFn) -> tuple[str, dict[str, Any], Recipe, list[in
     if name == "cocodc":
         axes["schedule"] |= {"gamma": 1.0, "step_seconds": 1.0, "transfer_seconds": 0.6}
         axes["delay"] = {"steps": tau, "strength": 50.0}
-    if name == "dilocox":
+    if name in ("dilocox", "opendiloco"):
         axes["compression"] = {"type": "dense"}
+    if name == "dilocox":
         axes["control"] = {"rank": 2, "min_rank": 1, "max_rank": 4, "min_interval": count,
                            "step_seconds": 1.0, "round_seconds": interval / 1.15}  # fmt: skip
     num_clusters = draw(st.integers(1, 5))
