@@ -41,8 +41,8 @@ from dsx.compress.quantized import (
 )
 from dsx.compress.slices import (
     Rounds,
+    coded_bytes,
     coded_rounds,
-    coded_sizes,
     mean_bounds,
     most_work,
     side_by_side,
@@ -196,14 +196,8 @@ class RandomTopK(Compressor):
             work = most_work([*beside, *encoders])
         work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
         work += sum(runs) * PICKED_BYTES * (2 if at_launch else 1)
-        return [
-            work
-            + sum(
-                coded_sizes(n, form, form, num_clusters, m).num_bytes(num_clusters, at_launch)
-                for n in runs
-            )
-            for m in range(num_clusters)
-        ]
+        messages = [coded_bytes(n, form, form, num_clusters, at_launch) for n in runs]
+        return [work + sum(sizes[m] for sizes in messages) for m in range(num_clusters)]
 
     def _encoder_work(self, num_picked: int) -> Mapping[str, int]:
         """Return what picking and encoding a run work in, by role."""
