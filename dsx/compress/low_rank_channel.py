@@ -8,15 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from dsx.compress.base import CodingError, Launch
+from dsx.compress.coded_runs import SmallPart, can_recode, coding_errors
 from dsx.compress.low_rank_matrix import LowRankMatrix
 from dsx.compress.owners import factor_owners, two_sides
-from dsx.compress.quantized_channel import (
-    CodedPart,
-    SmallPart,
-    can_recode,
-    coding_errors,
-    part_seed,
-)
+from dsx.compress.quantized_channel import CodedPart, part_seed
 from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all, together
 from dsx.core.membership import Seat

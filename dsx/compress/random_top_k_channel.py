@@ -6,7 +6,7 @@ wire/group_kernels.py): the same in all clusters and on all machines, and again 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from dsx.compress.averaging import CodedMean
-from dsx.compress.base import Channel, CodingError, Launch
+from dsx.compress.base import Launch
+from dsx.compress.coded_runs import CodedRun, CodedRuns, SmallPart
 from dsx.compress.error_feedback import Residual
-from dsx.compress.quantized_channel import SmallPart, named_messages
 from dsx.compress.wire.base import TILE
 from dsx.compress.wire.group_kernels import fill_noise, noise_key
 from dsx.core.buffers import Buffers, Opening
-from dsx.core.exchange import Exchange, together
+from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 
@@ -29,60 +29,20 @@ if TYPE_CHECKING:
     from dsx.compress.random_top_k import RandomTopK
 
 
-class RandomTopKChannel(Channel):
+class RandomTopKChannel(CodedRuns):
     """Runs of matrices, of each what is picked, and the small rest."""
 
     def __init__(
         self, method: RandomTopK, fragment: Fragment, seat: Seat, opening: Opening
     ) -> None:
-        self._parts = [
+        runs = [
             PickedPart(method, start, stop, seat, fragment.id * 1_009 + index, opening)
             for index, (start, stop) in enumerate(fragment.coded_runs)
         ]
-        self._small = SmallPart(method.small_wire, fragment, seat, opening)
-
-    @property
-    def errors(self) -> Mapping[str, CodingError]:
-        """The residuals of the runs: of the values sent, and of the means."""
-        named: dict[str, CodingError] = {}
-        for index, part in enumerate(self._parts):
-            if part.residual is not None:
-                error = CodingError(part.start, part.stop, part.residual)
-                named[f"residual.{index}"] = error
-            if part.of_mean is not None:
-                first, last = (part.start + bound for bound in part.mean_bounds)
-                error = CodingError(first, last, part.of_mean, is_of_mean=True)
-                named[f"residual.{index}.mean"] = error
-        return named
-
-    def exchange(self, x: Tensor, launch: Launch) -> Exchange:
-        """Average `x` in place, zero where nothing was sent; all clusters decode the same bytes."""
-        parts = [part.exchange(x, launch) for part in self._parts]
-        yield from together(*parts, self._small.exchange(x, launch))
-        return x
-
-    def encode(self, x: Tensor, launch: Launch) -> None:
-        """Make the codes of a launch, and of `x`, in place, what is decoded of them."""
-        for part in self._parts:
-            part.encode(x, launch)
-        self._small.encode(x, launch)
-
-    def messages(self, launch: Launch) -> Mapping[str, Tensor]:
-        """The codes of the runs, and of the small rest."""
-        means = {str(index): part.mean for index, part in enumerate(self._parts)}
-        return named_messages({**means, "small": self._small.mean}, launch)
-
-    def can_recode(self, launch: Launch) -> bool:
-        """Unless this cluster encodes means for all, whose residuals are made of others' codes."""
-        return all(part.of_mean is None for part in self._parts)
-
-    def recode(self, x: Tensor, launch: Launch) -> None:
-        """Pick and encode the runs once more, for their residuals."""
-        for part in self._parts:
-            part.recode(x, launch)
+        super().__init__(runs, SmallPart(method.small_wire, fragment, seat, opening))
 
 
-class PickedPart:
+class PickedPart(CodedRun):
     """One run of elements, of which the picked ones are averaged in codes."""
 
     def __init__(

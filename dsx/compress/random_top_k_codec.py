@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from dsx.compress.top_k_channel import Block, pack_indices, unpack_indices
+from dsx.compress.chunks import ChunkCodec, pack_indices, unpack_indices
 from dsx.compress.wire.base import Kernels
-from dsx.compress.wire.work_space import require_sizes
 from dsx.core.buffers import Buffers
 
 if TYPE_CHECKING:
     from dsx.compress.random_top_k import PickedFormat
 
 
-class PickedCodec:
-    """`Codec` of picked elements; see wire/base.py for the contract.
+class PickedCodec(ChunkCodec):
+    """`Codec` of picked elements.
 
     Values travel in the order of their places. Temporaries are as long as what is kept.
     """
@@ -31,10 +29,9 @@ class PickedCodec:
         kernels: Kernels,
         buffers: Buffers | None = None,
     ) -> None:
-        self._form = form
-        self._numel = numel
         buffers = buffers or Buffers(device)
-        self._new = buffers.work
+        super().__init__(form, numel, buffers)
+        self._form: PickedFormat = form
         self._values = form.values.codec(form.num_kept(numel), device, kernels, buffers)
 
     @property
@@ -65,16 +62,6 @@ class PickedCodec:
         self.encode(x.add_(residual), out)
         self._add(out, residual.copy_(x), sign=-1)
 
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Write the values of `data` to `out`, zeros between them."""
-        self._require_sizes(out, data)
-        self._add(data, out.zero_())
-
-    def decode_add(self, data: Tensor, out: Tensor) -> None:
-        """Add the values of `data` to `out`."""
-        self._require_sizes(out, data)
-        self._add(data, out)
-
     def _add(self, data: Tensor, out: Tensor, sign: int = 1) -> None:
         """Add the values of `data`, times `sign`, to `out`; no place comes twice."""
         sections = data.split(self._form.section_bytes(out.numel()))
@@ -86,25 +73,6 @@ class PickedCodec:
         values = self._new("kept", (kept,), torch.float32)
         self._values.decode(sections[1], values)
         out.index_add_(0, places, values, alpha=sign)
-
-    def _from_start(self, places: Tensor, numel: int) -> Tensor:
-        """Turn places within chunks into places within the vector, in place."""
-        for block in self._blocks(numel):
-            chunks = torch.arange(block.num_chunks, device=places.device).view(-1, 1)
-            block.kept(places).add_(chunks.mul_(block.length).add_(block.start))
-        return places
-
-    def _blocks(self, numel: int) -> Iterator[Block]:
-        """Yield the full chunks as one block, the short last one as another."""
-        form, chunk = self._form, self._form.chunk
-        k, (full, rest) = form.num_kept_of(chunk), divmod(numel, chunk)
-        if full:
-            yield Block(full, chunk, k, first_chunk=0, start=0, kept_start=0)
-        if rest:
-            yield Block(1, rest, form.num_kept_of(rest), full, full * chunk, full * k)
-
-    def _require_sizes(self, x: Tensor, data: Tensor) -> None:
-        require_sizes(x, data, self._numel, self._form.num_bytes(x.numel()))
 
 
 def pack_places(places: Tensor, numel: int, out: Tensor) -> None:

@@ -162,7 +162,11 @@ class SparseFormat:
     def num_kept(self, numel: int) -> int:
         """Return how many of `numel` elements are sent."""
         full, rest = divmod(numel, self.chunk)
-        return full * self.k + min(self.k, rest)
+        return full * self.k + self.num_kept_of(rest)
+
+    def num_kept_of(self, length: int) -> int:
+        """Return how many of a chunk of that length are sent."""
+        return min(self.k, length)
 
     def num_bytes(self, numel: int) -> int:
         """Return the exact size of a message of `numel` elements."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,15 +9,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dsx.compress.averaging import CodedMean
-from dsx.compress.base import Channel, CodingError, Launch
+from dsx.compress.base import Launch
+from dsx.compress.chunks import ChunkCodec, pack_indices, unpack_indices
+from dsx.compress.coded_runs import CodedRun, CodedRuns, SmallPart
 from dsx.compress.error_feedback import Residual
-from dsx.compress.quantized_channel import SmallPart, named_messages
 from dsx.compress.wire.base import Kernels
 from dsx.compress.wire.group_kernels import MIN_SCALE, largest_scale
-from dsx.compress.wire.work_space import require_sizes
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.checks import require_choice
-from dsx.core.exchange import Exchange, together
+from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 
@@ -29,87 +27,41 @@ if TYPE_CHECKING:
 RATIO = 1.5  # the larger level over the smaller one
 
 
-class TopKChannel(Channel):
+class TopKChannel(CodedRuns):
     """Runs of matrices, each one sparse vector, and the small rest."""
 
     def __init__(self, method: TopK, fragment: Fragment, seat: Seat, opening: Opening) -> None:
-        self._runs = fragment.coded_runs
-        form, storage, decay = method.format, method.error_feedback, method.feedback_decay
-        self._means = [
-            CodedMean(b - a, form, form, seat, is_gathered=True, opening=opening)
-            for a, b in self._runs
+        runs = [
+            SparseRun(method, start, stop, seat, opening) for start, stop in fragment.coded_runs
         ]
-        self._residuals = [Residual(b - a, storage, decay, opening) for a, b in self._runs]
-        self._small = SmallPart(method.small_wire, fragment, seat, opening)
+        super().__init__(runs, SmallPart(method.small_wire, fragment, seat, opening))
 
-    @property
-    def errors(self) -> Mapping[str, CodingError]:
-        """The residuals of the runs."""
-        pairs = zip(self._runs, self._residuals, strict=True)
-        return {f"residual.{i}": CodingError(*run, e) for i, (run, e) in enumerate(pairs)}
+
+class SparseRun(CodedRun):
+    """One run of elements, of which the largest travel; all gather all."""
+
+    def __init__(self, method: TopK, start: int, stop: int, seat: Seat, opening: Opening) -> None:
+        self.start, self.stop = start, stop
+        form, numel = method.format, stop - start
+        self.mean = CodedMean(numel, form, form, seat, is_gathered=True, opening=opening)
+        self.residual = Residual(numel, method.error_feedback, method.feedback_decay, opening)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
-        """Average `x` in place; all clusters decode the same bytes."""
-        parts = [
-            mean.exchange(x[start:stop], residual, number=launch.round)
-            for (start, stop), mean, residual in self._coded
-        ]
-        yield from together(*parts, self._small.exchange(x, launch))
-        return x
+        """Average the run inside `x`, in place."""
+        run = x[self.start : self.stop]
+        return self.mean.exchange(run, self.residual, number=launch.round)
 
     def encode(self, x: Tensor, launch: Launch) -> None:
-        """Make the messages of a launch, and of `x`, in place, what is decoded of them."""
-        for (start, stop), mean, residual in self._coded:
-            mean.encode(x[start:stop], residual, number=launch.round)
-        self._small.encode(x, launch)
-
-    def messages(self, launch: Launch) -> Mapping[str, Tensor]:
-        """The codes of the runs, and of the small rest."""
-        means = {str(index): mean for index, mean in enumerate(self._means)}
-        return named_messages({**means, "small": self._small.mean}, launch)
-
-    def can_recode(self, launch: Launch) -> bool:
-        """Always: everybody gathers all codes."""
-        return True
+        """Encode the run inside `x`, in place of it what is decoded."""
+        self.mean.encode(x[self.start : self.stop], self.residual, number=launch.round)
 
     def recode(self, x: Tensor, launch: Launch) -> None:
-        """Pick the largest of the runs once more, for their residuals."""
-        for (start, stop), mean, residual in self._coded:
-            mean.recode(x[start:stop], residual)
-
-    @property
-    def _coded(self) -> list[tuple[tuple[int, int], CodedMean, Residual]]:
-        return list(zip(self._runs, self._means, self._residuals, strict=True))
+        """Pick the largest of the run inside `x` once more, for the residual."""
+        self.mean.recode(x[self.start : self.stop], self.residual)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Chunks of one length: elements from `start`, entries kept from `kept_start` on."""
-
-    num_chunks: int
-    length: int
-    k: int
-    first_chunk: int
-    start: int
-    kept_start: int
-
-    def elements(self, x: Tensor) -> Tensor:
-        """Return the block's part of a vector, `[num_chunks, length]`."""
-        stop = self.start + self.num_chunks * self.length
-        return x[self.start : stop].view(self.num_chunks, self.length)
-
-    def kept(self, entries: Tensor) -> Tensor:
-        """Return the block's part of the entries kept, `[num_chunks, k]`."""
-        stop = self.kept_start + self.num_chunks * self.k
-        return entries[self.kept_start : stop].view(self.num_chunks, self.k)
-
-    def scales(self, scales: Tensor) -> Tensor:
-        """Return the block's scales, `[num_chunks, 1]`."""
-        return scales[self.first_chunk : self.first_chunk + self.num_chunks].view(-1, 1)
-
-
-class SparseCodec:
-    """`Codec` of sparse messages; see wire/base.py for the contract.
+class SparseCodec(ChunkCodec):
+    """`Codec` of sparse messages.
 
     Unlike other codecs it allocates in every call, but only temporaries as long as what is kept,
     k / chunk of the vector. With feedback, the residual's memory is the work space for all of it.
@@ -126,9 +78,8 @@ class SparseCodec:
         buffers: Buffers | None = None,
     ) -> None:
         require_choice("kernels", kernels, Kernels)
-        self._form = form
-        self._numel = numel
-        self._new = (buffers or Buffers(device)).work
+        super().__init__(form, numel, buffers or Buffers(device))
+        self._form: SparseFormat = form
         self._levels = torch.tensor([1.0, RATIO, -1.0, -RATIO], device=device)
 
     def encode(self, x: Tensor, out: Tensor, seed: int = 0) -> None:
@@ -141,16 +92,6 @@ class SparseCodec:
         self._require_sizes(x, out)
         self._encode(x.add_(residual), residual, out)
         self._add(out, residual.copy_(x), sign=-1)
-
-    def decode(self, data: Tensor, out: Tensor) -> None:
-        """Write the values of `data` to `out`, zeros between them."""
-        self._require_sizes(out, data)
-        self._add(data, out.zero_())
-
-    def decode_add(self, data: Tensor, out: Tensor) -> None:
-        """Add the values of `data` to `out`."""
-        self._require_sizes(out, data)
-        self._add(data, out)
 
     def _encode(self, x: Tensor, work: Tensor, out: Tensor) -> None:
         """Write the message of `x` to `out`; `work` is as long as `x`."""
@@ -177,26 +118,12 @@ class SparseCodec:
         """Add the values of `data`, times `sign`, to `out`; no position comes twice."""
         sections = data.split(self._form.section_bytes(out.numel()))
         kept = self._form.num_kept(out.numel())
-        positions = unpack_indices(sections[0], kept)
+        positions = self._from_start(unpack_indices(sections[0], kept), out.numel())
         values = self._levels[unpack_codes(sections[1], kept)]
         scales = sections[2].clone().view(torch.bfloat16).float()
         for block in self._blocks(out.numel()):
-            chunks = torch.arange(block.num_chunks, device=out.device).view(-1, 1)
-            block.kept(positions).add_(chunks.mul_(block.length).add_(block.start))
             block.kept(values).mul_(block.scales(scales))
         out.index_add_(0, positions, values, alpha=sign)
-
-    def _blocks(self, numel: int) -> Iterator[Block]:
-        """Yield the full chunks as one block, the short last one as another."""
-        k, chunk = self._form.k, self._form.chunk
-        full, rest = divmod(numel, chunk)
-        if full:
-            yield Block(full, chunk, k, first_chunk=0, start=0, kept_start=0)
-        if rest:
-            yield Block(1, rest, min(k, rest), full, start=full * chunk, kept_start=full * k)
-
-    def _require_sizes(self, x: Tensor, data: Tensor) -> None:
-        require_sizes(x, data, self._numel, self._form.num_bytes(x.numel()))
 
 
 def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
@@ -217,20 +144,6 @@ def two_levels(magnitudes: Tensor) -> tuple[Tensor, Tensor]:
     scale = products.gather(1, num_large) / squares[num_large] * top
     scale = scale.clamp(max=largest_scale(RATIO)).bfloat16()
     return num_large, scale * (scale >= MIN_SCALE)
-
-
-def pack_indices(indices: Tensor, out: Tensor) -> None:
-    """Write 12-bit `indices` to `out`: the first of two in the low half of 24 bits."""
-    pairs = F.pad(indices, (0, indices.numel() % 2)).view(-1, 2)
-    words = (pairs[:, 0] | (pairs[:, 1] << 12)).view(torch.uint8).view(-1, 8)
-    out.copy_(words[:, :3].reshape(-1)[: out.numel()])
-
-
-def unpack_indices(data: Tensor, num_indices: int) -> Tensor:
-    """Return what `pack_indices` wrote, int64 `[num_indices]`."""
-    triples = F.pad(data, (0, -data.numel() % 3)).view(-1, 3).long()
-    words = triples[:, 0] | (triples[:, 1] << 8) | (triples[:, 2] << 16)
-    return torch.stack([words & 0xFFF, words >> 12], dim=1).view(-1)[:num_indices]
 
 
 def pack_codes(codes: Tensor, out: Tensor) -> None:
