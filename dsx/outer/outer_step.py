@@ -86,10 +86,15 @@ class OuterStep:
         return unsent
 
     def begin_rounds(self, unsent: Mapping[int, Tensor]) -> None:
-        """Start anew from the anchors, and go as far as `read_unsent` has said, used up."""
+        """Start anew from the anchors, and go as far as `read_unsent` has said, used up.
+
+        A delay that keeps what is unsent knows since of refused rounds, which come on top of it.
+        """
         for fragment, distance in unsent.items():
-            anchor = self._state.anchor[fragment]
-            self._method.delay.begin(anchor, self._state.slots[fragment].delay)
+            anchor, slots = self._state.anchor[fragment], self._state.slots[fragment].delay
+            if self._method.delay.keeps_unsent:
+                distance.copy_(slots["unsent"])
+            self._method.delay.begin(anchor, slots)
             self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
 
     @timed("outer step")

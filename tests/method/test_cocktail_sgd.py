@@ -168,19 +168,24 @@ def test_residuals_elsewhere_send_the_same_where_gradients_are_the_same() -> Non
     torch.testing.assert_close(anchors[0], anchors[1], rtol=0, atol=1e-4)
 
 
+def inner_step_of_all(run: Simulated, step: int) -> None:
+    """Train a step of every cluster; in the third one the last cluster gets a NaN."""
+    for m, (model, optimizer) in enumerate(zip(run.models, run.optimizers, strict=True)):
+        optimizer.zero_grad()
+        loss(model, m, step).backward()
+        optimizer.step()
+    if step == 3:
+        with torch.no_grad():
+            next(iter(run.models[2].parameters()))[0, 0] = torch.nan
+
+
 @pytest.mark.parametrize("outer_steps", [0, 1])
 def test_a_refused_round_is_sent_again(outer_steps: int) -> None:
     """Nobody has applied it, so all of it stays in the local model, and goes with later rounds."""
     delay = {"outer_steps": outer_steps}
     run = Simulated(WideNet(), adamw, preset("cocktail_sgd", 3, delay=delay, compression=CODES), 3)
     for step in range(1, 8):
-        for m, (model, optimizer) in enumerate(zip(run.models, run.optimizers, strict=True)):
-            optimizer.zero_grad()
-            loss(model, m, step).backward()
-            optimizer.step()
-        if step == 3:
-            with torch.no_grad():
-                next(iter(run.models[2].parameters()))[0, 0] = torch.nan
+        inner_step_of_all(run, step)
         anchor, local = run.loops[0].state.anchor[0].clone(), flat(run.models[0])
         run.step()
         if step == 3 + outer_steps:
@@ -194,3 +199,20 @@ def test_a_refused_round_is_sent_again(outer_steps: int) -> None:
     assert all(torch.equal(other, anchors[0]) for other in anchors)
     assert [loop.totals.refused for loop in run.loops] == [1 + outer_steps] * 3
     assert all(torch.isfinite(flat(model)).all() for model in run.models)
+
+
+def test_a_round_refused_in_a_drain_stays_in_the_local_model() -> None:
+    """Training may go on behind a drain, and sends it then; the cluster at fault has lost its."""
+    delay = {"outer_steps": 1}
+    run = Simulated(WideNet(), adamw, preset("cocktail_sgd", 3, delay=delay, compression=CODES), 3)
+    for step in range(1, 4):
+        inner_step_of_all(run, step)
+        run.step()
+    anchor, local = run.loops[0].state.anchor[0].clone(), flat(run.models[0])
+    drains = [loop.draining() for loop in run.loops]
+    for _ in zip(*drains, strict=True):
+        pass
+    assert [loop.totals.refused for loop in run.loops] == [1, 1, 1]
+    assert torch.equal(run.loops[0].state.anchor[0], anchor)
+    torch.testing.assert_close(flat(run.models[0]), local, rtol=0, atol=1e-7)
+    assert torch.equal(flat(run.models[2]), anchor)
