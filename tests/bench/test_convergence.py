@@ -19,9 +19,9 @@ from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.runs import divergence, run_task
 from dsx.bench.convergence.task import BASELINE, Study, Task
 from dsx.cli import app
-from dsx.data import build
 from dsx.data.shards import SHARDS
 from dsx.method.choices import PRESETS
+from tests.bench.corpus import build_corpus
 from tests.installed import needs
 
 ROOT = Path(__file__).parents[2]
@@ -30,13 +30,7 @@ pytestmark = needs("megatron")
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("convergence")
-    texts = base / "texts"
-    texts.mkdir()
-    for i in range(40):
-        (texts / f"{i}.txt").write_text(f"text {i}: the quick brown fox {i * i} jumps\n" * 40)
-    build([texts], base / "data")
-    return base / "data"
+    return build_corpus(tmp_path_factory.mktemp("convergence"))
 
 
 def run(data: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:

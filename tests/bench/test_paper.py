@@ -29,8 +29,9 @@ from dsx.bench.paper.tables import TABLES, complete
 from dsx.bench.paper.verdict import DIFFERS, HOLDS, NOISE, judge
 from dsx.cli import app
 from dsx.config import schema
-from dsx.data import BuildSummary, SkippedFiles, SplitSummary, build, read_summary
+from dsx.data import BuildSummary, SkippedFiles, SplitSummary, read_summary
 from dsx.method.choices import PRESETS
+from tests.bench.corpus import build_corpus
 
 LOSS = Column("val_loss", "loss")
 
@@ -316,13 +317,7 @@ def test_throughputs_of_dilocox_at_the_papers_scale(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    base = tmp_path_factory.mktemp("paper")
-    texts = base / "texts"
-    texts.mkdir()
-    for i in range(40):
-        (texts / f"{i}.txt").write_text(f"text {i}: the quick brown fox {i * i} jumps\n" * 40)
-    build([texts], base / "data")
-    return base / "data"
+    return build_corpus(tmp_path_factory.mktemp("paper"))
 
 
 @pytest.mark.ci

@@ -49,6 +49,18 @@ LAYERWISE = {
     "fragments": {"num_fragments": 2},
     "delay": {},
 }  # fmt: skip
+WHOLE = {"fragments": {}, "delay": {}}
+CHANGES: dict[str, dict[str, Any]] = {  # to STREAM, by preset
+    "streaming_diloco": {},
+    "dreamddp": LAYERWISE,
+    "cocktail_sgd": {
+        **WHOLE,
+        "preset": "cocktail_sgd",
+        "schedule": {},
+        "compression": {"random_ratio": 0.25, "top_k_ratio": 0.2, "group_size": 32},
+    },
+    "overlap_local_sgd": {**WHOLE, "preset": "overlap_local_sgd"},
+}
 RECIPES = {
     "streaming_diloco": Recipe([], H, True, 2, 0.3, "nesterov", 0.4, 0.9),
     "dreamddp": Recipe(
@@ -71,6 +83,7 @@ class Kind(NamedTuple):
     optimizer: str = "adam"
     layers_per_stage: int = 2  # one for each of two fragments
     preset: str = "streaming_diloco"
+    ffn: int = 2 * HIDDEN  # twice as much makes matrices that are worth a code
 
     @property
     def num_layers(self) -> int:
@@ -109,8 +122,7 @@ def dsx_config(**changes: Any) -> dict[str, Any]:
 
 
 def config_of(kind: Kind, **changes: Any) -> dict[str, Any]:
-    of_preset = LAYERWISE if kind.preset == "dreamddp" else {}
-    return dsx_config(**{**of_preset, **changes})
+    return dsx_config(**{**CHANGES[kind.preset], **changes})
 
 
 def join() -> Any:
@@ -209,7 +221,7 @@ def transformer_config(kind: Kind) -> Any:
         num_layers=kind.num_layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
-        ffn_hidden_size=2 * HIDDEN,
+        ffn_hidden_size=kind.ffn,
         tensor_model_parallel_size=kind.tensor,
         pipeline_model_parallel_size=kind.pipeline,
         virtual_pipeline_model_parallel_size=kind.chunks if is_virtual else None,

@@ -35,6 +35,11 @@ RESUMED = [
     Kind(is_sharded=True, precision="bf16", preset="dreamddp"),
 ]
 
+RESUMED_TOO = [
+    Kind(is_sharded=True, precision="bf16", preset="cocktail_sgd", ffn=64),
+    Kind(pipeline=2, preset="overlap_local_sgd"),
+]
+
 
 def state_of(engine: Engine) -> dict[str, Any]:
     handle = engine.handle
@@ -93,7 +98,12 @@ def resume_kind(kind: Kind, base: Path) -> dict[str, Any]:
         train(loaded, STOP + 1, END)
         equal.append(are_equal(state_of(loaded), expected))
         loaded.handle.close()
-    return {"in_flight": in_flight, "step": engine.handle.step, "equal": equal}
+    return {
+        "in_flight": in_flight,
+        "step": engine.handle.step,
+        "equal": equal,
+        "is_coded": any(f.coded_runs for f in engine.handle.loop.adapter.fragments),
+    }
 
 
 def attach(engine: Engine, base: Path, iteration: int) -> None:
@@ -152,15 +162,16 @@ def try_foreign(base: Path) -> dict[str, str]:
     return messages
 
 
-def run(base: str) -> dict[str, Any]:
+def run(base: str, kinds: list[Kind]) -> dict[str, Any]:
     # dist_checkpointing starts processes of its own, which a daemon may not
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     join()
     root = Path(base)
     try:
-        results = [resume_kind(kind, root / str(kind)) for kind in RESUMED]
+        results = [resume_kind(kind, root / str(kind)) for kind in kinds]
         dist.barrier()
-        return {"resumed": results, "foreign": try_foreign(root / str(RESUMED[0]))}
+        foreign = try_foreign(root / str(RESUMED[0])) if kinds == RESUMED else {}
+        return {"resumed": results, "foreign": foreign}
     finally:
         for child in multiprocessing.active_children():  # and leaves them behind
             child.kill()
@@ -169,7 +180,20 @@ def run(base: str) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     base = tmp_path_factory.mktemp("megatron")
-    return run_distributed(run, 4, str(base), timeout_seconds=290, engine="megatron")
+    return run_distributed(run, 4, str(base), RESUMED, timeout_seconds=290, engine="megatron")
+
+
+@pytest.mark.ci
+def test_resume_of_what_is_kept_elsewhere_is_bit_for_bit(tmp_path: Path) -> None:
+    """Random top-k, whose rest the local model keeps, and an anchor that models are pulled to."""
+    ranks = run_distributed(
+        run, 4, str(tmp_path), RESUMED_TOO, timeout_seconds=290, engine="megatron"
+    )
+    for results in (rank["resumed"] for rank in ranks):
+        assert [result["is_coded"] for result in results] == [True, False]
+        for result in results:
+            assert result["in_flight"] and result["step"] == END
+            assert result["equal"] == [True, True]
 
 
 @pytest.mark.parametrize("kind", RESUMED, ids=str)
