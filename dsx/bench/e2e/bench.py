@@ -167,7 +167,7 @@ class Bench:
 
     def preset(self, plan: Plan, line: Line, steps: int) -> Row:
         """Run a preset as planned."""
-        measured = self._run(plan.name, plan.mode, steps, line, plan.block, plan.interval)
+        measured = self._run(plan.name, "dsx", steps, line, plan.block, plan.interval)
         return self.row(plan, measured, line)
 
     def _run(
@@ -226,7 +226,6 @@ class Bench:
             ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
             shape=str(self.shape),
-            engine="DeepSpeed" if plan.mode == "dsx" else "PyTorch",
             method=plan.name,
             interval=plan.method.schedule.interval,
             delay_steps=plan.method.delay.steps,
@@ -287,7 +286,6 @@ class Bench:
             ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
             shape=str(self.shape),
-            engine="DeepSpeed",
             method="data_parallel",
             interval=1,
             delay_steps=0,

@@ -1,4 +1,4 @@
-"""Who takes the inner steps of `dsx bench e2e`: DeepSpeed's engine, or plain PyTorch.
+"""Who takes the inner steps of a run on a line: DeepSpeed's engine, or plain PyTorch (torchft).
 
 Both build the job's model and train it with AdamW and clipping as the job's DeepSpeed JSON says.
 """

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 _HEAD_SIZE = 32
 _WINDOWS_BY_RATIO = 4096  # a batch of 128 at ratio 32: 1 Mbit/s on a core that takes 0.25 s for it
 _MOST_WINDOWS = 512
-Mode = Literal["ceiling", "data_parallel", "dsx", "dsx_torch", "peer"]  # peer: of another library
+Mode = Literal["ceiling", "data_parallel", "dsx", "peer"]  # peer: of another library
 
 
 @dataclass(frozen=True)
@@ -81,11 +81,6 @@ class Job:
     ceiling_seconds: float
     seed: int = 0
     validation_windows: int = 128
-
-    @property
-    def has_dsx(self) -> bool:
-        """Whether dsx trains."""
-        return self.mode in ("dsx", "dsx_torch")
 
     def write(self) -> Path:
         """Write the job into its directory, which is emptied."""

@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dsx.bench.e2e.job import Mode
 from dsx.config.schema import resolve_method
 from dsx.core.types import ParameterShape
 from dsx.method.method import Method
@@ -79,14 +78,6 @@ class Plan:
     def is_overlapped(self) -> bool:
         """Whether transfers have steps to hide behind."""
         return self.name not in _WAITING
-
-    @property
-    def mode(self) -> Mode:
-        """Under DeepSpeed; in plain PyTorch if fragments leave inside the backward.
-
-        DeepSpeed serves these, too; their figures in docs/results/slow-links.md are of PyTorch.
-        """
-        return "dsx" if self.method.schedule.when is None else "dsx_torch"
 
     def predict(self, situation: Situation) -> Prediction:
         """Return what the planner says."""

@@ -15,16 +15,15 @@ class Row:
     by dsx: what is exposed beyond it is CPU that the network takes, and the machine's own drift;
     `transfer_seconds`, those of the period's transfers. `utilization_spread` is half of what lies
     between the lowest and the highest block; `block_utilizations`, `block_overlaps` have them all.
-    `speedup` is over all-reduce at the ceiling of DeepSpeed without communication, so a preset in
-    plain PyTorch (`engine`) compares, too. `wire_bytes` is the kernel's count, headers included;
-    `payload_bytes` the library's own, `planned_bytes` the planner's for all rounds: None where
-    DeepSpeed counts none, and where a method sends as much as what it measures tells it to.
+    `speedup` is over all-reduce at the ceiling without communication. `wire_bytes` is the kernel's
+    count, headers included; `payload_bytes` the library's own, `planned_bytes` the planner's for
+    all rounds: None where DeepSpeed counts none, and where a method sends as much as what it
+    measures tells it to.
     """
 
     ratio: float
     megabits_per_second: float
     shape: str
-    engine: str
     method: str
     interval: int
     delay_steps: int

@@ -191,7 +191,7 @@ class Runner:
             command += ["--num_gpus", "1"]
         command += ["--module", "dsx.bench.e2e.worker"]
         command += ["--job", str(path), "--cluster", str(cluster)]
-        if job.has_dsx:
+        if job.mode == "dsx":
             command += ["--dsx-cluster-id", str(cluster)]
         return command
 

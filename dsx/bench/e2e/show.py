@@ -101,7 +101,7 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.method if row.engine == "DeepSpeed" else f"{row.method} ({row.engine})",
+            row.method,
             str(row.interval or "-"),
             f"{row.tokens_per_second:,.0f}",
             f"{row.speedup:.1f}",

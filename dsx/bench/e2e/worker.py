@@ -3,9 +3,9 @@
     deepspeed --num_gpus 1 --module dsx.bench.e2e.worker --job job.json --cluster 0
 
 The same model, batches and inner optimizer whatever the clusters do: nothing (`ceiling`),
-DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`; `dsx_torch` for one
-that is not for DeepSpeed, as it sends from inside the backward). In the run of a preset an engine
-without it, in the same process, measures the ceiling before and after every block of rounds.
+DeepSpeed's own all-reduce in every step (`data_parallel`), or a preset (`dsx`). In the run of a
+preset an engine without it, in the same process, measures the ceiling before and after every block
+of rounds.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import dsx
-from dsx.bench.e2e.inner import DeepSpeedInner, Inner, PlainInner
+from dsx.bench.e2e.inner import DeepSpeedInner, Inner
 from dsx.bench.e2e.job import Job
 from dsx.bench.e2e.loop import TimedSteps, Turns, read_line, train, validation_loss
 from dsx.engines.deepspeed.engine import adopt_world
@@ -29,7 +29,7 @@ from dsx.training.handle import Handle
 
 def start(job: Job, arguments: argparse.Namespace) -> tuple[Inner, Handle | None]:
     """Return who takes inner steps: alone, or with the outer training of the config."""
-    if job.has_dsx:
+    if job.mode == "dsx":
         dsx.init_distributed(job.config, arguments)
     else:
         dist.init_process_group("gloo")  # the launcher's world, over all clusters or of this one
@@ -37,16 +37,11 @@ def start(job: Job, arguments: argparse.Namespace) -> tuple[Inner, Handle | None
     if job.mode == "dsx":
         trained = DeepSpeedInner(job, dsx.initialize, job.config)
         return trained, trained.engine.dsx
-    if job.mode == "dsx_torch":
-        plain = PlainInner(job)
-        return plain, dsx.attach(plain.model, plain.optimizer, config=job.config)
     return DeepSpeedInner(job, deepspeed.initialize, job.config), None
 
 
 def without_dsx(job: Job) -> Inner:
     """Return the same inner training as `start`, without dsx and any communication."""
-    if job.mode == "dsx_torch":
-        return PlainInner(job)
     config = {key: value for key, value in job.config.items() if key != "dsx"}
     return DeepSpeedInner(job, deepspeed.initialize, config)
 
