@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 _POLL_SECONDS = 1.0
+_AGENTS = ("torchrun", "torch.distributed.run", "accelerate")  # one process over the ranks
 _grace_seconds = 10.0
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ def launcher_processes() -> list[tuple[int, str]]:
         above = _parent_of(parent)
         if above > 1 and "deepspeed" in _command(above):
             found.append((above, _start_time(above)))
-    elif "torchrun" in _command(parent) or "torch.distributed.run" in _command(parent):
+    elif any(name in _command(parent) for name in _AGENTS):
         found.append((parent, _start_time(parent)))
     return found
 

@@ -108,6 +108,11 @@ class World:
         """
         return 2 * self._config.deadline_seconds + 90
 
+    @property
+    def num_handles(self) -> int:
+        """How many engines this process has attached."""
+        return self._handles
+
     def new_handle_store(self) -> dist.Store:
         """Return the key space in this cluster of one more handle; all ranks make the same ones."""
         self._handles += 1
@@ -194,6 +199,11 @@ def join(config: RendezvousConfig) -> World:
     is missing, ValueError for a split that does not work, PeerLost if a cluster does not come.
     """
     global _world  # one process is in one world, like torch.distributed itself
+    if _world is not None and dist.is_initialized():
+        raise RuntimeError(
+            "this process has joined its cluster's world already: `python -m dsx.run` does so "
+            "before the script; take dsx.init_distributed out of it, or start it without dsx.run"
+        )
     if dist.is_initialized():
         raise RuntimeError(
             "torch.distributed is already initialised with one world over all clusters: call "

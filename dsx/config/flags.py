@@ -12,7 +12,7 @@ import argparse
 import dataclasses
 import difflib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
@@ -130,10 +130,13 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     return parser
 
 
-def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
+def block_of_flags(
+    arguments: Sequence[str], base: Mapping[str, Any] | None = None, file: str = ""
+) -> dict[str, Any]:
     """Return `{"dsx": block}` of the flags among `arguments`; ConfigError for one not known.
 
-    All other arguments are left to whoever they are for.
+    All other arguments are left to whoever they are for. With `base`, a block that stands in
+    `file`, the flags override that one, and there may be none.
     """
     known = [flag.name for flag in all_flags()]
     for argument in arguments:
@@ -143,7 +146,19 @@ def block_of_flags(arguments: Sequence[str]) -> dict[str, Any]:
             hint = f"did you mean {near[0]}?" if near else "see --help for all of them"
             raise ConfigError(f"{name} is not a flag of dsx; {hint}")
     parser = add_flags(_Parser(allow_abbrev=False, add_help=False))
-    return _block_of_namespace(parser.parse_known_args(list(arguments))[0])
+    block = json.loads(json.dumps(base or {}))
+    _rename(block, file)
+    return _block_of_namespace(parser.parse_known_args(list(arguments))[0], block)
+
+
+def block_of_file(option: str, path: str) -> dict[str, Any]:
+    """Return the "dsx" block of a file that an option names; ConfigError if it has none."""
+    document = read_json(path)
+    if not isinstance(document.get("dsx"), dict):
+        raise ConfigError(
+            f'{option} {path}: the file has no "dsx" block; add {{"dsx": {{"preset": ...}}}}'
+        )
+    return json.loads(json.dumps(document["dsx"]))
 
 
 class _Parser(argparse.ArgumentParser):
@@ -153,13 +168,12 @@ class _Parser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; give each --dsx flag its value, as --dsx-preset diloco")
 
 
-def _block_of_namespace(namespace: argparse.Namespace) -> dict[str, Any]:
+def _block_of_namespace(namespace: argparse.Namespace, block: dict[str, Any]) -> dict[str, Any]:
     given = {flag: getattr(namespace, flag.attribute, None) for flag in all_flags()}
     texts = {flag: text for flag, text in given.items() if text is not None}
-    block: dict[str, Any] = {}
     for flag, text in texts.items():
         if flag.key == "config":
-            block = _block_of(text)
+            block = block_of_file("--dsx-config", text)
             _rename(block, text)
     for flag, text in texts.items():
         if flag.section:
@@ -209,15 +223,6 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
 
 def _flag(*words: str) -> str:
     return _PREFIX + "-".join(words).replace("_", "-")
-
-
-def _block_of(path: str) -> dict[str, Any]:
-    document = read_json(path)
-    if not isinstance(document.get("dsx"), dict):
-        raise ConfigError(
-            f'--dsx-config {path}: the file has no "dsx" block; add {{"dsx": {{"preset": ...}}}}'
-        )
-    return json.loads(json.dumps(document["dsx"]))
 
 
 def _value(flag: Flag, text: str) -> Any:

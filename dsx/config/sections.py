@@ -68,7 +68,8 @@ class ClustersConfig(BaseModel):
     data: Literal["auto", "split", "own"] = "auto"
     """Whose training data is: "split" divides what all clusters share between them, "own" lets each
     read all of its own; "auto" looks which it is, by the content. For `dsx.initialize` with
-    `training_data` and for Megatron-LM's loop; a loader of your own divides its data itself."""
+    `training_data`, for Megatron-LM's loop, and for scripts under `python -m dsx.run`; a loader of
+    your own divides its data itself."""
 
     validation: Literal["own", "average", "both"] = "own"
     """Whose loss Megatron-LM's validation prints: that of this cluster's own model, of the average

@@ -8,6 +8,7 @@ from __future__ import annotations
 CI = {  # more than some seconds: `pytest -m ci`
     "bash scripts/setup.sh",
     "deepspeed --num_gpus 2 train.py",
+    "deepspeed --num_gpus 2 --module dsx.run their_train.py",
     "dsx report runs/minimal",
     "torchrun --nproc-per-node 2 train_torch.py",
     "torchrun --nproc-per-node 2 train_two.py",

@@ -25,7 +25,7 @@ AREAS = {  # by where it is raised; the first that fits
     "dsx/engines": "Attaching to an engine",
     "dsx/training": "Start and end of a run",
     "dsx/checkpoint": "Checkpoints and exports",
-    "dsx/run": "Folders of runs",
+    "dsx/run": "python -m dsx.run",
     "dsx/support": "dsx support",
     "dsx/telemetry": "Records, reports and traces",
     "dsx/data": "Data",

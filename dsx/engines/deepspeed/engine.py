@@ -171,9 +171,9 @@ def adopt_world() -> None:
 
 
 def start_engine(**arguments: Any) -> tuple[Any, Any, Any, Any]:
-    """Call `deepspeed.initialize` in this cluster's world."""
+    """Call DeepSpeed's own `initialize`, which `dsx.run` replaces, in this cluster's world."""
     import deepspeed
 
     adopt_world()
-    start: Any = deepspeed.initialize
+    start: Any = getattr(deepspeed.initialize, "plain", deepspeed.initialize)
     return start(**arguments)

@@ -1,0 +1,104 @@
+"""One rank of a script under `dsx.run`: its block, its world, and the engines that train in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import dsx
+from dsx.comm.world import World, current_world
+from dsx.config.schema import load_config
+from dsx.run.block import RunBlock
+
+ROUTES = (
+    "deepspeed.initialize with an optimizer; a script that trains in another way calls "
+    "dsx.attach(model, optimizer, config=...) itself"
+)
+
+
+class RouteNotTaken(RuntimeError):
+    """A script has trained, or has ended, and no engine of it exchanges anything."""
+
+
+class Session:
+    """What the replaced functions of all frameworks share in one process."""
+
+    def __init__(self, block: RunBlock) -> None:
+        self.block = block
+        self.engines: list[Any] = []  # that dsx.run has attached, with a handle as engine.dsx
+        self.ended: list[Any] = []  # of them: whose framework has ended its training
+        self.seen: list[str] = []  # what has gone by without a block, or without an optimizer
+        self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
+
+    def join(self) -> World | None:
+        """Return this process's world, made now if the block is known and nobody has.
+
+        Collective over all ranks of all clusters where it makes the world.
+        """
+        world = current_world()
+        if world is None and self.block.is_known:
+            _require_launcher()
+            world = dsx.init_distributed(self.block.resolve())
+        return world
+
+    def show(self, document: Any, place: str, file: str = "") -> World | None:
+        """Take the block of a config that a script gives to somebody; return the world, if any."""
+        self.block.show(document, place, file)
+        return self.join()
+
+    def config_with_block(self, document: Mapping[str, Any]) -> dict[str, Any]:
+        """Return a DeepSpeed config that has this run's block.
+
+        Without `clusters.data` where that has been seen to: dsx.initialize gets no data then.
+        """
+        block = self.block.resolve()["dsx"]
+        if self.divides_data and isinstance(block.get("clusters"), dict):
+            clusters = {key: v for key, v in block["clusters"].items() if key != "data"}
+            block = {**block, "clusters": clusters}
+        return {**document, "dsx": block}
+
+    @property
+    def whose_data(self) -> str:
+        """`clusters.data` of this run: "auto", "split" or "own"."""
+        return load_config(self.block.resolve()).clusters.data
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine is attached, by dsx.run or by the script."""
+        world = current_world()
+        return world is not None and world.num_handles > 0
+
+    def require_engine(self, what: str) -> None:
+        """Raise RouteNotTaken, which names the routes that work, if nothing is attached."""
+        if self.has_engine:
+            return
+        if not self.block.is_known:
+            why = (
+                'no "dsx" block was found: give --dsx-config FILE, or set DSX_CONFIG, or put it '
+                "into the DeepSpeed JSON that the script reads"
+            )
+        else:
+            why = f"take one of the routes that dsx.run knows: {ROUTES}"
+        seen = f" (seen: {'; '.join(self.seen)})" if self.seen else ""
+        raise RouteNotTaken(
+            f"{what}, and no engine is attached: the clusters would train models of their own"
+            f"{seen}. {why[0].upper()}{why[1:]}"
+        )
+
+    def finish(self) -> None:
+        """End what the script has trained, at its own end. Collective over all clusters."""
+        for engine in self.engines:
+            if engine not in self.ended and not engine.dsx.is_finished:
+                engine.dsx.finish()
+            engine.dsx.close()
+
+
+def _require_launcher() -> None:
+    if "RANK" not in os.environ:
+        raise RuntimeError(
+            "no launcher has started this process (RANK is not set): start it with `deepspeed "
+            "--num_gpus N --module dsx.run SCRIPT`, `torchrun --nproc-per-node N -m dsx.run "
+            "SCRIPT`, `accelerate launch -m dsx.run SCRIPT`, `srun python -m dsx.run SCRIPT` or "
+            "`mpirun -n N python -m dsx.run SCRIPT`"
+        )
