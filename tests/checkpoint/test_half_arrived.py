@@ -135,11 +135,16 @@ BY_DEFAULT = {  # one cluster has nothing, of every codec; nobody has it, and ow
     (("one step", "int4, fp32"), PLACES[2]),
     (("eager", "int4, fp32"), PLACES[2]),
 }
-RUNS = [
-    pytest.param(*case, *place, marks=() if (case, place) in BY_DEFAULT else pytest.mark.ci)
-    for case in GRID
-    for place in PLACES
-]
+
+
+def level(case: tuple[str, str], place: tuple[int, tuple[int, ...]]) -> Any:
+    """Return the mark of a run: none, ci, or slow for a rarer place of a case that is not quick."""
+    if (case, place) in BY_DEFAULT:
+        return ()
+    return pytest.mark.ci if case in QUICK or place in PLACES[:3] else pytest.mark.slow
+
+
+RUNS = [pytest.param(*case, *place, marks=level(case, place)) for case in GRID for place in PLACES]
 
 
 @pytest.mark.parametrize(("name", "codec", "num_clusters", "held"), RUNS)

@@ -182,6 +182,7 @@ def start_again() -> list[tuple[int, int]]:
     return sums
 
 
+@pytest.mark.ci
 def test_ranks_start_again_at_a_store_that_stays() -> None:
     assert run_distributed(start_again, 2) == [[(0, 3), (1, 3)]] * 2
 

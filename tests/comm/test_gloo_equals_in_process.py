@@ -46,15 +46,14 @@ def train(
         optimizer.step()
 
 
-def names_for(num_clusters: int) -> list[str]:
-    """Every combination with two clusters, the presets with three."""
-    return list(ALL_CASES if num_clusters == 2 else CASES)
+PRESETS = [*CASES]
+COMBINATIONS = [name for name in ALL_CASES if name not in CASES]
 
 
-def train_every_preset(num_clusters: int) -> dict[str, Any]:
+def train_each(names: list[str], num_clusters: int) -> dict[str, Any]:
     world = dsx.init_distributed(block("diloco", num_clusters))
     results: dict[str, Any] = {}
-    for name in names_for(num_clusters):
+    for name in names:
         model = TinyNet(seed=world.cluster_id)  # only cluster 0's start counts
         optimizer = adamw(model)
         handle = dsx.attach(model, optimizer, config=block(name, num_clusters))
@@ -98,10 +97,17 @@ def check_export(clusters: list[dict[str, Any]], name: str) -> None:
             assert (np.sort(flat) == np.sort(anchors)).all()
 
 
-@pytest.mark.parametrize("num_clusters", [2, pytest.param(3, marks=pytest.mark.ci)])
-def test_every_preset(num_clusters: int) -> None:
-    results = run_distributed(train_every_preset, num_clusters, num_clusters, timeout_seconds=120)
-    for name in names_for(num_clusters):
+@pytest.mark.parametrize(
+    ("names", "num_clusters"),
+    [
+        pytest.param(PRESETS, 2, id="presets"),
+        pytest.param(COMBINATIONS, 2, marks=pytest.mark.ci, id="combinations"),
+        pytest.param(PRESETS, 3, marks=pytest.mark.ci, id="presets with three clusters"),
+    ],
+)
+def test_each_is_that_of_one_process(names: list[str], num_clusters: int) -> None:
+    results = run_distributed(train_each, num_clusters, names, num_clusters, timeout_seconds=120)
+    for name in names:
         method = ALL_CASES[name].method(num_clusters)
         run = Simulated(TinyNet(), adamw, method, num_clusters)
         for _ in range(NUM_STEPS):

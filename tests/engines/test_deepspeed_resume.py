@@ -1,7 +1,8 @@
 """A resumed run equals an uninterrupted one in every bit that it holds: presets x engines x stops.
 
-By default every preset and every kind of engine once, and some stops of one of them; all of its
-stops with `pytest -m ci`, and the whole product, resumed in new processes, with
+By default every kind of delay and of engine once, and some stops of one of them; every other
+preset and all stops of that one with `pytest -m ci`, and the whole product, resumed in new
+processes, with
 `pytest -m slow tests/engines/test_deepspeed_resume.py`.
 """
 
@@ -64,27 +65,30 @@ def one_stop(row: str, place: str) -> Run:
 
 PAIRS = (  # after a pipeline DeepSpeed makes no ordinary engine in the same process
     ("dilocox", "zero1"),
-    ("local_sgd", "zero2"),
-    ("slowmo", "zero3"),
     ("streaming_diloco", "zero3, bf16"),
     ("cocodc", "zero2"),
     ("diloco_delayed", "zero0"),
-    ("eager", "zero3"),
     ("eager_2", "zero1"),
-    ("eager_fp4", "zero3, bf16"),
-    ("eager, int4, feedback", "zero2"),
     ("dreamddp", "zero1, bf16"),
-    ("opendiloco", "zero0"),
-    ("plsgd_enp", "zero3"),
-    ("overlap_local_sgd", "zero1"),
     ("cocktail_sgd", "zero2"),
-    ("averaging in fragments, overlapped", "zero2"),
-    ("streaming, int4, feedback", "zero3"),
+    ("overlap_local_sgd", "zero3"),
     ("diloco", "pipeline, zero0"),
-    ("co2", "pipeline, zero1"),
     ("delayed, low rank", "pipeline, zero1, bf16"),
 )
+FURTHER_PAIRS = (
+    ("local_sgd", "zero2"),
+    ("slowmo", "zero3"),
+    ("eager", "zero3"),
+    ("eager_fp4", "zero3, bf16"),
+    ("eager, int4, feedback", "zero2"),
+    ("opendiloco", "zero0"),
+    ("plsgd_enp", "zero3"),
+    ("averaging in fragments, overlapped", "zero2"),
+    ("streaming, int4, feedback", "zero3"),
+    ("co2", "pipeline, zero1"),
+)
 COVER = [some_stops(*PAIRS[0]), *(one_stop(*pair) for pair in PAIRS[1:])]
+COVER_MORE = [every_stop(*PAIRS[0]), *(one_stop(*pair) for pair in FURTHER_PAIRS)]
 
 
 def train_one(base: str, run: Run) -> dict[str, Any]:
@@ -133,14 +137,14 @@ SPOILERS = {"codec.residual": zero_residuals, "in flight.mean": zero_what_is_in_
 
 
 def stop_and_resume(base: str, runs: Sequence[Run]) -> dict[str, Any]:
-    """In one process; the first run is trained without a stop, and its resume spoiled, too."""
+    """In one process; of `COVER` the first is trained without a stop, its resume spoiled, too."""
     quiet()
     results: dict[str, Any] = {"runs": [], "spoiled": {}}
     for run in runs:
         kept = train_one(base, run)
         entry = {"resumed": resume_one(base, run, kept), "under way": num_under_way(run, kept)}
         results["runs"].append(entry)
-        if run != runs[0]:
+        if run != COVER[0]:
             continue
         results["disturbed"] = disturbed_by_stops(run, kept)
         for name, spoil in SPOILERS.items():
@@ -177,23 +181,27 @@ def covered(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_every_preset_and_every_stage_is_among_them() -> None:
-    assert {ROWS[run.row].preset for run in COVER} == set(PRESETS)
-    assert {run.place for run in COVER} >= set(WHOLE_PRODUCT)
+    covered = COVER + COVER_MORE
+    assert {ROWS[run.row].preset for run in covered} == set(PRESETS)
+    assert {run.place for run in covered} >= set(WHOLE_PRODUCT)
 
 
 @pytest.mark.parametrize("run", COVER, ids=lambda run: f"{run.row} over {run.place}")
 def test_resume_is_bit_for_bit(run: Run, covered: list[dict[str, Any]]) -> None:
-    results = [result["runs"][COVER.index(run)] for result in covered]
-    assert [result["resumed"] for result in results] == [[]] * 4
-    if len(run.stops) > 1 or run.row in ALWAYS_UNDER_WAY:
-        assert all(result["under way"] for result in results)
+    check(run, [result["runs"][COVER.index(run)] for result in covered])
 
 
 @pytest.mark.ci
-def test_resume_at_every_stop_is_bit_for_bit(tmp_path: Path) -> None:
-    run = every_stop(*PAIRS[0])
-    for result in run_distributed(stop_and_resume, 4, str(tmp_path), [run], timeout_seconds=280):
-        assert result["runs"][0]["resumed"] == []
+def test_resume_of_every_preset_and_at_every_stop_is_bit_for_bit(tmp_path: Path) -> None:
+    ranks = run_distributed(stop_and_resume, 4, str(tmp_path), COVER_MORE, timeout_seconds=280)
+    for index, run in enumerate(COVER_MORE):
+        check(run, [rank["runs"][index] for rank in ranks])
+
+
+def check(run: Run, of_ranks: Sequence[dict[str, Any]]) -> None:
+    assert [result["resumed"] for result in of_ranks] == [[]] * 4, run
+    if len(run.stops) > 1 or run.row in ALWAYS_UNDER_WAY:
+        assert all(result["under way"] for result in of_ranks), run
 
 
 def test_a_run_that_is_saved_goes_on_as_if_it_were_not(covered: list[dict[str, Any]]) -> None:

@@ -29,10 +29,10 @@ TWO_RANKS = [
     Kind(is_sharded=True),
     Kind(tensor=2),
     Kind(pipeline=2, chunks=2),
-    Kind(pipeline=2, precision="bf16", is_tied=True),
     Kind(is_sharded=True, overlaps=True, preset="dreamddp"),  # launched in the backward
 ]
 MORE_OF_TWO = [
+    Kind(pipeline=2, precision="bf16", is_tied=True),
     Kind(),  # data parallel, masters shared out
     Kind(precision="bf16", is_sharded=True, overlaps=True),
     Kind(pipeline=2),

@@ -20,6 +20,7 @@ _STUDY = Study(
     validation_windows=512, device="cpu",
 )  # fmt: skip
 _SHORT = replace(_STUDY, num_steps=150)
+_GRID = ((1.0, 0.0), (1.0, 0.2), (0.5, 0.2), (0.5, 0.5))
 
 _PERPLEXITY = Column("perplexity", "perplexity")
 _SENT = Column("bytes_per_cluster", "bytes sent", "{:.3g}")
@@ -41,7 +42,7 @@ _LOSS = Table(
         Row("Local-Adamw", "local_sgd", {}, {"perplexity": 7.95}),
         Row("Overlap-Local-Adamw", "overlap_local_sgd", {}, {"perplexity": 8.11}),
         Row("SlowMo", "slowmo", {}, {"perplexity": 7.34}),
-        Row("CO2", "co2", {**_ELEMENT, "outer_optimizer": _STEADY}, {"perplexity": 7.37}),
+        Row("CO2", "co2", _ELEMENT, {"perplexity": 7.37}),
     ),
     columns=(_PERPLEXITY, _SENT, _DIVERGENCE),
     claims=(
@@ -51,9 +52,9 @@ _LOSS = Table(
         ),
         Claim("perplexity", ("CO2", "Overlap-Local-Adamw")),
     ),
-    measure=Loss(_STUDY, _SHORT, (5.0, 1.0), short_seeds=(0,)),
-    note="Perplexity is per byte. Outer rates are the presets'. The paper's five seeds spread by "
-    "0.4 to 2.",
+    measure=Loss(_STUDY, _SHORT, (9.0, 2.0), short_seeds=(0,), grid=_GRID),
+    note="Perplexity is per byte. SlowMo, CO2 and Overlap-Local-Adamw are tuned, as in the paper. "
+    "Its five seeds spread by 0.4 to 2.",
 )  # fmt: skip
 
 _TABLE4 = Table(
