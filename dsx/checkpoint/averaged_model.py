@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,14 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dsx.checkpoint.checksums import DAMAGED, find_damage, require_intact
-from dsx.checkpoint.files import SavedCluster, SavedRank, put_together, shard_ranges, vector_sources
+from dsx.checkpoint.files import (
+    SavedCluster,
+    SavedRank,
+    put_together,
+    rank_file,
+    shard_ranges,
+    vector_sources,
+)
 from dsx.checkpoint.tags import (
     cluster_directory,
     complete_tags,
@@ -66,6 +73,7 @@ class SavedModel:
         ranks = [cluster.ranks() for cluster in clusters]
         kinds = ranks[0][0].meta["kinds"]
         self.step: int = ranks[0][0].meta["step"]
+        self.session: str = ranks[0][0].meta["session"]  # the start of the run that saved it
         self.is_partial = len(directories) < self.num_saved_clusters
         self.is_mean: bool = kinds["exports"] == "mean"
         if self.is_partial and kinds["keeps an anchor"]:
@@ -78,6 +86,7 @@ class SavedModel:
                 f"{self.num_saved_clusters} clusters, and {self.directory.parents[1]} holds "
                 f"{len(directories)}: copy the directories of all clusters there"
             )
+        self.stages = sorted({rank.meta["kinds"]["stage"][0] for rank in ranks[0]})
         self.parameters = self._find(ranks if self.is_mean else ranks[:1])
         path = self.directory / MODULE_FACTS
         facts = json.loads(path.read_text()) if path.is_file() else {}
@@ -130,7 +139,7 @@ class SavedModel:
     def _find(self, ranks: Sequence[Sequence[SavedRank]]) -> dict[str, Parameter]:
         """Return the parameters of all pipeline stages by name."""
         found: dict[str, Parameter] = {}
-        for stage in sorted({rank.meta["kinds"]["stage"][0] for rank in ranks[0]}):
+        for stage in self.stages:
             mine = [[r for r in rs if r.meta["kinds"]["stage"][0] == stage] for rs in ranks]
             for index, parameters in enumerate(mine[0][0].meta["kinds"]["parameters"]):
                 vector = f"{'local' if self.is_mean else 'anchor'}/{index}"
@@ -190,6 +199,33 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
     )
 
 
+def bare_model(directory: Path) -> SavedModel:
+    """Return the averaged model of what `handle.save` has written into a directory, of one cluster.
+
+    Those of the other clusters are taken, too, where it is <base>/cluster_<m>/<name> and they are
+    of the same step of the same run.
+    """
+    own = SavedRank(rank_file(directory, 0)).meta
+    found = [directory]
+    if directory.parent.name.startswith("cluster_"):
+        base = directory.parents[1]
+        clusters = [
+            cluster_directory(base, m) / directory.name
+            for m in range(own["rank_info"]["num_clusters"])
+        ]
+        found = [path for path in clusters if path == directory or _is_of(path, own)]
+    return SavedModel(found)
+
+
+def _is_of(directory: Path, own: Mapping[str, Any]) -> bool:
+    """Whether a directory holds an outer state of the same run and step."""
+    path = rank_file(directory, 0)
+    if not path.is_file():
+        return False
+    other = SavedRank(path).meta
+    return all(other[key] == own[key] for key in ("session", "step", "engine_holds"))
+
+
 def write_safetensors(
     model: SavedModel,
     untrained: Mapping[str, Tensor],
@@ -197,15 +233,20 @@ def write_safetensors(
     dtype: torch.dtype,
     shard_bytes: int,
     tell: Tell,
+    left_out: Collection[str] = (),
 ) -> list[Path]:
     """Write the model as Hugging Face does, and return the files.
 
-    One `model.safetensors`, or numbered ones of up to `shard_bytes` with an index.
+    One `model.safetensors`, or numbered ones of up to `shard_bytes` with an index. Further names of
+    shared tensors that are `left_out` are not written.
     """
     sizes = {n: math.prod(p.shape) * dtype.itemsize for n, p in model.parameters.items()}
-    sizes |= {n: sizes[source] for n, source in model.aliases.items() if source in sizes}
-    extra = {name: t for name, t in untrained.items() if name not in sizes}
+    known = {*sizes, *model.aliases}
+    extra = {name: t for name, t in untrained.items() if name not in known}
     sizes |= {name: t.numel() * _dtype_of(t, dtype).itemsize for name, t in extra.items()}
+    for name, source in model.aliases.items():
+        if source in sizes and name not in left_out:
+            sizes[name] = sizes[source]
     shards = list(_shards(sizes, shard_bytes))
     out.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
@@ -216,10 +257,12 @@ def write_safetensors(
             file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
         for name in names:
-            if name in extra:
-                tensors[name] = extra[name].to(_dtype_of(extra[name], dtype)).contiguous()
+            source = model.aliases.get(name, name)
+            if source in extra:
+                tensor = extra[source].to(_dtype_of(extra[source], dtype))
+                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
             else:
-                tensors[name] = model.tensor(model.aliases.get(name, name)).to(dtype)
+                tensors[name] = model.tensor(source).to(dtype)
         copies = {place: name for place, name in model.copies.items() if name in tensors}
         save_file(tensors, out / file, metadata={"format": "pt", **copies})
         tell(f"{file}: {len(names)} tensors, {sum(sizes[n] for n in names):,} bytes")

@@ -1,7 +1,8 @@
 """Which checkpoints a path on the command line means.
 
 A directory that `save_checkpoint` was given, one of its clusters or tags, or a run's folder, which
-says where its run has saved (run.json) or holds such a directory.
+says where its run has saved (run.json) or holds such a directory. Or what `handle.save` alone has
+written: an outer state beside whatever a script saves, which no manifest completes.
 """
 
 from __future__ import annotations
@@ -9,16 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsx.checkpoint.files import rank_file
 from dsx.checkpoint.tags import MANIFEST
 from dsx.telemetry.run_folder import find_run, read_about
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A directory that holds cluster_0, cluster_1, ..., and the tag wanted of it, if any."""
+    """A directory that holds cluster_0, cluster_1, ..., and the tag wanted of it, if any.
+
+    `is_bare`: the directory of one cluster's outer state itself.
+    """
 
     base: Path
     tag: str | None = None
+    is_bare: bool = False
 
 
 def find_saved(path: Path, tag: str | None = None) -> Saved:
@@ -28,6 +34,12 @@ def find_saved(path: Path, tag: str | None = None) -> Saved:
     if _clusters_in(path):
         return Saved(path, tag)
     within = path if path.is_dir() else path.parent
+    if rank_file(within, 0).is_file() and not (within / MANIFEST).is_file():
+        if tag is not None:
+            raise ValueError(
+                f"--tag {tag}: {within} is one checkpoint, which has no tags; leave it out"
+            )
+        return Saved(within, is_bare=True)
     for folder in (within, within.parent):  # a tag may hold directories of the engine's
         if (folder / MANIFEST).is_file() and _is_cluster(folder.parent):
             if tag not in (None, folder.name):
@@ -43,7 +55,8 @@ def find_saved(path: Path, tag: str | None = None) -> Saved:
             raise FileNotFoundError(
                 f"{run} holds no cluster_<m> with a complete checkpoint, nor does its run.json "
                 "name one that is still there: give the run's folder, or the directory that "
-                "save_checkpoint was given, e.g. runs/quickstart/checkpoints"
+                "save_checkpoint was given, e.g. runs/quickstart/checkpoints, or one that "
+                "handle.save was given"
             )
     if len(bases) > 1:
         listed = ", ".join(str(base) for base in bases)

@@ -58,7 +58,7 @@ class RunReport:
 def summarize(run_dir: str | Path) -> RunReport:
     """Return the totals of a run. FileNotFoundError or ValueError says what cannot be read."""
     run, clusters = _open(run_dir)
-    reports = [_summarize_cluster(records) for records in clusters]
+    reports = [summarize_cluster(records) for records in clusters]
     return RunReport(
         run_dir=str(run.directory),
         clusters=reports,
@@ -136,7 +136,8 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _summarize_cluster(records: ClusterRun) -> ClusterReport:
+def summarize_cluster(records: ClusterRun) -> ClusterReport:
+    """Return the totals of one cluster's records; the last loss is the mean of ten."""
     losses = [loss for _, loss in _series(records.steps, "loss")]
     tokens, token_seconds = _sums(records.steps, "tokens", "seconds")
     blocked, blocked_of = _sums(records.steps, "blocked_seconds", "seconds")
@@ -162,7 +163,7 @@ def _synchronous_bytes(clusters: list[ClusterRun], summary: Record) -> int | Non
     known = summary.get("bytes_sent_synchronous")
     if known is not None:
         return int(known)
-    totals = _summarize_cluster(clusters[0])
+    totals = summarize_cluster(clusters[0])
     if not totals.syncs:
         return None
     num_fragments = len({(s.get("stage"), s.get("fragment")) for s in clusters[0].syncs})

@@ -19,6 +19,10 @@ CI = {  # more than some seconds: `pytest -m ci`
     "dsx bench line --clusters 2 --mbit 22",
     "dsx bench line --mbit 100 -- python scripts/start_time.py",
     "python scripts/vision.py",
+    "python make_folder.py",
+    "deepspeed --num_gpus 2 train_llama.py",
+    "dsx export runs/llama",
+    "from transformers import AutoModelForCausalLM",
 }
 
 SLOW = {  # whole trainings: `pytest -m slow`
@@ -71,6 +75,10 @@ EXACT = {  # what they print is the same everywhere, and stands in the `text` bl
 
 # They meet at the launchers' default port, so they run one at a time on a host.
 LAUNCHES = ("deepspeed ", "torchrun ", "bash scripts/quickstart.sh", "dsx quickstart")
+
+PACKAGES = {  # pages whose commands need what `dev` does not install
+    "docs/hugging-face-models.md": ("transformers",),
+}
 
 AFTER = {  # pages whose commands need what another page's have made
     "docs/checkpoints.md": "docs/quickstart.md",
