@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
+
 from dsx.run.deepspeed import replace_initialize
+from dsx.run.hugging_face.arguments import (
+    replace_arguments,
+    replace_backend,
+    replace_deepspeed_config,
+)
+from dsx.run.hugging_face.trainer import replace_trainer
 from dsx.run.imports import Follow
 from dsx.run.not_served import refuse_accelerate, refuse_lightning
 from dsx.run.session import Session
@@ -10,9 +19,17 @@ from dsx.run.session import Session
 
 def follow_frameworks(session: Session) -> dict[str, Follow]:
     """Return what is done once each of these modules is there."""
+
+    def trainer(module: ModuleType) -> None:
+        replace_trainer(session, module, sys.modules["transformers.trainer_callback"])
+
     return {
         "deepspeed": lambda module: replace_initialize(session, module),
-        "accelerate.accelerator": refuse_accelerate,
+        "accelerate.state": replace_backend,
+        "accelerate.accelerator": lambda module: refuse_accelerate(session, module),
+        "accelerate.utils.deepspeed": lambda module: replace_deepspeed_config(session, module),
+        "transformers.training_args": lambda module: replace_arguments(session, module),
+        "transformers.trainer": trainer,
         "lightning.pytorch.strategies.deepspeed": refuse_lightning,
         "pytorch_lightning.strategies.deepspeed": refuse_lightning,
     }

@@ -9,16 +9,20 @@ from __future__ import annotations
 from types import ModuleType
 from typing import Any
 
-from dsx.run.session import ROUTES, RouteNotTaken
+from dsx.run.session import ROUTES, RouteNotTaken, Session
 
 
-def refuse_accelerate(module: ModuleType) -> None:
-    """Let `Accelerator.prepare` refuse to make a DeepSpeed engine."""
+def refuse_accelerate(session: Session, module: ModuleType) -> None:
+    """Let `Accelerator.prepare` refuse to make a DeepSpeed engine, but for a Trainer's."""
+    cls: Any = module.Accelerator
+    original = cls._prepare_deepspeed
 
     def _prepare_deepspeed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _refusal("Accelerator.prepare() with DeepSpeed")
+        trains = any(hasattr(one, "param_groups") or _is_stand_in(one) for one in args)
+        if not trains or any(trainer.accelerator is self for trainer in session.trainers):
+            return original(self, *args, **kwargs)
+        raise _refusal("Accelerator.prepare() with DeepSpeed in a loop of the script's own")
 
-    cls: Any = module.Accelerator
     cls._prepare_deepspeed = _prepare_deepspeed
 
 
@@ -30,6 +34,11 @@ def refuse_lightning(module: ModuleType) -> None:
 
     cls: Any = module.DeepSpeedStrategy
     cls.setup_environment = setup_environment
+
+
+def _is_stand_in(one: Any) -> bool:
+    """Whether it is accelerate's word for the optimizer that the DeepSpeed config names."""
+    return type(one).__name__ == "DummyOptim"
 
 
 def _refusal(what: str) -> RouteNotTaken:

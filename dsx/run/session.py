@@ -12,7 +12,8 @@ from dsx.config.schema import load_config
 from dsx.run.block import RunBlock
 
 ROUTES = (
-    "deepspeed.initialize with an optimizer; a script that trains in another way calls "
+    "deepspeed.initialize with an optimizer; the Hugging Face Trainer, and TRL's trainers, with "
+    "TrainingArguments(deepspeed=FILE). A script that trains in another way calls "
     "dsx.attach(model, optimizer, config=...) itself"
 )
 
@@ -30,6 +31,7 @@ class Session:
         self.ended: list[Any] = []  # of them: whose framework has ended its training
         self.seen: list[str] = []  # what has gone by without a block, or without an optimizer
         self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
+        self.trainers: list[Any] = []  # of Hugging Face, that have begun to train
 
     def join(self) -> World | None:
         """Return this process's world, made now if the block is known and nobody has.

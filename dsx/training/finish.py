@@ -64,6 +64,15 @@ def exported(loop: OuterLoop) -> Generator[list[Tensor], None, None]:
         end_export(loop, kept)
 
 
+def keep_exported(loop: OuterLoop) -> None:
+    """Hold the exported model for good: the cluster's own is gone, and no step follows.
+
+    Collective over all ranks of all clusters.
+    """
+    loop.end_boundary()
+    finish_export(loop, begin_export(loop))
+
+
 @torch.no_grad()
 def begin_export(loop: OuterLoop) -> list[Pending]:
     """Start averaging what is to be exported, where it is a mean; in fp32 whatever the method."""

@@ -63,6 +63,9 @@ NOT_HERE = {  # with the reason
         "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"
     ),
     "pip install torchft": "a package that nothing else here needs",
+    "deepspeed --num_gpus 2 --module dsx.run run_clm.py": (
+        "a script of the transformers repository; one like it in tests/run/test_trainer.py"
+    ),
 }
 
 NEEDS_ROOT = {"dsx bench line"}  # skipped, with the testbed's own reason, where there is none

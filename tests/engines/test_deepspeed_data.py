@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dsx.comm.world import current_world
-from dsx.engines.deepspeed.data import ResumedSampler, _source_of, cut_training_data
+from dsx.engines.deepspeed.data import ResumedSampler, cut_training_data, source_of
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
 from tests.engines.test_deepspeed_resharding import end
@@ -181,7 +181,7 @@ def test_a_sampler_can_be_copied() -> None:
 
 def test_data_is_told_apart_by_numpy_s_own_values_and_not_by_addresses() -> None:
     def digest(labels: Any) -> str | None:
-        return _source_of([(np.zeros(2), label) for label in labels]).digest
+        return source_of([(np.zeros(2), label) for label in labels]).digest
 
     assert digest(np.arange(3)) == digest(np.arange(3)) is not None
     assert digest(np.arange(3)) != digest(np.arange(3) + 1)

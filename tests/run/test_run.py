@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,12 @@ from torch import Tensor, nn
 
 from tests.distributed import free_port
 from tests.installed import needs
+from tests.run.launching import run
 from tests.run.train_with_deepspeed import BATCH, SAMPLES, Samples, make_model
 
 pytestmark = [needs("deepspeed"), pytest.mark.ci]
 
 SCRIPT = Path(__file__).with_name("train_with_deepspeed.py")
-BIN = Path(sys.executable).parent
 LR, INTERVAL = 0.01, 4
 BLOCK = {"preset": "diloco", "schedule": {"interval": INTERVAL}}
 
@@ -35,35 +33,6 @@ def write_config(path: Path, block: dict[str, Any] | None) -> Path:
     }
     path.write_text(json.dumps(config if block is None else {**config, "dsx": block}))
     return path
-
-
-def start(command: list[Any], log: Path, **environ: str) -> subprocess.Popen[bytes]:
-    environment = {
-        **{name: value for name, value in os.environ.items() if not name.startswith("DSX_")},
-        "OMP_NUM_THREADS": "1",
-        "DS_ACCELERATOR": "cpu",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-        "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
-        **environ,
-    }
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [str(part) for part in command], stdout=output, stderr=subprocess.STDOUT,
-            env=environment, cwd=log.parent,
-        )  # fmt: skip
-
-
-def run(*commands: tuple[list[Any], dict[str, str]], at: Path) -> list[tuple[int, str]]:
-    """Run commands side by side; return the status and the output of each."""
-    logs = [at / f"log{number}" for number in range(len(commands))]
-    started = [start(c, log, **e) for (c, e), log in zip(commands, logs, strict=True)]
-    try:
-        statuses = [process.wait(120) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    return [(status, log.read_text()) for status, log in zip(statuses, logs, strict=True)]
 
 
 def diloco(orders: list[list[int]]) -> dict[str, Tensor]:

@@ -37,7 +37,7 @@ def share_training_data(data: Any, world: World, wanted: str) -> ClusterShard:
     """
     from deepspeed.utils import log_dist
 
-    source = _source_of(data)
+    source = source_of(data)
     is_split = share_data(world.rendezvous, wanted, [source])
     shard = cut_training_data(
         data, *((world.cluster_id, world.num_clusters) if is_split else (0, 1))
@@ -50,7 +50,7 @@ def share_training_data(data: Any, world: World, wanted: str) -> ClusterShard:
     return shard
 
 
-def _source_of(data: Any) -> Source:
+def source_of(data: Any) -> Source:
     """Return a dataset's identity: its length, and three samples where they can be read again."""
     _require_length(data)
     count = len(data)

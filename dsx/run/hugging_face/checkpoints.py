@@ -1,0 +1,111 @@
+"""A Trainer's checkpoints: which one all clusters have, and a folder that two of them write to.
+
+Each cluster keeps `checkpoint-<step>` folders of its own. One that was killed while saving has one
+less than the others, and what clusters save when they are told to end is of a step of each one's
+own. So the clusters compare what they hold, by what dsx has written into it, and take the newest
+that is the same in all of them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.tags import cluster_directory, complete_tags
+from dsx.comm.world import World
+
+_FOLDER = re.compile(r"checkpoint-(\d+)")
+_STATE = "trainer_state.json"
+logger = logging.getLogger(__name__)
+
+
+def common_checkpoint(output_dir: str, wanted: str | None, world: World) -> str:
+    """Return this cluster's folder of the newest checkpoint that all clusters have.
+
+    `wanted` is the one that the script has named, or None for the newest: nothing of later is
+    taken. Collective over all ranks of all clusters; ValueError if there is none.
+    """
+    own = Path(output_dir)
+    if wanted is not None:
+        own = _own_folder(Path(wanted), world)
+    last = None if wanted is None else own.name
+    base = own if wanted is None else own.parent
+    found = world.rendezvous.gather("checkpoints of the Trainer", [last, _contents(base, world)])
+    chosen = choose_common([(of, contents) for of, contents in found])
+    if chosen is None:
+        have = "; ".join(f"cluster {m}: {', '.join(c) or 'none'}" for m, (_, c) in enumerate(found))
+        raise ValueError(
+            f"no checkpoint in {base} is complete in all clusters ({have}): copy one that is to "
+            "all of them, or start without resume_from_checkpoint"
+        )
+    name = chosen[world.cluster_id]
+    if last not in (None, name) and world.rank == 0:
+        logger.warning("%s is not complete in all clusters: they go on from %s", own, base / name)
+    return str(base / name)
+
+
+def choose_common(
+    found: Sequence[tuple[str | None, Mapping[str, Sequence[Any]]]],
+) -> list[str] | None:
+    """Return the name of each cluster's newest checkpoint that all have; None if there is none.
+
+    By cluster: the name that was asked for, and what is in each of its checkpoints, which is equal
+    for the same one.
+    """
+    steps = [_step(last) for last, _ in found if last is not None]
+    newest_first = sorted(found[0][1], key=_step, reverse=True)
+    for name in newest_first:
+        if steps and _step(name) > max(steps):
+            continue
+        same = [_same(contents, found[0][1][name]) for _, contents in found]
+        if all(one is not None for one in same):
+            return [one for one in same if one is not None]
+    return None
+
+
+def _same(contents: Mapping[str, Sequence[Any]], wanted: Sequence[Any]) -> str | None:
+    names = [name for name, content in contents.items() if list(content) == list(wanted)]
+    return max(names, key=_step, default=None)
+
+
+def _step(name: str) -> int:
+    found = _FOLDER.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def _own_folder(wanted: Path, world: World) -> Path:
+    """Return this cluster's folder of a checkpoint, where the script has named that of the run."""
+    own = cluster_directory(wanted.parent, world.cluster_id)
+    return own / wanted.name if wanted.parent.name != own.name and own.is_dir() else wanted
+
+
+def _contents(base: Path, world: World) -> dict[str, list[Any]]:
+    """Return what identifies each complete checkpoint: its run, and its step, unless cut short."""
+    contents: dict[str, list[Any]] = {}
+    for folder in base.glob("checkpoint-*"):
+        if _FOLDER.fullmatch(folder.name) and (folder / _STATE).is_file():
+            tags = complete_tags(cluster_directory(folder, world.cluster_id))
+            for tag in tags.values():
+                step = None if tag.get("is_preempted") else tag["step"]
+                contents[folder.name] = [step, tag["session"]]
+    return contents
+
+
+def move_into(source: Path, target: Path) -> None:
+    """Bring files to a folder that other clusters write the same to: each as a whole, by its name.
+
+    `source` lies beside it, and is gone then.
+    """
+    for path in sorted(source.rglob("*")):
+        place = target / path.relative_to(source)
+        if path.is_dir():
+            place.mkdir(parents=True, exist_ok=True)
+        else:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(path, place)
+    shutil.rmtree(source)

@@ -1,0 +1,88 @@
+"""A Trainer's training data, cut once per cluster; evaluation data is never cut.
+
+What all clusters share is divided: each reads every C-th sample, as many as the others, or of a
+stream every C-th example or shard. What is a cluster's own (by `clusters.data`, or by a look at
+three samples, as for `dsx.initialize(training_data=...)`) is read whole. Within the cluster
+accelerate divides on.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from dsx.comm.world import World
+from dsx.data.cluster_batches import ClusterShard
+from dsx.engines.deepspeed.data import source_of
+from dsx.training.data_sources import share_data
+
+logger = logging.getLogger(__name__)
+_MARK = "is_cut_for_cluster"
+
+
+class ClusterStream(IterableDataset[Any]):
+    """Every C-th example of a stream, from the `cluster_id`-th on."""
+
+    def __init__(self, stream: Any, cluster_id: int, num_clusters: int) -> None:
+        self._stream = stream
+        self._cluster_id = cluster_id
+        self._num_clusters = num_clusters
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(iter(self._stream), self._cluster_id, None, self._num_clusters)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # not there yet, in a copy
+            raise AttributeError(name)
+        return getattr(self._stream, name)  # set_epoch, and what else it has
+
+
+def cut_for_cluster(data: Any, world: World, wanted: str) -> Any:
+    """Return what this cluster reads of training data. Collective over all ranks of all clusters.
+
+    `wanted` is `clusters.data`. What has been cut comes back as it is.
+    """
+    if data is None or isinstance(data, ClusterShard) or getattr(data, _MARK, False):
+        return data
+    is_stream = not hasattr(data, "__len__") or isinstance(data, IterableDataset)
+    if is_stream:
+        is_split = wanted != "own"
+    else:
+        is_split = share_data(world.rendezvous, wanted, [source_of(data)])
+    part = _part(data, world, is_stream) if is_split else data
+    _tell(data, part, world, is_stream)
+    return part
+
+
+def _part(data: Any, world: World, is_stream: bool) -> Any:
+    cluster, count = world.cluster_id, world.num_clusters
+    datasets: Any = sys.modules.get("datasets")  # of Hugging Face, if the script has it
+    if datasets is not None and isinstance(data, datasets.IterableDataset):
+        from datasets.distributed import split_dataset_by_node  # pyright: ignore
+
+        part: Any = split_dataset_by_node(data, rank=cluster, world_size=count)
+    elif is_stream:
+        part = ClusterStream(data, cluster, count)
+    elif datasets is not None and isinstance(data, datasets.Dataset):
+        part = data.select(range(cluster, len(data) // count * count, count))
+    else:
+        return ClusterShard(data, cluster, count)
+    setattr(part, _MARK, True)
+    return part
+
+
+def _tell(data: Any, part: Any, world: World, is_stream: bool) -> None:
+    if world.rank:
+        return
+    if part is data:
+        what = "all of its own training data"
+    elif is_stream:
+        what = f"one in {world.num_clusters} of the streamed examples"
+    else:
+        what = f"{len(part):,} of {len(data):,} samples"
+    logger.warning("dsx: cluster %d reads %s", world.cluster_id, what)

@@ -1,0 +1,242 @@
+"""`Trainer`: its data cut, its stop agreed, evaluated and saved as the clusters' average.
+
+In training the engine holds a cluster's own weights; evaluation, and each `save_model`, hold the
+average. At the end what is under way is applied, and the average stays: whatever the script does
+next with the model, it does with the finished one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import dsx
+from dsx.comm.world import current_world
+from dsx.config.files import ConfigError
+from dsx.run.hugging_face.callback import make_callback
+from dsx.run.hugging_face.checkpoints import common_checkpoint, move_into
+from dsx.run.hugging_face.data import cut_for_cluster
+from dsx.run.session import RouteNotTaken, Session
+from dsx.training.finish import keep_exported
+from dsx.training.handle import Handle
+
+_RESUME = "resume_from_checkpoint"
+
+
+def handle_of(trainer: Any) -> Handle | None:
+    """Return the handle of what a Trainer trains; None before it has an engine."""
+    return getattr(getattr(trainer, "deepspeed", None), "dsx", None)
+
+
+def replace_trainer(session: Session, trainer: ModuleType, callbacks: ModuleType) -> None:
+    """Replace the methods of `Trainer`, and what it calls to load and to delete checkpoints."""
+    _Replaced(session, trainer, callbacks).replace()
+
+
+class _Replaced:
+    """The methods that stand in for Trainer's, and those themselves."""
+
+    def __init__(self, session: Session, module: ModuleType, callbacks: ModuleType) -> None:
+        self._session = session
+        self._module: Any = module
+        self._callbacks = callbacks
+        self._cls: Any = module.Trainer  # type: ignore[attr-defined]
+        self._ended: list[Any] = []
+
+    def replace(self) -> None:
+        """Put them in place."""
+        for name in ("train", "evaluate", "save_model", "_save_checkpoint", "_load_best_model"):
+            self._around(name, getattr(self, name.removeprefix("_")))
+        self._module.deepspeed_load_checkpoint = self._load(self._module.deepspeed_load_checkpoint)
+
+    def _around(self, name: str, act: Callable[..., Any]) -> None:
+        original = getattr(self._cls, name)
+
+        @functools.wraps(original)
+        def replaced(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            return act(functools.partial(original, trainer), trainer, *args, **kwargs)
+
+        setattr(self._cls, name, replaced)
+
+    def train(self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Train across clusters, from a checkpoint that all of them have, if from one."""
+        world = self._session.join()
+        if world is None:
+            return original(*args, **kwargs)
+        self._refuse(trainer)
+        self._session.trainers.append(trainer)
+        settings = dsx.load_config(self._session.block.resolve())
+        trainer.train_dataset = cut_for_cluster(
+            trainer.train_dataset, world, settings.clusters.data
+        )
+        self._session.divides_data = True
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        trainer.add_callback(make_callback(self._callbacks, trainer, _require_handle, self._end))
+        resume = given.get(_RESUME)
+        if resume:
+            wanted = None if resume is True else str(resume)
+            given[_RESUME] = common_checkpoint(trainer.args.output_dir, wanted, world)
+        more = given.pop("kwargs", {})
+        return original(**given, **more)
+
+    def _refuse(self, trainer: Any) -> None:
+        if not trainer.is_deepspeed_enabled:
+            raise RouteNotTaken(
+                "the Trainer trains without DeepSpeed, and dsx.run serves it with DeepSpeed: give "
+                "TrainingArguments(deepspeed=FILE) (--deepspeed FILE in most scripts), a JSON with "
+                "ZeRO stage 0, 1, 2 or 3"
+            )
+        if trainer in self._session.trainers:
+            raise ConfigError(
+                "Trainer.train() is called a second time, and after the first one the Trainer "
+                "holds the finished model: set max_steps or num_train_epochs to train longer, or "
+                "start a new process from what save_model has written"
+            )
+        if trainer.args.auto_find_batch_size:
+            raise ConfigError(
+                "TrainingArguments(auto_find_batch_size=True) finds a size for each rank, and the "
+                "clusters' have to be equal: set per_device_train_batch_size"
+            )
+        if trainer.args.save_on_each_node:
+            raise ConfigError(
+                "TrainingArguments(save_on_each_node=True): the ranks of a cluster share a "
+                "directory; leave it out"
+            )
+        settings = dsx.load_config(self._session.block.resolve())
+        if settings.checkpoints.keep is not None:
+            raise ConfigError(
+                f"dsx.checkpoints.keep={settings.checkpoints.keep} would delete what the Trainer's "
+                "checkpoint folders hold: leave it out and set TrainingArguments(save_total_limit)"
+            )
+        if settings.divergence.max_rollbacks:
+            raise ConfigError(
+                f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served "
+                "with the Trainer, which counts steps and samples itself: leave it out; a run that "
+                "has diverged ends, and the next start takes a checkpoint of before"
+            )
+
+    def evaluate(
+        self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Evaluate the clusters' average. Collective over all of them while they train."""
+        with self._averaged(trainer):
+            return original(*args, **kwargs)
+
+    def save_model(
+        self,
+        original: Callable[..., Any],
+        trainer: Any,
+        output_dir: str | None = None,
+        _internal_call: bool = False,
+    ) -> Any:
+        """Save the clusters' average, where the script says or in this cluster's folder."""
+        handle = handle_of(trainer)
+        if handle is not None and handle.preemption.is_saving:
+            return original(output_dir, _internal_call)  # at a step of this cluster's own
+        with self._averaged(trainer):
+            own = Path(trainer.args.output_dir).absolute()
+            target = own if output_dir is None else Path(output_dir).absolute()
+            if current_world() is None or target == own or own in target.parents:
+                return original(output_dir, _internal_call)
+            return _save_beside(original, target, trainer, _internal_call)
+
+    def save_checkpoint(
+        self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save, and delete what is older once all clusters have saved as far."""
+        handle, module = handle_of(trainer), self._module
+        if handle is None or not hasattr(module, "rotate_checkpoints"):
+            return original(*args, **kwargs)
+        rotate = module.rotate_checkpoints
+        asked: list[dict[str, Any]] = []
+
+        def put_off(**how: Any) -> None:
+            asked.append(how)
+
+        module.rotate_checkpoints = put_off
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            module.rotate_checkpoints = rotate
+        if trainer.args.save_total_limit and not handle.preemption.is_saving:
+            handle.gather("saved")
+            for how in asked:
+                rotate(**how)
+        return result
+
+    def load_best_model(self, original: Callable[..., Any], trainer: Any) -> Any:
+        """Go back to the best checkpoint, one for all clusters, which have ended training."""
+        handle = handle_of(trainer)
+        if handle is None:
+            return original()
+        handle.finish()
+        best = Path(trainer.state.best_model_checkpoint)
+        everyone = handle.gather(best.name)
+        first = best.with_name(everyone[0])
+        is_there = handle.gather(first.is_dir())
+        if not all(is_there):
+            raise ValueError(
+                f"the clusters have found {', '.join(everyone)} best, and not all of them have "
+                f"{first.name}: raise save_total_limit, or evaluate on the same data everywhere"
+            )
+        trainer.state.best_model_checkpoint = str(first)
+        result = original()
+        keep_exported(handle.loop)
+        self._ended.append(trainer)
+        return result
+
+    def _end(self, trainer: Any) -> None:
+        """Finish training and keep the average; once, whether the best was loaded or not."""
+        handle = _require_handle(trainer)
+        if trainer not in self._ended:
+            handle.finish()
+            keep_exported(handle.loop)
+            self._ended.append(trainer)
+        self._session.ended.append(trainer.deepspeed)
+
+    def _averaged(self, trainer: Any) -> AbstractContextManager[None]:
+        """Return what holds the average, while there is another model to go back to."""
+        handle = handle_of(trainer)
+        is_training = handle is not None and trainer.is_in_train and trainer not in self._ended
+        return handle.averaged() if handle and is_training else contextlib.nullcontext()
+
+    def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load(engine: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
+            if not hasattr(engine, "dsx"):
+                return original(engine, path, *args, **kwargs)
+            strict = inspect.signature(original).bind(engine, path, *args, **kwargs)
+            return engine.load_checkpoint(
+                str(path), load_module_strict=strict.arguments.get("load_module_strict", True)
+            )
+
+        return load
+
+
+def _save_beside(
+    original: Callable[..., Any], target: Path, trainer: Any, is_internal: bool
+) -> Any:
+    """Save to a folder that all clusters name: each beside it first, as they may share it."""
+    world = current_world()
+    assert world is not None
+    own = target.with_name(f".{target.name}.cluster_{world.cluster_id}")
+    result = original(str(own), is_internal)
+    if trainer.args.should_save and own.is_dir():
+        move_into(own, target)
+    return result
+
+
+def _require_handle(trainer: Any) -> Handle:
+    handle = handle_of(trainer)
+    if handle is None:
+        raise RouteNotTaken(
+            "the Trainer has made its model ready without deepspeed.initialize: nothing of it is "
+            "exchanged; use the Trainer with TrainingArguments(deepspeed=FILE)"
+        )
+    return handle
