@@ -7,7 +7,8 @@ parameter can be found again, whatever the shards were then and are now.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from dsx.method.fragments import in_a_row
 FORMAT = 9
 META_CHECKSUM = "dsx.sha256"  # read alone, before a whole file is looked over
 _FORMAT_6 = {"place": "rank_info", "knobs": "sync_params", "notes": "sideband", "verdict": "parity"}
+_WRAPPERS = re.compile(r"^module\.|(?<![^.])(_orig_mod|_checkpoint_wrapped_module)\.")
+_OF_PARAMETER = "codec.q."  # what is kept by the name of a parameter
 _TENSORS_6 = {"in_flight.notes/": "in_flight.sideband/", "guard.memory/": "parity_check.memory/"}
 
 
@@ -47,9 +50,12 @@ def layout(fragments: Sequence[Fragment]) -> list[Any]:
 
 
 class SavedRank:
-    """One rank's file, open; ValueError if it is not an outer state of this format."""
+    """One rank's file, open; ValueError if it is not an outer state of this format.
 
-    def __init__(self, path: Path) -> None:
+    `names` are the parameters' of today, under which what was saved with a wrapper's is found, too.
+    """
+
+    def __init__(self, path: Path, names: Collection[str] = ()) -> None:
         self.path = path
         if not path.exists():
             raise FileNotFoundError(
@@ -78,6 +84,8 @@ class SavedRank:
                 f"{path} is not an outer state of format {FORMAT} (or 6 to 8): found "
                 f"{self.meta.get('format')!r}"
             )
+
+        self._unwrap(names)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -108,6 +116,31 @@ class SavedRank:
                     if stored.startswith(old):
                         names[new + stored.removeprefix(old)] = names.pop(stored)
 
+    def _unwrap(self, names: Collection[str]) -> None:
+        """Give parameters saved under names of torch's wrappers (dsx 0.2) those of today."""
+        if not names:
+            return
+        parameters = [p for fragment in self.meta["kinds"]["parameters"] for p in fragment]
+        today: dict[str, str] = {}
+        for old in [p[0] for p in parameters if p[0] not in names]:
+            once = _WRAPPERS.sub("", old)
+            for new in (once, _WRAPPERS.sub("", once)):
+                if new in names:
+                    today.setdefault(old, new)
+        if not today:
+            return
+        for parameter in parameters:
+            parameter[0] = today.get(parameter[0], parameter[0])
+        for fragment in [*self.meta["layout"], *self.meta["wire"]]:
+            for slot in fragment["slots"]:
+                slot["name"] = today.get(slot["name"], slot["name"])
+        for stored in (self._names, self.meta["state"]["buffers"]):
+            for old in list(stored):
+                before, kept, rest = old.partition(_OF_PARAMETER)
+                parameter, slash, behind = rest.partition("/")
+                if parameter in today:
+                    stored[before + kept + today[parameter] + slash + behind] = stored.pop(old)
+
     def slots(self, kind: str, fragment: int) -> tuple[Slot, ...]:
         """Return the layout of a fragment: `kind` is "layout" (as masters lie) or "wire"."""
         entries = self.meta[kind][fragment]["slots"]
@@ -135,13 +168,16 @@ def _of_format_8(meta: Mapping[str, Any]) -> dict[str, Any]:
 class SavedCluster:
     """The files of one cluster's tag, every one of which must be there and of the same save.
 
-    With a `stage`, only those of its ranks are opened.
+    With a `stage`, only those of its ranks are opened; `names` as of a `SavedRank`.
     """
 
-    def __init__(self, directory: Path, stage: Stage | None = None) -> None:
+    def __init__(
+        self, directory: Path, stage: Stage | None = None, names: Collection[str] = ()
+    ) -> None:
         self.directory = directory
+        self._names = names
         self._stage = None if stage is None else [stage.index, stage.count]
-        self._first = SavedRank(rank_file(directory, 0))
+        self._first = SavedRank(rank_file(directory, 0), names)
         self.num_ranks: int = self._first.meta["rank_info"]["world_size"]
         self.num_clusters: int = self._first.meta["rank_info"]["num_clusters"]
         self.has_average: bool = self._first.meta["engine_holds"] == "average"  # in its own files
@@ -154,7 +190,7 @@ class SavedCluster:
 
     def rank(self, rank: int) -> SavedRank:
         """Open one rank's file; ValueError if another run or step has written it."""
-        found = SavedRank(rank_file(self.directory, rank))
+        found = SavedRank(rank_file(self.directory, rank), self._names)
         for key in ("session", "step"):
             if found.meta[key] != self._first.meta[key]:
                 raise ValueError(

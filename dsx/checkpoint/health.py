@@ -45,12 +45,23 @@ def find_trouble(loop: OuterLoop, moments: Iterable[Tensor]) -> str:
 
 
 def tensors_of(optimizers: Iterable[Any]) -> Iterator[Tensor]:
-    """Yield what torch's optimizers keep for parameters."""
+    """Yield what torch's optimizers keep for parameters, on this rank."""
     for optimizer in optimizers:
         kept = cast("Mapping[Any, Any]", getattr(optimizer, "state", {}))
         for entry in kept.values():
             values = cast("Mapping[Any, Any]", entry).values() if isinstance(entry, Mapping) else ()
-            yield from (value for value in values if isinstance(value, Tensor))
+            for value in values:
+                yield from _plain(value) if isinstance(value, Tensor) else ()
+
+
+def _plain(tensor: Any) -> Iterator[Tensor]:
+    """Yield what a tensor is made of on this rank: a shard, codes and scales; itself, if plain."""
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        yield tensor
+        return
+    for name in flatten()[0]:
+        yield from _plain(getattr(tensor, name))
 
 
 def _of_rounds(loop: OuterLoop) -> str:

@@ -194,7 +194,8 @@ def _find(
     saved, own, trouble, outcome = None, None, None, 1.0
     try:
         require_intact(directory, rank_info.rank, rank_info.world_size)
-        saved = SavedCluster(directory, None if is_repartitioned else loop.adapter.stage)
+        names = {p.name for of_one in loop.adapter.fragment_parameters for p in of_one}
+        saved = SavedCluster(directory, None if is_repartitioned else loop.adapter.stage, names)
         reference = saved.reference(rank_info.rank)
         if is_repartitioned:
             require_nothing_in_flight(saved)

@@ -26,10 +26,17 @@ from dsx.config.schema import (
     read_json,
     with_launch_arguments,
 )
+from dsx.engines.data_parallel import bare_parameters, find_placement
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
-from dsx.engines.torch import Optimizers, TorchAdapter, as_list
-from dsx.method.method import Method
+from dsx.engines.torch import (
+    Optimizers,
+    TorchAdapter,
+    as_list,
+    held_parameters,
+    require_unattached,
+)
+from dsx.engines.torch_ranks import TorchRanksAdapter
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
 
@@ -140,10 +147,12 @@ def attach(
     """Add outer training to an engine that exists; `engine.dsx` is the handle returned.
 
     `engine` is a DeepSpeedEngine, or an ordinary module together with its `optimizer`, or a list of
-    those that share its parameters, each of which takes one step in every inner step. The world
-    must be `init_distributed`'s. Collective over all ranks of all clusters: it compares layouts and
-    settings and takes cluster 0's weights everywhere. `facts` are plain values of your own that
-    must be equal in all clusters, such as those of a schedule that dsx cannot see.
+    those that share its parameters, each of which takes one step in every inner step. With several
+    ranks per cluster the module is in DistributedDataParallel, or sharded by `fully_shard`; it may
+    be compiled. The world must be `init_distributed`'s. Collective over all ranks of all clusters:
+    it compares layouts and settings and takes cluster 0's weights everywhere. `facts` are plain
+    values of your own that must be equal in all clusters, such as those of a schedule that dsx
+    cannot see.
     """
     world = current_world()
     if world is None:
@@ -153,13 +162,7 @@ def attach(
         return _attach_deepspeed(engine, world, settings, facts or {})
     _refuse_unused(settings)
     _refuse_of_script(settings)
-    method = settings.method
-    _refuse_unequal_ranks(engine, world, method)
-    is_on_host = settings.state.device == "host"
-    adapter = TorchAdapter(
-        engine, optimizer, method.fragments, method.schedule.backwards, is_on_host
-    )
-    adapter.require_unattached()
+    adapter = _torch_adapter(engine, optimizer, world, settings)
     told = {"facts": dict(facts)} if facts else {}
     compared = _settings_of(engine, as_list(optimizer))
     handle = Handle(adapter, world, settings, told, settings=compared)
@@ -299,30 +302,18 @@ def _attach_deepspeed(
     return handle
 
 
-def _refuse_unequal_ranks(model: torch.nn.Module, world: World, method: Method) -> None:
-    """Refuse several ranks in a cluster that train several models, or could decide differently."""
-    count = world.world_size
-    if count == 1:
-        return
-    fewer = f"start one process per cluster ({world.num_clusters} in all)"
-    wrapped = getattr(model, "_orig_mod", model)  # what torch.compile was given
-    if not isinstance(wrapped, torch.nn.parallel.DistributedDataParallel):
-        raise ValueError(
-            f"this cluster has {count} ranks, each of which would train a {type(model).__name__} "
-            "of its own: attach torch.nn.parallel.DistributedDataParallel(model), which keeps them "
-            f"equal, or {fewer}"
-        )
-    if method.schedule.when is not None:
-        raise ValueError(
-            f"schedule.when={method.schedule.when!r} launches a layer inside the backward, where "
-            "DistributedDataParallel has not averaged its gradients yet; use "
-            f"schedule.type='streaming' with delay.type='average', or {fewer}"
-        )
-    if method.uses_seconds:
-        raise ValueError(
-            f"this method decides from measured seconds, which differ between the {count} ranks of "
-            f"a cluster: give the times (schedule.step_seconds, ...), or {fewer}"
-        )
+def _torch_adapter(
+    model: torch.nn.Module, optimizer: Optimizers, world: World, settings: DsxConfig
+) -> TorchAdapter:
+    """Return the adapter for how the ranks of this cluster hold the model."""
+    method, is_on_host = settings.method, settings.state.device == "host"
+    trained = held_parameters(bare_parameters(model), as_list(optimizer))
+    require_unattached(trained.values())
+    placement = find_placement(model, trained, world.world_size, world.num_clusters)
+    if placement is None:
+        backwards = method.schedule.backwards
+        return TorchAdapter(model, optimizer, method.fragments, backwards, is_on_host)
+    return TorchRanksAdapter(model, optimizer, method, placement, is_on_host)
 
 
 def _refuse_world_arguments(

@@ -93,14 +93,15 @@ def settle_before_backward(handle: Handle) -> None:
 def before_forward(model: nn.Module) -> Callable[[Callable[[], None]], object]:
     """Return what has a function called before each forward."""
 
-    def hook(function: Callable[[], None]) -> object:
+    def follow(function: Callable[[], None]) -> object:
         def first(module: nn.Module, args: Any) -> None:
             if module.training and torch.is_grad_enabled():  # validation may be one rank's alone
                 function()
 
-        return model.register_forward_pre_hook(first)
+        hook: Any = torch.compiler.disable(first)  # of a model that is compiled in place
+        return model.register_forward_pre_hook(hook, prepend=True)  # FSDP2 gathers in its own
 
-    return hook
+    return follow
 
 
 def before_zero_grad(optimizer: Any) -> Callable[[Callable[[], None]], object]:

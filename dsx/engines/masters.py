@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -33,9 +33,13 @@ class Piece:
         """Elements of the piece."""
         return math.prod(self.shape)
 
+    def flat(self) -> Tensor:
+        """Return the elements of `master`, in a row."""
+        return self.master.detach().view(-1)
+
     def view(self) -> Tensor:
         """Return the live elements `[numel]`; not to be kept."""
-        return self.master.detach().view(-1)[self.offset : self.offset + self.numel]
+        return self.flat()[self.offset : self.offset + self.numel]
 
     def cut(self, first: int, last: int) -> Piece | None:
         """Return what lies between two elements of the flattened parameter, if anything does."""
@@ -44,7 +48,8 @@ class Piece:
             return None
         if last - first == self.numel:
             return self
-        return Piece(self.master, (last - first,), first, self.offset + first - self.start)
+        offset = self.offset + first - self.start
+        return replace(self, shape=(last - first,), start=first, offset=offset)
 
 
 def dtype_name(parameter: Tensor) -> str:

@@ -7,6 +7,7 @@ it sends, keeps and writes 1/n. What was written is all-gathered inside the clus
 fast, a piece of every run at a time; the copies have the same bits afterwards.
 
 Runs are cut in the order of the assignment, through parameters, with the last one the shortest.
+What several ranks hold alike may be shards in turn (FSDP2 with replicas).
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ class ReplicaShards:
         self._count = dist.get_world_size(group)
         self._rank = dist.get_rank(group)
         self._runs = [
-            -(-sum(wholes[name].numel for name in names) // self._count) for names in assignment
+            -(-sum(wholes[n].numel for n in names if n in wholes) // self._count)
+            for names in assignment
         ]
         self._wholes: list[list[tuple[int, Piece]]] = []
         self.pieces: dict[str, Piece] = {}
         for names, run in zip(assignment, self._runs, strict=True):
-            placed = _in_a_row({name: wholes[name] for name in names})
+            placed = _in_a_row({name: wholes[name] for name in names if name in wholes})
             first, last = self._rank * run, (self._rank + 1) * run
-            own = {name: whole.cut(first - start, last - start) for name, start, whole in placed}
-            self._wholes.append([(start, whole) for _, start, whole in placed])
+            own = {name: whole.cut(first - at, last - at) for name, at, whole in placed}
+            self._wholes.append([(at, whole) for _, at, whole in placed])
             self.pieces.update({name: piece for name, piece in own.items() if piece is not None})
         self._chunk = max(1, min(max(self._runs, default=0), _CHUNK // self._count))
         self.buffers = Buffers(device)
@@ -92,17 +94,17 @@ def _overlaps(
     wholes: Iterable[tuple[int, Piece]], first: int, numel: int
 ) -> Iterator[tuple[int, Piece]]:
     """Yield where in `numel` elements from `first` on which piece of a fragment lies."""
-    for start, whole in wholes:
-        piece = whole.cut(first - start, first + numel - start)
+    for at, whole in wholes:
+        piece = whole.cut(first - at, first + numel - at)
         if piece is not None:
-            yield start + piece.start - first, piece
+            yield at + piece.start - first, piece
 
 
 def _in_a_row(wholes: Mapping[str, Piece]) -> list[tuple[str, int, Piece]]:
-    """Return `(name, first element, piece)` of a fragment's parameters, one after another."""
+    """Return `(name, where its parameter would begin, piece)` of a fragment, one after another."""
     placed: list[tuple[str, int, Piece]] = []
-    start = 0
+    end = 0
     for name, whole in wholes.items():
-        placed.append((name, start, whole))
-        start += whole.numel
+        placed.append((name, end - whole.start, whole))
+        end += whole.numel
     return placed

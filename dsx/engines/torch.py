@@ -12,7 +12,7 @@ no clipping of the global norm there (see schedule/layerwise.py).
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,16 +21,19 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from dsx.core.buffers import Buffers
+from dsx.core.engine import ClusterRanks
 from dsx.core.recorder import ComputeRecorder
 from dsx.core.types import BackwardTrigger, ParameterShape, Stage
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.compute_trace import ComputeWatch
+from dsx.engines.data_parallel import bare_parameters
 from dsx.engines.masters import Masters, MastersAdapter, Piece, dtype_name
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter
 
 Optimizers = Optimizer | Sequence[Optimizer]
+_HOOKS = "_optimizer_step_post_hooks"
 _attached: Any = WeakIdKeyDictionary()  # parameters whose optimizers call a handle
 
 
@@ -45,8 +48,7 @@ class Hook(Protocol):
 class TorchAdapter(MastersAdapter):
     """A module and its optimizers in one process; this rank owns every parameter whole."""
 
-    buffer_bytes = 0
-    buffers = Buffers()  # none are needed
+    ranks: ClusterRanks
 
     def __init__(
         self,
@@ -57,11 +59,13 @@ class TorchAdapter(MastersAdapter):
         keeps_state_on_host: bool = False,
     ) -> None:
         self._optimizers = as_list(optimizers)
-        parameters = _held_parameters(model, self._optimizers)
-        self._untrained = Untrained(model.named_parameters(), parameters.values())
+        named = bare_parameters(model)
+        parameters = held_parameters(named, self._optimizers)
+        self._names = {id(p): name for name, p in named.items()}
+        self._untrained = Untrained(named.items(), parameters.values())
         shapes = [ParameterShape(n, tuple(p.shape), dtype_name(p)) for n, p in parameters.items()]
-        pieces = {n: Piece(p, tuple(p.shape)) for n, p in parameters.items()}
         assignment = fragmenter.assign(shapes)
+        pieces = self._locate(parameters, assignment)
         self._model = model
         self._members = [[parameters[name] for name in names] for names in assignment]
         self._backwards = backwards
@@ -70,9 +74,25 @@ class TorchAdapter(MastersAdapter):
         self._is_stepping_fragment = False
         self._hooks: list[Hook] = []
         self.stage = Stage()
-        self.ranks = OneRank()
         device = next(iter(parameters.values())).device
         self._hold(Masters(shapes, assignment, pieces), device, keeps_state_on_host)
+
+    def _locate(
+        self, parameters: Mapping[str, nn.Parameter], assignment: Sequence[Sequence[str]]
+    ) -> Mapping[str, Piece]:
+        """Return what of the parameters this rank serves, and note with whom it shares them."""
+        self.ranks = OneRank()
+        return {name: Piece(p, tuple(p.shape)) for name, p in parameters.items()}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return 0: nothing is gathered."""
+        return 0
+
+    @property
+    def buffers(self) -> Buffers:
+        """Return buffers that give nothing."""
+        return Buffers()
 
     def sync_model_weights(self) -> None:
         """Nothing to do: the parameters are the masters."""
@@ -85,15 +105,6 @@ class TorchAdapter(MastersAdapter):
     def inner_optimizers(self) -> list[Optimizer]:
         """What steps the parameters."""
         return self._optimizers
-
-    def require_unattached(self) -> None:
-        """Raise ValueError if another handle averages these parameters: it would do so twice."""
-        for parameter in self._parameters:
-            if parameter in _attached:
-                raise ValueError(
-                    f"parameter {_attached[parameter]} has a dsx handle already: attach a model "
-                    "once, or close() its handle before it is attached again"
-                )
 
     def on_inner_step(self, callback: Callable[[bool], object]) -> None:
         """Call back after every inner step, with whether it left all parameters alone.
@@ -111,9 +122,9 @@ class TorchAdapter(MastersAdapter):
             return after_step
 
         for index, optimizer in enumerate(self._optimizers):
-            self._hooks.append(optimizer.register_step_post_hook(follow(index)))
-        names = {id(p): name for name, p in self._model.named_parameters()}
-        _attached.update({p: names[id(p)] for p in self._parameters})
+            hook: Any = torch.compiler.disable(follow(index))  # of a compiled step, too
+            self._hooks.append(optimizer.register_step_post_hook(hook))
+        _attached.update({p: self._names[id(p)] for p in self._parameters})
 
     def _take_note(self, index: int) -> bool:
         """Note that an optimizer has stepped; return whether all have."""
@@ -212,15 +223,23 @@ class TorchAdapter(MastersAdapter):
 
 
 def as_list(optimizers: Optimizers) -> list[Optimizer]:
-    """Return one optimizer, or several, as a list."""
-    return [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    """Return one optimizer, or several, as a list; TypeError for what is no torch optimizer."""
+    found: list[Any] = [*optimizers] if isinstance(optimizers, (list, tuple)) else [optimizers]
+    for optimizer in found:
+        # wrappers such as Accelerate's have the type, and none of its hooks
+        if not isinstance(optimizer, Optimizer) or not hasattr(optimizer, _HOOKS):
+            raise TypeError(
+                f"{type(optimizer).__name__} has not the step hooks of a torch.optim.Optimizer, "
+                "which are dsx's clock: pass the optimizer that it wraps, or a list of several"
+            )
+    return found
 
 
-def _held_parameters(
-    model: nn.Module, optimizers: Sequence[Optimizer]
+def held_parameters(
+    named: Mapping[str, nn.Parameter], optimizers: Sequence[Optimizer]
 ) -> Mapping[str, nn.Parameter]:
     """Return what the optimizers hold, by name, in the model's order; ValueError if not served."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in named.items()}
     holders: dict[int, Optimizer] = {}
     for optimizer in optimizers:
         for parameter in [p for group in optimizer.param_groups for p in group["params"]]:
@@ -231,7 +250,7 @@ def _held_parameters(
                     f"({type(other).__name__} and {type(optimizer).__name__}), which would both "
                     "step it: leave it out of one"
                 )
-    parameters = {n: p for n, p in model.named_parameters() if id(p) in holders}
+    parameters = {n: p for n, p in named.items() if id(p) in holders}
     if len(parameters) != len(holders) or not holders:
         raise ValueError(
             f"the optimizer holds {len(holders)} parameters, {len(parameters)} of them in "
@@ -246,6 +265,16 @@ def _held_parameters(
         if not parameter.is_contiguous():
             raise ValueError(f"parameter {name} is not contiguous; call .contiguous() on it")
     return parameters
+
+
+def require_unattached(parameters: Iterable[nn.Parameter]) -> None:
+    """Raise ValueError if another handle averages these parameters: it would do so twice."""
+    for parameter in parameters:
+        if parameter in _attached:
+            raise ValueError(
+                f"parameter {_attached[parameter]} has a dsx handle already: attach a model "
+                "once, or close() its handle before it is attached again"
+            )
 
 
 def _was_skipped(optimizer: Optimizer) -> bool:

@@ -6,9 +6,9 @@
 No store is asked and nobody waits for a notice: it travels in the handshake of the next transfer
 (outer/notices.py), which all clusters take part in anyway. It takes effect at the boundary where
 that transfer is applied, which follows from the step alone and is the same in all clusters. Where
-the ranks of a cluster launch and apply apart from each other, as pipeline stages and the copies of
-`DistributedDataParallel` do, they put together what each part has agreed on at every H-th step, by
-one number over the cluster's own network, and it takes effect there.
+the ranks of a cluster launch and apply apart from each other, as pipeline stages do, they put
+together what each part has agreed on at every H-th step, by one number over the cluster's own
+network, and it takes effect there.
 
 Guarantees, with H the longest period, n the rounds that stay under way and d the steps between a
 launch and its due application (n = d = 0 for a blocking method):

@@ -26,6 +26,7 @@ from dsx.core import registry
 from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
+from tests.engines.resumes import SIDE, Net
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -361,3 +362,41 @@ def test_loading_waits_for_what_is_under_way_before_it_touches_a_buffer(tmp_path
         assert pending.anchor_when_waited is not None
         assert torch.equal(pending.anchor_when_waited, before[pending.fragment])
         assert not torch.equal(loop.state.anchor[pending.fragment], before[pending.fragment])
+
+
+@pytest.mark.parametrize("wrapper", ["module.", "_orig_mod.module.", "module._orig_mod."])
+def test_what_was_saved_under_the_names_of_wrappers_goes_on(
+    wrapper: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As dsx 0.2 named parameters under DistributedDataParallel and torch.compile."""
+
+    def wrapped(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+        return {wrapper + name: p for name, p in model.named_parameters()}
+
+    def loss(model: torch.nn.Module, cluster: int, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * cluster + step)
+        return model(*torch.randn(2, 3, SIDE, generator=generator))
+
+    overrides = {"schedule": {"interval": 4}, "compression": {"type": "low_rank", "rank": 2}}
+    method, axes = (
+        preset("diloco_delayed", 2, **overrides),
+        resolve_method("diloco_delayed", overrides)[1],
+    )
+    monkeypatch.setattr("dsx.engines.torch.bare_parameters", wrapped)
+    old = Simulated(Net(0), adamw, method, NUM_CLUSTERS)
+    for _ in range(6):
+        old.train_step(loss)
+    save_all(old, tmp_path, axes)
+    monkeypatch.undo()
+    new = Simulated(Net(0), adamw, method, NUM_CLUSTERS)
+    for m, loop in enumerate(new.loops):
+        new.models[m].load_state_dict(old.models[m].state_dict())
+        new.optimizers[m].load_state_dict(copy.deepcopy(old.optimizers[m].state_dict()))
+        load_state(loop, tmp_path / f"cluster_{m}", rank_info(m), axes)
+    for ours, theirs in zip(new.loops, old.loops, strict=True):
+        for fragment in ours.adapter.fragments:
+            found = ours.state.named_state(fragment.id)
+            for name, value in theirs.state.named_state(fragment.id).items():
+                assert torch.equal(found[name.replace(wrapper, "")], value)
+    for _ in range(6):
+        assert new.train_step(loss) == old.train_step(loss)

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 import dsx
 from dsx.engines.settings import settings_of_modules
-from dsx.engines.torch import TorchAdapter
+from dsx.engines.torch import TorchAdapter, as_list, require_unattached
 from dsx.method.fragments import WholeModel
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
@@ -141,6 +142,25 @@ def test_models_of_which_other_parameters_are_trained_are_refused() -> None:
         simulate(models, lambda m: SGD([p for p in m.parameters() if p.requires_grad], 0.1))
 
 
+class Wrapped:
+    """An optimizer that is none of torch's."""
+
+
+class OfTypeAlone(Optimizer):
+    """One by its type alone, as a wrapper may be."""
+
+    def __init__(self) -> None:
+        pass
+
+
+def test_what_is_no_torch_optimizer_is_refused_by_its_type() -> None:
+    model = TinyNet()
+    for given in (Wrapped(), [SGD(model.parameters(), 0.1), Wrapped()], OfTypeAlone()):
+        said = r"(Wrapped|OfTypeAlone) has not the step hooks of a torch.optim.Optimizer"
+        with pytest.raises(TypeError, match=said):
+            as_list(given)  # pyright: ignore[reportArgumentType]
+
+
 def counted(model: nn.Module) -> tuple[TorchAdapter, list[Optimizer], list[bool]]:
     """Return an adapter of two optimizers, and whether each step so far was skipped."""
     optimizers, passed = two(model), list[bool]()
@@ -173,13 +193,11 @@ def test_an_inner_step_is_over_when_each_optimizer_has_stepped() -> None:
 def test_a_model_is_attached_once_until_it_is_let_go() -> None:
     model = TinyNet()
     adapter, optimizers, passed = counted(model)
-    again = TorchAdapter(nn.Sequential(model), SGD(model.parameters(), 0.1), WholeModel())
     with pytest.raises(ValueError, match=r"layers.0.weight has a dsx handle already: .*close\(\)"):
-        again.require_unattached()
-    other = copy.deepcopy(model)
-    TorchAdapter(other, one(other), WholeModel()).require_unattached()
+        require_unattached(nn.Sequential(model).parameters())
+    require_unattached(copy.deepcopy(model).parameters())
     adapter.detach()
-    again.require_unattached()
+    require_unattached(model.parameters())
     for optimizer in optimizers:
         optimizer.step()
     assert not passed
@@ -204,9 +222,13 @@ def train_two_ranks() -> dict[str, Any]:
     bare = TinyNet(world.cluster_id)
     said = {"bare": message_of(bare, two(bare), config=config("diloco"))}
     model = nn.parallel.DistributedDataParallel(bare)
-    said["layerwise"] = message_of(model, two(model), config=config("dreamddp"))
-    measured = {"interval": 6, "gamma": 0.7}
-    said["seconds"] = message_of(model, two(model), config=config("cocodc", schedule=measured))
+    after = config("dreamddp", schedule={"when": "after"})
+    said["layerwise"] = message_of(model, two(model), config=after)
+    more = nn.ModuleList([model, nn.Linear(2, 2)])
+    said["outside"] = message_of(more, two(more), config=config("diloco"))
+    alone = [dist.new_group([rank]) for rank in range(world.world_size)][world.rank]
+    apart = nn.parallel.DistributedDataParallel(TinyNet(0), process_group=alone)
+    said["apart"] = message_of(apart, two(apart), config=config("diloco"))
     optimizers = two(model)
     handle = dsx.attach(model, optimizers, config=config("diloco"))
     said["twice"] = message_of(model, two(model), config=config("diloco"))
@@ -227,7 +249,7 @@ def train_two_ranks() -> dict[str, Any]:
     handle.finish()
     trained = {n: p.detach().clone().numpy() for n, p in bare.named_parameters()}
     handle.close()
-    timed = config("cocodc", schedule={**measured, **LINK})
+    timed = config("cocodc", schedule={"interval": 6, "gamma": 0.7, **LINK})
     second = dsx.attach(model, optimizers, config=timed)
     for optimizer in optimizers:
         optimizer.step()
@@ -247,7 +269,8 @@ def test_ranks_of_a_cluster_train_one_model_or_are_refused() -> None:
         said = result["said"]
         assert said["bare"].startswith("this cluster has 2 ranks, each of which would train a Tiny")
         assert "has not averaged its gradients yet" in said["layerwise"]
-        assert "measured seconds, which differ between the 2 ranks" in said["seconds"]
+        assert said["outside"].startswith("parameter 1.weight is trained outside of Distributed")
+        assert said["apart"].startswith("the model is spread over 1 of this cluster's 2 ranks")
         assert "has a dsx handle already" in said["twice"]
         assert "has a dsx handle already" in said["compiled"]
         assert not said["wrapper"]  # whose devices are a host's own
