@@ -13,6 +13,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "torchrun --nproc-per-node 2 train_torch.py",
     "torchrun --nproc-per-node 2 train_two.py",
     "torchrun --nproc-per-node 4 train_ddp.py",
+    "torchrun --nproc-per-node 4 train_fsdp.py",
     "dsx data build",
     "dsx bench pseudo-gradients",
     "OMP_NUM_THREADS=1 dsx bench codec",

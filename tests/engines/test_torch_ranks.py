@@ -17,6 +17,7 @@ from tests.engines.torch_ranks import (
     RANKS,
     Kind,
     Trained,
+    change_placement,
     method_of,
     reference,
     train,
@@ -58,7 +59,7 @@ def require_equal(kind: Kind, ranks: list[tuple[Trained, Trained]]) -> None:
             assert is_timed or (whole.weights[name] == resumed.weights[name]).all(), (kind, name)
             assert (whole.weights[name] == first.weights[name]).all(), (kind, name)
             assert (whole.average[name] == ranks[0][0].average[name]).all(), (kind, name)
-            if kind.method in CODED or is_timed or "bf16" in kind.wrap:
+            if kind.method in CODED or is_timed or kind in IN_BF16:
                 continue
             for ours, theirs in (
                 (whole.weights[name], value),
@@ -101,3 +102,44 @@ def test_names_are_the_models_own() -> None:
     net.compile(backend="eager")
     found = bare_parameters(torch.compile(net, backend="eager"))
     assert {id(p): name for name, p in found.items()} == bare
+
+
+SHARDS = [
+    Kind("fsdp", "streaming", MUON),
+    Kind("fsdp", "co2"),
+    Kind("fsdp", "measured"),
+    Kind("fsdp", "low rank"),
+    Kind("fsdp bf16", "int4"),
+    Kind("fsdp compiled blocks", "diloco"),
+    Kind("compiled fsdp", "diloco"),
+]
+IN_BF16 = [Kind("fsdp", "streaming", "muon"), Kind("fsdp bf16", "int4")]  # Muon's own, of shards
+
+
+@pytest.mark.ci
+def test_shards_of_fsdp2(tmp_path: Path) -> None:
+    check(SHARDS, tmp_path)
+
+
+@pytest.mark.ci
+def test_replicas_of_shards(tmp_path: Path) -> None:
+    """Two shards of two copies each in every cluster: each rank serves half of its shard."""
+    check([Kind("hsdp", "diloco"), Kind("hsdp", "low rank")], tmp_path, 4)
+
+
+@pytest.mark.ci
+def test_shards_go_on_as_copies_and_read_what_is_written(tmp_path: Path) -> None:
+    ranks = run_distributed(change_placement, RANKS * CLUSTERS, str(tmp_path))
+    for said, whole, other in ranks:
+        assert said["gathered"]
+        for name, value in whole.weights.items():
+            torch.testing.assert_close(
+                torch.from_numpy(other.weights[name]), torch.from_numpy(value), rtol=0, atol=2e-6
+            )
+        assert "launches a layer inside the backward, of which fully_shard tells" in said["layers"]
+        assert said["columns"].startswith("parameter layers.0.weight lies placed as (Shard(dim=1)")
+        assert said["tensor parallel"].startswith("parameter layers.0.weight lies placed as (")
+        assert said["ignored"].startswith("parameter gain lies on every rank for itself, not shard")
+        assert said["apart"].startswith("the model is spread over 1 of this cluster's 2 ranks")
+        assert said["half"].startswith("parameter gain is torch.bfloat16: the outer step needs fp3")
+        assert said["fsdp 1"].startswith("FullyShardedDataParallel (FSDP1) is not served with")
