@@ -22,6 +22,7 @@ from dsx.plan.command import plan
 from dsx.plan.memory.command import memory
 from dsx.plan.published.simulate import simulate
 from dsx.support.command import support
+from dsx.support.doctor.command import doctor
 from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
 
@@ -29,6 +30,7 @@ BEFORE, DURING, AFTER = "Before a run", "For a run", "After a run"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
+app.command(rich_help_panel=BEFORE)(doctor)
 app.command(rich_help_panel=BEFORE)(memory)
 app.command(rich_help_panel=BEFORE)(net_test)
 app.command(rich_help_panel=BEFORE)(plan)

@@ -19,8 +19,8 @@ from dsx.cli import app
 from dsx.core.one_line_errors import one_line_errors
 
 NAMES = [
-    "bench", "config", "data", "export", "memory", "net-test", "plan", "quickstart", "rendezvous",
-    "report", "simulate", "support", "trace",
+    "bench", "config", "data", "doctor", "export", "memory", "net-test", "plan", "quickstart",
+    "rendezvous", "report", "simulate", "support", "trace",
 ]  # fmt: skip
 
 

@@ -36,8 +36,8 @@ def environment_of(folder: Path) -> dict[str, Any]:
         "packages": _packages(),
         "cpus": os.cpu_count(),
         "memory_bytes": _memory(),
-        "gpus": _gpus(),
-        "network_interfaces": _interfaces(),
+        "gpus": gpus(),
+        "network_interfaces": interfaces(),
         "disk": shutil.disk_usage(folder)._asdict(),
     }
 
@@ -59,7 +59,7 @@ def _memory() -> int | None:
         return None
 
 
-def _gpus() -> list[str] | str:
+def gpus() -> list[str] | str:
     """Return name, memory and driver of each GPU; not what is running on them."""
     query = "--query-gpu=name,memory.total,driver_version"
     try:
@@ -72,7 +72,8 @@ def _gpus() -> list[str] | str:
     return done.stdout.splitlines()
 
 
-def _interfaces() -> list[str]:
+def interfaces() -> list[str]:
+    """Return the names of the network interfaces; none where the system does not tell."""
     try:
         return [name for _, name in socket.if_nameindex()]
     except (OSError, AttributeError):

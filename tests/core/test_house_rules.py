@@ -65,8 +65,13 @@ MODEL = "--megatron configs/qwen_107b.flags --clusters 2 --gbps 1 --gpu a800"
 
 @pytest.mark.parametrize(
     "arguments",
-    ["--help", f"plan {MODEL} --top 1", "memory configs/qwen_107b.flags --limit 40"],
-    ids=["help", "plan", "memory"],
+    [
+        "--help",
+        f"plan {MODEL} --top 1",
+        "memory configs/qwen_107b.flags --limit 40",
+        "doctor configs/quickstart.json",
+    ],
+    ids=["help", "plan", "memory", "doctor"],
 )
 def test_dsx_and_its_commands_that_plan_import_no_torch(arguments: str) -> None:
     code = (

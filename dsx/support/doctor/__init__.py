@@ -1,0 +1,4 @@
+"""`dsx doctor`: what would stop a run, and what it will do, before it is started; reads only.
+
+Imports plan, config and comm's address; never torch, whose version is read from its metadata.
+"""

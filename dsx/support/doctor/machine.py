@@ -1,0 +1,155 @@
+"""What this machine has: versions, accelerators, a clock."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import re
+import sys
+from importlib import metadata
+
+import dsx
+from dsx.config.schema import DsxConfig
+from dsx.support.doctor.finding import Finding
+from dsx.support.environment import gpus
+
+_PACKAGE = "dsx-train"
+_SHOWN = (
+    "torch", "deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "numpy",
+)  # fmt: skip
+_TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
+_TIMEX_BYTES = 1024  # more than struct timex has anywhere
+
+
+def look_at_machine() -> list[Finding]:
+    """Return versions, GPUs and the clock."""
+    return [*_versions(), _gpus(), _clock()]
+
+
+def _versions() -> list[Finding]:
+    """Return what is installed in a line, and one for what is not supported."""
+    found = {name: version for name in _SHOWN if (version := _version(name))}
+    python = platform.python_version()
+    shown = [f"dsx {dsx.__version__}", f"python {python}"]
+    shown += [f"{name} {version}" for name, version in found.items()]
+    problems = [*_problems_of(found)]
+    if "torch" not in found:
+        text = "torch is not installed; pip install 'torch>=2.6', or install dsx-train anew"
+        problems.append(Finding("STOP", "versions", text))
+    return [Finding("ok", "versions", ", ".join(shown)), *problems]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _problems_of(found: dict[str, str]) -> list[Finding]:
+    """Return what lies outside of the ranges that dsx-train's own metadata has."""
+    try:
+        required = metadata.requires(_PACKAGE) or []
+    except metadata.PackageNotFoundError:
+        text = (
+            f"{_PACKAGE} is imported from a folder and not installed: which versions it supports "
+            "is not known here; see pyproject.toml"
+        )
+        return [Finding("note", "versions", text)]
+    problems: list[Finding] = []
+    for line in required:
+        name, ranges, extra = _requirement(line)
+        if name not in found or all(_holds(found[name], r) for r in ranges):
+            continue
+        wanted = f"{name}{','.join(ranges)}"
+        if extra:
+            text = f"{name} {found[name]} is tried; supported is {wanted}"
+            problems.append(Finding("note", "versions", text))
+        else:
+            text = f"{name} {found[name]} is not supported; pip install '{wanted}'"
+            problems.append(Finding("STOP", "versions", text))
+    return problems
+
+
+def _requirement(line: str) -> tuple[str, list[str], bool]:
+    """Return the name, the bounds and whether it is an extra's, of `torch>=2.6; extra == "x"`."""
+    said, _, marker = line.partition(";")
+    parts = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*\(?([^)]*)\)?", said.strip())
+    assert parts is not None  # as setuptools writes them
+    name, bounds = parts.groups()
+    return name, sorted(b.strip() for b in bounds.split(",") if b.strip()), "extra" in marker
+
+
+def _holds(version: str, bound: str) -> bool:
+    """Whether a version lies within `>=2.6` or `<0.20`; of a version the numbers count."""
+    parts = re.fullmatch(r"(>=|<)\s*([\d.]+)", bound)
+    if parts is None:
+        return True  # none of dsx-train's own
+    sign, limit = parts.groups()
+    own, other = ([int(n) for n in re.findall(r"\d+", v)] for v in (version, limit))
+    own = own[: len(other)]
+    return own >= other if sign == ">=" else own < other
+
+
+def _gpus() -> Finding:
+    """Tell of what nvidia-smi sees; torch is not asked, whose import takes seconds."""
+    found, visible = gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = "" if visible is None else f"; CUDA_VISIBLE_DEVICES={visible!r} chooses among them"
+    if isinstance(found, str) or not found:
+        text = f"none seen ({found or 'nvidia-smi lists none'}): ranks run where torch puts them"
+        return Finding("note", "GPUs", text)
+    kinds = {kind: found.count(kind) for kind in found}
+    named = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    if "+cpu" in (_version("torch") or ""):
+        text = f"{named}, and torch is a build for the CPU, which sees none; install one for CUDA"
+        return Finding("note", "GPUs", text)
+    return Finding("ok", "GPUs", f"{named} (name, memory, driver){chosen}")
+
+
+def gpu_gib() -> float | None:
+    """Return the memory of the smallest GPU that nvidia-smi sees, in GiB; None without one."""
+    found = gpus()
+    if isinstance(found, str):
+        return None
+    sizes = [int(size[1]) for line in found if (size := re.search(r",\s*(\d+) MiB", line))]
+    return min(sizes) / 1024 if sizes else None
+
+
+def _clock() -> Finding:
+    """Tell what the kernel says of its clock; training does not look at one, records do."""
+    use = "training does not depend on it; records of several sites are easier to read with it"
+    apart = "how far other sites are off is told by `dsx trace` after a run, not from here"
+    state = _clock_state()
+    if state is None:
+        return Finding("note", "clock", f"the system does not tell if it is set by NTP; {apart}")
+    if state == _TIME_ERROR:
+        return Finding("note", "clock", f"not synchronised (NTP): {use}; start chrony or ntpd")
+    return Finding("ok", "clock", f"synchronised (NTP), says the kernel; {apart}")
+
+
+def _clock_state() -> int | None:
+    """Return what adjtimex(2) answers when it is asked and nothing is set; None if it cannot."""
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        answer: int = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
+    except (OSError, AttributeError):
+        return None
+    return answer if answer >= 0 else None
+
+
+def missing_of(config: DsxConfig) -> list[Finding]:
+    """Return what a configuration asks for that is not installed, and variables that change it."""
+    found: list[Finding] = []
+    if config.metrics.tensorboard and _version("tensorboard") is None:
+        text = (
+            "dsx.metrics.tensorboard is true and tensorboard is not installed; pip install "
+            '"dsx-train[tensorboard]", or leave it out'
+        )
+        found.append(Finding("STOP", "versions", text))
+    variables = sorted(name for name in os.environ if name.startswith("DSX_"))
+    if variables:
+        text = f"{', '.join(variables)} are set here, and change the block under dsx.run"
+        found.append(Finding("note", "block", text))
+    return found
