@@ -5,10 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 BIN = Path(sys.executable).parent
+
+
+def wait_for(process: subprocess.Popen[bytes], log: Path, text: str, seconds: float) -> None:
+    """Return once a process has written a text; AssertionError if it does not."""
+    until = time.monotonic() + seconds
+    while text not in log.read_text():
+        assert process.poll() is None and time.monotonic() < until, log.read_text()
+        time.sleep(0.1)
 
 
 def start(command: list[Any], log: Path, **environ: str) -> subprocess.Popen[bytes]:

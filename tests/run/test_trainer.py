@@ -16,7 +16,7 @@ from dsx.telemetry.report import summarize
 from dsx.telemetry.run_folder import read_about
 from tests.distributed import free_port
 from tests.installed import needs
-from tests.run.launching import run
+from tests.run.launching import run, start, wait_for
 
 pytestmark = [needs("deepspeed", "transformers", "accelerate", "datasets"), pytest.mark.ci]
 
@@ -187,6 +187,34 @@ def test_a_stream_under_zero_3_with_a_launcher_per_cluster(tmp_path: Path) -> No
     assert [told(tmp_path, m)["steps"] for m in range(2)] == [STEPS, STEPS]
     assert orders[0] == orders[1]
     assert told(tmp_path, 0)["norm"] == told(tmp_path, 1)["norm"]
+    final(tmp_path)
+
+
+def test_a_run_that_is_told_to_end_saves_as_the_trainer_does_and_goes_on(tmp_path: Path) -> None:
+    """On SIGTERM to one rank's launcher; each cluster at a step of its own."""
+    place = f"tcp://127.0.0.1:{free_port()}"
+    config = write_config(tmp_path / "ds.json", STREAMING)
+    given = options(config, max_steps=40)
+    commands = [[*launch(1), f"--dsx-cluster-id={m}", SCRIPT, *given] for m in range(2)]
+    logs = [tmp_path / f"first{m}" for m in range(2)]
+    slow = ["--step_seconds", 0.2]
+    environ = {"DSX_RENDEZVOUS": place}
+    first = [start([*c, *slow], log, **environ) for c, log in zip(commands, logs, strict=True)]
+    try:
+        wait_for(first[0], logs[0], "AT 6", 100)
+        first[1].terminate()
+        assert all(process.wait(60) != 0 for process in first)
+    finally:
+        for process in first:
+            process.kill()
+    for m, log in enumerate(logs):
+        assert "saved in" in log.read_text(), log.read_text()
+        folders = list((tmp_path / "runs" / f"cluster_{m}").glob("checkpoint-*"))
+        assert len(folders) == 1 and 6 <= int(folders[0].name.split("-")[1]) < 40
+    again = [([*c, "--resume_from_checkpoint", "True"], environ) for c in commands]
+    for status, output in run(*again, at=tmp_path):
+        assert status == 0, output
+    assert [told(tmp_path, m)["steps"] for m in range(2)] == [40, 40]
     final(tmp_path)
 
 

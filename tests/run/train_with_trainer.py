@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Script:
     data: str = "map"  # map | hub | stream
     stops_in: int = 0  # the cluster whose callback stops at `stops_at`
     stops_at: int = 0
+    step_seconds: float = 0.0
 
 
 class Sentences(Dataset[Any]):
@@ -70,6 +72,18 @@ class Stop(TrainerCallback):
             control.should_training_stop = True
 
 
+class Slow(TrainerCallback):
+    """Takes its time, and says where it is."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.seconds:
+            print(f"AT {state.global_step}", flush=True)
+            time.sleep(self.seconds)
+
+
 class Batches(TrainerCallback):
     """Notes the steps that were taken and what was evaluated."""
 
@@ -101,7 +115,11 @@ def main() -> None:
         args=arguments,
         train_dataset=data,
         eval_dataset=held_out,
-        callbacks=[noted, *([Stop(script.stops_at)] if script.stops_in else [])],
+        callbacks=[
+            noted,
+            Slow(script.step_seconds),
+            *([Stop(script.stops_at)] if script.stops_in else []),
+        ],
     )
     trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or None)
     read = list(train.read)

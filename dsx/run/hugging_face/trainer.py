@@ -80,7 +80,7 @@ class _Replaced:
         trainer.add_callback(make_callback(self._callbacks, trainer, _require_handle, self._end))
         resume = given.get(_RESUME)
         if resume:
-            wanted = None if resume is True else str(resume)
+            wanted = None if str(resume) == "True" else str(resume)  # or as text, from a parser
             given[_RESUME] = common_checkpoint(trainer.args.output_dir, wanted, world)
         more = given.pop("kwargs", {})
         return original(**given, **more)
