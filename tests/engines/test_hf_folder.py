@@ -221,3 +221,52 @@ def test_names_that_are_not(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         require_same(tensors, model, tmp_path)
+
+
+def write_records(folder: Path, session: str) -> None:
+    """Write what two clusters' records say of eight steps, two of them behind the checkpoint."""
+    for m in range(2):
+        name = ".cluster_1" if m else ""
+        start = {
+            "session": session, "time": "2026-01-01T00:00:00Z", "ranks": 3, "host": "secret",
+            "versions": {"python": "3.11", "torch": "2.9"},
+            "config": {"resolved": {"preset": "streaming_diloco"}},
+        }  # fmt: skip
+        saved = {"path": "x", "tag": "a", "step": 6, "time": "2026-01-01T01:00:00Z"}
+        about = {"format": 1, "cluster": m, "starts": [start], "checkpoints": [saved]}
+        (folder / f"run{name}.json").write_text(json.dumps(about))
+        lines = [
+            {
+                "kind": "step",
+                "step": n,
+                "loss": n + m,
+                "tokens": 100,
+                "seconds": 0.1,
+                "bytes_sent": 1000 * n,
+            }
+            for n in range(1, 9)
+        ]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        (folder / f"metrics{name}.jsonl").write_text(text)
+
+
+@pytest.mark.parametrize("session", ["run", "another"])
+def test_the_card_has_the_facts_of_the_run_up_to_the_checkpoint(
+    run: Simulated, session: str, tmp_path: Path
+) -> None:
+    save(run, tmp_path / "run" / "checkpoints")
+    write_records(tmp_path / "run", session)
+    start = hf_folder(tmp_path / "start")
+    code, said = export(tmp_path / "run", "--hf", tmp_path / "out", "--config", start)
+    assert code == 0, said
+    card = (tmp_path / "out" / "README.md").read_text()
+    facts = [
+        "| preset | streaming_diloco |", "| ranks of a cluster | 3 |", "| tokens | 1,200 |",
+        "| training loss, mean of the last ten steps | cluster 0: 3.5000; cluster 1: 4.5000 |",
+        "| sent to the other clusters | cluster 0: 6 kB; cluster 1: 6 kB |",
+        "| begun | 2026-01-01T00:00:00Z, saved 2026-01-01T01:00:00Z |",
+        "| versions | python 3.11, torch 2.9 |",
+    ]  # fmt: skip
+    assert [fact in card for fact in facts] == [session == "run"] * len(facts), card
+    assert "secret" not in card and str(tmp_path) not in card
+    assert ("holds another run's" in said) == (session == "another")
