@@ -1,6 +1,6 @@
 """Token datasets in Megatron's indexed format, and how clusters share them.
 
-`build` turns text files into `train.bin/.idx` and `validation.bin/.idx`, which DeepSpeed and
+`build` turns text files, and files with a text in each row, into `train.bin/.idx` and `validation.bin/.idx`, which DeepSpeed and
 Megatron scripts read alike. `TokenWindows` cuts such a file into fixed windows; `ClusterBatches`
 (an endless iterator whose position is part of the checkpoint) and `ClusterShard` (a dataset view)
 give each cluster a part of the windows that no other cluster ever reads.
@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from dsx.data.cluster_batches import ClusterBatches, ClusterShard
     from dsx.data.corpus import Corpus, find_corpus
-    from dsx.data.dataset import BuildSummary, SkippedFiles, SplitSummary, build, read_summary
+    from dsx.data.dataset import build
+    from dsx.data.manifest import BuildSummary, SkippedFiles, SplitSummary, read_summary
     from dsx.data.tokenizer import ByteTokenizer
     from dsx.data.windows import TokenWindows
 
@@ -38,7 +39,8 @@ __all__ = [
 _NAMES = {  # no public name may be that of a module here, which would take its place
     "cluster_batches": ("ClusterBatches", "ClusterShard"),
     "corpus": ("Corpus", "find_corpus"),
-    "dataset": ("BuildSummary", "SkippedFiles", "SplitSummary", "build", "read_summary"),
+    "dataset": ("build",),
+    "manifest": ("BuildSummary", "SkippedFiles", "SplitSummary", "read_summary"),
     "tokenizer": ("ByteTokenizer",),
     "windows": ("TokenWindows",),
 }

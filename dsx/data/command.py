@@ -10,6 +10,8 @@ one JSON object on stdout and nothing else.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +20,7 @@ import typer
 from dsx.core.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
-    from dsx.data.dataset import BuildSummary
+    from dsx.data.manifest import BuildSummary
 
 app = typer.Typer(no_args_is_help=True, help="Build token datasets in Megatron's indexed format.")
 
@@ -36,32 +38,61 @@ def build(
         typer.Option(
             "--from",
             metavar="stdlib|PATH",
-            help="What to read: 'stdlib' (Python's own library), a file or a directory of text.",
+            help="What to read: 'stdlib' (Python's own library), a file or a directory: text, JSON "
+            "lines (.jsonl, .jsonl.gz), Parquet, or what Hugging Face's datasets has saved.",
         ),
     ],
     out: Annotated[str, typer.Option("--out", metavar="DIR", help="The directory to create.")],
     more_sources: Annotated[
         list[str] | None, typer.Argument(metavar="PATH", help="More sources after --from.")
     ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="A Hugging Face folder with tokenizer.json. Default: bytes."
+        ),
+    ] = None,
+    text_key: Annotated[
+        str, typer.Option(metavar="NAME", help="The column with the text, where files have rows.")
+    ] = "text",
     force: Annotated[bool, typer.Option("--force", help="Rebuild what is up to date.")] = False,
     validation_fraction: Annotated[
-        float, typer.Option("--validation-fraction", help="Share of the files to hold out.")
+        float, typer.Option("--validation-fraction", help="Share of the documents to hold out.")
     ] = 0.05,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
 ) -> None:
-    """Build a dataset from text files.
+    """Build a dataset from local files: a document of each text file, and of each row of others.
 
     It writes DIR/train and DIR/validation (.bin, .idx) and DIR/dataset.json.
     """
     from dsx.data.dataset import build as build_dataset
 
-    summary = build_dataset(
-        [*sources, *(more_sources or [])], out, validation_fraction=validation_fraction, force=force
-    )
+    with _shown_progress() as progress:
+        summary = build_dataset(
+            [*sources, *(more_sources or [])],
+            out,
+            validation_fraction=validation_fraction,
+            force=force,
+            tokenizer=tokenizer,
+            text_key=text_key,
+            progress=progress,
+        )
     if as_json:
         typer.echo(json.dumps(asdict(summary)))
     else:
         _print_table(summary)
+
+
+@contextmanager
+def _shown_progress() -> Generator[Callable[[int, int], object], None, None]:
+    """Give what shows how many documents are written, on stderr where that is a terminal."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
+        bar = bars.add_task("documents", total=None)
+        yield lambda done, of: bars.update(bar, completed=done, total=of)
 
 
 def _print_table(summary: BuildSummary) -> None:
@@ -89,4 +120,4 @@ def _facts(summary: BuildSummary) -> list[str]:
     counted = ", ".join(
         f"{count} {name.removeprefix('num_').replace('_', ' ')}" for name, count in counts if count
     )
-    return [*lines, f"skipped files: {counted}"] if counted else lines
+    return [*lines, f"skipped: {counted}"] if counted else lines

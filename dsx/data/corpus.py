@@ -5,9 +5,9 @@ file or a directory. The order is the order of the sources, then sorted relative
 files give the same corpus on every machine. Symlinked directories are not entered, hidden entries
 are skipped, a file reached twice counts once, so overlapping sources leak nothing into validation.
 
-The split is by whole files: a hash of the path relative to its source decides, so a file keeps its
-side when others come or go. Neither side is ever empty: with at least two files, the one nearest to
-the threshold changes sides.
+The split is by whole documents: a hash of the path relative to its source, and of the row where a
+file holds one in each, decides, so a document keeps its side when others come or go. Neither side
+is ever empty: with at least two documents, the one nearest to the threshold changes sides.
 """
 
 from __future__ import annotations
@@ -19,6 +19,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from dsx.data.documents import files_of_saved_dataset
 
 STDLIB = "stdlib"
 
@@ -94,29 +99,31 @@ def read_text(path: Path) -> str | None:
     return None if "\0" in text else text
 
 
-def split_files(
-    files: Sequence[CorpusFile], validation_fraction: float
-) -> tuple[list[CorpusFile], list[CorpusFile]]:
-    """Return (train, validation), each in the order of `files` and neither of them empty."""
+def held_out(scores: npt.NDArray[np.float64], fraction: float) -> npt.NDArray[np.bool_]:
+    """Return which documents are for validation, of their scores: neither none nor all of them."""
+    if len(scores) < 2:
+        raise ValueError(
+            f"the sources hold {len(scores)} non-empty UTF-8 document(s), a train and a validation "
+            "split need at least 2; add sources or cut the file in parts"
+        )
+    is_held_out = scores < fraction
+    if not is_held_out.any():
+        is_held_out[scores.argmin()] = True
+    elif is_held_out.all():
+        is_held_out[scores.argmax()] = False
+    return is_held_out
+
+
+def require_fraction(validation_fraction: float) -> None:
+    """Raise ValueError unless it is a share of the documents."""
     if not 0.0 < validation_fraction < 1.0:
         raise ValueError(
             f"validation_fraction={validation_fraction} must lie between 0 and 1; try 0.05"
         )
-    if len(files) < 2:
-        raise ValueError(
-            f"the sources hold {len(files)} non-empty UTF-8 text file(s), a train and a validation "
-            "split need at least 2; add sources or cut the file in parts"
-        )
-    scores = [_score(file.key) for file in files]
-    by_score = sorted(range(len(files)), key=lambda i: (scores[i], i))
-    num_below = sum(score < validation_fraction for score in scores)
-    held_out = set(by_score[: min(max(num_below, 1), len(files) - 1)])
-    train = [file for i, file in enumerate(files) if i not in held_out]
-    return train, [file for i, file in enumerate(files) if i in held_out]
 
 
-def _score(key: str) -> float:
-    """Return a number in [0, 1) that depends on the path alone."""
+def score(key: str) -> float:
+    """Return a number in [0, 1) that depends on a document's key alone."""
     raw = blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
     return (int.from_bytes(raw, "big") >> 11) / 2**53
 
@@ -142,7 +149,7 @@ def _keys(root: Path, *, is_library: bool) -> tuple[list[str], int]:
     for directory, names in _walk(root, is_library=is_library):
         visible = [name for name in names if not name.startswith(".")]
         num_hidden += len(names) - len(visible)
-        for name in visible:
+        for name in files_of_saved_dataset(Path(directory), visible):
             path = Path(directory, name)
             if path.is_file() and not (is_library and _is_foreign_file(name)):
                 keys.append(path.relative_to(root).as_posix())

@@ -139,7 +139,7 @@ class TestBuilt:
         def fail(*_: object) -> None:
             raise OSError("disk full")
 
-        monkeypatch.setattr(sys.modules["dsx.data.dataset"], "_write_manifest", fail)
+        monkeypatch.setattr(sys.modules["dsx.data.dataset"], "write_manifest", fail)
         with pytest.raises(OSError, match="disk full"):
             build([corpus], out, force=True)
         assert read_summary(out).content_digest == first.content_digest

@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.data.corpus import CorpusFile, find_corpus, read_text, split_files
+from dsx.data.corpus import find_corpus, held_out, read_text, require_fraction, score
 from dsx.data.tokenizer import ByteTokenizer
 
 
@@ -21,8 +22,11 @@ def write(root: Path, **texts: str) -> Path:
     return root
 
 
-def files_named(keys: list[str]) -> list[CorpusFile]:
-    return [CorpusFile(Path(key), key, 1, 0) for key in keys]
+def split(keys: list[str], fraction: float) -> tuple[list[str], list[str]]:
+    is_held_out = held_out(np.array([score(key) for key in keys]), fraction).tolist()
+    sides = zip(keys, is_held_out, strict=True)
+    train = [key for key, held in zip(keys, is_held_out, strict=True) if not held]
+    return train, [key for key, held in sides if held]
 
 
 def test_directory_is_listed_sorted_without_hidden_entries(tmp_path: Path) -> None:
@@ -90,27 +94,26 @@ def test_read_text_keeps_line_ends_and_rejects_binary(tmp_path: Path) -> None:
     fraction=st.floats(0.001, 0.999),
 )
 def test_split_is_a_partition_in_order_with_no_empty_side(keys: list[str], fraction: float) -> None:
-    files = files_named(keys)
-    train, validation = split_files(files, fraction)
+    train, validation = split(keys, fraction)
     assert train and validation
-    assert sorted(train + validation, key=files.index) == files
-    assert train == sorted(train, key=files.index)
-    assert validation == sorted(validation, key=files.index)
+    assert sorted(train + validation, key=keys.index) == keys
+    assert train == sorted(train, key=keys.index)
+    assert validation == sorted(validation, key=keys.index)
 
 
 def test_split_is_stable_when_files_come_and_go() -> None:
-    files = files_named([f"file{i}" for i in range(2000)])
-    held_out = set(split_files(files, 0.05)[1])
-    assert 60 < len(held_out) < 140
-    assert set(split_files(files[::2], 0.05)[1]) == held_out & set(files[::2])
-    assert held_out < set(split_files(files, 0.2)[1])
+    keys = [f"file{i}" for i in range(2000)]
+    validation = set(split(keys, 0.05)[1])
+    assert 60 < len(validation) < 140
+    assert set(split(keys[::2], 0.05)[1]) == validation & set(keys[::2])
+    assert validation < set(split(keys, 0.2)[1])
 
 
-def test_split_needs_two_files_and_a_fraction() -> None:
+def test_split_needs_two_documents_and_a_fraction() -> None:
     with pytest.raises(ValueError, match=r"hold 1 non-empty .* at least 2"):
-        split_files(files_named(["a"]), 0.05)
+        split(["a"], 0.05)
     with pytest.raises(ValueError, match=r"validation_fraction=1.0 must lie between 0 and 1"):
-        split_files(files_named(["a", "b"]), 1.0)
+        require_fraction(1.0)
 
 
 @given(st.text(alphabet="a\r\n\u00e9\u20ac\U0001f600"))
