@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -37,9 +38,7 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
 
     `path` is where the configuration was read, for messages.
     """
-    import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
+    transformers: Any = import_module("transformers")
     kind, library = config["model_type"], f"transformers {transformers.__version__}"
     unknown = ValueError(
         f"{path}: {library} has no causal language model of model_type {kind!r}; give the "
@@ -47,7 +46,7 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
         "trained with"
     )
     try:
-        settings = CONFIG_MAPPING[kind].from_dict(dict(config))
+        settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
     except KeyError:
         raise unknown from None
     except Exception as error:  # whatever a class makes of values it does not expect
@@ -75,10 +74,10 @@ def _require_same_names_in_files(
     From version 5 on transformers joins the experts of a mixture as it loads them.
     """
     try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # of version 4, which had nothing of the kind
+        loading: Any = import_module("transformers.core_model_loading")
+    except ModuleNotFoundError:  # of version 4, which had nothing of the kind
         return
-    saved: Mapping[str, Any] = revert_weight_conversion(model, model.state_dict())
+    saved: Mapping[str, Any] = loading.revert_weight_conversion(model, model.state_dict())
     other = sorted(shapes.keys() - saved.keys())
     if other:
         raise ValueError(
