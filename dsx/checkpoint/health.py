@@ -60,8 +60,8 @@ def _plain(tensor: Any) -> Iterator[Tensor]:
     if flatten is None:
         yield tensor
         return
-    for name in flatten()[0]:
-        yield from _plain(getattr(tensor, name))
+    for part in [getattr(tensor, name) for name in flatten()[0]]:
+        yield from _plain(part) if isinstance(part, Tensor) else ()  # a DTensor's mesh is none
 
 
 def _of_rounds(loop: OuterLoop) -> str:

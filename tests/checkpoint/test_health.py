@@ -33,6 +33,21 @@ def test_what_is_not_finite_is_told() -> None:
     assert find_trouble(loop, ()) == ""
 
 
+class Flattened(torch.Tensor):
+    """A tensor of parts, such as a shard on its mesh, or codes with scales."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["local", "mesh"], None
+
+
+def test_of_tensors_made_of_parts_the_parts_are_looked_at() -> None:
+    whole = torch.zeros(2).as_subclass(Flattened)
+    whole.local, whole.mesh = torch.tensor([torch.nan]), "the ranks"
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))])
+    optimizer.state["any"] = {"moment": whole, "step": 3}
+    assert [t.isnan().all() for t in tensors_of([optimizer])] == [True]
+
+
 def test_rounds_that_are_refused_or_empty_are_told() -> None:
     loop = new_tiny("streaming_diloco").loops[0]
     loop.history.idle[1].count([1], 8)
