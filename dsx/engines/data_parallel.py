@@ -148,23 +148,26 @@ def _of_shards(
     trained: Mapping[str, nn.Parameter], modules: Sequence[Any], num_ranks: int
 ) -> Placement:
     """Return the placement under FSDP2."""
-    meshes: list[Any] = []
+    places: list[tuple[Any, list[str]]] = []  # the mesh, and what lies along each of its sides
     pieces: dict[str, Piece] = {}
     for name, parameter in trained.items():
         if not _is_dtensor(parameter) or not modules:
             _refuse_placement(name, parameter)
-        meshes.append(_require_data_parallel(name, parameter))
-        if meshes[-1] != meshes[0]:
+        places.append((_require_data_parallel(name, parameter), _forms(parameter)))
+        if places[-1] != places[0]:
+            own, others = (
+                f"{' and '.join(forms)} over {mesh}" for mesh, forms in (places[-1], places[0])
+            )
             raise ValueError(
-                f"parameter {name} is sharded over {meshes[-1]}, and others over {meshes[0]}: dsx "
-                "serves one mesh for all; give fully_shard the same mesh everywhere"
+                f"parameter {name} is placed as {own}, and others as {others}: dsx "
+                "serves one placement for all; give fully_shard the same mesh everywhere"
             )
         piece = _piece_of(name, parameter)
         if piece.numel:
             pieces[name] = piece
-    mesh = meshes[0]
+    mesh, forms = places[0]
     _require_whole_cluster(mesh.size(), num_ranks)
-    is_replicated = _forms(next(iter(trained.values())))[0] == "Replicate"
+    is_replicated = forms[0] == "Replicate"
     return Placement("fully_shard", pieces, mesh.get_group(0) if is_replicated else None, modules)
 
 

@@ -141,5 +141,7 @@ def test_shards_go_on_as_copies_and_read_what_is_written(tmp_path: Path) -> None
         assert said["tensor parallel"].startswith("parameter layers.0.weight lies placed as (")
         assert said["ignored"].startswith("parameter gain lies on every rank for itself, not shard")
         assert said["apart"].startswith("the model is spread over 1 of this cluster's 2 ranks")
+        assert said["mixed"].startswith("parameter layers.0.weight is placed as Shard over ")
+        assert "and others as Replicate over" in said["mixed"]
         assert said["half"].startswith("parameter gain is torch.bfloat16: the outer step needs fp3")
         assert said["fsdp 1"].startswith("FullyShardedDataParallel (FSDP1) is not served with")

@@ -262,7 +262,7 @@ def said_of(model: nn.Module, method: str = "diloco") -> str:
 def refusals() -> dict[str, str]:
     """Return what is said of placements that are not served."""
     from torch.distributed.fsdp import FullyShardedDataParallel
-    from torch.distributed.tensor import Shard
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (RANKS,))
@@ -276,7 +276,11 @@ def refusals() -> dict[str, str]:
     alone = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("apart", "alone"))["alone"]
     apart = Net(0)
     fully_shard(apart, mesh=alone)
-    half = shard("fsdp", Net(0).to(torch.bfloat16))
+    half, mixed = shard("fsdp", Net(0).to(torch.bfloat16)), Net(0)
+    mixed.gain = torch.nn.Parameter(distribute_tensor(mixed.gain.detach(), mesh, [Replicate()]))
+    for layer in mixed.layers:
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mesh=mesh)
     return {
         "layers": said_of(shard("fsdp", Net(0)), "layerwise"),
         "columns": said_of(columns),
@@ -284,6 +288,7 @@ def refusals() -> dict[str, str]:
         "ignored": said_of(ignored),
         "apart": said_of(apart),
         "half": said_of(half),
+        "mixed": said_of(mixed),
         "fsdp 1": said_of(FullyShardedDataParallel(flat, device_id=torch.device("cpu"))),
     }
 
