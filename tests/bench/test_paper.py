@@ -410,7 +410,7 @@ def test_scaling_puts_speeds_side_by_side(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_overlaps_are_told_with_what_the_papers_formula_says() -> None:
     row = LineRow(
-        14.4, 4.0, "", "", "co2", 12, 0, 96, True, 0.12, 0.1, 1.0, 1.0, 1.0, 0.0, 1, 1, 1, 1.0,
+        14.4, 4.0, "", "co2", 12, 0, 96, True, 0.12, 0.1, 1.0, 1.0, 1.0, 0.0, 1, 1, 1, 1.0,
         block_overlaps=(0.8, 0.9), transfer_seconds=1.5,
     )  # fmt: skip
     figures = overlaps_of(row)

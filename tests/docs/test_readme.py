@@ -110,7 +110,7 @@ def test_nothing_tells_to_install_another_project() -> None:
             ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
         ).stdout.splitlines()
     ]
-    wrong = re.compile(r"pip install [^\n]*\bdsx\b(?!-train)|\bdsx" + r"\[")
+    wrong = re.compile(r"pip install [^\n`]*\bdsx\b(?!-train)|\bdsx" + r"\[")
     found = []
     for file in files:
         if file.suffix in {".md", ".py", ".sh", ".toml", ".yml", ".cfg"} and file.exists():

@@ -6,7 +6,7 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -109,8 +109,8 @@ def test_a_framework_that_is_not_served_is_refused_by_name(
     module: str, cls: str, method: str, said: str
 ) -> None:
     theirs = ModuleType(module)
-    setattr(theirs, cls, type(cls, (), {method: lambda self: None}))
+    setattr(theirs, cls, type(cls, (), {method: lambda self, *given: None}))
     follow_frameworks(Session(RunBlock([], {}, [])))[module](theirs)
     with pytest.raises(RouteNotTaken) as caught:
-        getattr(getattr(theirs, cls)(), method)()
+        getattr(getattr(theirs, cls)(), method)(SimpleNamespace(param_groups=[]))
     assert said in str(caught.value)
