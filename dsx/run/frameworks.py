@@ -6,6 +6,7 @@ import sys
 from types import ModuleType
 
 from dsx.run.deepspeed import replace_initialize
+from dsx.run.end import finish_before_destroy
 from dsx.run.hugging_face.arguments import (
     replace_arguments,
     replace_backend,
@@ -24,6 +25,7 @@ def follow_frameworks(session: Session) -> dict[str, Follow]:
         replace_trainer(session, module, sys.modules["transformers.trainer_callback"])
 
     return {
+        "torch.distributed": lambda module: finish_before_destroy(session, module),
         "deepspeed": lambda module: replace_initialize(session, module),
         "accelerate.state": replace_backend,
         "accelerate.accelerator": lambda module: refuse_accelerate(session, module),

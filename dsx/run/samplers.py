@@ -31,7 +31,7 @@ def replace_sampler(session: Session) -> None:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         world, given = current_world(), bound.arguments
-        is_cut = isinstance(given["dataset"], ClusterShard)
+        is_cut = isinstance(given["dataset"], ClusterShard) or session.trainers  # they have cut
         if world and given["shuffle"] and not is_cut and session.whose_data != "own":
             given.update(_over_all_clusters(world, given["num_replicas"], given["rank"]))
         original(*bound.args, **bound.kwargs)

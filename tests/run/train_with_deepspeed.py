@@ -60,6 +60,8 @@ def main() -> None:
     engine.save_checkpoint(args.out, tag="last")
     told = {"read": read, "validation": validation, "world": dist.get_world_size()}
     Path(f"{args.out}.{dist.get_rank()}.json").write_text(json.dumps(told))
+    if args.own_loader:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

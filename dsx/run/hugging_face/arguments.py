@@ -84,6 +84,8 @@ def _take_own_folder(arguments: Any, world: World) -> None:
     own = cluster_directory(base, world.cluster_id)
     if base.name != own.name:
         arguments.output_dir = str(own)
+        if arguments.push_to_hub and arguments.hub_model_id is None:
+            arguments.hub_model_id = base.name  # as the Trainer names it, by the folder
     suffix = f"-{own.name}"
     if arguments.run_name and not arguments.run_name.endswith(suffix):
         arguments.run_name += suffix

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dsx.config.files import ConfigError
 from dsx.training.handle import Handle
 
 _COUNTED = ("loss", "learning_rate", "grad_norm")
@@ -32,11 +33,14 @@ class EndOfTrainer:
         return Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
 
 
-def make_callback(
+def make_callbacks(
     transformers_callback: ModuleType, trainer: Any, handle_of: Callable[[Any], Handle],
     end: Callable[[Any], None],
-) -> Any:  # fmt: skip
-    """Return the callback of one `train()`; `end(trainer)` is called once it is over."""
+) -> tuple[Any, Any]:  # fmt: skip
+    """Return the callbacks of one `train()`, the one to stand first and the last one.
+
+    `end(trainer)` is called once it is over.
+    """
     base: Any = transformers_callback.TrainerCallback
 
     class DsxCallback(base):
@@ -44,9 +48,11 @@ def make_callback(
 
         def __init__(self) -> None:
             self.is_agreed = False
+            self.begun_at = -1  # the step at which an epoch has begun
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             handle = handle_of(trainer)
+            _require_same_length(handle, args, state)
             handle.preemption.engine = EndOfTrainer(trainer)
             own = Path(args.output_dir)
             handle.preemption.follow(own / f"cluster_{handle.cluster_id}" / "of_trainer")
@@ -57,7 +63,21 @@ def make_callback(
                 handle_of(trainer).request_stop("a callback of the Trainer's asks for it")
                 control.should_training_stop = False
 
-        on_epoch_begin = on_epoch_end = on_evaluate = on_save = _hold
+        on_evaluate = on_save = _hold
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            self.begun_at = state.global_step
+            self._hold(args, state, control)
+
+        def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            is_empty = state.global_step == self.begun_at
+            if control.should_training_stop and is_empty and not self.is_agreed:
+                raise RuntimeError(
+                    f"step {state.global_step} of {state.max_steps}: the training data gave this "
+                    "cluster no batch any more, and the others would wait for it: give each "
+                    "cluster as many batches, or set max_steps to what all of them have"
+                )
+            self._hold(args, state, control)
 
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             logs = kwargs.get("logs") or {}
@@ -76,7 +96,31 @@ def make_callback(
             if handle.should_stop():
                 self.is_agreed = control.should_training_stop = True
 
+    class EndOfTraining(base):
+        """Stands first, so that the others see the finished model at the end."""
+
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             end(trainer)
 
-    return DsxCallback()
+    return EndOfTraining(), DsxCallback()
+
+
+def _require_same_length(handle: Handle, args: Any, state: Any) -> None:
+    """Raise ConfigError unless all clusters train as long, by one schedule. Collective over all."""
+    told = handle.gather(
+        {
+            "max_steps": state.max_steps,
+            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", "")),
+            "learning_rate": args.learning_rate,
+            "warmup_steps": args.get_warmup_steps(state.max_steps),
+        }
+    )
+    for name, first in told[0].items():
+        values = [cluster[name] for cluster in told]
+        if any(value != first for value in values):
+            shown = ", ".join(f"cluster {m}: {value}" for m, value in enumerate(values))
+            raise ConfigError(
+                f"the Trainers of the clusters have different {name} ({shown}): with data of its "
+                "own a cluster's epochs are as long as that; set max_steps, and the same schedule, "
+                "in all clusters"
+            )

@@ -24,19 +24,27 @@ _STATE = "trainer_state.json"
 logger = logging.getLogger(__name__)
 
 
-def common_checkpoint(output_dir: str, wanted: str | None, world: World) -> str:
+def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -> str | None:
     """Return this cluster's folder of the newest checkpoint that all clusters have.
 
-    `wanted` is the one that the script has named, or None for the newest: nothing of later is
-    taken. Collective over all ranks of all clusters; ValueError if there is none.
+    `asked` is what the script resumes from: a folder, later than which nothing is taken, True (or
+    that word, from a parser of arguments) for the newest, or None. Where none of the clusters
+    resumes, there is none: one that has nothing does with the others. Collective over all ranks of
+    all clusters; ValueError if there is none that all have.
     """
     own = Path(output_dir)
+    wanted = None if asked is None or str(asked) == "True" else str(asked)
     if wanted is not None:
         own = _own_folder(Path(wanted), world)
     last = None if wanted is None else own.name
     base = own if wanted is None else own.parent
-    found = world.rendezvous.gather("checkpoints of the Trainer", [last, _contents(base, world)])
-    chosen = choose_common([(of, contents) for of, contents in found])
+    told = world.rendezvous.gather(
+        "checkpoints of the Trainer", [asked is not None, last, _contents(base, world)]
+    )
+    if not any(is_asked for is_asked, _, _ in told):
+        return None
+    found = [(of, contents) for _, of, contents in told]
+    chosen = choose_common(found)
     if chosen is None:
         have = "; ".join(f"cluster {m}: {', '.join(c) or 'none'}" for m, (_, c) in enumerate(found))
         raise ValueError(

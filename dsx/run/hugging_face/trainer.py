@@ -19,7 +19,7 @@ from typing import Any
 import dsx
 from dsx.comm.world import current_world
 from dsx.config.files import ConfigError
-from dsx.run.hugging_face.callback import make_callback
+from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint, move_into
 from dsx.run.hugging_face.data import cut_for_cluster
 from dsx.run.session import RouteNotTaken, Session
@@ -77,11 +77,12 @@ class _Replaced:
         )
         self._session.divides_data = True
         given = inspect.signature(original).bind(*args, **kwargs).arguments
-        trainer.add_callback(make_callback(self._callbacks, trainer, _require_handle, self._end))
-        resume = given.get(_RESUME)
-        if resume:
-            wanted = None if str(resume) == "True" else str(resume)  # or as text, from a parser
-            given[_RESUME] = common_checkpoint(trainer.args.output_dir, wanted, world)
+        first, last = make_callbacks(self._callbacks, trainer, _require_handle, self._end)
+        trainer.add_callback(last)
+        trainer.callback_handler.callbacks.insert(0, first)
+        given[_RESUME] = common_checkpoint(
+            trainer.args.output_dir, given.get(_RESUME) or None, world
+        )
         more = given.pop("kwargs", {})
         return original(**given, **more)
 
@@ -124,9 +125,18 @@ class _Replaced:
     def evaluate(
         self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        """Evaluate the clusters' average. Collective over all of them while they train."""
+        """Evaluate the clusters' average; return cluster 0's metrics, by which the Trainer decides.
+
+        Collective over all clusters while they train.
+        """
+        handle = handle_of(trainer)
+        is_training = self._is_training(trainer)
         with self._averaged(trainer):
-            return original(*args, **kwargs)
+            metrics = original(*args, **kwargs)
+        if not is_training or handle is None:
+            return metrics
+        numbers = {n: float(v) for n, v in metrics.items() if isinstance(v, (int, float))}
+        return {**metrics, **handle.gather(numbers)[0]}  # one model, one decision on it
 
     def save_model(
         self,
@@ -203,8 +213,11 @@ class _Replaced:
     def _averaged(self, trainer: Any) -> AbstractContextManager[None]:
         """Return what holds the average, while there is another model to go back to."""
         handle = handle_of(trainer)
-        is_training = handle is not None and trainer.is_in_train and trainer not in self._ended
+        is_training = self._is_training(trainer)
         return handle.averaged() if handle and is_training else contextlib.nullcontext()
+
+    def _is_training(self, trainer: Any) -> bool:
+        return handle_of(trainer) is not None and trainer.is_in_train and trainer not in self._ended
 
     def _load(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
