@@ -98,7 +98,8 @@ def _contents(base: Path, world: World) -> dict[str, list[Any]]:
     for folder in base.glob("checkpoint-*"):
         if _FOLDER.fullmatch(folder.name) and (folder / _STATE).is_file():
             tags = complete_tags(cluster_directory(folder, world.cluster_id))
-            for tag in tags.values():
+            of_as_many = [t for t in tags.values() if t["num_clusters"] == world.num_clusters]
+            for tag in of_as_many:  # the data was cut for so many
                 step = None if tag.get("is_preempted") else tag["step"]
                 contents[folder.name] = [step, tag["session"]]
     return contents
