@@ -31,7 +31,6 @@ class Session:
         self.ended: list[Any] = []  # of them: whose framework has ended its training
         self.seen: list[str] = []  # what has gone by without a block, or without an optimizer
         self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
-        self._is_finished = False
         self.trainers: list[Any] = []  # of Hugging Face, that have begun to train
 
     def join(self) -> World | None:
@@ -90,11 +89,9 @@ class Session:
         )
 
     def finish(self) -> None:
-        """End what the script has trained, at its own end; once. Collective over all clusters."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        for engine in self.engines:
+        """End what the script has trained since the last call. Collective over all clusters."""
+        engines, self.engines = self.engines, []
+        for engine in engines:
             if engine not in self.ended and not engine.dsx.is_finished:
                 engine.dsx.finish()
             engine.dsx.close()

@@ -85,7 +85,7 @@ def _take_own_folder(arguments: Any, world: World) -> None:
     if base.name != own.name:
         arguments.output_dir = str(own)
         if arguments.push_to_hub and arguments.hub_model_id is None:
-            arguments.hub_model_id = base.name  # as the Trainer names it, by the folder
+            arguments.hub_model_id = base.absolute().name  # the Trainer's, of the folder
     suffix = f"-{own.name}"
     if arguments.run_name and not arguments.run_name.endswith(suffix):
         arguments.run_name += suffix

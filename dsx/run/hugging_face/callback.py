@@ -107,10 +107,11 @@ def make_callbacks(
 
 def _require_same_length(handle: Handle, args: Any, state: Any) -> None:
     """Raise ConfigError unless all clusters train as long, by one schedule. Collective over all."""
+    kind = args.lr_scheduler_type
     told = handle.gather(
         {
             "max_steps": state.max_steps,
-            "lr_scheduler_type": str(getattr(args.lr_scheduler_type, "value", "")),
+            "lr_scheduler_type": str(getattr(kind, "value", kind)),
             "learning_rate": args.learning_rate,
             "warmup_steps": args.get_warmup_steps(state.max_steps),
         }

@@ -21,6 +21,7 @@ from dsx.comm.world import World
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"
+_NUM_CLUSTERS = 2  # its place in the contents of a checkpoint
 logger = logging.getLogger(__name__)
 
 
@@ -30,10 +31,11 @@ def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -
     `asked` is what the script resumes from: a folder, later than which nothing is taken, True (or
     that word, from a parser of arguments) for the newest, or None. Where none of the clusters
     resumes, there is none: one that has nothing does with the others. Collective over all ranks of
-    all clusters; ValueError if there is none that all have.
+    all clusters; ValueError if there is none that all have, or another number of clusters has
+    saved it, for which the data was cut.
     """
     own = Path(output_dir)
-    wanted = None if asked is None or str(asked) == "True" else str(asked)
+    wanted = None if asked is None or str(asked).lower() == "true" else str(asked)
     if wanted is not None:
         own = _own_folder(Path(wanted), world)
     last = None if wanted is None else own.name
@@ -52,6 +54,13 @@ def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -
             "all of them, or start without resume_from_checkpoint"
         )
     name = chosen[world.cluster_id]
+    saved = found[world.cluster_id][1][name][_NUM_CLUSTERS]
+    if saved != world.num_clusters:
+        raise ValueError(
+            f"{base / name} is of a run of {saved} clusters, and its data was cut for as many: "
+            f"some of it would be read twice by {world.num_clusters}, and some never; start as "
+            "many clusters, or train on from what save_model has written"
+        )
     if last not in (None, name) and world.rank == 0:
         logger.warning("%s is not complete in all clusters: they go on from %s", own, base / name)
     return str(base / name)
@@ -93,15 +102,17 @@ def _own_folder(wanted: Path, world: World) -> Path:
 
 
 def _contents(base: Path, world: World) -> dict[str, list[Any]]:
-    """Return what identifies each complete checkpoint: its run, and its step, unless cut short."""
+    """Return what identifies each complete checkpoint: its step and run, and their clusters.
+
+    Without a step where it was cut short, as each cluster is at one of its own then.
+    """
     contents: dict[str, list[Any]] = {}
     for folder in base.glob("checkpoint-*"):
         if _FOLDER.fullmatch(folder.name) and (folder / _STATE).is_file():
             tags = complete_tags(cluster_directory(folder, world.cluster_id))
-            of_as_many = [t for t in tags.values() if t["num_clusters"] == world.num_clusters]
-            for tag in of_as_many:  # the data was cut for so many
+            for tag in tags.values():
                 step = None if tag.get("is_preempted") else tag["step"]
-                contents[folder.name] = [step, tag["session"]]
+                contents[folder.name] = [step, tag["session"], tag["num_clusters"]]
     return contents
 
 
