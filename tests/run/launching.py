@@ -38,7 +38,7 @@ def start(command: list[Any], log: Path, **environ: str) -> subprocess.Popen[byt
 
 
 def run(
-    *commands: tuple[list[Any], dict[str, str]], at: Path, timeout_seconds: float = 120
+    *commands: tuple[list[Any], dict[str, str]], at: Path, timeout_seconds: float = 300
 ) -> list[tuple[int, str]]:
     """Run commands side by side; return the status and the output of each."""
     logs = [at / f"log{number}" for number in range(len(commands))]
