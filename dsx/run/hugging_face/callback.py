@@ -43,6 +43,16 @@ def make_callbacks(
     """
     base: Any = transformers_callback.TrainerCallback
 
+    class EndOfTraining(base):
+        """Stands first, so that the others see the finished model at the end."""
+
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            end(trainer)
+
+    return EndOfTraining(), _make_last(base, trainer, handle_of)
+
+
+def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> Any:
     class DsxCallback(base):
         """Stands last among the Trainer's callbacks."""
 
@@ -72,11 +82,7 @@ def make_callbacks(
         def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             is_empty = state.global_step == self.begun_at
             if control.should_training_stop and is_empty and not self.is_agreed:
-                raise RuntimeError(
-                    f"step {state.global_step} of {state.max_steps}: the training data gave this "
-                    "cluster no batch any more, and the others would wait for it: give each "
-                    "cluster as many batches, or set max_steps to what all of them have"
-                )
+                _refuse_no_batch(state)
             self._hold(args, state, control)
 
         def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -96,13 +102,15 @@ def make_callbacks(
             if handle.should_stop():
                 self.is_agreed = control.should_training_stop = True
 
-    class EndOfTraining(base):
-        """Stands first, so that the others see the finished model at the end."""
+    return DsxCallback()
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            end(trainer)
 
-    return EndOfTraining(), DsxCallback()
+def _refuse_no_batch(state: Any) -> None:
+    raise RuntimeError(
+        f"step {state.global_step} of {state.max_steps}: the training data gave this cluster no "
+        "batch any more, and the others would wait for it: give each cluster as many batches, or "
+        "set max_steps to what all of them have"
+    )
 
 
 def _require_same_length(handle: Handle, args: Any, state: Any) -> None:
