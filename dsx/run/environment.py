@@ -108,4 +108,10 @@ def first_of(hosts: str) -> str:
 
 def _port(environ: Mapping[str, str], scheduler: Scheduler) -> str:
     job = "/".join(environ.get(name, "") for name in scheduler.jobs)
+    if not job.strip("/"):
+        raise RuntimeError(
+            f"MASTER_PORT is not set, and {scheduler.name} does not tell its runs apart (none of "
+            f"{', '.join(scheduler.jobs)} is set): set it to a free port of rank 0's host, as by "
+            "`mpirun -genv MASTER_PORT 29500 -n N python -m dsx.run SCRIPT`"
+        )
     return str(_FIRST_PORT + zlib.crc32(job.encode()) % _PORTS)

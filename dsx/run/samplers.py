@@ -40,11 +40,12 @@ def replace_sampler(session: Session) -> None:
 
 
 def _over_all_clusters(world: World, num_replicas: int | None, rank: int | None) -> dict[str, int]:
-    """Return both numbers over all clusters; nothing where a script counts in its own way."""
-    if num_replicas not in (None, world.world_size):
+    """Return both numbers over all clusters; nothing where a script counts beyond this one.
+
+    Fewer replicas than ranks are those of data parallelism beside another kind of it.
+    """
+    count = world.world_size if num_replicas is None else num_replicas
+    if count > world.world_size:
         return {}
     own = world.rank if rank is None else rank
-    return {
-        "num_replicas": world.world_size * world.num_clusters,
-        "rank": world.cluster_id * world.world_size + own,
-    }
+    return {"num_replicas": count * world.num_clusters, "rank": world.cluster_id * count + own}

@@ -59,7 +59,10 @@ def test_mpirun_is_read() -> None:
     }  # fmt: skip
     assert int(adopted({**MPIRUN, "PMIX_NAMESPACE": "prterun-host-82@1"})["MASTER_PORT"]) != port
     hydra = {"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}
-    assert adopted(hydra)["RANK"] == "0"
+    assert adopted({**hydra, "PMI_JOBID": "7"})["RANK"] == "0"
+    assert adopted({**hydra, "MASTER_PORT": "29500"})["RANK"] == "0"
+    with pytest.raises(RuntimeError, match=r"none of PMI_JOBID, HYDRA_JOBID is set"):
+        adopted(hydra)
     with pytest.raises(RuntimeError, match=r"mpirun -x MASTER_ADDR=\$\(hostname\)"):
         adopted({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
     assert adopted({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4", "MASTER_ADDR": "a"})["RANK"] == "1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -20,6 +21,7 @@ from dsx.run.hugging_face import trainer as replaced
 from dsx.run.hugging_face.arguments import replace_arguments
 from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint
+from dsx.run.hugging_face.data import cut_for_cluster
 from dsx.run.session import Session
 
 CALLBACKS = ModuleType("transformers.trainer_callback")
@@ -67,6 +69,20 @@ def test_a_stream_that_has_run_out_is_an_error_and_no_epoch_without_end() -> Non
     callback.on_epoch_end(None, state, control)
     assert handle.done == ["stop"]
     assert not control.should_training_stop
+
+
+def test_a_stop_is_held_wherever_a_callback_asks_and_an_epochs_end_is_refused() -> None:
+    handle = Handle()
+    _, callback = make_callbacks(CALLBACKS, None, lambda _: handle, lambda _: None)  # type: ignore
+    for name in ("step_begin", "substep_end", "pre_optimizer_step", "optimizer_step"):
+        state, control = state_of(5)
+        control.should_training_stop = True
+        getattr(callback, f"on_{name}")(None, state, control)
+        assert not control.should_training_stop
+    assert handle.done == ["stop"] * 4
+    control.should_epoch_stop = True
+    with pytest.raises(ConfigError, match=r"should_epoch_stop, at step 5\), which is not served"):
+        callback.on_step_end(None, state, control)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +159,8 @@ def test_the_trainer_decides_by_cluster_0s_evaluation_while_it_trains() -> None:
 
 class Rendezvous:
     """Meets one other cluster, which tells `theirs`."""
+
+    is_speaker = False
 
     def __init__(self, theirs: Callable[[Any], Any]) -> None:
         self.theirs = theirs
@@ -227,6 +245,14 @@ def test_a_hub_gets_the_runs_name_and_not_a_clusters(
     assert arguments.hub_model_id == name
 
 
+def test_a_package_of_the_scripts_named_datasets_is_not_hugging_faces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", ModuleType("datasets"))
+    world = make_world()
+    assert len(cut_for_cluster([1, 2, 3, 4], world, "split")) == 2
+
+
 def test_what_a_trainer_has_cut_is_not_cut_again_by_a_sampler(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -236,6 +262,10 @@ def test_what_a_trainer_has_cut_is_not_cut_again_by_a_sampler(
     samplers.replace_sampler(session)
     whole = DistributedSampler(range(20), 2, 1)  # type: ignore[arg-type]
     assert (whole.num_replicas, whole.rank, len(whole)) == (4, 3, 5)
+    of_fewer = DistributedSampler(range(20), 1, 0)  # type: ignore[arg-type]
+    assert (of_fewer.num_replicas, of_fewer.rank) == (2, 1)
+    counted_by_the_script = DistributedSampler(range(20), 4, 2)  # type: ignore[arg-type]
+    assert (counted_by_the_script.num_replicas, counted_by_the_script.rank) == (4, 2)
     session.trainers.append(object())
     cut = DistributedSampler(range(20), 2, 1)  # type: ignore[arg-type]
     assert (cut.num_replicas, cut.rank, len(cut)) == (2, 1, 10)

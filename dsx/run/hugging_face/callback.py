@@ -73,7 +73,8 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
                 handle_of(trainer).request_stop("a callback of the Trainer's asks for it")
                 control.should_training_stop = False
 
-        on_evaluate = on_save = _hold
+        on_evaluate = on_save = on_step_begin = on_substep_end = _hold
+        on_pre_optimizer_step = on_optimizer_step = on_prediction_step = _hold
 
         def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self.begun_at = state.global_step
@@ -97,6 +98,12 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._hold(args, state, control)
+            if control.should_epoch_stop:
+                raise ConfigError(
+                    f"a callback of the Trainer's ends an epoch early (should_epoch_stop, at step "
+                    f"{state.global_step}), which is not served: all clusters take the same steps; "
+                    "set max_steps, or stop the training (should_training_stop)"
+                )
             handle = handle_of(trainer)
             handle.preemption.end_if_due()
             if handle.should_stop():

@@ -61,14 +61,15 @@ def cut_for_cluster(data: Any, world: World, wanted: str) -> Any:
 
 def _part(data: Any, world: World, is_stream: bool) -> Any:
     cluster, count = world.cluster_id, world.num_clusters
-    datasets: Any = sys.modules.get("datasets")  # of Hugging Face, if the script has it
-    if datasets is not None and isinstance(data, datasets.IterableDataset):
+    datasets = sys.modules.get("datasets")  # of Hugging Face, or a package of the script's own
+    streams: Any = getattr(datasets, "IterableDataset", ())
+    if isinstance(data, streams) and hasattr(datasets, "Features"):
         from datasets.distributed import split_dataset_by_node  # pyright: ignore
 
         part: Any = split_dataset_by_node(data, rank=cluster, world_size=count)
     elif is_stream:
         part = ClusterStream(data, cluster, count)
-    elif datasets is not None and isinstance(data, datasets.Dataset):
+    elif isinstance(data, getattr(datasets, "Dataset", ())) and hasattr(datasets, "Features"):
         part = data.select(range(cluster, len(data) // count * count, count))
     else:
         return ClusterShard(data, cluster, count)
