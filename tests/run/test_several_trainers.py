@@ -54,7 +54,7 @@ class Handle:
 
 def state_of(step: int) -> tuple[Any, Any]:
     state = SimpleNamespace(global_step=step, max_steps=40)
-    return state, SimpleNamespace(should_training_stop=False)
+    return state, SimpleNamespace(should_training_stop=False, should_epoch_stop=False)
 
 
 def test_a_stream_that_has_run_out_is_an_error_and_no_epoch_without_end() -> None:
@@ -80,9 +80,11 @@ def test_a_stop_is_held_wherever_a_callback_asks_and_an_epochs_end_is_refused() 
         getattr(callback, f"on_{name}")(None, state, control)
         assert not control.should_training_stop
     assert handle.done == ["stop"] * 4
-    control.should_epoch_stop = True
-    with pytest.raises(ConfigError, match=r"should_epoch_stop, at step 5\), which is not served"):
-        callback.on_step_end(None, state, control)
+    for event in (callback.on_step_end, callback.on_substep_end):
+        state, control = state_of(5)
+        control.should_epoch_stop = True
+        with pytest.raises(ConfigError, match=r"should_epoch_stop, at step 5\), which is not"):
+            event(None, state, control)
 
 
 @pytest.mark.parametrize(

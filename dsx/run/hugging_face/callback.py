@@ -69,6 +69,8 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
 
         def _hold(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             is_end = state.global_step >= state.max_steps
+            if control.should_epoch_stop and not self.is_agreed and not is_end:
+                _refuse_early_end(state)
             if control.should_training_stop and not self.is_agreed and not is_end:
                 handle_of(trainer).request_stop("a callback of the Trainer's asks for it")
                 control.should_training_stop = False
@@ -98,18 +100,20 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             self._hold(args, state, control)
-            if control.should_epoch_stop:
-                raise ConfigError(
-                    f"a callback of the Trainer's ends an epoch early (should_epoch_stop, at step "
-                    f"{state.global_step}), which is not served: all clusters take the same steps; "
-                    "set max_steps, or stop the training (should_training_stop)"
-                )
             handle = handle_of(trainer)
             handle.preemption.end_if_due()
             if handle.should_stop():
                 self.is_agreed = control.should_training_stop = True
 
     return DsxCallback()
+
+
+def _refuse_early_end(state: Any) -> None:
+    raise ConfigError(
+        f"a callback of the Trainer's ends an epoch early (should_epoch_stop, at step "
+        f"{state.global_step}), which is not served: all clusters take the same steps; set "
+        "max_steps, or stop the training (should_training_stop)"
+    )
 
 
 def _refuse_no_batch(state: Any) -> None:
