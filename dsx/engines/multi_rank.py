@@ -19,15 +19,11 @@ from dsx.engines.replicated import ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 
 
-class MultiRankAdapter(MastersAdapter):
-    """The masters of one rank; its stage's collectives are `ranks`."""
+class SharedMasters(MastersAdapter):
+    """Masters that several ranks may hold alike; what one has written, all of them gather."""
 
-    ranks: ClusterCollectives
     _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
-    _tied_weights: TiedWeights
     _written: dict[int, None]  # fragments, since they were gathered last
-    _members: list[list[Any]]  # by fragment, the model's trained parameters on this rank
-    _watch: BackwardWatch | None = None
 
     def write(self, fragment: int, source: Tensor) -> None:
         """Overwrite this rank's masters of a fragment, in place."""
@@ -43,6 +39,21 @@ class MultiRankAdapter(MastersAdapter):
     def buffers(self) -> Buffers:
         """Return where that comes from."""
         return Buffers() if self._replica_shards is None else self._replica_shards.buffers
+
+    def _all_gather(self, fragments: Sequence[int]) -> None:
+        """All-gather what the ranks have written. Collective: all have written the same ones."""
+        if self._replica_shards is not None:
+            self._replica_shards.all_gather(fragments)
+        self._written.clear()
+
+
+class MultiRankAdapter(SharedMasters):
+    """The masters of one rank; its stage's collectives are `ranks`."""
+
+    ranks: ClusterCollectives
+    _tied_weights: TiedWeights
+    _members: list[list[Any]]  # by fragment, the model's trained parameters on this rank
+    _watch: BackwardWatch | None = None
 
     def end_inner_step(self) -> None:
         """Start counting the gradients of the next inner step, if they are watched."""
@@ -82,9 +93,3 @@ class MultiRankAdapter(MastersAdapter):
         if was_written:
             self._all_gather(written)
         return self._tied_weights.broadcast(written) or was_written
-
-    def _all_gather(self, fragments: Sequence[int]) -> None:
-        """All-gather what the ranks have written. Collective: all have written the same ones."""
-        if self._replica_shards is not None:
-            self._replica_shards.all_gather(fragments)
-        self._written.clear()

@@ -11,20 +11,20 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from dsx.core.buffers import Buffers
 from dsx.core.types import BackwardTrigger
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import ClusterCollectives, collective_device, new_groups
 from dsx.engines.data_parallel import Placement
 from dsx.engines.masters import Piece
+from dsx.engines.multi_rank import SharedMasters
 from dsx.engines.replicated import ReplicaShards
 from dsx.engines.torch import Optimizers, TorchAdapter
 from dsx.method.method import Method
 
 
-class TorchRanksAdapter(TorchAdapter):
+class TorchRanksAdapter(SharedMasters, TorchAdapter):
     """One rank's part of a module that several train; creating it is collective in the cluster."""
 
     def __init__(
@@ -38,7 +38,7 @@ class TorchRanksAdapter(TorchAdapter):
         schedule = method.schedule
         _require_served(placement, schedule.when)
         self._placement = placement
-        self._written: dict[int, None] = {}  # fragments, since they were gathered last
+        self._written = {}
         # launches inside the backward come between the engine's own collectives: not on its group
         self._group: Any = dist.group.WORLD
         if schedule.when is not None:
@@ -52,26 +52,11 @@ class TorchRanksAdapter(TorchAdapter):
     ) -> Mapping[str, Piece]:
         self.ranks = ClusterCollectives(self._group)
         pieces, copies = self._placement.pieces, self._placement.copies
-        self._replica_shards: ReplicaShards | None = None
+        self._replica_shards = None
         if copies is None:
             return pieces
         self._replica_shards = ReplicaShards(assignment, pieces, copies, collective_device())
         return self._replica_shards.pieces
-
-    @property
-    def buffer_bytes(self) -> int:
-        """Return what gathering replica shards takes."""
-        return 0 if self._replica_shards is None else self._replica_shards.buffer_bytes
-
-    @property
-    def buffers(self) -> Buffers:
-        """Return where that comes from."""
-        return Buffers() if self._replica_shards is None else self._replica_shards.buffers
-
-    def write(self, fragment: int, source: Tensor) -> None:
-        """Overwrite this rank's part of a fragment, in place."""
-        super().write(fragment, source)
-        self._written[fragment] = None
 
     def sync_model_weights(self) -> None:
         """Bring every rank's part to all who hold it; collective in the cluster."""
@@ -91,9 +76,7 @@ class TorchRanksAdapter(TorchAdapter):
         self._hooks += self._watch.hooks
 
     def _gather(self, fragments: Sequence[int]) -> None:
-        if self._replica_shards is not None:
-            self._replica_shards.all_gather(fragments)
-        self._written.clear()
+        self._all_gather(fragments)
         self._placement.drop_gathered()
 
 
