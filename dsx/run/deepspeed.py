@@ -36,7 +36,7 @@ def replace_initialize(session: Session, deepspeed: ModuleType) -> None:
         if config is None:
             return original(*args, **kwargs)
         result = dsx.initialize(**_without_world(given), config=config)
-        session.engines.append(result[0])
+        session.handles.append(result[0].dsx)
         return result
 
     module.initialize = initialize

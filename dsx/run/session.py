@@ -27,7 +27,7 @@ class Session:
 
     def __init__(self, block: RunBlock) -> None:
         self.block = block
-        self.engines: list[Any] = []  # that dsx.run has attached, with a handle as engine.dsx
+        self.handles: list[Any] = []  # of what dsx.run has attached
         self.ended: list[Any] = []  # of them: whose framework has ended its training
         self.seen: list[str] = []  # what has gone by without a block, or without an optimizer
         self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
@@ -90,11 +90,11 @@ class Session:
 
     def finish(self) -> None:
         """End what the script has trained since the last call. Collective over all clusters."""
-        engines, self.engines = self.engines, []
-        for engine in engines:
-            if engine not in self.ended and not engine.dsx.is_finished:
-                engine.dsx.finish()
-            engine.dsx.close()
+        handles, self.handles = self.handles, []
+        for handle in handles:
+            if handle not in self.ended and not handle.is_finished:
+                handle.finish()
+            handle.close()
 
 
 def _require_launcher() -> None:

@@ -12,9 +12,9 @@ from torch.utils.data import IterableDataset
 
 from dsx.config.files import ConfigError
 from dsx.run.block import RunBlock
+from dsx.run.data import ClusterStream, cut_for_cluster
 from dsx.run.hugging_face.arguments import replace_deepspeed_config
 from dsx.run.hugging_face.checkpoints import choose_common, move_into
-from dsx.run.hugging_face.data import ClusterStream
 from dsx.run.hugging_face.trainer import replace_trainer
 from dsx.run.session import RouteNotTaken, Session
 
@@ -80,6 +80,22 @@ def test_a_stream_is_divided_between_clusters() -> None:
     assert [list(part) for part in parts] == [[0, 3, 6, 9], [1, 4, 7], [2, 5, 8]]
     parts[0].set_epoch(2)
     assert numbers.epoch == 2
+
+
+class Sized(Numbers):
+    def __len__(self) -> int:
+        return 10
+
+
+def test_a_stream_that_knows_its_length_keeps_one(caplog: pytest.LogCaptureFixture) -> None:
+    worlds = [SimpleNamespace(cluster_id=m, num_clusters=3, rank=0) for m in range(3)]
+    parts = [cut_for_cluster(Sized(), world, "auto") for world in worlds]  # type: ignore[arg-type]
+    assert [len(part) for part in parts] == [3, 3, 3]
+    assert [list(part) for part in parts] == [[0, 3, 6], [1, 4, 7], [2, 5, 8]]
+    assert "one in 3 of the streamed examples (clusters.data='own' reads all of" in caplog.text
+    assert not hasattr(ClusterStream(Numbers(), 0, 3), "__len__")
+    own: Any = Sized()
+    assert cut_for_cluster(own, worlds[0], "own") is own  # type: ignore[arg-type]
 
 
 def fake_trainer(**arguments: Any) -> Any:

@@ -16,12 +16,12 @@ from torch.utils.data import DistributedSampler
 from dsx.config.files import ConfigError
 from dsx.run import samplers
 from dsx.run.block import RunBlock
+from dsx.run.data import cut_for_cluster
 from dsx.run.hugging_face import checkpoints
 from dsx.run.hugging_face import trainer as replaced
 from dsx.run.hugging_face.arguments import replace_arguments
 from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint
-from dsx.run.hugging_face.data import cut_for_cluster
 from dsx.run.session import Session
 
 CALLBACKS = ModuleType("transformers.trainer_callback")
@@ -190,7 +190,7 @@ def test_all_callbacks_of_the_scripts_see_the_finished_model_at_the_end(
     replaced.replace_trainer(session, module, CALLBACKS)
     assert trainer.train() is None
     assert handle.done == ["finish", "average", "theirs"]
-    assert session.ended == [trainer.deepspeed]
+    assert session.ended == [handle]
 
 
 @pytest.fixture

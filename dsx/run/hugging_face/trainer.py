@@ -19,9 +19,9 @@ from typing import Any
 import dsx
 from dsx.comm.world import current_world
 from dsx.config.files import ConfigError
+from dsx.run.data import cut_for_cluster
 from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint, move_into
-from dsx.run.hugging_face.data import cut_for_cluster
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
 from dsx.training.handle import Handle
@@ -208,7 +208,7 @@ class _Replaced:
             handle.finish()
             keep_exported(handle.loop)
             self._ended.append(trainer)
-        self._session.ended.append(trainer.deepspeed)
+        self._session.ended.append(handle)
 
     def _averaged(self, trainer: Any) -> AbstractContextManager[None]:
         """Return what holds the average, while there is another model to go back to."""

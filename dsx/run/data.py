@@ -1,9 +1,9 @@
-"""A Trainer's training data, cut once per cluster; evaluation data is never cut.
+"""A framework's training data, cut once per cluster; evaluation data is never cut.
 
 What all clusters share is divided: each reads every C-th sample, as many as the others, or of a
-stream every C-th example or shard. What is a cluster's own (by `clusters.data`, or by a look at
-three samples, as for `dsx.initialize(training_data=...)`) is read whole. Within the cluster
-accelerate divides on.
+stream every C-th example or shard. What is a cluster's own is read whole: by `clusters.data`, or
+under "auto" by a look at three samples, as for `dsx.initialize(training_data=...)`. Into a stream
+nobody looks: under "auto" it is divided. Within the cluster the framework divides on.
 """
 
 from __future__ import annotations
@@ -34,12 +34,27 @@ class ClusterStream(IterableDataset[Any]):
         self._num_clusters = num_clusters
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self._stream), self._cluster_id, None, self._num_clusters)
+        return islice(iter(self._stream), self._cluster_id, self._stop, self._num_clusters)
+
+    @property
+    def _stop(self) -> int | None:
+        return None
 
     def __getattr__(self, name: str) -> Any:
         if name == "_stream":  # not there yet, in a copy
             raise AttributeError(name)
         return getattr(self._stream, name)  # set_epoch, and what else it has
+
+
+class SizedClusterStream(ClusterStream):
+    """The same of a stream that knows its length: as many examples in every cluster."""
+
+    def __len__(self) -> int:
+        return len(self._stream) // self._num_clusters
+
+    @property
+    def _stop(self) -> int:
+        return len(self) * self._num_clusters
 
 
 def cut_for_cluster(data: Any, world: World, wanted: str) -> Any:
@@ -68,7 +83,8 @@ def _part(data: Any, world: World, is_stream: bool) -> Any:
 
         part: Any = split_dataset_by_node(data, rank=cluster, world_size=count)
     elif is_stream:
-        part = ClusterStream(data, cluster, count)
+        kind = SizedClusterStream if hasattr(data, "__len__") else ClusterStream
+        part = kind(data, cluster, count)
     elif isinstance(data, getattr(datasets, "Dataset", ())) and hasattr(datasets, "Features"):
         part = data.select(range(cluster, len(data) // count * count, count))
     else:
@@ -83,7 +99,10 @@ def _tell(data: Any, part: Any, world: World, is_stream: bool) -> None:
     if part is data:
         what = "all of its own training data"
     elif is_stream:
-        what = f"one in {world.num_clusters} of the streamed examples"
+        what = (
+            f"one in {world.num_clusters} of the streamed examples (clusters.data='own' reads all "
+            "of them, for a stream of this cluster's own)"
+        )
     else:
         what = f"{len(part):,} of {len(data):,} samples"
     logger.warning("dsx: cluster %d reads %s", world.cluster_id, what)
