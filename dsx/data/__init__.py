@@ -1,9 +1,10 @@
 """Token datasets in Megatron's indexed format, and how clusters share them.
 
-`build` turns text files, and files with a text in each row, into `train.bin/.idx` and `validation.bin/.idx`, which DeepSpeed and
-Megatron scripts read alike. `TokenWindows` cuts such a file into fixed windows; `ClusterBatches`
-(an endless iterator whose position is part of the checkpoint) and `ClusterShard` (a dataset view)
-give each cluster a part of the windows that no other cluster ever reads.
+`build` turns text files, and files with a text in each row, into `train.bin/.idx` and
+`validation.bin/.idx`, which DeepSpeed and Megatron scripts read alike. `TokenWindows` cuts such a
+file into fixed windows; `ClusterBatches` (an endless iterator whose position is part of the
+checkpoint) and `ClusterShard` (a dataset view) give each cluster a part of the windows that no
+other cluster ever reads.
 
 Imports nothing else of dsx but core. Its names are imported when they are first used, numpy and
 torch with them: the command line stays fast.

@@ -1,9 +1,10 @@
 """Which cluster and rank reads which window, with an exact position for the checkpoint.
 
 Cluster m reads only its own windows (shards.py): clusters are disjoint for ever, whatever the seed
-or the epoch. By default those are w with w % num_clusters == m. Each epoch visits the cluster's windows in a new permutation, seeded from
-(seed, epoch, cluster_id) and equal on all ranks of the cluster; the cluster is in the seed so that
-two clusters do not read neighbouring windows of the text in the same step.
+or the epoch. By default those are w with w % num_clusters == m. Each epoch visits the cluster's
+windows in a new permutation, seeded from (seed, epoch, cluster_id) and equal on all ranks of the
+cluster; the cluster is in the seed so that two clusters do not read neighbouring windows of the
+text in the same step.
 
 A round takes world_size * micro_batch_size windows in that order, rank r every world_size-th from
 the r-th on. A window is read at most once per epoch by one rank; a tail that fills no whole round

@@ -1,7 +1,8 @@
-"""`dsx data`: build a dataset from the command line.
+"""`dsx data`: build a dataset from the command line, and compare a copy with its manifest.
 
     dsx data build --from stdlib --out data/stdlib
     dsx data build --from docs notes.txt --out data/mine
+    dsx data check data/mine
 
 A mistake of the user ends with one line on stderr and exit code 2; `--json` prints the summary as
 one JSON object on stdout and nothing else.
@@ -10,8 +11,7 @@ one JSON object on stdout and nothing else.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+import os
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -31,7 +31,7 @@ def data() -> None:
 
 
 @app.command()
-@one_line_errors("data build", ModuleNotFoundError)
+@one_line_errors("data build", ModuleNotFoundError, RuntimeError)
 def build(
     sources: Annotated[
         list[str],
@@ -55,6 +55,10 @@ def build(
     text_key: Annotated[
         str, typer.Option(metavar="NAME", help="The column with the text, where files have rows.")
     ] = "text",
+    workers: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Processes; default: as many as there are cores."),
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Rebuild what is up to date.")] = False,
     validation_fraction: Annotated[
         float, typer.Option("--validation-fraction", help="Share of the documents to hold out.")
@@ -63,11 +67,13 @@ def build(
 ) -> None:
     """Build a dataset from local files: a document of each text file, and of each row of others.
 
-    It writes DIR/train and DIR/validation (.bin, .idx) and DIR/dataset.json.
+    It writes DIR/train and DIR/validation (.bin, .idx) and DIR/dataset.json, the same to the bit
+    with any number of processes. Was it killed, the same command goes on.
     """
     from dsx.data.dataset import build as build_dataset
+    from dsx.data.progress import shown_progress
 
-    with _shown_progress() as progress:
+    with shown_progress() as progress:
         summary = build_dataset(
             [*sources, *(more_sources or [])],
             out,
@@ -75,24 +81,40 @@ def build(
             force=force,
             tokenizer=tokenizer,
             text_key=text_key,
+            workers=workers or len(os.sched_getaffinity(0)),
             progress=progress,
         )
     if as_json:
-        typer.echo(json.dumps(asdict(summary)))
+        fields = asdict(summary)
+        del fields["sketch"]  # of use to programs that read dataset.json
+        typer.echo(json.dumps(fields))
     else:
         _print_table(summary)
 
 
-@contextmanager
-def _shown_progress() -> Generator[Callable[[int, int], object], None, None]:
-    """Give what shows how many documents are written, on stderr where that is a terminal."""
-    from rich.console import Console
-    from rich.progress import Progress
+@app.command()
+@one_line_errors("data check")
+def check(
+    directories: Annotated[
+        list[str], typer.Argument(metavar="DIR...", help="What dsx data build has made.")
+    ],
+) -> None:
+    """Read all tokens of datasets, and compare them with their manifests: after a copy, say.
 
-    console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as bars:
-        bar = bars.add_task("documents", total=None)
-        yield lambda done, of: bars.update(bar, completed=done, total=of)
+    Of several it also says how many documents they have in common. Exits with 1 for a dataset that
+    is not what its dataset.json says.
+    """
+    from dsx.data.check import check_files, tell_overlap
+    from dsx.data.manifest import read_summary
+
+    summaries = [read_summary(directory) for directory in directories]
+    wrong = [problem for summary in summaries if (problem := check_files(summary))]
+    for summary in summaries:
+        typer.echo(f"{summary.path}: content_digest {summary.content_digest}")
+    for line in [*wrong, *tell_overlap(summaries)]:
+        typer.echo(line)
+    if wrong:
+        raise typer.Exit(1)
 
 
 def _print_table(summary: BuildSummary) -> None:

@@ -100,7 +100,10 @@ def read_text(path: Path) -> str | None:
 
 
 def held_out(scores: npt.NDArray[np.float64], fraction: float) -> npt.NDArray[np.bool_]:
-    """Return which documents are for validation, of their scores: neither none nor all of them."""
+    """Return which documents are for validation, of their scores: neither none nor all of them.
+
+    ValueError for less than two.
+    """
     if len(scores) < 2:
         raise ValueError(
             f"the sources hold {len(scores)} non-empty UTF-8 document(s), a train and a validation "

@@ -2,7 +2,8 @@
 
 A row's document is the text in one column (`text`, or what `--text-key` names). Arrow files are
 those of a dataset that Hugging Face's datasets has saved (`save_to_disk`), which names them in its
-state.json. Nothing is downloaded, and rows are read as they are needed.
+state.json. Nothing is downloaded, and rows are read as they are needed: all of them, or a stretch,
+so that several processes share a file.
 """
 
 from __future__ import annotations
@@ -10,13 +11,30 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 TEXT_KEY = "text"
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _ROWS_AT_A_TIME = 1024
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
+
+
+class Stretch(NamedTuple):
+    """A part of a file with rows: from `start` to `stop`, None for its end.
+
+    In bytes of JSON lines: the lines whose first byte lies in it. Else in groups of rows, as
+    Parquet and Arrow have them. Before it there are `rows` rows, and `lines` lines.
+    """
+
+    start: int = 0
+    stop: int | None = None
+    rows: int = 0
+    lines: int = 0
+
+
+WHOLE = Stretch()
 
 
 def has_rows(path: Path) -> bool:
@@ -26,18 +44,44 @@ def has_rows(path: Path) -> bool:
     )
 
 
-def read_rows(path: Path, text_key: str) -> Iterator[str]:
+def is_cut_by_bytes(path: Path) -> bool:
+    """Whether stretches of a file are in bytes: of JSON lines that are not compressed."""
+    return path.name.endswith((".jsonl", ".ndjson"))
+
+
+def rows_of_groups(path: Path) -> list[int]:
+    """Return the number of rows of each group in a Parquet or Arrow file; [] for others."""
+    if path.suffix == ".parquet":
+        with _import_pyarrow("parquet", path).ParquetFile(path) as file:
+            groups = range(file.metadata.num_row_groups)
+            return [file.metadata.row_group(group).num_rows for group in groups]
+    if path.suffix == ".arrow":
+        return [batch.num_rows for batch in _arrow_batches(path, WHOLE)]
+    return []
+
+
+def count_lines(path: Path, stretch: Stretch) -> tuple[int, int]:
+    """Return how many lines and how many rows a stretch of JSON lines has; empty ones are none."""
+    lines = rows = 0
+    with path.open("rb") as file:
+        for line in _lines_of(file, stretch):
+            lines += 1
+            rows += bool(line.strip())
+    return lines, rows
+
+
+def read_rows(path: Path, text_key: str, stretch: Stretch = WHOLE) -> Iterator[str]:
     """Yield the texts of a file's rows, in order; a row without text is "".
 
     ValueError names the file, the row and what is wrong with it, ModuleNotFoundError what to
     install.
     """
     if path.suffix == ".parquet":
-        yield from _of_batches(path, text_key, _parquet_batches(path))
+        yield from _of_batches(path, text_key, _parquet_batches(path, stretch), stretch.rows)
     elif path.suffix == ".arrow":
-        yield from _of_batches(path, text_key, _arrow_batches(path))
+        yield from _of_batches(path, text_key, _arrow_batches(path, stretch), stretch.rows)
     else:
-        yield from _read_lines(path, text_key)
+        yield from _read_lines(path, text_key, stretch)
 
 
 def files_of_saved_dataset(directory: Path, names: list[str]) -> list[str]:
@@ -69,10 +113,27 @@ def _read_json(path: Path) -> dict[str, Any]:
     return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
-def _read_lines(path: Path, text_key: str) -> Iterator[str]:
-    opened: Any = gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
-    with opened as lines:
-        for number, line in enumerate(lines, start=1):
+def _lines_of(file: Any, stretch: Stretch) -> Iterator[bytes]:
+    """Yield the lines whose first byte lies in a stretch."""
+    place = stretch.start
+    if place:
+        file.seek(place - 1)
+        place += len(file.readline()) - 1  # the end of a line that is another stretch's
+    while stretch.stop is None or place < stretch.stop:
+        line = file.readline()
+        if not line:
+            return
+        place += len(line)
+        yield line
+
+
+def _open(path: Path) -> Any:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_lines(path: Path, text_key: str, stretch: Stretch) -> Iterator[str]:
+    with _open(path) as file:
+        for number, line in enumerate(_lines_of(file, stretch), start=stretch.lines + 1):
             if not line.strip():
                 continue
             where = f"line {number} of {path}"
@@ -88,9 +149,8 @@ def _read_lines(path: Path, text_key: str) -> Iterator[str]:
             yield _text(known[text_key], where, text_key)
 
 
-def _of_batches(path: Path, text_key: str, batches: Iterator[Any]) -> Iterator[str]:
-    """Yield one column of batches of rows."""
-    number = 0
+def _of_batches(path: Path, text_key: str, batches: Iterator[Any], number: int) -> Iterator[str]:
+    """Yield one column of batches of rows, before which there are `number` rows."""
     for batch in batches:
         if text_key not in batch.schema.names:
             raise _no_such_key(str(path), text_key, batch.schema.names)
@@ -99,16 +159,19 @@ def _of_batches(path: Path, text_key: str, batches: Iterator[Any]) -> Iterator[s
             yield _text(value, f"row {number} of {path}", text_key)
 
 
-def _parquet_batches(path: Path) -> Iterator[Any]:
+def _parquet_batches(path: Path, stretch: Stretch) -> Iterator[Any]:
     parquet = _import_pyarrow("parquet", path)
     with parquet.ParquetFile(path) as file:
-        yield from file.iter_batches(batch_size=_ROWS_AT_A_TIME)
+        stop = file.metadata.num_row_groups if stretch.stop is None else stretch.stop
+        groups = list(range(stretch.start, stop))
+        yield from file.iter_batches(batch_size=_ROWS_AT_A_TIME, row_groups=groups)
 
 
-def _arrow_batches(path: Path) -> Iterator[Any]:
-    pyarrow = _import_pyarrow("ipc", path)
-    with path.open("rb") as file:
-        yield from pyarrow.open_stream(file)
+def _arrow_batches(path: Path, stretch: Stretch) -> Iterator[Any]:
+    """Yield a stream's batches out of mapped memory: those before the stretch are not read."""
+    ipc, pyarrow = _import_pyarrow("ipc", path), _import_pyarrow("lib", path)
+    with pyarrow.memory_map(str(path)) as file:
+        yield from islice(ipc.open_stream(file), stretch.start, stretch.stop)
 
 
 def _import_pyarrow(module: str, path: Path) -> Any:

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 FORMAT = "dsx-dataset"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+_READ = (1, FORMAT_VERSION)  # the first had no sketch
 MANIFEST = "dataset.json"
 
 SPLITS = ("train", "validation")
@@ -38,7 +39,8 @@ class BuildSummary:
     """What a dataset directory holds; all but `path` and `status` is stored in dataset.json.
 
     `unigram_entropy` is the entropy of the train split's token frequencies in nats per token: the
-    loss of a model that knows the frequencies and nothing else.
+    loss of a model that knows the frequencies and nothing else. `sketch` is that of the documents
+    of both splits (overlap.py), empty where an earlier version has written it.
     """
 
     path: str
@@ -55,6 +57,7 @@ class BuildSummary:
     skipped: SkippedFiles
     sources_digest: str
     content_digest: str
+    sketch: tuple[str, ...] = ()
 
 
 def read_summary(directory: str | os.PathLike[str]) -> BuildSummary:
@@ -66,7 +69,7 @@ def read_summary(directory: str | os.PathLike[str]) -> BuildSummary:
             "create one with: dsx data build --from stdlib --out DIR"
         )
     version = fields.pop("format_version", None)
-    if version != FORMAT_VERSION:
+    if version not in _READ:
         raise ValueError(
             f"{os.fspath(directory)!r} has format version {version}, this dsx reads "
             f"{FORMAT_VERSION}; rebuild it with: dsx data build --force"
@@ -76,6 +79,7 @@ def read_summary(directory: str | os.PathLike[str]) -> BuildSummary:
         fields[split] = SplitSummary(**fields[split])
     fields["skipped"] = SkippedFiles(**fields["skipped"])
     fields["sources"] = tuple(fields["sources"])
+    fields["sketch"] = tuple(fields.get("sketch", ()))
     return BuildSummary(path=os.fspath(directory), status="up to date", **fields)
 
 

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-
 Tokens = npt.NDArray[np.integer]
 _FILE, _SETTINGS = "tokenizer.json", ("tokenizer_config.json", "special_tokens_map.json")
 

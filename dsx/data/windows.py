@@ -12,7 +12,6 @@ data, modes int8; all little endian. The .bin file is memory-mapped, so ranks of
 from __future__ import annotations
 
 import os
-import struct
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
+from dsx.data.indexed import DTYPES, HEADER, MAGIC, VERSION
+
 _TOKENS_AT_A_TIME = 2**22
-_INTEGER_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 
 
 class TokenWindows(Dataset[Tensor]):
@@ -107,26 +104,26 @@ def _read_index(path: Path) -> tuple[np.dtype[np.integer], int]:
     """Return the token dtype and the number of tokens that the .idx file describes."""
     size = path.stat().st_size
     with path.open("rb") as stream:
-        header = stream.read(_HEADER.size)
-    if header[: len(_MAGIC)] != _MAGIC:
+        header = stream.read(HEADER.size)
+    if header[: len(MAGIC)] != MAGIC:
         raise ValueError(
-            f"{str(path)!r} starts with {header[: len(_MAGIC)]!r}, an index with {_MAGIC!r}; this "
-            " is not Megatron's indexed format: build it with dsx data build"
+            f"{str(path)!r} starts with {header[: len(MAGIC)]!r}, an index with {MAGIC!r}; this "
+            "is not Megatron's indexed format: build it with dsx data build"
         )
-    if len(header) < _HEADER.size:
+    if len(header) < HEADER.size:
         raise ValueError(f"{str(path)!r} is truncated in its header; build or copy it again")
-    _, version, code, num_sequences, num_bounds = _HEADER.unpack(header)
-    if version != _VERSION:
+    _, version, code, num_sequences, num_bounds = HEADER.unpack(header)
+    if version != VERSION:
         raise ValueError(
-            f"{str(path)!r} has index version {version}, only {_VERSION} exists; build it again"
+            f"{str(path)!r} has index version {version}, only {VERSION} exists; build it again"
         )
-    if code not in _INTEGER_DTYPES:
+    if code not in DTYPES:
         raise ValueError(
             f"{str(path)!r} has dtype code {code}, token ids need one of "
-            f"{sorted(_INTEGER_DTYPES)}; build it again from integer tokens"
+            f"{sorted(DTYPES)}; build it again from integer tokens"
         )
-    dtype = np.dtype(_INTEGER_DTYPES[code])
-    expected = _HEADER.size + 12 * num_sequences + 8 * num_bounds
+    dtype = np.dtype(DTYPES[code])
+    expected = HEADER.size + 12 * num_sequences + 8 * num_bounds
     if size not in (expected, expected + num_sequences):  # the modes of multimodal data
         raise ValueError(
             f"{str(path)!r} has {size} bytes, its header says {expected}; the file is truncated: "
@@ -139,8 +136,8 @@ def _count_tokens(path: Path, itemsize: int, num_sequences: int) -> int:
     """Sum the lengths; raise ValueError unless the sequences lie end to end in the .bin."""
     if num_sequences == 0:
         return 0
-    lengths = np.memmap(path, dtype="<i4", mode="r", offset=_HEADER.size, shape=num_sequences)
-    offsets_start = _HEADER.size + 4 * num_sequences
+    lengths = np.memmap(path, dtype="<i4", mode="r", offset=HEADER.size, shape=num_sequences)
+    offsets_start = HEADER.size + 4 * num_sequences
     offsets = np.memmap(path, dtype="<i8", mode="r", offset=offsets_start, shape=num_sequences)
     num_tokens = int(lengths.sum(dtype=np.int64))
     if int(offsets[-1]) != (num_tokens - int(lengths[-1])) * itemsize:

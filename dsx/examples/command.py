@@ -37,11 +37,9 @@ def quickstart(context: typer.Context) -> None:
     Further options go to the training script: `dsx quickstart --steps 40`. It lists its own with
     `dsx quickstart -- --help`.
     """
-    missing = [name for name in ("deepspeed", "megatron") if find_spec(name) is None]
-    if missing:
+    if find_spec("deepspeed") is None:
         raise ModuleNotFoundError(
-            f"needs DeepSpeed to train, and megatron-core to build its data; no {missing[0]} here: "
-            'pip install "dsx-train[deepspeed,megatron]"'
+            'needs DeepSpeed to train, which is not here: pip install "dsx-train[deepspeed]"'
         )
     if {"-h", "--help"} & set(context.args):
         _replace_process(["-m", _SCRIPT, "--help"], dict(os.environ))

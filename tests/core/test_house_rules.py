@@ -39,8 +39,6 @@ def test_only_adapters_know_engines_and_process_groups(path: Path) -> None:
     if module.startswith((*MAY_IMPORT_ENGINES, *WORKERS)):
         return
     engines = {n for n in imports(path) if n.split(".")[0] in ("deepspeed", "megatron")}
-    if module.startswith("data"):  # the builder writes through megatron-core
-        engines = {n for n in engines if not n.startswith("megatron.core.datasets")}
     assert not engines
     assert not any(n.startswith("torch.distributed") for n in imports(path))
 

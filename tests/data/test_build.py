@@ -32,11 +32,6 @@ def corpus(tmp_path: Path) -> Path:
     return root
 
 
-@pytest.fixture
-def indexed_dataset() -> None:
-    pytest.importorskip("megatron.core")
-
-
 def documents(prefix: Path) -> list[str]:
     """Split the token stream at the end-of-document ids."""
     tokens = np.asarray(open_tokens(prefix))
@@ -45,7 +40,6 @@ def documents(prefix: Path) -> list[str]:
     return [ByteTokenizer().decode(part) for part in np.split(tokens, ends + 1)[:-1]]
 
 
-@pytest.mark.usefixtures("indexed_dataset")
 class TestBuilt:
     def test_every_file_is_one_document_of_one_split(self, corpus: Path, tmp_path: Path) -> None:
         (corpus / "empty.txt").write_text("")
@@ -84,7 +78,7 @@ class TestBuilt:
         text = (out / "dataset.json").read_text()
         assert str(tmp_path) not in text
         fields = json.loads(text)
-        assert (fields["format"], fields["format_version"]) == ("dsx-dataset", 1)
+        assert (fields["format"], fields["format_version"]) == ("dsx-dataset", 2)
         assert (fields["tokenizer"], fields["vocab_size"], fields["eod"]) == ("byte", 257, 256)
         assert (fields["dtype"], fields["sources"]) == ("uint16", ["texts"])
         again = read_summary(out)
@@ -130,8 +124,12 @@ class TestBuilt:
             build([corpus], out, force=True)
         assert (out / "notes.txt").read_text() == "mine"
 
-    def test_failed_build_leaves_the_old_dataset(
-        self, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_failed_build_leaves_the_old_dataset_and_what_is_finished(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         out = tmp_path / "out"
         first = build([corpus], out)
@@ -143,6 +141,9 @@ class TestBuilt:
         with pytest.raises(OSError, match="disk full"):
             build([corpus], out, force=True)
         assert read_summary(out).content_digest == first.content_digest
+        assert f"is kept in {tmp_path / '.out.partial'}: the same build goes on" in caplog.text
+        monkeypatch.undo()
+        build([corpus], out)  # is up to date: what is left over is not needed
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "texts"]
 
 
@@ -171,15 +172,6 @@ def test_too_few_files_leave_nothing_behind(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["one.txt"]
 
 
-def test_missing_megatron_says_how_to_install_it(
-    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "megatron.core.datasets.indexed_dataset", None)
-    with pytest.raises(ModuleNotFoundError, match=r'pip install "dsx-train\[megatron\]"'):
-        build([corpus], tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_importing_the_package_and_its_command_is_light() -> None:
     code = (
         "import sys, dsx.data.command\n"
@@ -191,7 +183,6 @@ def test_importing_the_package_and_its_command_is_light() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-@pytest.mark.usefixtures("indexed_dataset")
 def test_command_takes_several_sources_after_one_from(corpus: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_text("one")

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from dsx.data import build
 from dsx.data.command import app
+from dsx.data.dataset import Progress
 from dsx.data.tokenizer import ByteTokenizer, FolderTokenizer
 from dsx.data.windows import open_tokens
 from tests.data.test_build import documents
@@ -30,7 +31,6 @@ def everything(out: Path) -> list[str]:
     return sorted(documents(out / "train") + documents(out / "validation"))
 
 
-@pytest.mark.usefixtures("indexed_dataset")
 def test_json_lines_are_documents(tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
@@ -49,16 +49,10 @@ def test_json_lines_are_documents(tmp_path: Path) -> None:
     assert set(documents(tmp_path / "out" / "validation")) <= held
 
 
-@pytest.fixture
-def indexed_dataset() -> None:
-    pytest.importorskip("megatron.core")
-
-
-@pytest.mark.usefixtures("indexed_dataset")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"text": "a"}\n{"body": "b"}\n', r"line 2 of .*a.jsonl has no 'text', but 'body'; give --"),
+        ('{"text": "a"}\n{"body": "b"}\n', r"line 2 of .*a.jsonl has no 'text', but 'body'; give"),
         ('{"text": "a"}\n{"text": 7}\n', "line 2 of .* 'text' holds int, and a text is read"),
         ('{"text": "a"}\n{"text": \n', "line 2 of .* is not valid JSON: .* mend or remove it"),
         ('{"text": "a"}\n["b"]\n', "line 2 of .* must hold an object"),
@@ -71,15 +65,15 @@ def test_lines_that_are_none(text: str, message: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.usefixtures("indexed_dataset")
 def test_another_column_and_progress(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(TEXTS, "body"))
-    told: list[tuple[int, int]] = []
-    build(
-        [tmp_path / "a.jsonl"], tmp_path / "out", text_key="body",
-        progress=lambda done, of: told.append((done, of)),
-    )  # fmt: skip
-    assert everything(tmp_path / "out") == sorted(TEXTS) and told[-1] == (60, 60)
+    told: list[Progress] = []
+    summary = build([tmp_path / "a.jsonl"], tmp_path / "out", text_key="body", progress=told.append)
+    tokens = summary.train.num_tokens + summary.validation.num_tokens
+    size = (tmp_path / "a.jsonl").stat().st_size
+    assert everything(tmp_path / "out") == sorted(TEXTS)
+    assert told[0] == Progress(size, 0, 0, 0, 0, 0)
+    assert told[-1] == Progress(size, size, 0, 60, tokens, tokens)
     arguments = ["build", "--from", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "other")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2 and "give --text-key the one with the text" in result.stderr
@@ -87,7 +81,6 @@ def test_another_column_and_progress(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @needs("pyarrow", "datasets")
-@pytest.mark.usefixtures("indexed_dataset")
 def test_parquet_and_saved_datasets(tmp_path: Path) -> None:
     import datasets
 
@@ -109,7 +102,6 @@ def test_parquet_and_saved_datasets(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 @needs("tokenizers")
-@pytest.mark.usefixtures("indexed_dataset")
 def test_a_hugging_face_tokenizer(tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel

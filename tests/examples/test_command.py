@@ -60,7 +60,7 @@ def test_a_missing_engine_is_named_with_what_to_install(monkeypatch: pytest.Monk
     done = CliRunner().invoke(app, ["quickstart"])
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
     assert done.stderr.startswith("dsx quickstart: ")
-    assert 'pip install "dsx-train[deepspeed,megatron]"' in done.stderr
+    assert 'pip install "dsx-train[deepspeed]"' in done.stderr
 
 
 def test_the_configuration_of_the_readme_is_the_one_it_takes() -> None:
