@@ -23,6 +23,7 @@ from dsx.core.transport import PeerLost, Submission
 from tests.distributed import free_port, run_distributed
 
 NUM_LOSSES = 24
+_stores: list[dist.Store] = []  # the server lives as long as its process, which ends with all
 
 
 def lose_one_again_and_again(num_clusters: int, num_losses: int) -> list[tuple[int, str]]:
@@ -31,6 +32,7 @@ def lose_one_again_and_again(num_clusters: int, num_losses: int) -> list[tuple[i
     cluster = int(os.environ["RANK"])
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(address, port, num_clusters, is_master=cluster == 0)
+    _stores.append(store)
     device, seat = open_device("lo"), Seat.of(cluster, num_clusters)
     said: list[tuple[int, str]] = []
     for loss in range(num_losses):

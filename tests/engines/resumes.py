@@ -314,7 +314,8 @@ def snapshot(engine: Any) -> dict[str, Any]:
             held[f"outer.{key}/{fragment.id}"] = tensor
     held["history"] = loop.history.state_dict()
     totals = loop.totals
-    held["totals"] = [totals.bytes_sent, totals.syncs, totals.refused]
+    held["totals"] = [totals.syncs, totals.refused]
+    held["bytes sent"] = totals.bytes_sent
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in held.items()}
 
 
