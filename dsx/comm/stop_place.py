@@ -7,7 +7,8 @@ that ranks which wait for each other, in a collective or a pipeline, cannot keep
 answering.
 
 A rank that waits at a boundary for a transfer can stop right there: the transfer is put off, by all
-ranks of its stage (outer/deferral.py), and whoever goes on from the checkpoint applies it first.
+ranks of its stage (outer/deferral.py), no rank of another stage goes on, and whoever goes on from
+the checkpoint applies it first.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class StopPlace:
     def may_leave(self, has_put_off: bool = False) -> bool:
         """Whether training goes on after this boundary.
 
-        `has_put_off`: a rank of this stage has been asked for a stop, and left a transfer.
+        `has_put_off`: a rank of the cluster has been asked for a stop, and left a transfer here.
         """
         with self._lock:
             if not (self._is_said or has_put_off):

@@ -169,7 +169,7 @@ class Handle:
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
-        self.preemption.pass_boundary(self._saving.naming_last)
+        self.preemption.pass_boundary()
         return was_written
 
     def skip_inner_step(self) -> None:

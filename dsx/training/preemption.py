@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager
 from pathlib import Path
 from signal import Signals as Signal
 from typing import Any, NoReturn, Protocol
@@ -91,13 +90,9 @@ class Preemption:
         self.is_finished = False
         self.place.begin(self._loop.history.step + 1)
 
-    def pass_boundary(self, naming: Callable[[], AbstractContextManager[None]]) -> None:
-        """Leave a boundary: to the next step, or the end; `naming` names the last checkpoint."""
-        deferral = self._loop.deferral
-        self.is_due = not self.place.may_leave(deferral.is_deferred)
-        if deferral.is_deferred and not self.is_due:
-            with naming():
-                self._loop.end_boundary()  # another pipeline stage is past it: it is waited for
+    def pass_boundary(self) -> None:
+        """Leave a boundary: to the next step, or the end. Collective over a pipeline's stages."""
+        self.is_due = not self.place.may_leave(self._loop.deferral.is_in_any_stage())
         self.grace.pass_boundary()
         self._boundaries += 1
         if self._boundaries == 1 and self._listens and self._world.rank == 0:

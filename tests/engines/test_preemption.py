@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
 from dsx.comm.world import current_world
+from dsx.core.exchange import Exchange
+from dsx.core.transport import Pending, Submission
+from dsx.outer.resuming import Unresumed
 from dsx.training import preemption
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet
@@ -23,7 +27,8 @@ class Told(NamedTuple):
     """Rank `who`, over all clusters (0, 1: cluster 0), gets a signal after step `at`.
 
     The other cluster has taken `ahead` steps by then: as many as it can, where it waits at the end
-    of the last one for the first cluster.
+    of the last one for the first cluster. It hears of the end from step `heard_at` on. What `who`
+    launches at step `withheld` does not get out before.
     """
 
     place: str
@@ -31,6 +36,8 @@ class Told(NamedTuple):
     who: int
     at: int
     ahead: int
+    heard_at: int = 0
+    withheld: int = 0
 
 
 QUICK = [
@@ -46,7 +53,20 @@ MORE = [
     Told("zero1, bf16", "dilocox", 2, 13, 14),
     Told("pipeline, zero1", "diloco", 3, 9, 11),
     Told("pipeline, zero1", "streaming_diloco", 0, 9, 9),
+    Told(
+        "pipeline, zero1", "streaming_diloco", 0, 12, 12, heard_at=14, withheld=12
+    ),  # one stage waits
 ]
+
+
+def withhold(transport: Any, step: int) -> None:
+    """Let nothing of what is launched at a step get out."""
+    submit = transport.submit
+
+    def submit_unless(what: Submission, exchange: Exchange) -> Pending:
+        return Unresumed(what) if what.step == step else submit(what, exchange)
+
+    transport.submit = submit_unless
 
 
 def train_until_told(engine: Any, told: Told, last: int, name: str) -> int:
@@ -54,12 +74,21 @@ def train_until_told(engine: Any, told: Told, last: int, name: str) -> int:
     rank = 2 * engine.dsx.cluster_id + engine.global_rank
     own, other = engine.dsx.cluster_id, 1 - engine.dsx.cluster_id
     pace = current_world().rendezvous.group_store(name)
+    preemption = engine.dsx.preemption
+    if own != told.who // 2:
+        hear = preemption._listen
+        preemption._listen = lambda: hear() if engine.dsx.step >= told.heard_at else None
+    if rank == told.who and told.withheld:
+        withhold(engine.dsx.loop.transport, told.withheld)
     try:
         for step in range(1, last + 1):
             if own == told.who // 2 and step == told.at + 1:
                 pace.wait([f"{other} took {told.ahead}"])
                 if rank == told.who:
                     os.kill(os.getpid(), signal.SIGUSR2)
+                until = time.monotonic() + 30  # steps are shorter here than a thread's turn
+                while not preemption.place.reason and time.monotonic() < until:
+                    time.sleep(0.01)
             take_step(engine, step)
             pace.set(f"{own} took {step}", "")
         engine.dsx.finish()
@@ -116,6 +145,8 @@ def test_a_signal_to_one_rank_saves_all_and_all_go_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("told", MORE, ids=lambda told: f"{told.row}, {told.place}")
+@pytest.mark.parametrize(
+    "told", MORE, ids=lambda told: f"{told.row}, {told.place}, {told.at}, {told.heard_at}"
+)
 def test_more_are_saved_and_go_on(tmp_path: Path, told: Told) -> None:
     saved_and_gone_on_with(tmp_path, [told])
