@@ -38,7 +38,7 @@ from safetensors.torch import save_file
 import dsx
 from dsx.config.files import read_json
 from dsx.core.units import format_bytes
-from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
+from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary, require_same
 from dsx.examples.arguments import positive
 from dsx.examples.scaled_down import scale_down_flags
 from dsx.examples.training_run import (
@@ -211,6 +211,7 @@ def set_up(arguments: argparse.Namespace) -> Run:
     )
     facts = {"global_batch_size": arguments.global_batch_size}  # the mean is not weighted
     handle = dsx.attach_megatron(engine.chunks, engine.optimizer, config=config, facts=facts)
+    require_same(batches, handle.gather)
     handle.track(data=batches)
     if arguments.load:
         load(arguments, engine, handle)

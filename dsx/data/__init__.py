@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from dsx.data.cluster_batches import ClusterBatches, ClusterShard
     from dsx.data.corpus import Corpus, find_corpus
     from dsx.data.dataset import build
+    from dsx.data.identity import require_same
     from dsx.data.manifest import BuildSummary, SkippedFiles, SplitSummary, read_summary
     from dsx.data.tokenizer import ByteTokenizer
     from dsx.data.windows import TokenWindows
@@ -35,12 +36,14 @@ __all__ = [
     "build",
     "find_corpus",
     "read_summary",
+    "require_same",
 ]
 
 _NAMES = {  # no public name may be that of a module here, which would take its place
     "cluster_batches": ("ClusterBatches", "ClusterShard"),
     "corpus": ("Corpus", "find_corpus"),
     "dataset": ("build",),
+    "identity": ("require_same",),
     "manifest": ("BuildSummary", "SkippedFiles", "SplitSummary", "read_summary"),
     "tokenizer": ("ByteTokenizer",),
     "windows": ("TokenWindows",),

@@ -6,7 +6,7 @@ import argparse
 import math
 from pathlib import Path
 
-SHARDS = ("iid", "contiguous", "skewed")  # of dsx.data.shards, which reads numpy
+SHARDS = ("iid", "contiguous", "skewed", "own")  # but for the last, of dsx.data.shards
 MOST = 10**9
 
 
@@ -34,7 +34,12 @@ def pretraining_arguments() -> argparse.ArgumentParser:
     add("--qk-norm", action="store_true", help="normalise queries and keys")
     add("--z-loss", type=weight, default=0.0, metavar="W", help="weight of log(Z)^2 in training")
     add("--seed", type=seed, default=0, help="of the weights and of the order of the data")
-    add("--shards", choices=SHARDS, default="iid", help="whether clusters read the like")
+    add(
+        "--shards",
+        choices=SHARDS,
+        default="iid",
+        help="whether clusters read the like; own: each all",
+    )
     add("--save-interval", type=positive, help="steps between checkpoints; none: at the end only")
     add("--max-minutes", type=minutes, metavar="M", help="stop early, save, and end as ever")
     add("--resume", action="store_true", help="go on from the newest checkpoint in --run-dir")

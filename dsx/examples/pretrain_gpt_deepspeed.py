@@ -37,7 +37,7 @@ from safetensors.torch import save_file
 import dsx
 from dsx.config.files import read_json
 from dsx.core.units import format_bytes
-from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary
+from dsx.data import BuildSummary, ClusterBatches, TokenWindows, read_summary, require_same
 from dsx.examples.arguments import pretraining_arguments, require_heads
 from dsx.examples.gpt import GPT, GPTConfig
 from dsx.examples.gpt_pipeline import as_pipeline, gather_weights, with_targets
@@ -149,16 +149,7 @@ def set_up(arguments: argparse.Namespace) -> Run:
         lr_scheduler=take_torch_schedule(config),
         config=config,
     )
-    batches = ClusterBatches(
-        train,
-        engine.train_micro_batch_size_per_gpu(),
-        cluster_id=world.cluster_id,
-        num_clusters=world.num_clusters,
-        rank=dist.get_rank(engine.data_parallel_group),
-        world_size=engine.dp_world_size,
-        seed=arguments.seed,
-        shards=arguments.shards,
-    )
+    batches = divide(train, world, engine, arguments)
     engine.dsx.track(data=batches)
     rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")
     reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
@@ -181,6 +172,26 @@ def set_up(arguments: argparse.Namespace) -> Run:
         arguments, dataset, validation, world, engine, shape, num_parameters, batches,
         str(checkpoints), console,
     )  # fmt: skip
+
+
+def divide(
+    data: TokenWindows, world: dsx.World, engine: Any, arguments: argparse.Namespace
+) -> ClusterBatches:
+    """Return this rank's batches of data that all clusters share, or of the cluster's own."""
+    is_own = arguments.shards == "own"
+    batches = ClusterBatches(
+        data,
+        engine.train_micro_batch_size_per_gpu(),
+        cluster_id=0 if is_own else world.cluster_id,
+        num_clusters=1 if is_own else world.num_clusters,
+        rank=dist.get_rank(engine.data_parallel_group),
+        world_size=engine.dp_world_size,
+        seed=arguments.seed,
+        shards="iid" if is_own else arguments.shards,
+    )
+    if not is_own:
+        require_same(batches, engine.dsx.gather)
+    return batches
 
 
 def train(run: Run) -> Counters:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations
+from typing import Any
 
 from dsx.comm.rendezvous import Rendezvous
+from dsx.data.identity import MANY, Build, common_share, difference, require_one_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -19,13 +22,15 @@ logger = logging.getLogger(__name__)
 class Source:
     """A part of a cluster's data: `name` for people, `digest` of its content, if it is known.
 
-    `weight` is its share in a blend, as it was given.
+    `weight` is its share in a blend, as it was given; `build` what dataset.json says of it, of a
+    dataset of `dsx data build`.
     """
 
     name: str
     digest: str | None
     num_tokens: int | None = None
     weight: str | None = None
+    build: Build | None = None
 
     @property
     def identity(self) -> str:
@@ -51,7 +56,8 @@ def share_data(rendezvous: Rendezvous, wanted: str, own: Sequence[Source]) -> bo
     cannot be told.
     """
     told = rendezvous.gather("training data", [asdict(source) for source in own])
-    everyone = [[Source(**entry) for entry in entries] for entries in told]
+    everyone = [[_source(entry) for entry in entries] for entries in told]
+    _require_one_build(everyone, wanted)
     is_same, common = are_same(everyone), _in_common(everyone)
     if wanted == "auto":
         if not is_same:
@@ -67,6 +73,40 @@ def share_data(rendezvous: Rendezvous, wanted: str, own: Sequence[Source]) -> bo
             "clusters.data='own', but %s: they read the same samples; 'split' divides them", common
         )
     return wanted == "split"
+
+
+def _source(entry: dict[str, Any]) -> Source:
+    source = Source(**entry)
+    build: Any = entry["build"]
+    return source if build is None else replace(source, build=Build(**build))
+
+
+def _require_one_build(everyone: Sequence[Sequence[Source]], wanted: str) -> None:
+    """Raise ValueError where clusters have several builds of what seems to be the same data.
+
+    That is so for what is said to be shared, and for builds with many documents in common that
+    nobody has said to be each cluster's own.
+    """
+    builds = [
+        (cluster, source.build)
+        for cluster, own in enumerate(everyone)
+        for source in own
+        if source.build is not None
+    ]
+    require_one_tokenizer(builds)
+    if wanted == "own":
+        return
+    for first, second in combinations(builds, 2):
+        if first[0] == second[0] or first[1].content == second[1].content:
+            continue
+        places = [[s.build for s in everyone[n]].index(build) for n, build in (first, second)]
+        is_meant = wanted == "split" and places[0] == places[1]
+        if is_meant or common_share(first[1], second[1]) >= MANY:
+            raise ValueError(
+                f"{difference(first, second)}; copy one of them to the other site (dsx data check "
+                "says whether it has come whole), or say clusters.data='own', with which each "
+                "cluster reads all of its own"
+            )
 
 
 def are_same(everyone: Sequence[Sequence[Source]]) -> bool:

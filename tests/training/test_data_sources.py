@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from dsx.comm.rendezvous import Rendezvous
 from dsx.comm.topology import RankInfo
+from dsx.data.identity import Build
 from dsx.training.data_sources import Source, describe, share_data
 
 HERE, THERE = Source("here", "1"), Source("there", "2")
@@ -71,6 +72,35 @@ def test_a_wrong_word_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
         decide("split", [HERE], [HERE])
         decide("own", [HERE], [THERE])
     assert not caplog.text
+
+
+def built(name: str, content: str, documents: range, tokenizer: str = "byte") -> Source:
+    sketch = tuple(f"{number:016x}" for number in documents)
+    return Source(name, content, build=Build(name, content, tokenizer, sketch))
+
+
+def test_two_builds_of_the_same_documents_are_refused_unless_they_are_declared() -> None:
+    ours, near = built("a", "1", range(100)), built("b", "2", range(10, 110))
+    for wanted in ("auto", "split"):
+        (message,) = decide(wanted, [HERE, ours], [HERE, near])
+        assert "cluster 0's a is 1, and cluster 1's b is 2, and about 90 % of" in str(message)
+        assert "or say clusters.data='own'" in str(message)
+    assert decide("own", [ours], [near]) == {False}
+
+
+def test_builds_without_common_documents_are_each_cluster_s_own() -> None:
+    ours, other = built("a", "1", range(100)), built("b", "2", range(98, 198))
+    assert decide("auto", [ours], [other]) == {False}  # two in common, by chance
+    (message,) = decide("split", [ours], [other])
+    assert "the training data differs: by the content_digest of dataset.json" in str(message)
+    assert decide("auto", [ours], [built("elsewhere", "1", range(100))]) == {True}
+
+
+def test_another_tokenizer_is_refused_whosever_the_data_is() -> None:
+    ours, theirs = built("a", "1", range(9)), built("b", "2", range(50, 60), "gpt2 0123")
+    for wanted in ("auto", "split", "own"):
+        (message,) = decide(wanted, [ours], [theirs])
+        assert "tokenizer 'byte', that of cluster 1 (b) 'gpt2 0123'" in str(message)
 
 
 def test_a_line_names_data_and_tokens() -> None:

@@ -26,6 +26,8 @@ from torch.utils.data import IterableDataset
 
 from dsx.comm.world import World
 from dsx.data.cluster_batches import ClusterShard
+from dsx.data.identity import build_of
+from dsx.data.windows import TokenWindows
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.data_sources import Source, share_data
 
@@ -62,7 +64,8 @@ def source_of(data: Any) -> Source:
     random.setstate(state[0])
     np.random.set_state(state[1])
     digest = _digest(first)
-    return Source(name, digest if digest == _digest(again) else None)
+    build = build_of(data.prefix) if isinstance(data, TokenWindows) else None
+    return Source(name, digest if digest == _digest(again) else None, build=build)
 
 
 def _digest(value: Any) -> str | None:

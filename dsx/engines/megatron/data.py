@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+from dsx.data.identity import build_of
 from dsx.data.windows import open_tokens
 from dsx.training.data_sources import Source
 
@@ -57,7 +58,7 @@ def source_of(prefix: str, weight: str | None = None) -> Source:
             hasher.update(stream.read(_END))
             stream.seek(max(0, size - _END))
             hasher.update(stream.read())
-    return Source(prefix, hasher.hexdigest(), _count_tokens(prefix), weight)
+    return Source(prefix, hasher.hexdigest(), _count_tokens(prefix), weight, build_of(prefix))
 
 
 def _sources(blend: str | Sequence[str]) -> list[Source]:
