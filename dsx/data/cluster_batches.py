@@ -30,6 +30,10 @@ from dsx.data.shards import Shards, WindowDataset, windows_of
 logger = logging.getLogger(__name__)
 
 
+class OfWhole(int):
+    """An index into the whole dataset of a `ClusterShard`, not into the cluster's part of it."""
+
+
 class ClusterShard(Dataset[Tensor]):
     """The windows of one cluster as a dataset, for a DataLoader of your own.
 
@@ -82,6 +86,8 @@ class ClusterShard(Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         """Return the cluster's window `index`, counted from its own first one."""
+        if isinstance(index, OfWhole):
+            return self.dataset[int(index)]
         if not 0 <= index < len(self):
             raise IndexError(f"window {index} is outside 0..{len(self) - 1} of this cluster")
         return self.dataset[int(self._windows[index])]

@@ -279,8 +279,8 @@ def take_step(engine: Any, step: int, in_between: Callable[[], None] | None = No
             in_between()
 
 
-def snapshot(engine: Any) -> dict[str, Any]:
-    """Return all that this rank holds, by name: tensors, and JSON values. Waits for transfers."""
+def inner_snapshot(engine: Any) -> dict[str, Any]:
+    """Return what DeepSpeed itself holds on this rank, by name; of an engine without dsx, too."""
     held: dict[str, Any] = {f"weight/{name}": w for name, w in weights(engine).items()}
     inner = stepping_optimizer(engine)
     for name, piece in locate(engine).pieces(trained_parameters(engine)).items():
@@ -292,6 +292,12 @@ def snapshot(engine: Any) -> dict[str, Any]:
             )
     held["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in inner.param_groups]
     held["engine"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
+    return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in held.items()}
+
+
+def snapshot(engine: Any) -> dict[str, Any]:
+    """Return all that this rank holds, by name: tensors, and JSON values. Waits for transfers."""
+    held = inner_snapshot(engine)
     loop = engine.dsx.loop
     held["in flight"] = []
     for index, transfer in enumerate(loop.in_flight):

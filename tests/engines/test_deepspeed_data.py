@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class Stream(IterableDataset[Any]):
         return iter(())
 
 
-def build(num_stages: int, samples: Any = None, **clusters: Any) -> Any:
+def build(num_stages: int, samples: Any = None, is_plain: bool = False, **clusters: Any) -> Any:
     import deepspeed
     from deepspeed.pipe import PipelineModule
 
@@ -71,8 +72,11 @@ def build(num_stages: int, samples: Any = None, **clusters: Any) -> Any:
             layers, num_stages=num_stages, loss_fn=torch.nn.MSELoss(), partition_method="uniform"
         )
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
-    assert deepspeed
-    return dsx.initialize(
+    start = dsx.initialize
+    if is_plain:
+        config.pop("dsx")
+        start = partial(deepspeed.initialize, dist_init_required=False)
+    return start(
         model=model, config=config, optimizer=optimizer, training_data=samples or Samples()
     )
 

@@ -45,10 +45,17 @@ from dsx.engines.deepspeed.pipeline import (
     name_in_model,
 )
 from dsx.engines.deepspeed.preemption import EndOfEngine
+from dsx.engines.deepspeed.synchronous import (
+    UNIVERSAL,
+    begin_from,
+    find_plain,
+    plain_beside,
+    read_facts,
+    require_loadable,
+)
 from dsx.engines.resume_point import choose
 from dsx.training.handle import Handle
 
-UNIVERSAL = "_universal"
 logger = logging.getLogger(__name__)
 
 
@@ -88,28 +95,54 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> Any:
-        """Load as DeepSpeed does, from this cluster's directory, with the outer state."""
+        """Load as DeepSpeed does, from this cluster's directory, with the outer state.
+
+        Where there is none, but a checkpoint of plain DeepSpeed, the run begins from that.
+        """
         _require_everything(load_optimizer_states and not load_module_only)
-        source, tag = choose(handle.gather, world, load_dir, tag, handle.only_before)
+        takes_schedule = load_lr_scheduler_states
+
+        def load_engine(directory: Path, own_tag: str, num_ranks: int) -> Any:
+            _require_no_code(handle, world, directory.parent / own_tag)
+            with _hinting_at_universal(num_ranks, directory, world):
+                result = load_checkpoint(
+                    str(directory.parent), own_tag, load_module_strict, True, takes_schedule, False,
+                    custom_load_fn,
+                )  # fmt: skip
+            result[1].pop("universal_checkpoint_info", None)
+            return result
+
+        is_going_back = handle.only_before is not None
+        plain = None if is_going_back else find_plain(handle, world, load_dir, tag)
+        if plain is not None:
+            own_tag = _engine_tag(engine, plain.parent, plain.name)
+            facts = read_facts(plain, own_tag)
+            require_loadable(engine, handle, facts, takes_schedule)
+            result = load_engine(plain, own_tag, facts.num_ranks)
+            begin_from(engine, handle, facts, takes_schedule)
+            return result
+        source, tag = _choose(handle, world, load_dir, tag)
         directory = cluster_directory(load_dir, source)
         saved = SavedCluster(directory / tag)
         is_repartitioned = _is_cut_anew(engine, handle, saved)
         own_tag = _engine_tag(engine, directory, tag)
-        _require_no_code(handle, world, directory / own_tag)
-        with _hinting_at_universal(saved, directory / tag, world):
-            result = load_checkpoint(
-                str(directory), own_tag, load_module_strict, True, load_lr_scheduler_states, False,
-                custom_load_fn,
-            )  # fmt: skip
+        result = load_engine(directory / tag, own_tag, saved.num_ranks)
         is_new, is_other = source != world.cluster_id, saved.num_clusters != world.num_clusters
         handle.load(directory / tag, is_new, is_other, is_repartitioned)
-        result[1].pop("universal_checkpoint_info", None)
         if own_tag != tag:  # weights that ZeRO-3 keeps gathered are of before
             handle.loop.adapter.sync_model_weights()
         return result
 
     engine.save_checkpoint, engine.load_checkpoint = save, load
     handle.rollback.load = load
+
+
+def _choose(handle: Handle, world: World, base: str, wanted: str | None) -> tuple[int, str]:
+    """Return what all clusters load of dsx's own; the error names what else there is."""
+    try:
+        return choose(handle.gather, world, base, wanted, handle.only_before)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{error}{plain_beside(base)}") from None
 
 
 def _require_everything(is_wanted: bool) -> None:
@@ -228,7 +261,7 @@ def _engine_tag(engine: Any, directory: Path, tag: str) -> str:
 
 @contextmanager
 def _hinting_at_universal(
-    saved: SavedCluster, directory: Path, world: World
+    num_ranks: int, directory: Path, world: World
 ) -> Generator[None, None, None]:
     """Say, where DeepSpeed refuses what it has saved in another layout, what to do about it."""
     from deepspeed.runtime.zero.utils import ZeRORuntimeException
@@ -238,7 +271,7 @@ def _hinting_at_universal(
         yield
     except (*kinds, ZeRORuntimeException) as error:
         raise RuntimeError(
-            f"DeepSpeed does not load {directory} (saved by {saved.num_ranks} ranks, now "
+            f"DeepSpeed does not load {directory} (saved by {num_ranks} ranks, now "
             f"{world.world_size}): {type(error).__name__}: {error}. For another number of "
             "ranks, or ZeRO-2 in place of 1 or 1 of 2, convert it in every cluster: "
             f"{_conversion(directory)} and set "

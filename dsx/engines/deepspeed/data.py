@@ -9,23 +9,26 @@ anew after every resume; the loader here goes on with the next sample.
 The position is counted in samples of the cluster, in the order that all its ranks share, so that
 it serves another number of ranks and another micro-batch, too (a few samples are read twice where
 their number is not divisible). Of a pipeline, the first and the last stage read and count.
+
+A run that begins from a checkpoint of plain DeepSpeed (synchronous.py) first reads the rest of that
+run's epoch: of what its order has left, cluster m takes every C-th sample from the m-th on.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
 from dsx.comm.world import World
-from dsx.data.cluster_batches import ClusterShard
+from dsx.data.cluster_batches import ClusterShard, OfWhole
 from dsx.data.identity import build_of
 from dsx.data.windows import TokenWindows
 from dsx.engines.cluster_collectives import gather_objects
@@ -102,15 +105,20 @@ def _require_length(data: Any) -> None:
 
 
 class ResumedSampler:
-    """A sampler that leaves out what was read before a resume, once."""
+    """A sampler that leaves out what was read before a resume, once.
+
+    `rest`: what it gives in that epoch in place of the sampler's own, if anything.
+    """
 
     def __init__(self, sampler: Any) -> None:
         self._sampler = sampler
         self.skipped = 0
+        self.rest: Sequence[int] | None = None
 
     def __iter__(self) -> Iterator[int]:
         skipped, self.skipped = self.skipped, 0
-        return islice(iter(self._sampler), skipped, None)
+        rest, self.rest = self.rest, None
+        return islice(iter(self._sampler if rest is None else rest), skipped, None)
 
     def __len__(self) -> int:
         return len(self._sampler)
@@ -130,13 +138,18 @@ class ResumableLoader:
         self._read_together = loader.batch_size * num_replicas
         self._num_replicas = num_replicas
         self._start = 0
+        self._next_after: int | None = None
         self._has_begun = False
         self.consumed = 0  # samples of this epoch, of all ranks
+        self.after: int | None = None  # samples that plain DeepSpeed had read of this epoch
 
     def __iter__(self) -> ResumableLoader:
         """Start an epoch, the first one after a resume in its middle."""
         self._sampler.skipped = self._start // self._num_replicas
         self.consumed, self._start, self._has_begun = self._start, 0, True
+        self.after, self._next_after = self._next_after, None
+        if self.after is not None:
+            self._sampler.rest = rest_of_epoch(self._sampler, self._loader.dataset, self.after)
         iter(self._loader)
         return self
 
@@ -144,7 +157,7 @@ class ResumableLoader:
         try:
             batch = next(self._loader)
         except StopIteration:
-            self.consumed, self._has_begun = 0, False
+            self.consumed, self.after, self._has_begun = 0, None, False
             raise
         self.consumed += self._read_together
         return batch
@@ -157,11 +170,39 @@ class ResumableLoader:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def go_to(self, consumed: int) -> None:
-        """Read on after so many samples; in an iteration that has begun, too."""
+    def go_to(self, consumed: int, after: int | None = None) -> None:
+        """Read on after so many samples; in an iteration that has begun, too.
+
+        With `after` of the rest of an epoch of which plain DeepSpeed had read so many.
+        """
         self._start = self.consumed = consumed
+        self._next_after = self.after = after
         if self._has_begun:
             iter(self)
+
+
+def rest_of_epoch(sampler: Any, shard: ClusterShard, read: int) -> list[int]:
+    """Return what this rank reads of the epoch of which plain DeepSpeed has read `read` samples.
+
+    That run's order is the one of this sampler's seed and epoch over the whole dataset, whatever
+    its number of ranks. All clusters get equally many of those left, so that up to C - 1 are left
+    out; within a cluster they are dealt, and padded, as `DistributedSampler` does.
+    """
+    data = cast("Dataset[Any]", shard.dataset)
+    whole = DistributedSampler(data, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
+    whole.set_epoch(sampler.epoch)
+    left = list(whole)[read:]
+    own = left[shard.cluster_id :: shard.num_clusters][: len(left) // shard.num_clusters]
+    missing = -len(own) % sampler.num_replicas
+    padded = own + (own * (missing // max(len(own), 1) + 1))[:missing]
+    return [OfWhole(index) for index in padded[sampler.rank :: sampler.num_replicas]]
+
+
+def loader_of(engine: Any) -> ResumableLoader | None:
+    """Return the loader of `training_data` that this rank reads, if it keeps its position."""
+    held = engine.training_dataloader
+    held = getattr(held, "loader", held) if engine.pipeline_parallelism else held
+    return held if isinstance(held, ResumableLoader) else None
 
 
 class DataPosition:
@@ -178,8 +219,11 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the same on all ranks. Collective in the cluster."""
-        own = self._loader.consumed if self._loader else 0
-        return {"consumed": max(gather_objects(own)), **self._identity}
+        loader = self._loader
+        told = gather_objects((loader.consumed, loader.after) if loader else (0, None))
+        after = next((after for _, after in told if after is not None), None)
+        state = {"consumed": max(consumed for consumed, _ in told), **self._identity}
+        return state if after is None else {**state, "after": after}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the next sample; ValueError for a position in other data."""
@@ -190,7 +234,7 @@ class DataPosition:
                     f"and this run has {name}={ours}; resume with the same dataset"
                 )
         if self._loader is not None:
-            self._loader.go_to(state_dict["consumed"])
+            self._loader.go_to(state_dict["consumed"], state_dict.get("after"))
 
 
 def follow_training_data(engine: Any, shard: ClusterShard) -> DataPosition | None:
