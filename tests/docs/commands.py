@@ -41,6 +41,8 @@ SLOW = {  # whole trainings: `pytest -m slow`
     "dsx trace runs/two_launchers",
     "dsx rendezvous --port 29400",
     "deepspeed --num_gpus 2 --master_port",
+    "deepspeed --num_gpus 1 sync_train.py",
+    "deepspeed --num_gpus 2 --module dsx.run sync_train.py",
 }
 
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "

@@ -19,10 +19,12 @@ import dsx
 from dsx.comm.world import current_world
 from dsx.data.cluster_batches import ClusterShard
 from dsx.engines.deepspeed.data import rest_of_epoch
+from dsx.engines.deepspeed.engine import adopt_world
 from tests.distributed import run_distributed
 from tests.engines import engines, pipelines, test_deepspeed_data
 from tests.engines.engines import Kind, quiet
 from tests.engines.resumes import differences, inner_snapshot
+from tests.engines.test_deepspeed_resharding import convert
 from tests.installed import needs
 
 pytestmark = needs("deepspeed")
@@ -173,6 +175,7 @@ def refused(base: str) -> dict[str, str]:
     if cluster == 0:
         engine.save_checkpoint(f"{base}/plain", tag="a")
         engine.save_checkpoint(f"{base}/alone_0", tag="a")
+    before = held(engine)
     take(engine, kind, 2, cluster)  # at a rate of 0
     engine.save_checkpoint(f"{base}/moments_{cluster}", tag="a")
     take(engine, kind, 3)
@@ -186,6 +189,10 @@ def refused(base: str) -> dict[str, str]:
 
     engine = dsx.initialize(**arguments(kind._replace(stage=3)))[0]
     found["stage"] = refusal(lambda: engine.load_checkpoint(f"{base}/plain"))
+    end(engine)
+    engine = dsx.initialize(**arguments(kind._replace(stage=2)))[0]
+    found["stage 2"] = refusal(lambda: engine.load_checkpoint(f"{base}/plain"))
+    assert not differences(held(engine), before)
     end(engine)
     engine = dsx.initialize(**arguments(kind))[0]
     engine.dsx.gather("saved")
@@ -216,6 +223,7 @@ def test_what_cannot_be_entered_is_refused_in_all_clusters(tmp_path: Path) -> No
     everyone = run_distributed(refused, 4, str(tmp_path), timeout_seconds=240)
     expected = {
         "stage": "saved with ZeRO-1 or 2, and this run has zero_optimization.stage=3",
+        "stage 2": "loaded",
         "moments": "have loaded different optimizer states, schedules or counters from",
         "weights": "the clusters have loaded different weights from",
         "alone": "do not find one checkpoint of plain DeepSpeed",
@@ -312,3 +320,71 @@ def test_clusters_read_what_a_plain_run_has_left(total: int, read: int, ranks: i
         found.append({sample for one in own for sample in one})
     assert not found[0] & found[1] and found[0] | found[1] <= set(left)
     assert [len(one) for one in found] == [len(left) // 2] * 2
+
+
+OTHER_RANKS = Kind(1, "fp32", "two", "adamw", "diloco")
+
+
+def in_one_world(base: str, source: str | None = None) -> None:
+    """Plain DeepSpeed over all ranks: trains, or loads what was converted; saves, and converts."""
+    import deepspeed
+
+    quiet()
+    torch.distributed.init_process_group("gloo")
+    adopt_world()  # without a build of minutes
+    config = engines.ds_config(1, "fp32", "diloco")
+    del config["dsx"]
+    config["checkpoint"] = {"load_universal": source is not None}
+    model = engines.OddNet(0)
+    optimizer = engines.make_optimizer("adamw", engines.GROUPS["two"](model))
+    engine = deepspeed.initialize(
+        model=model, optimizer=optimizer, config=config, dist_init_required=False
+    )[0]
+    if source is not None:
+        engine.load_checkpoint(source, "a_universal")
+        assert engine.global_steps == 8
+    else:
+        for step in range(1, CHANGE + 1):
+            engines.train_step(engine, step, cluster=0)
+    save_and_convert(engine, base, Path(base))
+
+
+def across(base: str, out: str) -> None:
+    """Begin there with clusters of two ranks, save at once, and five steps later."""
+    quiet()
+    engine = engines.build_engine(OTHER_RANKS, checkpoint={"load_universal": True})
+    engine.load_checkpoint(base)
+    save_and_convert(engine, f"{out}/begun", Path(out) / "begun" / "cluster_0")
+    for step in range(1, 6):
+        engines.train_step(engine, step)
+    save_and_convert(engine, f"{out}/trained", Path(out) / "trained" / "cluster_0")
+    end(engine)
+
+
+def save_and_convert(engine: Any, base: str, own: Path) -> None:
+    engine.save_checkpoint(base, tag="a")
+    if engine.global_rank == 0 and (not hasattr(engine, "dsx") or engine.dsx.cluster_id == 0):
+        convert(own / "a")
+
+
+def converted(base: Path) -> dict[str, list[float]]:
+    """Return weights, moments and steps of every parameter, whole."""
+    found = {}
+    for path in sorted((base / "a_universal" / "zero").glob("*/*.pt")):
+        state = torch.load(path, weights_only=False)
+        value = state["param"] if isinstance(state, dict) else torch.as_tensor(state)
+        found[f"{path.parent.name}/{path.stem}"] = value.double().flatten().tolist()
+    return found
+
+
+@pytest.mark.ci
+def test_other_numbers_of_ranks_by_the_universal_checkpoint(tmp_path: Path) -> None:
+    first, out, last = tmp_path / "plain", tmp_path / "across", tmp_path / "last"
+    run_distributed(in_one_world, 4, str(first))
+    run_distributed(across, 4, str(first), str(out), timeout_seconds=120)
+    run_distributed(in_one_world, 4, str(last), f"{out}/trained/cluster_0")
+    before, trained = converted(first), converted(out / "trained" / "cluster_0")
+    assert converted(out / "begun" / "cluster_0") == before
+    assert converted(last) == trained
+    kinds = {key.split("/")[1] for key in before}
+    assert kinds >= {"fp32", "exp_avg", "exp_avg_sq"} and trained != before

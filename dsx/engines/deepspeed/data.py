@@ -20,12 +20,12 @@ import random
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, DistributedSampler, IterableDataset
+from torch.utils.data import IterableDataset
 
 from dsx.comm.world import World
 from dsx.data.cluster_batches import ClusterShard, OfWhole
@@ -188,10 +188,11 @@ def rest_of_epoch(sampler: Any, shard: ClusterShard, read: int) -> list[int]:
     its number of ranks. All clusters get equally many of those left, so that up to C - 1 are left
     out; within a cluster they are dealt, and padded, as `DistributedSampler` does.
     """
-    data = cast("Dataset[Any]", shard.dataset)
-    whole = DistributedSampler(data, 1, 0, shuffle=sampler.shuffle, seed=sampler.seed)
-    whole.set_epoch(sampler.epoch)
-    left = list(whole)[read:]
+    order, generator = list(range(len(shard.dataset))), torch.Generator()
+    if sampler.shuffle:
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        order = torch.randperm(len(order), generator=generator).tolist()
+    left = order[read:]
     own = left[shard.cluster_id :: shard.num_clusters][: len(left) // shard.num_clusters]
     missing = -len(own) % sampler.num_replicas
     padded = own + (own * (missing // max(len(own), 1) + 1))[:missing]

@@ -12,6 +12,7 @@ ZeRO-0, 1 or 2, and 3, and into an engine with a schedule from a run without one
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from dsx.training.handle import Handle
 UNIVERSAL = "_universal"
 MODEL_FILES = "*_model_states.pt"
 OPTIMIZER_FILES = "*_optim_states.pt"
+logger = logging.getLogger(__name__)
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -265,18 +267,18 @@ def samples_read(total: int, engine: Any, facts: Mapping[str, Any]) -> tuple[int
 
 
 def _tell(engine: Any, plain: Plain, takes_schedule: bool, position: str) -> None:
-    from deepspeed.utils import log_dist
-
     facts = plain.facts
-    schedule = "no learning rate schedule"
+    schedule = " (it has no learning rate schedule)"
     if facts["has_schedule"]:
         is_taken = takes_schedule and engine.lr_scheduler is not None
-        schedule = "learning rate schedule" if is_taken else "not its learning rate schedule"
+        schedule = ", learning rate schedule" if is_taken else " (not its learning rate schedule)"
     layout = "its universal checkpoint" if plain.is_universal else f"ZeRO-{plain.stage}"
-    log_dist(
-        f"dsx: begins from {plain.directory}, of plain DeepSpeed {facts['ds_version']} "
-        f"({layout}, {facts['dp_world_size']} data-parallel rank(s), step "
-        f"{facts['global_steps']}): weights, optimizer states, {schedule} and counters are taken "
-        f"in every cluster, engine.global_steps is {engine.global_steps}; outer training begins "
-        f"anew, engine.dsx.step is 0{'; ' if position else ''}{position}", ranks=[0],
-    )  # fmt: skip
+    if torch.distributed.get_rank() == 0:
+        logger.warning(
+            "begins from %s, of plain DeepSpeed %s (%s, %s data-parallel rank(s), step %s): "
+            "weights, optimizer states%s and counters are taken in every cluster, "
+            "engine.global_steps is %d; outer training begins anew, engine.dsx.step is 0%s",
+            plain.directory, facts["ds_version"], layout, facts["dp_world_size"],
+            facts["global_steps"], schedule, engine.global_steps,
+            f"; {position}" if position else "",
+        )  # fmt: skip
