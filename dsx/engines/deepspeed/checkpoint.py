@@ -61,7 +61,12 @@ logger = logging.getLogger(__name__)
 
 def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> None:
     """Replace the engine's two checkpoint methods by ones that carry the outer state, too."""
-    save_checkpoint, load_checkpoint = engine.save_checkpoint, engine.load_checkpoint
+    engine.save_checkpoint = _saving(engine, handle, world, end)
+    engine.load_checkpoint = handle.rollback.load = _loading(engine, handle, world)
+
+
+def _saving(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> Any:
+    save_checkpoint = engine.save_checkpoint
 
     def save(
         save_dir: str,
@@ -85,6 +90,12 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
             _complete(engine, handle, world, saving, save_latest)
         handle.saved(directory / tag)
         return result
+
+    return save
+
+
+def _loading(engine: Any, handle: Handle, world: World) -> Any:
+    load_checkpoint = engine.load_checkpoint
 
     def load(
         load_dir: str,
@@ -133,8 +144,7 @@ def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngin
             handle.loop.adapter.sync_model_weights()
         return result
 
-    engine.save_checkpoint, engine.load_checkpoint = save, load
-    handle.rollback.load = load
+    return load
 
 
 def _choose(handle: Handle, world: World, base: str, wanted: str | None) -> tuple[int, str]:
