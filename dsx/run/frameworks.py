@@ -15,17 +15,22 @@ from dsx.run.hugging_face.arguments import (
 from dsx.run.hugging_face.trainer import replace_trainer
 from dsx.run.imports import Follow
 from dsx.run.not_served import refuse_accelerate, refuse_lightning
+from dsx.run.process_group import keep_world
 from dsx.run.session import Session
 
 
 def follow_frameworks(session: Session) -> dict[str, Follow]:
     """Return what is done once each of these modules is there."""
 
+    def distributed(module: ModuleType) -> None:
+        keep_world(session, module)
+        finish_before_destroy(session, module)
+
     def trainer(module: ModuleType) -> None:
         replace_trainer(session, module, sys.modules["transformers.trainer_callback"])
 
     return {
-        "torch.distributed": lambda module: finish_before_destroy(session, module),
+        "torch.distributed": distributed,
         "deepspeed": lambda module: replace_initialize(session, module),
         "accelerate.state": replace_backend,
         "accelerate.accelerator": lambda module: refuse_accelerate(session, module),

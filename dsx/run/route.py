@@ -16,7 +16,8 @@ def watch_first_step(session: Session) -> None:
     """Raise RouteNotTaken in the first optimizer step of this process that no engine is behind."""
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        session.require_engine(f"the script trains with {type(optimizer).__name__}.step()")
-        watch.remove()
+        if not session.has_trained:
+            session.require_engine(f"the script trains with {type(optimizer).__name__}.step()")
+            session.has_trained = True  # the hook stays: torch goes through all of them just now
 
-    watch = register_optimizer_step_pre_hook(before_step)
+    register_optimizer_step_pre_hook(before_step)

@@ -21,6 +21,7 @@ from dsx.run.block import RunBlock
 from dsx.run.environment import adopt_scheduler
 from dsx.run.frameworks import follow_frameworks
 from dsx.run.imports import after_import
+from dsx.run.plain_torch import attach_plain_torch
 from dsx.run.route import watch_first_step
 from dsx.run.samplers import replace_sampler
 from dsx.run.session import RouteNotTaken, Session
@@ -44,6 +45,7 @@ def main(given: Sequence[str]) -> int:
         return _refuse(error)
     replace_sampler(session)
     watch_first_step(session)
+    attach_plain_torch(session)
     after_import(follow_frameworks(session))
     try:
         status = _run(line, arguments)

@@ -10,10 +10,12 @@ import dsx
 from dsx.comm.world import World, current_world
 from dsx.config.schema import load_config
 from dsx.run.block import RunBlock
+from dsx.training.finish import keep_exported
 
 ROUTES = (
     "deepspeed.initialize with an optimizer; the Hugging Face Trainer, and TRL's trainers, with "
-    "TrainingArguments(deepspeed=FILE). A script that trains in another way calls "
+    "TrainingArguments(deepspeed=FILE); a loop in plain PyTorch over one model, alone or with "
+    "DistributedDataParallel or fully_shard. A script that trains in another way calls "
     "dsx.attach(model, optimizer, config=...) itself"
 )
 
@@ -30,6 +32,9 @@ class Session:
         self.handles: list[Any] = []  # of what dsx.run has attached
         self.ended: list[Any] = []  # of them: whose framework has ended its training
         self.seen: list[str] = []  # what has gone by without a block, or without an optimizer
+        self.keeping_average: list[Any] = []  # of them: whose model holds the average at the end
+        self.has_trained = False  # whether an optimizer has stepped with an engine attached
+        self.has_met_script = False  # whether the script has asked for the world that is there
         self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
         self.trainers: list[Any] = []  # of Hugging Face, that have begun to train
 
@@ -94,6 +99,8 @@ class Session:
         for handle in handles:
             if handle not in self.ended and not handle.is_finished:
                 handle.finish()
+                if handle in self.keeping_average:
+                    keep_exported(handle.loop)
             handle.close()
 
 

@@ -67,6 +67,9 @@ NOT_HERE = {  # with the reason
         "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"
     ),
     "pip install torchft": "a package that nothing else here needs",
+    "torchrun --nproc-per-node 4 -m dsx.run --dsx-config dsx.json train.py": (
+        "any script; one in tests/run/test_plain_torch.py"
+    ),
     "deepspeed --num_gpus 2 --module dsx.run run_clm.py": (
         "a script of the transformers repository; one like it in tests/run/test_trainer.py"
     ),

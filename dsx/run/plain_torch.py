@@ -1,0 +1,125 @@
+"""A training loop in plain PyTorch: its model is attached as its first step begins.
+
+A script makes a model and optimizers, wraps the model in DistributedDataParallel or shards it by
+`fully_shard`, and calls it. With the first call that trains, all of them are there: the outermost
+module that is called, and the optimizers that hold its parameters. At the script's end the model
+holds the clusters' average.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+import dsx
+from dsx.comm.world import current_world
+from dsx.run.session import RouteNotTaken, Session
+from dsx.training.handle import Handle
+
+_FRAMEWORKS = ("lightning", "pytorch_lightning")  # attached, or refused, by rooms of their own
+
+
+def attach_plain_torch(session: Session) -> None:
+    """Attach the first model that this process trains, unless another route has attached one."""
+    loop = _PlainLoop(session)
+    original: Any = Optimizer.__init__
+
+    @functools.wraps(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        loop.made.append(weakref.ref(self))
+
+    Optimizer.__init__ = __init__
+    first: Any = torch.compiler.disable(loop.before_forward)
+    loop.watch = register_module_forward_pre_hook(first)
+
+
+class _PlainLoop:
+    """The optimizers of a script, in the order in which they were made, and what is attached."""
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        self.made: list[weakref.ref[Optimizer]] = []
+        self.watch: Any = None
+        self._known: set[int] = set()  # ids of optimizers that train what is attached
+
+    def before_forward(self, module: nn.Module, args: Any) -> None:
+        """Attach the module that is called, if this is where its training begins."""
+        if self._session.has_engine:
+            self.watch.remove()
+            return
+        if current_world() is None or not module.training or not torch.is_grad_enabled():
+            return
+        own = {id(parameter) for parameter in module.parameters()}
+        optimizers = [o for o in self._optimizers() if _held(o) & own]
+        if not optimizers or _is_of_framework(module):
+            return  # watch_first_step refuses what nobody attaches
+        self.watch.remove()
+        self._known = {id(optimizer) for optimizer in optimizers}
+        self._attach(module, without_containers(optimizers))
+
+    def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
+        session = self._session
+        session.divides_data = True
+        handle: Handle = dsx.attach(module, optimizers, config=session.config_with_block({}))
+        session.handles.append(handle)
+        session.keeping_average.append(handle)
+        register_optimizer_step_pre_hook(self._before_step)
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        """Refuse what would train beside the model that is attached."""
+        if id(optimizer) in self._known:
+            return
+        if any(_held(optimizer) & _held(one) for one in self._optimizers() if one is not optimizer):
+            self._known.add(id(optimizer))  # it stands around one that is known, or inside of it
+            return
+        raise RouteNotTaken(
+            f"the script trains a second model, with {type(optimizer).__name__}.step(), and only "
+            "the first one is attached: it would differ between the clusters. Of plain PyTorch "
+            "dsx.run serves one model; a script with several calls dsx.attach for each itself"
+        )
+
+    def _optimizers(self) -> list[Optimizer]:
+        there = (made() for made in self.made)
+        return [optimizer for optimizer in there if optimizer is not None]
+
+
+def without_containers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:
+    """Return those that step parameters themselves, not one that calls others of them.
+
+    A container holds the optimizers that it calls as its own attribute, or in a list or dict of it.
+    """
+    given = list(optimizers)
+    ids = {id(optimizer) for optimizer in given}
+    return [one for one in given if not any(id(o) in ids for o in _held_objects(one))]
+
+
+def _held_objects(optimizer: Optimizer) -> list[Any]:
+    found: list[Any] = []
+    for value in vars(optimizer).values():
+        if isinstance(value, dict):
+            found += value.values()  # pyright: ignore[reportUnknownArgumentType]
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [one for one in found if isinstance(one, Optimizer)]
+
+
+def _held(optimizer: Optimizer) -> set[int]:
+    return {id(p) for group in optimizer.param_groups for p in group["params"]}
+
+
+def _is_of_framework(module: nn.Module) -> bool:
+    """Whether Lightning has made the module, or Accelerate is in use, which divide data, too."""
+    accelerate: Any = sys.modules.get("accelerate.state")
+    if accelerate is not None and accelerate.is_initialized():
+        return True
+    kinds = {cls.__module__.partition(".")[0] for m in module.modules() for cls in type(m).__mro__}
+    return any(name in kinds for name in _FRAMEWORKS)
