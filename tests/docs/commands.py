@@ -15,6 +15,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "torchrun --nproc-per-node 4 train_ddp.py",
     "torchrun --nproc-per-node 4 train_fsdp.py",
     "dsx data build",
+    "dsx data check",
     "dsx bench pseudo-gradients",
     "OMP_NUM_THREADS=1 dsx bench codec",
     "OMP_NUM_THREADS=1 dsx bench launch",
@@ -45,6 +46,7 @@ SLOW = {  # whole trainings: `pytest -m slow`
     "deepspeed --num_gpus 2 --module dsx.run sync_train.py",
 }
 
+_SITES = "needs what a site has; with stand-ins in tests/launch/test_where_it_runs.py"
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
 NOT_HERE = {  # with the reason
     "source .venv/bin/activate": "changes the reader's shell; tests have the environment already",
@@ -70,6 +72,12 @@ NOT_HERE = {  # with the reason
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config dsx.json train.py": (
         "any script; one in tests/run/test_plain_torch.py"
     ),
+    "sbatch configs/launch": _SITES,
+    "export DSX_": _SITES,
+    "kubectl --context": _SITES,
+    "docker ": _SITES,
+    "python -m build --wheel": _SITES,
+    "bash configs/launch/ssh.sh": _SITES,
     "deepspeed --num_gpus 2 --module dsx.run run_clm.py": (
         "a script of the transformers repository; one like it in tests/run/test_trainer.py"
     ),

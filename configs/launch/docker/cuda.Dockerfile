@@ -1,0 +1,11 @@
+# For ranks on GPUs: the CUDA toolkit is there for what DeepSpeed compiles at its first use. In a checkout:
+#   python -m build --wheel && docker build -f configs/launch/docker/cuda.Dockerfile -t dsx:cuda .
+FROM pytorch/pytorch:2.8.0-cuda12.8-cudnn9-devel
+COPY dist/dsx_train-*.whl /tmp/
+RUN wheel=$(echo /tmp/dsx_train-*.whl) \
+    && pip install --no-cache-dir "dsx-train[deepspeed,data] @ file://$wheel" \
+    && rm "$wheel"
+COPY configs/launch/node.sh /usr/local/bin/dsx-node
+RUN chmod +x /usr/local/bin/dsx-node
+WORKDIR /work
+CMD ["dsx", "doctor"]
