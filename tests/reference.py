@@ -33,13 +33,11 @@ class Recipe:
     rule: str | Rule  # sgd | momentum | nesterov
     eta: float
     mu: float = 0.0
-    delay: str = (
-        "blend"  # blend | compensation | delayed | eager | average | local_feedback | pullback
-    )
+    delay: str = "blend"  # blend | compensation | delayed | eager | average | shift | pullback
     lam: float = 0.5  # compensation
     mode: str = "constant"  # constant | dc_asgd | scale_free
     first_round: str = "restart"  # delayed: restart | local
-    outer_steps: int = 1  # eager: n; local_feedback: 0 waits
+    outer_steps: int = 1  # eager: n; shift: 0 waits
     when: str | None = None  # average inside the backward: before | after
     penalty: str | None = None  # tensor | element
     clip: float | None = None
@@ -182,7 +180,7 @@ class Reference:
         for m, theta in enumerate(sent):
             if recipe.delay in ("average", "pullback"):
                 own.append(theta)
-            elif recipe.delay == "local_feedback":  # what has been sent is not sent again
+            elif recipe.delay == "shift":  # what has been sent is not sent again
                 late = [f.own[m] for f in self.in_flight if f.fragment == p]
                 gone = {n: sum(d[n] for d in late) for n in names}
                 own.append({n: self.anchor[n] - theta[n] - gone[n] for n in names})
@@ -205,7 +203,7 @@ class Reference:
             self.clock.under_way[p] = 0
         if recipe.delay == "eager":
             self.eager_step(p)
-        if recipe.delay == "local_feedback" and recipe.outer_steps and len(self.past[p]) == 1:
+        if recipe.delay == "shift" and recipe.outer_steps and len(self.past[p]) == 1:
             self.clock.under_way[p] = 0
 
     def coded(self, m: int, n: str, x: Tensor) -> Tensor:
@@ -224,8 +222,8 @@ class Reference:
             return self.past[flight.fragment][-1] is not flight
         if self.recipe.delay == "pullback":
             return False  # taken in by the next launch
-        if self.recipe.delay == "local_feedback":
-            return not self.recipe.outer_steps or self.past[flight.fragment][-1] is not flight
+        if self.recipe.delay == "shift" and self.recipe.outer_steps:
+            return self.past[flight.fragment][-1] is not flight
         if self.recipe.delay == "eager":
             return len(self.past[flight.fragment]) > self.recipe.outer_steps + self.past[
                 flight.fragment
@@ -246,14 +244,12 @@ class Reference:
             gradient = self.penalised(n, flight)
             update = self.outer_update(self.buffer[n], gradient)
             self.anchor[n] -= update
-            if (
-                self.recipe.delay == "local_feedback"
-            ):  # CocktailSGD: out with one's own, in with all's
+            if self.recipe.delay == "shift":  # CocktailSGD: out with one's own, in with all's
                 for m, theta in enumerate(self.local):
                     theta[n] += flight.own[m][n] - update
             if self.recipe.penalty:
                 self.last_update[n] = self.size(update)
-        if self.recipe.delay not in ("eager", "local_feedback"):
+        if self.recipe.delay not in ("eager", "shift"):
             for m, theta in enumerate(self.local):
                 for n in flight.mean:
                     theta[n].copy_(self.merged(n, theta[n], m, flight, step))

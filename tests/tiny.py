@@ -172,8 +172,8 @@ CASES: dict[str, Case] = {
     "cocktail_sgd": Case(
         "cocktail_sgd",
         {"compression": {"type": "dense"}},  # with its codec in test_cocktail_sgd
-        Recipe([ALL], 1, False, 0, 1.0, "sgd", 1.0, delay="local_feedback"),
-        7,
+        Recipe([ALL], 1, False, 0, 1.0, "sgd", 1.0, delay="shift"),
+        6,
     ),
 }  # fmt: skip
 
@@ -291,7 +291,7 @@ VARIANTS: dict[str, Case] = {
         Recipe(STRIDED, H, True, 0, 0.3, "momentum", 1.0, 0.0, delay="pullback"),
         4,
     ),
-    "local feedback that waits, nesterov": Case(
+    "shift that waits, nesterov": Case(
         "cocktail_sgd",
         {
             "schedule": EVERY_H,
@@ -300,9 +300,29 @@ VARIANTS: dict[str, Case] = {
             "outer_optimizer": {"type": "nesterov", "lr": 0.7, "momentum": 0.9},
         },
         Recipe(
-            [ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9, delay="local_feedback", outer_steps=0
+            [ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9, delay="shift", outer_steps=0
         ),
-        5,
+        4,
+    ),
+    "shift, streaming": Case(
+        "streaming_diloco",
+        {
+            **_STREAM,
+            "delay": {"type": "shift", "steps": 3},
+            "outer_optimizer": {"type": "nesterov", "lr": 0.7, "momentum": 0.5},
+        },
+        Recipe(STRIDED, H, True, 3, 1.0, "nesterov", 0.7, 0.5, delay="shift", outer_steps=0),
+        4,
+    ),
+    "shift by a whole round, momentum": Case(
+        "diloco",
+        {
+            "schedule": EVERY_H,
+            "delay": {"type": "shift", "outer_steps": 1},
+            "outer_optimizer": {"type": "momentum", "lr": 0.7, "momentum": 0.5},
+        },
+        Recipe([ALL], H, False, 0, 1.0, "momentum", 0.7, 0.5, delay="shift"),
+        7,
     ),
     "averaging in fragments, overlapped": Case(
         "dreamddp",

@@ -4,7 +4,7 @@ Source: CocktailSGD (Wang et al., ICML 2023). Of every 1 / `random_ratio` elemen
 random, the same ones in all clusters, from the fragment and the round alone: no index of these is
 sent and nothing has to be remembered. Of the picked the `top_k_ratio` largest travel, with their
 places among the picked and 4 bits each. What is not sent is to be sent later: of a cluster by a
-residual here or in its local parameters (delay/local_feedback.py, the published form), of means by
+residual here or in its local parameters (delay/shift.py, the published form), of means by
 a residual of the owner (the published server's error).
 
     x = D + e;    picked = x[positions];    e = x - decoded(codes of picked), zeros elsewhere
@@ -85,7 +85,7 @@ class RandomTopK(Compressor):
     """The format of vectors and small matrices, which coding hurts most."""
     error_feedback: Feedback = "fp32"
     """How what has not been sent is kept to be sent later, and what coding a mean loses, too; none:
-    the local parameters keep it (delay.type local_feedback), and owners keep that of means in fp32.
+    the local parameters keep it (delay.type shift), and owners keep that of means in fp32.
     """
     feedback_decay: Decay = 1.0
     """The share of what was not sent that is kept each round, above 0 and at most 1."""

@@ -226,6 +226,7 @@ class SyncView:
     - `mean`: the averaged contribution as decoded from the wire, used up by the outer step where
       there is one; None for the empty transfers that next-sync policies start with;
     - `anchor`: the outer parameters, the outer step taken;
+    - `step`: what the outer step has subtracted from them; None if none was taken;
     - `local`: the inner parameters now, if the policy needs them;
     - `kept`: what the policy kept of this transfer at its launch;
     - `own`: the contributions of this cluster that are still under way, as all decode them from the
@@ -242,6 +243,7 @@ class SyncView:
 
     mean: Tensor | None
     anchor: Tensor
+    step: Tensor | None
     local: Tensor | None
     kept: Tensor | None
     own: Sequence[Tensor]

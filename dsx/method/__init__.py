@@ -20,9 +20,9 @@ from dsx.method.delay.average import Average
 from dsx.method.delay.base import Blocking, DelayPolicy
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
-from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
 from dsx.method.delay.pullback import Pullback
+from dsx.method.delay.shift import Shift
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, BySize, Fragmenter, WholeModel
 from dsx.method.method import Method
@@ -62,7 +62,6 @@ __all__ = [
     "GapPenalty",
     "History",
     "Layerwise",
-    "LocalFeedback",
     "LowRank",
     "Method",
     "Momentum",
@@ -80,6 +79,7 @@ __all__ = [
     "RandomTopK",
     "Schedule",
     "Stage",
+    "Shift",
     "Staleness",
     "Streaming",
     "StreamingMerge",

@@ -256,7 +256,7 @@ class Method:
             names = {kind: name for name, kind in Names("compression", lambda: None).items()}
             name = names.get(type(compression), type(compression).__name__)
             raise ValueError(
-                f"compression.type={name!r}: this delay.type ('eager' or 'local_feedback') goes on "
+                f"compression.type={name!r}: this delay.type ('eager' or 'shift') goes on "
                 "from what the wire carries of this cluster, which is not known here before a mean "
                 "has come back; use compression.type='dense', 'quantized', 'random_top_k' or, for "
                 "'eager', 'top_k', or delay.type='one_step'"
@@ -265,7 +265,7 @@ class Method:
         if self.delay.keeps_unsent and keeps_residual:
             raise ValueError(
                 f"compression.error_feedback={getattr(compression, 'error_feedback')!r}: with "  # noqa: B009
-                "delay.type='local_feedback' what coding loses stays in the local parameters, and "
+                "delay.type='shift' what coding loses stays in the local parameters, and "
                 "a residual would send it twice; use error_feedback='none' with "
                 "compression.type='quantized' or 'random_top_k', or delay.type='blocking'"
             )
@@ -273,7 +273,7 @@ class Method:
             raise ValueError(
                 "compression.error_feedback='none' with compression.type='random_top_k' would lose "
                 "most of every pseudo-gradient; use error_feedback='fp32', or "
-                "delay.type='local_feedback', whose local parameters keep what is not sent"
+                "delay.type='shift', whose local parameters keep what is not sent"
             )
 
     def _concerns(self, num_clusters: int | None, num_steps: int | None) -> list[str]:

@@ -41,9 +41,9 @@ from dsx.method.delay.average import Average
 from dsx.method.delay.base import Blocking
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
-from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
 from dsx.method.delay.pullback import Pullback
+from dsx.method.delay.shift import Shift
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
 from dsx.method.method import Method
@@ -199,7 +199,7 @@ def cocktail_sgd(num_clusters: int) -> Method:
     return Method(
         WholeModel(),
         Periodic(interval=1),
-        LocalFeedback(outer_steps=1),
+        Shift(outer_steps=1),
         SGD(lr=1.0),
         compression=RandomTopK(error_feedback="none"),
     )

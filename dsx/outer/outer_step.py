@@ -67,9 +67,10 @@ class OuterStep:
 
     def take(self, arrival: Arrival, history: History) -> None:
         """Take the step that an arrival calls for; without a mean, only the merge."""
+        step: Tensor | None = None
         if arrival.mean is not None and self._method.outer_optimizer.keeps_anchor:
-            self._step_anchor(arrival, history)  # outer parameters: Alg. 1, line 13
-        merged = self._merge(arrival, history)  # what training goes on from: Alg. 1, line 3
+            step = self._step_anchor(arrival, history)  # outer parameters: Alg. 1, line 13
+        merged = self._merge(arrival, step, history)  # what training goes on from: Alg. 1, line 3
         self._write(arrival, merged)
 
     def read_unsent(self, fragments: Collection[int]) -> dict[int, Tensor]:
@@ -78,7 +79,8 @@ class OuterStep:
         Nothing where parameters keep that when what was launched is applied.
         """
         delay, unsent = self._method.delay, dict[int, Tensor]()
-        for fragment in sorted(fragments) if delay.rounds_under_way else ():
+        is_replaced = delay.rounds_under_way and not delay.keeps_unsent
+        for fragment in sorted(fragments) if is_replaced else ():
             local = torch.empty_like(self._state.scratch(fragment, "local"))
             self._adapter.read(fragment, local)
             slots = self._state.slots[fragment].delay
@@ -86,20 +88,15 @@ class OuterStep:
         return unsent
 
     def begin_rounds(self, unsent: Mapping[int, Tensor]) -> None:
-        """Start anew from the anchors, and go as far as `read_unsent` has said, used up.
-
-        A delay that keeps what is unsent knows since of refused rounds, which come on top of it.
-        """
+        """Start anew from the anchors, and go as far as `read_unsent` has said, used up."""
         for fragment, distance in unsent.items():
             anchor, slots = self._state.anchor[fragment], self._state.slots[fragment].delay
-            if self._method.delay.keeps_unsent:
-                distance.copy_(slots["unsent"])
             self._method.delay.begin(anchor, slots)
             self._adapter.write(fragment, torch.sub(anchor, distance, out=distance))
 
     @timed("outer step")
-    def _step_anchor(self, arrival: Arrival, history: History) -> None:
-        """Let the outer optimizer step the anchor with the weighed mean."""
+    def _step_anchor(self, arrival: Arrival, history: History) -> Tensor:
+        """Let the outer optimizer step the anchor with the weighed mean; return its step."""
         fragment, transfer, mean = arrival.fragment, arrival.transfer, arrival.mean
         assert isinstance(transfer, Transfer) and mean is not None
         slots, per_tensor = self._state.slots[fragment], self._per_tensor[fragment]
@@ -118,9 +115,10 @@ class OuterStep:
         )
         staleness.remember(update, slots.staleness, per_tensor)
         self._state.anchor[fragment].sub_(update)
+        return update
 
     @timed("merge")
-    def _merge(self, arrival: Arrival, history: History) -> Tensor:
+    def _merge(self, arrival: Arrival, step: Tensor | None, history: History) -> Tensor:
         """Return what the delay policy makes of the anchor and of what is local, `[numel]`."""
         fragment, transfer, delay = arrival.fragment, arrival.transfer, self._method.delay
         slots = self._state.slots[fragment].delay
@@ -134,6 +132,7 @@ class OuterStep:
         view = SyncView(
             mean=arrival.mean,
             anchor=self._state.anchor[fragment],
+            step=step,
             local=local,
             kept=launched.buffers.kept if launched else None,
             own=[kept for kept in own if kept is not None],

@@ -20,9 +20,9 @@ from dsx.method.delay.average import Average
 from dsx.method.delay.base import Blocking
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.eager import Eager
-from dsx.method.delay.local_feedback import LocalFeedback
 from dsx.method.delay.one_step import OneStepDelay
 from dsx.method.delay.pullback import Pullback
+from dsx.method.delay.shift import Shift
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.fragments import ByLayer, WholeModel
 from dsx.method.outer_optimizer import SGD, Adam, Momentum, Nesterov, NoOuterStep
@@ -60,7 +60,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "dreamddp": (ByLayer, Layerwise, Average, NoOuterStep),
         "plsgd_enp": (ByLayer, Layerwise, Average, NoOuterStep),
         "overlap_local_sgd": (WholeModel, Periodic, Pullback, Momentum),
-        "cocktail_sgd": (WholeModel, Periodic, LocalFeedback, SGD),
+        "cocktail_sgd": (WholeModel, Periodic, Shift, SGD),
     }
     assert rows["local_sgd"].outer_optimizer == SGD(lr=1.0)
     assert rows["slowmo"].outer_optimizer == Momentum(lr=1.0, momentum=0.5)

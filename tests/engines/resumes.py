@@ -117,6 +117,22 @@ ROWS = {
             "compression": {"type": "quantized", "wire": "int4", "error_feedback": "bf16"},
         },
     ),
+    "shift, streaming, int4": Row(
+        "streaming_diloco",
+        {
+            **STREAM,
+            "delay": {"type": "shift", "steps": 2},
+            "compression": {"type": "quantized", "wire": "int4"},
+        },
+    ),
+    "shift by a whole round": Row(
+        "diloco",
+        {
+            "schedule": EVERY_H,
+            "delay": {"type": "shift", "outer_steps": 1},
+            "compression": {"type": "quantized", "rounding": "stochastic"},
+        },
+    ),
     "diloco, stochastic int4": Row(
         "diloco",
         {

@@ -85,6 +85,8 @@ FURTHER_PAIRS = (
     ("plsgd_enp", "zero3"),
     ("averaging in fragments, overlapped", "zero2"),
     ("streaming, int4, feedback", "zero3"),
+    ("shift, streaming, int4", "zero3, bf16"),
+    ("shift by a whole round", "zero1"),
     ("co2", "pipeline, zero1"),
 )
 COVER = [some_stops(*PAIRS[0]), *(one_stop(*pair) for pair in PAIRS[1:])]

@@ -38,7 +38,7 @@ def test_codes_leave_what_they_lose_in_the_local_model(outer_steps: int, num_clu
     )  # fmt: skip
     recipe = Recipe(
         [ALL], 2, False, 0, 1.0, "sgd", 1.0,
-        delay="local_feedback", outer_steps=outer_steps, code=int4,
+        delay="shift", outer_steps=outer_steps, code=int4,
     )  # fmt: skip
     expected, _ = train_reference(WideNet(), adamw, loss, recipe, num_clusters, 10)
     for ours, theirs in zip(run.parameters(), expected, strict=True):
@@ -106,7 +106,8 @@ def test_dense_messages_leave_nothing_unsent(outer_steps: int) -> None:
     run.loops[0]._on_sync = events.append
     for _ in range(4):
         run.train_step(loss)
-    assert [float(event["unsent_norm"]) for event in events] == [0.0] * (4 - outer_steps)
+    norms = [float(event["unsent_norm"]) for event in events]
+    assert len(norms) == 4 - outer_steps and max(norms) < 1e-6
 
 
 def in_order(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -156,7 +157,7 @@ def test_residuals_elsewhere_send_the_same_where_gradients_are_the_same() -> Non
 
     anchors: list[Tensor] = []
     for delay, feedback in (
-        ({"type": "local_feedback", "outer_steps": 0}, "none"),
+        ({"type": "shift", "outer_steps": 0}, "none"),
         ({"type": "blocking"}, "fp32"),
     ):
         codes = {**CODES, "error_feedback": feedback, "small_wire": "fp32"}
