@@ -34,6 +34,7 @@ from dsx.core.renamed import COMMAND_LINE
 from dsx.method.choices import AXES, PRESETS
 
 _PREFIX = "--dsx-"
+_VARIABLE, _OF_TESTS = "DSX_", "DSX_WRITE_"
 _SECTIONS: dict[str, type[BaseModel]] = {
     "clusters": ClustersConfig,
     "metrics": MetricsConfig,
@@ -159,6 +160,25 @@ def block_of_file(option: str, path: str) -> dict[str, Any]:
             f'{option} {path}: the file has no "dsx" block; add {{"dsx": {{"preset": ...}}}}'
         )
     return json.loads(json.dumps(document["dsx"]))
+
+
+def flags_of_variables(environ: Mapping[str, str]) -> list[str]:
+    """Return the flags that DSX_ variables stand for; ConfigError for one that stands for none."""
+    names = {_variable(flag.name): flag.name for flag in all_flags()}
+    flags: list[str] = []
+    for name, value in environ.items():
+        if not name.startswith(_VARIABLE) or name.startswith(_OF_TESTS):
+            continue
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else "each flag has one: DSX_NUM_CLUSTERS=2"
+            raise ConfigError(f"{name} in the environment is not a variable of dsx; {hint}")
+        flags.append(f"{names[name]}={value}")
+    return flags
+
+
+def _variable(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_").upper()
 
 
 class _Parser(argparse.ArgumentParser):

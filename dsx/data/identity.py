@@ -15,8 +15,6 @@ from dsx.data.manifest import SPLITS, read_manifest, read_summary
 from dsx.data.overlap import share_in
 from dsx.data.windows import TokenWindows
 
-MANY = 0.05  # of the documents: two builds of the same sources, and no chance
-
 
 @dataclass(frozen=True)
 class Build:

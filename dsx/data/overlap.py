@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 SKETCH = 256  # hashes: shares are right to some percent, and 0.5 % in common is seen 3 times of 4
+MANY = 0.05  # of the documents in common: two builds of the same sources, and no chance
 Hashes = npt.NDArray[np.uint64]
 
 

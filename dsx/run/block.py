@@ -8,7 +8,6 @@ A second block that says something else is refused: nobody could tell which one 
 
 from __future__ import annotations
 
-import difflib
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,11 +16,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from dsx.config.files import ConfigError, read_json, shown
-from dsx.config.flags import all_flags, block_of_file, block_of_flags
+from dsx.config.flags import block_of_file, block_of_flags, flags_of_variables
 
-_VARIABLE = "DSX_"
 _ACCELERATE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
-_NOT_OF_RUN = "DSX_WRITE_"  # of dsx's own tests
 logger = logging.getLogger(__name__)
 
 
@@ -41,7 +38,7 @@ class RunBlock:
         self, flags: Sequence[str], environ: Mapping[str, str], arguments: Sequence[str]
     ) -> None:
         """Look where a launch shows it; ConfigError for flags that are none, or two blocks."""
-        self._flags = [*_flags_of(environ), *flags]
+        self._flags = [*flags_of_variables(environ), *flags]
         self._found: Block | None = None
         config = [flag for flag in self._flags if flag.startswith("--dsx-config=")]
         self._flags = [flag for flag in self._flags if flag not in config]
@@ -115,22 +112,3 @@ def _parsed(text: str) -> Any:
         return json.loads(text)
     except ValueError:
         return None
-
-
-def _flags_of(environ: Mapping[str, str]) -> list[str]:
-    """Return variables as the flags that they stand for; ConfigError for one that is none."""
-    names = {_variable(flag.name): flag.name for flag in all_flags()}
-    flags: list[str] = []
-    for name, value in environ.items():
-        if not name.startswith(_VARIABLE) or name.startswith(_NOT_OF_RUN):
-            continue
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {near[0]}?" if near else "each flag has one: DSX_NUM_CLUSTERS=2"
-            raise ConfigError(f"{name} in the environment is not a variable of dsx; {hint}")
-        flags.append(f"{names[name]}={value}")
-    return flags
-
-
-def _variable(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_").upper()

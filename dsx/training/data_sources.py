@@ -13,7 +13,8 @@ from itertools import combinations
 from typing import Any
 
 from dsx.comm.rendezvous import Rendezvous
-from dsx.data.identity import MANY, Build, common_share, difference, require_one_tokenizer
+from dsx.data.identity import Build, common_share, difference, require_one_tokenizer
+from dsx.data.overlap import MANY
 
 logger = logging.getLogger(__name__)
 

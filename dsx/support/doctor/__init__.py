@@ -1,4 +1,5 @@
 """`dsx doctor`: what would stop a run, and what it will do, before it is started; reads only.
 
-Imports plan, config and comm's address; never torch, whose version is read from its metadata.
+Imports plan, config, data's manifests and comm's address; never torch, whose version is read from
+its metadata.
 """

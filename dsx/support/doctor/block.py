@@ -7,15 +7,16 @@ out, and the rest is read again.
 from __future__ import annotations
 
 import copy
+import os
 import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from dsx.config.axes import AXES
 from dsx.config.files import ConfigError, read_json
-from dsx.config.flags import block_of_flags
+from dsx.config.flags import block_of_flags, flags_of_variables
 from dsx.config.schema import DsxConfig, load_config
 from dsx.config.sections import check_clusters
 from dsx.plan.model_files import read_words
@@ -34,14 +35,20 @@ class ReadBlock(NamedTuple):
 
 def read_block(source: Path) -> ReadBlock:
     """Read a DeepSpeed JSON, or a file of Megatron's flags; ConfigError if it is neither."""
+    variables: list[str] = []
     if source.suffix == ".json":
         document: Mapping[str, Any] = read_json(source)
+        try:
+            document, variables = _with_variables(document, source)
+        except ConfigError as error:
+            return ReadBlock(None, [Finding("STOP", "block", str(error))])
     else:
         document = block_of_flags(read_words(source))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            config = load_config(source if source.suffix == ".json" else document)
+            is_file = source.suffix == ".json" and not variables
+            config = load_config(source if is_file else document)
             check_clusters(config.clusters)
             config.method.validate(config.clusters.num_clusters)
         except ConfigError as error:
@@ -51,7 +58,22 @@ def read_block(source: Path) -> ReadBlock:
     notes = [Finding("note", "block", str(warning.message)) for warning in caught]
     clusters = config.clusters.num_clusters
     fact = f'{source}: the "dsx" block is valid: {config.preset}, {clusters} clusters'
+    if variables:
+        fact += f"; as under dsx.run, {', '.join(variables)} of the environment come before it"
     return ReadBlock(config, [Finding("ok", "block", fact), *notes])
+
+
+def _with_variables(
+    document: Mapping[str, Any], source: Path
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Return a document with DSX_ variables laid over its block, and their names."""
+    flags = [f for f in flags_of_variables(os.environ) if not f.startswith("--dsx-config=")]
+    block = document.get("dsx")
+    if not flags or not isinstance(block, dict):
+        return document, []
+    laid = block_of_flags(flags, cast("dict[str, Any]", block), str(source))
+    names = [flag.partition("=")[0].removeprefix("--").replace("-", "_").upper() for flag in flags]
+    return {**document, **laid}, names
 
 
 def _all(document: Mapping[str, Any], error: ConfigError) -> list[str]:

@@ -35,6 +35,15 @@ StepSeconds = Annotated[
     float | None, typer.Option(help="With --link: compute of one inner step.", min=1e-6)
 ]
 
+Data = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="DIR",
+        help="A dataset of dsx data build, or its dataset.json: once for data of all clusters, or "
+        "once per cluster.",
+    ),
+]
+
 
 @one_line_errors("doctor")
 def doctor(
@@ -45,14 +54,15 @@ def doctor(
     checkpoints: Checkpoints = Path("."),
     link: Link = None,
     step_seconds: StepSeconds = None,
+    data: Data = None,
 ) -> None:
     """Say what would stop a run, and what it will do.
 
     Versions, GPUs and the clock; with CONFIG also its "dsx" block, the rendezvous, disk, memory,
-    a picture of a round, and how to launch it. Reads only. Exits with 1 if a line says STOP.
+    data, a picture of a round, and how to launch it. Reads only. Exits with 1 if a line says STOP.
     """
     from dsx.support.doctor.screen import Given, look
 
-    given = Given(config, model, ranks, limit, checkpoints, link, step_seconds)
+    given = Given(config, model, ranks, limit, checkpoints, link, step_seconds, tuple(data or ()))
     if not look(given, typer.echo):
         raise typer.Exit(1)

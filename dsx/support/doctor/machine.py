@@ -8,6 +8,7 @@ import platform
 import re
 import sys
 from importlib import metadata
+from pathlib import Path
 
 import dsx
 from dsx.config.schema import DsxConfig
@@ -18,6 +19,7 @@ _PACKAGE = "dsx-train"
 _SHOWN = (
     "torch", "deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "numpy",
 )  # fmt: skip
+_CGROUP = Path("/sys/fs/cgroup")
 _TIME_ERROR = 5  # of adjtimex(2): the clock is not synchronised
 _TIMEX_BYTES = 1024  # more than struct timex has anywhere
 
@@ -140,7 +142,7 @@ def _clock_state() -> int | None:
 
 
 def missing_of(config: DsxConfig) -> list[Finding]:
-    """Return what a configuration asks for that is not installed, and variables that change it."""
+    """Return what a configuration asks for that is not installed."""
     found: list[Finding] = []
     if config.metrics.tensorboard and _version("tensorboard") is None:
         text = (
@@ -148,8 +150,31 @@ def missing_of(config: DsxConfig) -> list[Finding]:
             '"dsx-train[tensorboard]", or leave it out'
         )
         found.append(Finding("STOP", "versions", text))
-    variables = sorted(name for name in os.environ if name.startswith("DSX_"))
-    if variables:
-        text = f"{', '.join(variables)} are set here, and change the block under dsx.run"
-        found.append(Finding("note", "block", text))
     return found
+
+
+def free_host_bytes() -> tuple[int, int] | None:
+    """Return the bytes of host memory that are free, and all there are; None if nobody tells.
+
+    Of a container it is its limit (cgroup v2), where that is the smaller one.
+    """
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        told = {line.split(":")[0]: 1024 * int(line.split()[1]) for line in lines if "kB" in line}
+        free, whole = told["MemAvailable"], told["MemTotal"]
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    try:
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        used = (_CGROUP / "memory.current").read_text()
+        if limit != "max":
+            free, whole = min(free, int(limit) - int(used)), min(whole, int(limit))
+    except (OSError, ValueError):
+        pass
+    return free, whole
+
+
+def num_gpus() -> int:
+    """Return how many GPUs nvidia-smi sees."""
+    found = gpus()
+    return 0 if isinstance(found, str) else len(found)

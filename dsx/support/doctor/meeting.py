@@ -147,7 +147,8 @@ def _interface(clusters: ClustersConfig, address: str | None) -> list[Finding]:
             return [Finding("ok", "interface", f"{clusters.interface} is there")]
         text = (
             f"clusters.interface={clusters.interface!r} is none of this host's: "
-            f"{', '.join(names)}; give one of them, here by --dsx-interface"
+            f"{', '.join(names)}; give one of them, by --dsx-interface or DSX_INTERFACE "
+            "where it is launched on this host"
         )
         return [Finding("STOP", "interface", text)]
     if clusters.num_clusters == 1:

@@ -108,6 +108,30 @@ def look_at_memory(planned: Planned | None, limit: float | None, gpu: float | No
     return Finding("STOP", "memory", f"{text}, more than the {size:.3g} GiB there are; {fix}")
 
 
+def look_at_host_memory(planned: Planned, ranks_here: int, host: tuple[int, int] | None) -> Finding:
+    """Compare what `ranks_here` ranks hold in host memory with what is free of it, and all."""
+    each = max(rank.outer_on_host for rank in planned.ranks)
+    needed = ranks_here * each
+    text = (
+        f"{ranks_here} ranks on this host will hold {needed / _GIB:.3g} GiB of its memory for dsx, "
+        "beside the script's own"
+    )
+    if host is None:
+        return Finding("note", "host", f"{text}; how much there is the system does not tell")
+    free, whole = host
+    text += f"; {free / _GIB:.3g} of {whole / _GIB:.3g} GiB are free"
+    if needed > whole:
+        fix = (
+            'leave "state": {"device": "host"} out'
+            if any(rank.is_state_on_host for rank in planned.ranks)
+            else "use more hosts, or a stronger codec, whose contributions are smaller"
+        )
+        return Finding("STOP", "host", f"{text}; {fix}")
+    if needed > free:
+        return Finding("note", "host", f"{text}: end what else holds memory")
+    return Finding("ok", "host", text)
+
+
 def look_at_disk(config: DsxConfig, folder: Path, planned: Planned | None) -> list[Finding]:
     """Look at the space for checkpoints in `folder`, and at `metrics.dir`."""
     found: list[Finding] = []

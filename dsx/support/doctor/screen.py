@@ -8,16 +8,31 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsx.config.schema import DsxConfig
+from dsx.data.manifest import BuildSummary
 from dsx.plan.candidates import Question
 from dsx.plan.model_files import ModelFiles, read_model
 from dsx.plan.question import Given as PlanGiven
 from dsx.plan.question import read_question
 from dsx.support.doctor.block import read_block
+from dsx.support.doctor.data import look_at_data, read_data
 from dsx.support.doctor.finding import Finding, is_stopped
-from dsx.support.doctor.machine import gpu_gib, look_at_machine, missing_of
+from dsx.support.doctor.machine import (
+    free_host_bytes,
+    gpu_gib,
+    look_at_machine,
+    missing_of,
+    num_gpus,
+)
 from dsx.support.doctor.meeting import look_at_meeting
 from dsx.support.doctor.method import look_at_launch, picture
-from dsx.support.doctor.planned import Planned, look_at_disk, look_at_line, look_at_memory, plan
+from dsx.support.doctor.planned import (
+    Planned,
+    look_at_disk,
+    look_at_host_memory,
+    look_at_line,
+    look_at_memory,
+    plan,
+)
 
 _WIDEST = 120
 
@@ -33,6 +48,7 @@ class Given:
     checkpoints: Path
     link: Path | None
     step_seconds: float | None
+    data: tuple[Path, ...] = ()
 
 
 def look(given: Given, say: Callable[[str], object]) -> bool:
@@ -46,6 +62,7 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
     config, findings = read_block(given.config)
     files = _files(given)
     question = None if config is None else _question(given, config)
+    data = [] if config is None else _data(given, config)
     found = [*look_at_machine(), *findings]
     if config is None:
         return _tell(found, [], say)
@@ -53,6 +70,9 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
     found += [*refused, *missing_of(config), *look_at_meeting(config.clusters)]
     found += look_at_disk(config, given.checkpoints, planned)
     found.append(look_at_memory(planned, given.limit, gpu_gib()))
+    if planned is not None:
+        found.append(look_at_host_memory(planned, _ranks_here(config, planned), free_host_bytes()))
+    found += look_at_data(config, data)
     drawn: list[str] = []
     try:
         drawn = picture(config, planned)
@@ -80,11 +100,23 @@ def _tell(found: list[Finding], drawn: list[str], say: Callable[[str], object]) 
     return not is_stopped(found)
 
 
+def _data(given: Given, config: DsxConfig) -> list[BuildSummary]:
+    """Return the datasets that are given; ValueError for one that is none."""
+    return read_data(given.data, config.clusters.num_clusters) if given.data else []
+
+
+def _ranks_here(config: DsxConfig, planned: Planned) -> int:
+    """Return how many ranks this host will have: one per GPU, or those that there are at most."""
+    clusters = config.clusters.num_clusters if config.clusters.rendezvous == "env://" else 1
+    ranks = clusters * planned.files.cluster.ranks
+    return min(ranks, num_gpus() or ranks)
+
+
 def _require_sense(given: Given) -> None:
     """Raise ValueError for an option that would be ignored, or needs another."""
     needs_config = {
         "--model": given.model, "--ranks": given.ranks, "--limit": given.limit,
-        "--link": given.link, "--step-seconds": given.step_seconds,
+        "--link": given.link, "--step-seconds": given.step_seconds, "--data": given.data or None,
     }  # fmt: skip
     named = [name for name, value in needs_config.items() if value is not None]
     if given.config is None and named:
