@@ -14,7 +14,8 @@ from dsx.run.hugging_face.arguments import (
 )
 from dsx.run.hugging_face.trainer import replace_trainer
 from dsx.run.imports import Follow
-from dsx.run.not_served import refuse_accelerate, refuse_lightning
+from dsx.run.lightning.trainer import replace_lightning
+from dsx.run.not_served import refuse_accelerate
 from dsx.run.process_group import keep_world
 from dsx.run.session import Session
 
@@ -29,6 +30,9 @@ def follow_frameworks(session: Session) -> dict[str, Follow]:
     def trainer(module: ModuleType) -> None:
         replace_trainer(session, module, sys.modules["transformers.trainer_callback"])
 
+    def lightning(root: str) -> Follow:
+        return lambda module: replace_lightning(session, root)
+
     return {
         "torch.distributed": distributed,
         "deepspeed": lambda module: replace_initialize(session, module),
@@ -37,6 +41,6 @@ def follow_frameworks(session: Session) -> dict[str, Follow]:
         "accelerate.utils.deepspeed": lambda module: replace_deepspeed_config(session, module),
         "transformers.training_args": lambda module: replace_arguments(session, module),
         "transformers.trainer": trainer,
-        "lightning.pytorch.strategies.deepspeed": refuse_lightning,
-        "pytorch_lightning.strategies.deepspeed": refuse_lightning,
+        "lightning.pytorch.trainer.trainer": lightning("lightning.pytorch"),
+        "pytorch_lightning.trainer.trainer": lightning("pytorch_lightning"),
     }

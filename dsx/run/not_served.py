@@ -26,16 +26,6 @@ def refuse_accelerate(session: Session, module: ModuleType) -> None:
     cls._prepare_deepspeed = _prepare_deepspeed
 
 
-def refuse_lightning(module: ModuleType) -> None:
-    """Let Lightning's strategy refuse to start."""
-
-    def setup_environment(self: Any, *args: Any, **kwargs: Any) -> Any:
-        raise _refusal("Lightning's DeepSpeedStrategy")
-
-    cls: Any = module.DeepSpeedStrategy
-    cls.setup_environment = setup_environment
-
-
 def _is_stand_in(one: Any) -> bool:
     """Whether it is accelerate's word for the optimizer that the DeepSpeed config names."""
     return type(one).__name__ == "DummyOptim"

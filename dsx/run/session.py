@@ -14,9 +14,9 @@ from dsx.training.finish import keep_exported
 
 ROUTES = (
     "deepspeed.initialize with an optimizer; the Hugging Face Trainer, and TRL's trainers, with "
-    "TrainingArguments(deepspeed=FILE); a loop in plain PyTorch over one model, alone or with "
-    "DistributedDataParallel or fully_shard. A script that trains in another way calls "
-    "dsx.attach(model, optimizer, config=...) itself"
+    "TrainingArguments(deepspeed=FILE); Lightning's Trainer with DDP, FSDP2 or DeepSpeed; a loop "
+    "in plain PyTorch over one model, alone or with DistributedDataParallel or fully_shard. A "
+    "script that trains in another way calls dsx.attach(model, optimizer, config=...) itself"
 )
 
 
@@ -37,6 +37,7 @@ class Session:
         self.has_met_script = False  # whether the script has asked for the world that is there
         self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
         self.trainers: list[Any] = []  # of Hugging Face, that have begun to train
+        self.has_own_data = False  # whether the clusters were seen to have data of their own
 
     def join(self) -> World | None:
         """Return this process's world, made now if the block is known and nobody has.
@@ -67,8 +68,8 @@ class Session:
 
     @property
     def whose_data(self) -> str:
-        """`clusters.data` of this run: "auto", "split" or "own"."""
-        return load_config(self.block.resolve()).clusters.data
+        """`clusters.data` of this run: "auto", "split" or "own"; "own" once that has been seen."""
+        return "own" if self.has_own_data else load_config(self.block.resolve()).clusters.data
 
     @property
     def has_engine(self) -> bool:

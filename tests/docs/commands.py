@@ -78,6 +78,9 @@ NOT_HERE = {  # with the reason
     "docker ": _SITES,
     "python -m build --wheel": _SITES,
     "bash configs/launch/ssh.sh": _SITES,
+    "torchrun --nproc-per-node 4 -m dsx.run --dsx-config configs/minimal.json their_li": (
+        "stands for a script of the reader's; in tests/run/test_lightning.py"
+    ),
     "deepspeed --num_gpus 2 --module dsx.run run_clm.py": (
         "a script of the transformers repository; one like it in tests/run/test_trainer.py"
     ),

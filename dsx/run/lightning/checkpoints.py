@@ -1,0 +1,179 @@
+"""A Trainer's checkpoints while it trains: the averaged model, beside the outer state of each rank.
+
+`<dirpath>/cluster_<m>/X.ckpt` is what Lightning loads, in the place where it would be but for
+`cluster_<m>`. Where a strategy writes a folder (DeepSpeed, ModelParallelStrategy), that folder is
+the tag with the outer state. Where it writes a file, the tag is `X.ckpt.dsx` and has the file,
+which `X.ckpt` links to: a run that is killed while it saves has both of one step, or none.
+
+What was saved holds the average, as evaluation saw it; a cluster that goes on from it takes its own
+weights back from the outer state.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.checksums import MANIFEST
+from dsx.checkpoint.files import FORMAT
+from dsx.checkpoint.health import tensors_of
+from dsx.checkpoint.tags import Manifest, complete_tag
+from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
+from dsx.run.hugging_face.checkpoints import move_into
+from dsx.run.lightning.fit import Fit, fit_of, has_engine
+from dsx.run.lightning.hooks import around, modules_of
+from dsx.run.lightning.places import own_place
+
+FILE = "lightning.ckpt"
+SUFFIX = ".dsx"
+_OF_PROGRESS = ("epoch", "global_step", "loops", "callbacks", "lr_schedulers")
+
+
+def replace_checkpoints(root: str) -> None:
+    """Let a Trainer save with the outer state, and delete once all clusters have the next one."""
+    module = modules_of(root)
+    around(module("trainer.trainer").Trainer, "save_checkpoint", _save)
+    around(module("callbacks.model_checkpoint").ModelCheckpoint, "_remove_checkpoint", _remove)
+
+
+def writes_folder(strategy: Any) -> bool:
+    """Whether a strategy's checkpoint is a folder that all ranks write to."""
+    return has_engine(strategy) or bool(getattr(strategy, "_save_distributed_checkpoint", False))
+
+
+def tag_of(path: Path, strategy: Any) -> str:
+    """Return the name of the tag that a checkpoint is, or has beside it."""
+    return path.name if writes_folder(strategy) else f"{path.name}{SUFFIX}"
+
+
+def _save(
+    original: Callable[..., Any],
+    trainer: Any,
+    filepath: Any,
+    weights_only: bool | None = None,
+    storage_options: Any = None,
+) -> None:
+    """Save the average, with the outer state while training goes on. On all ranks.
+
+    Collective over all clusters while they train, but where the run is told to end.
+    """
+    fit = fit_of(trainer)
+    if fit is None or "://" in str(filepath):
+        original(filepath, weights_only, storage_options)
+        return
+    if not fit.is_training:
+        _save_beside(original, trainer, fit, Path(filepath), (weights_only, storage_options))
+        return
+    handle = fit.require_handle()
+    path = own_place(trainer.strategy.broadcast(str(filepath)), fit.world.cluster_id)
+    with nullcontext() if handle.preemption.is_saving else handle.averaged():
+        if weights_only and not has_engine(trainer.strategy):
+            original(str(path), weights_only, storage_options)
+        else:
+            _Tag(trainer, fit, path, storage_options).write()
+
+
+class _Tag:
+    """One checkpoint from which the run can go on."""
+
+    def __init__(self, trainer: Any, fit: Fit, path: Path, storage_options: Any) -> None:
+        self._trainer, self._fit, self._path = trainer, fit, path
+        self._options = storage_options
+        self._progress: dict[str, Any] = {}
+
+    def write(self) -> None:
+        """Write it, or once more where `finish()` has applied what was under way."""
+        checkpoint = self._trainer._checkpoint_connector.dump_checkpoint(False)
+        if not self._progress:
+            self._progress = {n: checkpoint[n] for n in _OF_PROGRESS if n in checkpoint}
+        checkpoint.update(self._progress)
+        if has_engine(self._trainer.strategy):
+            self._write_engine(checkpoint)
+        else:
+            self._write_outer(checkpoint)
+
+    def _write_engine(self, checkpoint: dict[str, Any]) -> None:
+        """Let DeepSpeed write the tag, whose save carries the outer state and is made again."""
+        strategy = self._trainer.strategy
+        of_engine = ("state_dict", "optimizer_states")
+        state = {name: value for name, value in checkpoint.items() if name not in of_engine}
+        self._fit.require_handle().on_preemption(lambda _: state)  # asked for this save alone
+        strategy.model.save_checkpoint(
+            str(self._path.parents[1]),
+            tag=self._path.name,
+            client_state=state,
+            exclude_frozen_parameters=strategy.exclude_frozen_parameters,
+        )
+
+    def _write_outer(self, checkpoint: dict[str, Any]) -> None:
+        strategy, world = self._trainer.strategy, self._fit.world
+        handle = self._fit.require_handle()
+        directory, tag = self._path.parent, tag_of(self._path, strategy)
+        saving = AgreedSave(handle, directory, tag, world.rank == 0)
+        place = saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE
+        saving.do(lambda: strategy.save_checkpoint(checkpoint, str(place), self._options))
+        saving.do(lambda: handle.save(saving.unfinished, self.write))
+        judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
+        with saving.part():
+            if world.rank == 0:
+                manifest = Manifest(
+                    FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+                    handle.is_finished, next((why for why, _ in judged if why), ""),
+                    handle.preemption.is_saving, any(doubt for _, doubt in judged),
+                )  # fmt: skip
+                complete_tag(directory, tag, manifest)
+                if not writes_folder(strategy):
+                    _link(directory / tag / FILE, self._path)
+        saving.agree()
+        handle.saved(directory / tag)
+
+
+def _link(file: Path, path: Path) -> None:
+    """Let `path` be a file of a tag, at once; a copy where there are no links."""
+    beside = path.with_name(f".{path.name}.link")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(file, beside)
+    except OSError:
+        shutil.copyfile(file, beside)
+    os.replace(beside, path)
+
+
+def _save_beside(
+    original: Callable[..., Any], trainer: Any, fit: Fit, path: Path, rest: tuple[Any, Any]
+) -> None:
+    """Save the finished model where all clusters may name one place: each beside it first."""
+    own = path.with_name(f".{path.name}.cluster_{fit.world.cluster_id}")
+    original(str(own), *rest)
+    if trainer.is_global_zero:
+        if own.is_dir():
+            if path.is_file():
+                path.unlink()
+            move_into(own, path)
+        else:
+            os.replace(own, path)
+    meet_in_cluster("save a checkpoint")
+
+
+def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath: str) -> None:
+    """Delete a checkpoint once all clusters have saved what follows it. Collective over all."""
+    fit = fit_of(trainer)
+    if fit is None:
+        original(trainer, filepath)
+        return
+    tag = Path(filepath).with_name(tag_of(Path(filepath), trainer.strategy))
+    if fit.is_training and not fit.require_handle().preemption.is_saving:
+        fit.require_handle().gather("saved")
+    if fit.resume == tag:
+        return  # what the run has come from stays, as Lightning has it
+    if trainer.is_global_zero:
+        (tag / MANIFEST).unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if tag != Path(filepath):
+                shutil.rmtree(tag)
+    original(trainer, filepath)

@@ -1,0 +1,34 @@
+"""A method of Lightning's that is replaced by one of dsx, which is given the original."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def around(cls: Any, name: str, act: Callable[..., Any]) -> None:
+    """Let `act(original, self, ...)` stand in for a method; `original` takes what follows self."""
+    original = getattr(cls, name)
+
+    @functools.wraps(original)
+    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return act(functools.partial(original, self), self, *args, **kwargs)
+
+    setattr(cls, name, replaced)
+
+
+def around_property(cls: Any, name: str, get: Callable[[Callable[[], Any], Any], Any]) -> None:
+    """Let `get(original, self)` stand in for a property that is only read."""
+    kept = getattr(cls, name)
+
+    def read(self: Any) -> Any:
+        return get(lambda: kept.fget(self), self)
+
+    setattr(cls, name, property(read, doc=kept.__doc__))
+
+
+def modules_of(root: str) -> Callable[[str], Any]:
+    """Return what gives the modules below `lightning.pytorch` or `pytorch_lightning`, by name."""
+    return lambda name: sys.modules[f"{root}.{name}"]
