@@ -23,6 +23,7 @@ from dsx.outer.transfer import Totals
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
+from dsx.telemetry.progress import Progress
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.stalls import stall_watch
 from dsx.telemetry.trace.recorder import trace_path
@@ -53,6 +54,9 @@ class Records:
             start_facts(adapter, world, config),
             self._behind,
         )
+        is_shared = world.clusters["rendezvous"] == "env://"
+        speaks = self._writes and not (is_shared and cluster)
+        self._progress = Progress(cluster, config.metrics.progress_seconds, speaks)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
@@ -78,6 +82,7 @@ class Records:
         self._passed = time.perf_counter()
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
+        self._progress.begin(step)
         self._await_step(step)
 
     def confirm(self) -> None:
@@ -112,11 +117,13 @@ class Records:
             "skipped_steps": totals.skipped_steps,
         }
         self._metrics.step(record)
+        self._progress.pass_boundary(step, bytes_sent, blocked_seconds)
         self.trace.end_step(step)
         self._await_step(step)
 
     def complete_step(self, fields: Mapping[str, Any]) -> None:
         """Add the script's own numbers to the step just taken."""
+        self._progress.note(fields)
         self._metrics.complete_step(fields)
 
     def sync(self, record: Mapping[str, Any]) -> None:

@@ -92,7 +92,7 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
             logs = kwargs.get("logs") or {}
             counted = {name: logs[name] for name in _COUNTED if name in logs}
             if "loss" in counted and handle_of(trainer).step:
-                handle_of(trainer).log_step(**counted)
+                handle_of(trainer).log_step(**counted, total_steps=state.max_steps)
             evaluated = {n: v for n, v in logs.items() if n.startswith("eval_")}
             if evaluated:
                 handle_of(trainer).log("validation", **evaluated)

@@ -72,9 +72,12 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
 
         def __init__(self) -> None:
             self.steps = (trainer.global_step, handle.step)
+            self.total: dict[str, int] = {}
 
         def on_train_start(self, *_: Any) -> None:
             self.steps = (trainer.global_step, handle.step)
+            total = trainer.estimated_stepping_batches
+            self.total = {} if total == float("inf") else {"total_steps": int(total)}
 
         def on_train_batch_end(self, _: Any, module: Any, outputs: Any, *__: Any) -> None:
             taken, counted = self.steps
@@ -86,7 +89,7 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
             self.steps = (trainer.global_step, handle.step)
             loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if loss is not None and handle.step % trainer.log_every_n_steps == 0:
-                handle.log_step(loss=float(loss))
+                handle.log_step(loss=float(loss), **self.total)
             if handle.should_stop():
                 fit.is_agreed = True
                 trainer.should_stop = True
