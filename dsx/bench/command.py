@@ -17,6 +17,7 @@ import typer
 
 from dsx.bench.convergence.command import convergence
 from dsx.bench.e2e.command import e2e
+from dsx.bench.examples.command import examples
 from dsx.bench.paper.command import paper
 from dsx.bench.torchft.command import torchft
 from dsx.config.files import require_place
@@ -28,6 +29,7 @@ app.command()(e2e)
 app.command()(convergence)
 app.command()(torchft)
 app.command()(paper)
+app.command()(examples)
 
 
 @app.command()

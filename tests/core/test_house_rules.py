@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parents[2] / "dsx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT_ENGINES = ("comm", "engines", "cli", "examples")
-WORKERS = ("bench.e2e.worker", "bench.torchft.worker")  # a rank each
+WORKERS = ("bench.e2e.worker", "bench.torchft.worker", "bench.examples.inside")  # a rank each
 
 
 def module_name(path: Path) -> str:

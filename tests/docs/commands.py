@@ -61,6 +61,7 @@ NOT_HERE = {  # with the reason
     "dsx bench e2e": _BY_HAND + "tests/bench/test_e2e.py",
     "OMP_NUM_THREADS=1 dsx bench convergence": _BY_HAND + "tests/bench/test_convergence.py",
     "dsx bench paper ": _BY_HAND + "tests/bench/test_paper.py",
+    "dsx bench examples --examples": _BY_HAND + "tests/bench/test_examples.py",
     "dsx bench torchft": _BY_HAND + "tests/bench/test_torchft.py",
     "deepspeed --num_gpus 2 scripts/pretrain_gpt_deepspeed.py --scaled-down": (
         "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"
@@ -68,6 +69,7 @@ NOT_HERE = {  # with the reason
     "torchrun --nproc-per-node 4 scripts/pretrain_gpt_megatron.py --scaled-down": (
         "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"
     ),
+    'pip install "dsx-train[clients,deepspeed]" evaluate': "packages that nothing else here needs",
     "pip install torchft": "a package that nothing else here needs",
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config dsx.json train.py": (
         "any script; one in tests/run/test_plain_torch.py"

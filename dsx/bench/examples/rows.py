@@ -1,0 +1,164 @@
+"""The rows of `dsx bench examples`, and the sources that they run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsx.bench.examples.table import Row, Tree
+
+TRANSFORMERS = Tree(
+    "transformers", "https://github.com/huggingface/transformers",
+    "3a275d3581c0ecf962f7412aa764c2047331fd6b",
+)  # fmt: skip
+TRL = Tree("trl", "pip download --no-deps --no-binary :all: trl==1.16.0", "trl-1.16.0")
+NANOGPT = Tree(
+    "nanoGPT", "https://github.com/karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
+)
+TORCHTITAN = Tree("torchtitan", "https://github.com/pytorch/torchtitan", "v0.2.2")
+
+_DILOCO = {"preset": "diloco", "schedule": {"interval": 10}}
+_STREAMING = {
+    "preset": "streaming_diloco",
+    "schedule": {"interval": 10},
+    "fragments": {"num_fragments": 2},
+    "delay": {"steps": 2},
+}
+_STEPS = 40
+
+
+def _deepspeed(stage: int) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": "auto",
+        "train_batch_size": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    }
+
+
+_TRAINER = (
+    "--deepspeed", "{json}", "--output_dir", "{out}/trained", "--max_steps", str(_STEPS),
+    "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--report_to", "none",
+    "--logging_steps", "10", "--save_strategy", "no", "--use_cpu", "true",
+    "--lr_scheduler_type", "constant", "--bf16", "false",
+)  # fmt: skip
+
+
+def _run_clm(stage: int, ranks: int, method: dict[str, Any]) -> Row:
+    return Row(
+        name=f"run_clm-zero{stage}-2x{ranks}",
+        framework="Trainer",
+        tree=TRANSFORMERS,
+        script="examples/pytorch/language-modeling/run_clm.py",
+        engine=f"DeepSpeed, ZeRO {stage}",
+        ranks=ranks,
+        arguments=(
+            "--config_name", "{data}/gpt2", "--tokenizer_name", "{data}/gpt2",
+            "--train_file", "{data}/train.txt", "--validation_file", "{data}/validation.txt",
+            "--block_size", "64", "--do_train", "--do_eval", "--per_device_eval_batch_size", "8",
+            "--max_eval_samples", "64", *_TRAINER,
+        ),
+        prepared="language_model",
+        packages=("transformers", "datasets", "evaluate", "deepspeed"),
+        loss=r"eval_loss\s*=\s*([0-9.]+)",
+        loss_of="held out",
+        steps=_STEPS,
+        sha256="d55f4705f486",
+        method=method,
+        deepspeed=_deepspeed(stage),
+        plain_deepspeed=_deepspeed(2) if stage == 3 else None,  # its ZeRO 3 starts on GPUs only
+    )  # fmt: skip
+
+
+def _sft(stage: int, ranks: int, more: tuple[str, ...], what: str, method: dict[str, Any]) -> Row:
+    return Row(
+        name=f"sft{'-lora' if more else ''}-zero{stage}-2x{ranks}",
+        framework=f"TRL, SFT{what}",
+        tree=TRL,
+        script="trl/scripts/sft.py",
+        engine=f"DeepSpeed, ZeRO {stage}",
+        ranks=ranks,
+        arguments=(
+            "--model_name_or_path", "{data}/gpt2", "--dataset_name", "{data}/sft",
+            "--max_length", "64", "--eval_strategy", "steps", "--eval_steps", str(_STEPS),
+            "--gradient_checkpointing", "false", *_TRAINER, *more,
+        ),
+        prepared="language_model",
+        packages=("trl", "transformers", "datasets", "deepspeed", *(("peft",) if more else ())),
+        loss=r"'eval_loss': '?([0-9.]+)",
+        loss_of="held out",
+        steps=_STEPS,
+        sha256="310f4eb5f750",
+        method=method,
+        deepspeed=_deepspeed(stage),
+    )  # fmt: skip
+
+
+def _nanogpt(ranks: int, method: dict[str, Any]) -> Row:
+    return Row(
+        name=f"nanogpt-2x{ranks}",
+        framework="nanoGPT",
+        tree=NANOGPT,
+        script="train.py",
+        engine="PyTorch, DDP",
+        ranks=ranks,
+        arguments=(
+            "--backend=gloo", "--device=cpu", "--dtype=float32", "--compile=False",
+            "--dataset={data}/tokens_{cluster_id}", "--out_dir={out}/{cluster_id}", "--n_layer=2",
+            "--n_head=2", "--n_embd=64", "--block_size=64", "--batch_size=8",
+            "--gradient_accumulation_steps={accumulation}", f"--max_iters={_STEPS - 1}",
+            f"--eval_interval={_STEPS // 2}", "--eval_iters=20", "--log_interval=10",
+            "--warmup_iters=5", "--learning_rate=3e-3", f"--lr_decay_iters={_STEPS}",
+        ),
+        prepared="tokens",
+        packages=(),
+        loss=r"iter 30: loss ([0-9.]+)",
+        loss_of="training, step 31; mean",
+        steps=_STEPS,
+        sha256="413bd97b40bb",
+        method=method,
+        shim="cuda_is_cpu",
+        directory=".",
+    )  # fmt: skip
+
+
+def _torchtitan(ranks: int, engine: str) -> Row:
+    return Row(
+        name=f"torchtitan-2x{ranks}",
+        framework="torchtitan",
+        tree=TORCHTITAN,
+        script="torchtitan.train",
+        engine=engine,
+        ranks=ranks,
+        arguments=(
+            "--job.config_file", "torchtitan/models/llama3/train_configs/debug_model.toml",
+            "--training.dataset_path", "{data}/documents_{cluster_id}",
+            "--training.steps", str(_STEPS), "--training.seq_len", "128",
+            "--training.local_batch_size", "4", "--training.mixed_precision_param", "float32",
+            "--job.dump_folder", "{out}/{cluster_id}", "--metrics.disable_color_printing",
+            "--metrics.log_freq", "10",
+        ),
+        prepared="documents",
+        packages=("torchdata", "datasets", "tyro", "triton"),
+        loss=rf"step: {_STEPS}\s+loss:\s+([0-9.]+)",
+        loss_of=f"training, step {_STEPS}; mean",
+        steps=_STEPS,
+        sha256="af6016fac5b2",
+        method=_DILOCO,
+        shim="torchtitan_on_cpu",
+        directory=".",
+    )  # fmt: skip
+
+
+ROWS = (
+    _run_clm(2, 1, _DILOCO),
+    _run_clm(2, 2, _STREAMING),
+    _run_clm(3, 2, _DILOCO),
+    _sft(2, 1, (), "", _DILOCO),
+    _sft(2, 2, ("--use_peft", "--lora_target_modules", "c_attn", "c_proj"), " with LoRA", _DILOCO),
+    _nanogpt(1, _DILOCO),
+    _nanogpt(2, _DILOCO),
+    _torchtitan(1, "PyTorch, one rank"),
+    _torchtitan(2, "PyTorch, FSDP2"),
+)
