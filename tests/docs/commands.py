@@ -48,7 +48,12 @@ SLOW = {  # whole trainings: `pytest -m slow`
 
 _SITES = "needs what a site has; with stand-ins in tests/launch/test_where_it_runs.py"
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
+_FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_folders.py"
 NOT_HERE = {  # with the reason
+    "torchrun --nproc-per-node 4 -m dsx.run --dsx-config docs/examples": _FOLDER,
+    "deepspeed --num_gpus 4 --module dsx.run docs/examples": _FOLDER,
+    "deepspeed --num_gpus 2 --module dsx.run docs/examples": _FOLDER,
+    "dsx report runs/example_": _FOLDER,
     "source .venv/bin/activate": "changes the reader's shell; tests have the environment already",
     "export CUDA_VISIBLE_DEVICES": "changes the reader's shell; tests have the environment already",
     "bash scripts/test.sh": "runs this test",
