@@ -19,6 +19,7 @@ from dsx.data.command import app as data_app
 from dsx.engines.command import export
 from dsx.examples.command import quickstart
 from dsx.plan.command import plan
+from dsx.plan.init.command import init
 from dsx.plan.memory.command import memory
 from dsx.plan.published.simulate import simulate
 from dsx.support.command import support
@@ -31,6 +32,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command(rich_help_panel=BEFORE)(doctor)
+app.command(rich_help_panel=BEFORE)(init)
 app.command(rich_help_panel=BEFORE)(memory)
 app.command(rich_help_panel=BEFORE)(net_test)
 app.command(rich_help_panel=BEFORE)(plan)

@@ -1,0 +1,1 @@
+"""`dsx init`: a configuration to start from, chosen by the planner, with what each key means."""
