@@ -57,12 +57,41 @@ class SizedClusterStream(ClusterStream):
         return len(self) * self._num_clusters
 
 
+class ClusterPart(ClusterShard):
+    """A cluster's part of a dataset that scripts may ask for what else it has."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dataset":  # not there yet, in a copy
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def is_cut(data: Any) -> bool:
+    """Whether data is this cluster's part already, also inside of what divides it further."""
+    while data is not None:
+        if isinstance(data, ClusterShard) or getattr(data, _MARK, False):
+            return True
+        data = getattr(data, "dataset", None)
+    return False
+
+
+def part_for_cluster(data: Any, world: World) -> Any:
+    """Return this cluster's part of a map-style dataset, without a look at the others'."""
+    part = _part(data, world, is_stream=False)
+    if world.rank == 0:
+        logger.warning(
+            "dsx: cluster %d reads %s of %s samples of what is shuffled, for training; what is not "
+            "is read whole", world.cluster_id, f"{len(part):,}", f"{len(data):,}",
+        )  # fmt: skip
+    return part
+
+
 def cut_for_cluster(data: Any, world: World, wanted: str) -> Any:
     """Return what this cluster reads of training data. Collective over all ranks of all clusters.
 
     `wanted` is `clusters.data`. What has been cut comes back as it is.
     """
-    if data is None or isinstance(data, ClusterShard) or getattr(data, _MARK, False):
+    if data is None or is_cut(data):
         return data
     is_stream = not hasattr(data, "__len__") or isinstance(data, IterableDataset)
     if is_stream:
@@ -88,7 +117,7 @@ def _part(data: Any, world: World, is_stream: bool) -> Any:
     elif isinstance(data, getattr(datasets, "Dataset", ())) and hasattr(datasets, "Features"):
         part = data.select(range(cluster, len(data) // count * count, count))
     else:
-        return ClusterShard(data, cluster, count)
+        return ClusterPart(data, cluster, count)
     setattr(part, _MARK, True)
     return part
 

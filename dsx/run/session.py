@@ -14,8 +14,9 @@ from dsx.training.finish import keep_exported
 
 ROUTES = (
     "deepspeed.initialize with an optimizer; the Hugging Face Trainer, and TRL's trainers, with "
-    "TrainingArguments(deepspeed=FILE); Lightning's Trainer with DDP, FSDP2 or DeepSpeed; a loop "
-    "in plain PyTorch over one model, alone or with DistributedDataParallel or fully_shard. A "
+    "TrainingArguments(deepspeed=FILE); a loop over Accelerate, with DeepSpeed, DDP or FSDP2; "
+    "Lightning's Trainer with DDP, FSDP2 or DeepSpeed; a loop in plain PyTorch over one model, alone "
+    "or with DistributedDataParallel or fully_shard. A "
     "script that trains in another way calls dsx.attach(model, optimizer, config=...) itself"
 )
 
@@ -38,6 +39,10 @@ class Session:
         self.divides_data = False  # whether dsx.run sees to the data, and not dsx.initialize
         self.trainers: list[Any] = []  # of Hugging Face, that have begun to train
         self.has_own_data = False  # whether the clusters were seen to have data of their own
+        self.has_arguments = False  # whether TrainingArguments were made: a Trainer's script
+        self.has_accelerator = False  # whether the script has made one
+        self.models: list[Any] = []  # that a loop of the script's own trains
+        self._whose_data: str | None = None
 
     def join(self) -> World | None:
         """Return this process's world, made now if the block is known and nobody has.
@@ -69,7 +74,9 @@ class Session:
     @property
     def whose_data(self) -> str:
         """`clusters.data` of this run: "auto", "split" or "own"; "own" once that has been seen."""
-        return "own" if self.has_own_data else load_config(self.block.resolve()).clusters.data
+        if self._whose_data is None:
+            self._whose_data = load_config(self.block.resolve()).clusters.data
+        return "own" if self.has_own_data else self._whose_data
 
     @property
     def has_engine(self) -> bool:

@@ -32,6 +32,7 @@ from dsx.training.records import Records
 from dsx.training.signals import Signals
 
 Callback = Callable[[Path], Mapping[str, Any] | None]
+_WITHOUT_CALLBACK = "how model and optimizer are saved, says handle.on_preemption(callback)"
 _TICK_SECONDS = 0.25
 _PARTING_SECONDS = 0.2  # what was said last may still be on its way
 _HARD_END_SECONDS = 10.0
@@ -166,9 +167,8 @@ class Preemption:
         needs_callback = self.engine is None or self.engine.needs_callback
         if needs_callback and self.callback is None:
             logger.warning(
-                "told to end by a signal (clusters.preemption_signals), this run saves nothing: "
-                "model and optimizer are the script's, which says how they are saved by "
-                "handle.on_preemption(callback)"
+                "told to end by a signal (clusters.preemption_signals), this run saves nothing: %s",
+                getattr(self.engine, "without_callback", _WITHOUT_CALLBACK),
             )
         elif self._folder is None:
             logger.warning(

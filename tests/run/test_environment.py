@@ -101,7 +101,6 @@ def test_a_module_is_followed_once_it_is_imported_and_not_when_it_is_looked_for(
 @pytest.mark.parametrize(
     ("module", "cls", "method", "said"),
     [
-        ("accelerate.accelerator", "Accelerator", "_prepare_deepspeed", "Accelerator.prepare()"),
         (
             "lightning.pytorch.strategies.deepspeed", "DeepSpeedStrategy", "setup_environment",
             "Lightning's DeepSpeedStrategy is not served by dsx.run; it serves deepspeed.initial",

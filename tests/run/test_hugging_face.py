@@ -13,8 +13,9 @@ from torch.utils.data import IterableDataset
 from dsx.config.files import ConfigError
 from dsx.run.block import RunBlock
 from dsx.run.data import ClusterStream, cut_for_cluster
+from dsx.run.folders import move_into
 from dsx.run.hugging_face.arguments import replace_deepspeed_config
-from dsx.run.hugging_face.checkpoints import choose_common, move_into
+from dsx.run.hugging_face.checkpoints import choose_common
 from dsx.run.hugging_face.trainer import replace_trainer
 from dsx.run.session import RouteNotTaken, Session
 

@@ -28,6 +28,7 @@ def replace_arguments(session: Session, training_args: ModuleType) -> None:
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
+        session.has_arguments = True
         document, place, file = _document(self.deepspeed)
         world = session.show(document, place, file)
         if world is not None:
@@ -60,7 +61,8 @@ def replace_backend(state: ModuleType) -> None:
     def _prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
         found = original(self, *args, **kwargs)
         is_told = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-        if found[0] is None and is_told and current_world() is not None:
+        world = current_world()
+        if found[0] is None and world is not None and (is_told or world.world_size > 1):
             return "gloo", state.DistributedType.MULTI_CPU
         return found
 

@@ -1,4 +1,4 @@
-"""A Trainer's checkpoints: which one all clusters have, and a folder that two of them write to.
+"""A Trainer's checkpoints: which one all clusters have.
 
 Each cluster keeps `checkpoint-<step>` folders of its own. One that was killed while saving has one
 less than the others, and what clusters save when they are told to end is of a step of each one's
@@ -9,9 +9,7 @@ that is the same in all of them.
 from __future__ import annotations
 
 import logging
-import os
 import re
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,18 +112,3 @@ def _contents(base: Path, world: World) -> dict[str, list[Any]]:
                 step = None if tag.get("is_preempted") else tag["step"]
                 contents[folder.name] = [step, tag["session"], tag["num_clusters"]]
     return contents
-
-
-def move_into(source: Path, target: Path) -> None:
-    """Bring files to a folder that other clusters write the same to: each as a whole, by its name.
-
-    `source` lies beside it, and is gone then.
-    """
-    for path in sorted(source.rglob("*")):
-        place = target / path.relative_to(source)
-        if path.is_dir():
-            place.mkdir(parents=True, exist_ok=True)
-        else:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            os.replace(path, place)
-    shutil.rmtree(source)

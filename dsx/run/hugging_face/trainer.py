@@ -20,8 +20,9 @@ import dsx
 from dsx.comm.world import current_world
 from dsx.config.files import ConfigError
 from dsx.run.data import cut_for_cluster
+from dsx.run.folders import save_beside
 from dsx.run.hugging_face.callback import make_callbacks
-from dsx.run.hugging_face.checkpoints import common_checkpoint, move_into
+from dsx.run.hugging_face.checkpoints import common_checkpoint
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
 from dsx.training.handle import Handle
@@ -152,9 +153,15 @@ class _Replaced:
         with self._averaged(trainer):
             own = Path(trainer.args.output_dir).absolute()
             target = own if output_dir is None else Path(output_dir).absolute()
-            if current_world() is None or target == own or own in target.parents:
+            world = current_world()
+            if world is None or target == own or own in target.parents:
                 return original(output_dir, _internal_call)
-            return _save_beside(original, target, trainer, _internal_call)
+            save_beside(
+                target,
+                world,
+                lambda to: original(str(to), _internal_call),
+                trainer.args.should_save,
+            )
 
     def save_checkpoint(
         self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
@@ -230,19 +237,6 @@ class _Replaced:
             )
 
         return load
-
-
-def _save_beside(
-    original: Callable[..., Any], target: Path, trainer: Any, is_internal: bool
-) -> Any:
-    """Save to a folder that all clusters name: each beside it first, as they may share it."""
-    world = current_world()
-    assert world is not None
-    own = target.with_name(f".{target.name}.cluster_{world.cluster_id}")
-    result = original(str(own), is_internal)
-    if trainer.args.should_save and own.is_dir():
-        move_into(own, target)
-    return result
 
 
 def _require_handle(trainer: Any) -> Handle:

@@ -1,0 +1,259 @@
+"""`save_state` and `load_state`: each cluster's own part of a folder, with the outer state.
+
+What Accelerate saves goes to `<folder>/cluster_<m>/accelerate/`, with what a handle saves; a
+DeepSpeed engine saves to `<folder>/cluster_<m>/pytorch_model/`. Both are written beside what was
+there, and get their names once they are complete. What is loaded is the same in all clusters: of
+one run, at one step.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from dsx.checkpoint.checksums import MANIFEST, read_manifest
+from dsx.checkpoint.files import FORMAT
+from dsx.checkpoint.health import tensors_of
+from dsx.checkpoint.tags import Manifest, cluster_directory, complete_tag, complete_tags
+from dsx.comm.world import World, current_world
+from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.cluster_collectives import gather_objects
+from dsx.engines.resume_point import choose
+from dsx.run.accelerate.loop import Loop, Trained
+from dsx.run.replace import around
+
+TAG = "accelerate"
+logger = logging.getLogger(__name__)
+
+
+def replace_states(loop: Loop, accelerator: Any) -> None:
+    """Replace `save_state` and `load_state` of the class `Accelerator`."""
+
+    def save_state(
+        original: Any, self: Any, output_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Save, in every cluster at the same step; return the folder. Collective in the cluster."""
+        trained, world = _trained(loop, self, "save_state"), current_world()
+        if not trained or world is None:
+            return original(self, output_dir, *args, **kwargs)
+        settings = self.project_configuration
+        base = _next_folder(self, world) if settings.automatic_checkpoint_naming else output_dir
+        base = _of_run(Path(base), world)
+        loop.is_saving = True
+        try:
+            with _named(self):
+                _save(trained, world, base, lambda to: original(self, str(to), *args, **kwargs))
+        finally:
+            loop.is_saving = False
+        if settings.automatic_checkpoint_naming and settings.total_limit is not None:
+            trained[0].handle.gather("saved")
+            _delete_older(base, world, settings.total_limit)
+        return str(base)
+
+    def load_state(
+        original: Any, self: Any, input_dir: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        """Load what all clusters have. Collective over all ranks of all clusters."""
+        trained, world = _trained(loop, self, "load_state"), current_world()
+        if not trained or world is None:
+            return original(self, input_dir, *args, **kwargs)
+        is_named = input_dir is not None
+        base = _of_run(Path(input_dir), world) if is_named else _newest(self, trained[0], world)
+        with _named(self):
+            _load(trained, world, base, lambda at: original(self, str(at), *args, **kwargs))
+
+    around(accelerator, "save_state", save_state)
+    around(accelerator, "load_state", load_state)
+
+
+def _trained(loop: Loop, accelerator: Any, what: str) -> list[Trained]:
+    trained = list(loop.of(accelerator))
+    if any(one.is_ended for one in trained):
+        raise RuntimeError(
+            f"accelerator.{what}() behind end_training(), where only the finished model is left: "
+            f"call it before, or save the model with accelerator.save_model()"
+        )
+    return trained
+
+
+def _save(
+    trained: list[Trained], world: World, base: Path, of_accelerate: Callable[[Path], Any]
+) -> None:
+    directory, handle = cluster_directory(base, world.cluster_id), trained[0].handle
+    engines = [one.model for one in trained if one.is_engine]
+    with ExitStack() as stack:
+        for one in trained:
+            if not one.is_engine:
+                stack.enter_context(one.handle.saving())
+        saving = AgreedSave(handle, directory, TAG, world.rank == 0)
+        with _engines_wait(engines, "save_checkpoint") as asked:
+            saving.of_script(lambda: of_accelerate(saving.unfinished))
+        for place, one in _places(trained, saving.unfinished):
+            saving.do(lambda place=place, one=one: one.handle.save(place))
+        _complete(saving, trained, world)
+    for engine, tag, more in asked:
+        engine.save_checkpoint(str(base), tag, **more)
+    handle.saved(directory / TAG)
+
+
+def _complete(saving: AgreedSave, trained: list[Trained], world: World) -> None:
+    """Give the folder its name, once all ranks have written to it. Collective in the cluster."""
+    handle = trained[0].handle
+    moments = [o for one in trained if not one.is_engine for o in _inner(one)]
+    judged = gather_objects(handle.rollback.judge(tensors_of(moments)))
+    with saving.part():
+        if world.rank == 0:
+            manifest = Manifest(
+                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
+                handle.is_finished, next((why for why, _ in judged if why), ""),
+                is_doubtful=any(doubt for _, doubt in judged),
+            )  # fmt: skip
+            complete_tag(saving.final.parent, TAG, manifest)
+    saving.agree()
+
+
+def _load(
+    trained: list[Trained], world: World, base: Path, of_accelerate: Callable[[Path], Any]
+) -> None:
+    handle = trained[0].handle
+    _, tag = choose(handle.gather, world, base, TAG)
+    directory = cluster_directory(base, world.cluster_id) / tag
+    if not tag.startswith(TAG) or not directory.is_dir():
+        raise ValueError(f"{base} holds no complete state of this cluster: load an earlier one")
+    saved = read_manifest(directory / MANIFEST)
+    if saved["num_clusters"] != world.num_clusters:
+        raise ValueError(
+            f"{base} is of a run of {saved['num_clusters']} clusters, and its data was cut for as "
+            f"many: some of it would be read twice by {world.num_clusters}, and some never; start "
+            "as many clusters, or train on from what accelerator.save_model() has written"
+        )
+    if saved["num_ranks"] != world.world_size and world.rank == 0:
+        logger.warning(
+            "%s was saved by %d ranks of this cluster, which has %d now: random states and the "
+            "order of the data are not those of before", base, saved["num_ranks"], world.world_size,
+        )  # fmt: skip
+    engines = [one.model for one in trained if one.is_engine]
+    with _engines_wait(engines, "load_checkpoint") as asked:
+        of_accelerate(directory)
+    for engine, of_engine, more in asked:
+        engine.load_checkpoint(str(base), of_engine, **more)
+    for place, one in _places(trained, directory):
+        one.handle.load(place)
+    steps = handle.gather(handle.step)
+    if any(step != saved["step"] for step in steps):
+        raise ValueError(
+            f"{base}: the engine's part is of step {handle.step} and what Accelerate has saved is "
+            f"of step {saved['step']}: a cluster was killed while it saved there again; load an "
+            "earlier one"
+        )
+
+
+def _inner(one: Trained) -> list[Any]:
+    return [optimizer.optimizer for optimizer in one.optimizers]
+
+
+def _places(trained: list[Trained], directory: Path) -> list[tuple[Path, Trained]]:
+    """Return where the outer state of each model lies that is no engine's."""
+    own = [one for one in trained if not one.is_engine]
+    return [(directory / f"model_{i}" if i else directory, one) for i, one in enumerate(own)]
+
+
+@contextmanager
+def _engines_wait(
+    engines: list[Any], name: str
+) -> Generator[list[tuple[Any, str, dict[str, Any]]], None, None]:
+    """Note what Accelerate asks of the engines, which is done behind it, in their own folder."""
+    asked: list[tuple[Any, str, dict[str, Any]]] = []
+    originals = [getattr(engine, name) for engine in engines]
+
+    def waiting(engine: Any) -> Callable[..., None]:
+        def note(folder: str, tag: str, **more: Any) -> None:
+            asked.append((engine, tag, more))
+
+        return note
+
+    for engine in engines:
+        setattr(engine, name, waiting(engine))
+    try:
+        yield asked
+    finally:
+        for engine, original in zip(engines, originals, strict=True):
+            setattr(engine, name, original)
+
+
+@contextmanager
+def _named(accelerator: Any) -> Generator[None, None, None]:
+    """Let Accelerate take the folder that it is given."""
+    settings = accelerator.project_configuration
+    before, settings.automatic_checkpoint_naming = settings.automatic_checkpoint_naming, False
+    try:
+        yield
+    finally:
+        settings.automatic_checkpoint_naming = before
+
+
+def _of_run(folder: Path, world: World) -> Path:
+    """Return the folder that all clusters share, where a script names its cluster's own."""
+    own = cluster_directory(folder.parent, world.cluster_id)
+    return folder.parent if folder.name == own.name else folder
+
+
+def _checkpoints(accelerator: Any, world: World) -> dict[int, Path]:
+    """Return the folders of automatic names that hold something of this cluster, by number."""
+    base = Path(accelerator.project_dir) / "checkpoints"
+    found = {path: re.fullmatch(r"checkpoint_(\d+)", path.name) for path in base.glob("*")}
+    return {
+        int(name[1]): path
+        for path, name in found.items()
+        if name and any(t.startswith(TAG) for t in _complete_in(path, world))
+    }
+
+
+def _complete_in(folder: Path, world: World) -> dict[str, dict[str, Any]]:
+    return complete_tags(cluster_directory(folder, world.cluster_id))
+
+
+def _next_folder(accelerator: Any, world: World) -> Path:
+    number = accelerator.save_iteration
+    if number in _checkpoints(accelerator, world):
+        raise ValueError(
+            f"checkpoint_{number} exists already in {accelerator.project_dir}/checkpoints; set "
+            "ProjectConfiguration(iteration=...) to the number to go on with"
+        )
+    return Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{number}"
+
+
+def _newest(accelerator: Any, one: Trained, world: World) -> Path:
+    """Return the folder of the highest number that all clusters have. Collective over all."""
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    everyone = one.handle.gather(sorted(_checkpoints(accelerator, world)))
+    common = set[int].intersection(*map(set, everyone))
+    if not common:
+        have = "; ".join(f"cluster {m}: {own or 'none'}" for m, own in enumerate(everyone))
+        raise ValueError(
+            f"no checkpoint in {accelerator.project_dir}/checkpoints is complete in all clusters "
+            f"({have}): start without load_state()"
+        )
+    return Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{max(common)}"
+
+
+def _delete_older(newest: Path, world: World, limit: int) -> None:
+    """Delete what this cluster holds of automatic names, but for the last few."""
+    if world.rank:
+        return
+    held = [
+        path
+        for path in newest.parent.glob("checkpoint_*")
+        if cluster_directory(path, world.cluster_id).is_dir()
+    ]
+    numbered = sorted(held, key=lambda path: int(path.name.rpartition("_")[2]))
+    for path in numbered[: max(len(numbered) - limit, 0)]:
+        shutil.rmtree(cluster_directory(path, world.cluster_id), ignore_errors=True)
+        with suppress(OSError):  # another cluster's is there still
+            path.rmdir()

@@ -1,0 +1,256 @@
+"""What dsx.run does for a loop over Accelerate, part by part, without accelerate."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from dsx.config.files import ConfigError
+from dsx.config.schema import load_config
+from dsx.run.accelerate import loaders
+from dsx.run.accelerate.loaders import replace_loader, require_cut, require_not_made_before
+from dsx.run.accelerate.loop import Trained, replace_accelerator
+from dsx.run.accelerate.refusals import refuse_launchers, refuse_local_sgd, refuse_settings
+from dsx.run.block import RunBlock
+from dsx.run.replace import around
+from dsx.run.session import RouteNotTaken, Session
+
+BLOCK = {"preset": "diloco", "clusters": {"num_clusters": 2}}
+
+
+def make_session(**clusters: Any) -> Session:
+    block = {**BLOCK, "clusters": {**BLOCK["clusters"], **clusters}}  # type: ignore[dict-item]
+    return Session(RunBlock([], {}, [json.dumps({"dsx": block})]))
+
+
+@pytest.fixture
+def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that lets loaders be cut for cluster 1 of 2, until the test's end."""
+    for name in ("__init__", "__iter__"):
+        monkeypatch.setattr(DataLoader, name, getattr(DataLoader, name))
+    world = SimpleNamespace(cluster_id=1, num_clusters=2, rank=0)
+
+    def start(session: Session) -> Session:
+        monkeypatch.setattr(loaders, "current_world", lambda: world)
+        replace_loader(session)
+        return session
+
+    return start
+
+
+DATA = TensorDataset(torch.arange(11))
+
+
+def read(loader: Any) -> list[int]:
+    return [number for (batch,) in loader for number in batch.tolist()]
+
+
+def test_a_loader_that_shuffles_reads_this_clusters_part_and_no_other_does(cut: Any) -> None:
+    session = cut(make_session())
+    batches = BatchSampler(RandomSampler(DATA), 2, drop_last=False)
+    for given in (
+        {"batch_size": 2, "shuffle": True},
+        {"batch_size": 2, "sampler": RandomSampler(DATA)},
+        {"batch_sampler": batches},
+    ):
+        loader: Any = DataLoader(DATA, **given)  # type: ignore[arg-type]
+        assert sorted(read(loader)) == [1, 3, 5, 7, 9]
+        assert len(loader) == 3
+        require_cut(session, [loader])
+        again = DataLoader(loader.dataset, shuffle=True)
+        assert sorted(read(again)) == [1, 3, 5, 7, 9]
+    positional: Any = DataLoader(DATA, 3, True)
+    assert (positional.batch_size, len(positional.dataset)) == (3, 5)
+    assert positional.dataset.tensors is DATA.tensors
+    weights = WeightedRandomSampler([1.0] * 11, 11)
+    for whole in (DataLoader(DATA, 4), DataLoader(DATA, 4, sampler=weights)):
+        assert len(whole) == 3 and whole.dataset is DATA
+        with pytest.raises(ConfigError, match=r"reads the whole of TensorDataset, as for eval"):
+            require_cut(session, [whole])
+        require_cut(session, [positional, whole])  # an evaluation that was left early
+
+
+@pytest.mark.parametrize("why", ["own", "trainer"])
+def test_sites_with_data_of_their_own_and_trainers_keep_theirs(cut: Any, why: str) -> None:
+    session = make_session(data="own") if why == "own" else make_session()
+    session.has_arguments = why == "trainer"
+    cut(session)
+    loader: Any = DataLoader(DATA, shuffle=True)
+    assert loader.dataset is DATA
+    if why == "own":
+        require_cut(session, [loader])
+
+
+class Numbers(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return ((torch.tensor(i),) for i in range(7))
+
+
+def test_a_stream_is_cut_where_the_model_trains(cut: Any) -> None:
+    session = cut(make_session())
+    model = torch.nn.Linear(1, 1)
+    session.models.append(model)
+    loader: Any = DataLoader(Numbers(), batch_size=None)
+    again: Any = DataLoader(loader.dataset, batch_size=None)  # as of a loader that skips batches
+    for mode in (True, False, True):
+        model.train(mode)
+        expected = [1, 3, 5] if mode else list(range(7))
+        assert [number.item() for (number,) in loader] == expected
+        assert [number.item() for (number,) in again] == expected
+
+
+def test_a_loader_that_was_made_too_early_is_refused(cut: Any) -> None:
+    early = [DataLoader(DATA, shuffle=True), DataLoader(Numbers()), DataLoader(DATA)]
+    session = cut(make_session())
+    for loader in early[:2]:
+        with pytest.raises(ConfigError, match="made before dsx.run knew of the clusters"):
+            require_not_made_before(session, (loader,))
+    require_not_made_before(session, (early[2], DataLoader(DATA, shuffle=True)))
+
+
+def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) -> Any:
+    return SimpleNamespace(
+        distributed_type=f"DistributedType.{kind}",
+        state=SimpleNamespace(fsdp_plugin=SimpleNamespace(fsdp_version=version)),
+        project_configuration=SimpleNamespace(**{"save_on_each_node": False, **project}),
+    )
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "block", "said"),
+    [
+        (make_accelerator("MEGATRON_LM"), {}, "Accelerate with MEGATRON_LM is not served"),
+        (make_accelerator("FSDP", 1), {}, "fsdp_version=1 is not served by dsx.run"),
+        (make_accelerator(save_on_each_node=True), {}, "save_on_each_node=True"),
+        (make_accelerator(), {"checkpoints": {"keep": 2}}, "dsx.checkpoints.keep=2 would"),
+        (make_accelerator(), {"divergence": {"max_rollbacks": 1}}, "max_rollbacks=1 is not"),
+    ],
+)
+def test_what_is_not_served_is_refused_by_name(accelerator: Any, block: Any, said: str) -> None:
+    refuse_settings(make_accelerator("FSDP"), load_config({"dsx": BLOCK}))
+    with pytest.raises(ConfigError, match=said.replace("(", r"\(")):
+        refuse_settings(accelerator, load_config({"dsx": {**BLOCK, **block}}))
+
+
+def test_launchers_inside_a_script_and_local_sgd_are_refused() -> None:
+    module = ModuleType("accelerate.launchers")
+    module.__dict__.update(notebook_launcher=lambda f: f, debug_launcher=lambda f: f)
+    module.__dict__["LocalSGD"] = type("LocalSGD", (), {"__init__": lambda self: None})
+    refuse_launchers(module)
+    refuse_local_sgd(module)
+    for name in ("notebook_launcher", "debug_launcher", "LocalSGD"):
+        with pytest.raises(RouteNotTaken, match=f"accelerate.{name}"):
+            getattr(module, name)(print)
+
+
+def test_a_function_that_a_version_lacks_is_named() -> None:
+    module = ModuleType("torch.of_another_version")
+    with pytest.raises(RouteNotTaken) as caught:
+        around(module, "no_such", print)
+    said = f"torch {torch.__version__.partition('+')[0]}"
+    assert said in str(caught.value)
+    assert "has no torch.of_another_version.no_such, which dsx.run replaces" in str(caught.value)
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.stops = False
+        self.preemption = SimpleNamespace(end_if_due=lambda: None, engine=None)
+        self.loop = None
+
+    def request_stop(self, why: str) -> None:
+        self.done.append(why)
+
+    def should_stop(self) -> bool:
+        return self.stops
+
+    def skip_inner_step(self) -> None:
+        self.done.append("skipped")
+
+
+def make_loop() -> tuple[ModuleType, Any, Handle]:
+    module = ModuleType("accelerate.accelerator")
+
+    class Accelerator:
+        is_set = False
+        accelerator = None
+
+        def prepare(self, *given: Any) -> Any:
+            return given
+
+        def backward(self, loss: Any) -> None: ...
+        def check_trigger(self) -> bool:
+            return self.is_set
+
+        def end_training(self) -> None: ...
+        def free_memory(self) -> None: ...
+        def join_uneven_inputs(self) -> None: ...
+
+    class AcceleratedOptimizer:
+        scaler, step_was_skipped = object(), False
+        gradient_state = SimpleNamespace(sync_gradients=True)
+
+        def step(self) -> None: ...
+
+    module.__dict__.update(Accelerator=Accelerator, AcceleratedOptimizer=AcceleratedOptimizer)
+    loop = replace_accelerator(make_session(), module)
+    accelerator, optimizer, handle = Accelerator(), AcceleratedOptimizer(), Handle()
+    trained: Any = handle
+    loop.trained.append(Trained(accelerator, None, [optimizer], trained, is_engine=False))
+    return module, loop, handle
+
+
+def test_a_trigger_asks_all_clusters_and_a_skipped_step_is_told() -> None:
+    _, loop, handle = make_loop()
+    accelerator, (optimizer,) = loop.trained[0].accelerator, loop.trained[0].optimizers
+    assert not accelerator.check_trigger()
+    accelerator.is_set = True
+    assert not accelerator.check_trigger()
+    assert handle.done == ["accelerator.set_trigger()"]
+    handle.stops, accelerator.is_set = True, False
+    assert accelerator.check_trigger()
+    optimizer.step()
+    optimizer.step_was_skipped = True
+    optimizer.step()
+    assert handle.done[1:] == ["skipped"]
+
+
+def test_a_loop_beside_training_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    module, loop, _ = make_loop()
+    session = loop.session
+    session.has_arguments = True
+    monkeypatch.setattr(session, "join", lambda: object())
+    accelerator = module.__dict__["Accelerator"]()
+    model = torch.nn.Linear(1, 1)
+    assert accelerator.prepare(model) == (model,)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(RouteNotTaken, match="in a loop beside TrainingArguments"):
+        accelerator.prepare(model, optimizer)
+
+
+def test_folders_of_automatic_names(tmp_path: Path) -> None:
+    from dsx.run.accelerate import states
+
+    world: Any = SimpleNamespace(cluster_id=1, rank=0)
+    for number in (2, 9, 10):
+        (tmp_path / f"checkpoint_{number}" / "cluster_1" / "accelerate").mkdir(parents=True)
+    (tmp_path / "checkpoint_2" / "cluster_0").mkdir()
+    states._delete_older(tmp_path / "checkpoint_10", world, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_2"]
+    assert not (tmp_path / "checkpoint_2" / "cluster_1").exists()
+    assert states._of_run(tmp_path / "step_3" / "cluster_1", world) == tmp_path / "step_3"
+    assert states._of_run(tmp_path / "step_3", world) == tmp_path / "step_3"
