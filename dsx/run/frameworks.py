@@ -22,11 +22,11 @@ from dsx.run.imports import Follow
 from dsx.run.lightning.trainer import replace_lightning
 from dsx.run.process_group import keep_world
 from dsx.run.session import Session
+from dsx.run.versions import tell_of_version
 
 
 def follow_frameworks(session: Session) -> dict[str, Follow]:
     """Return what is done once each of these modules is there."""
-
     loops: list[Loop] = []  # one, once Accelerate is there
 
     def accelerator(module: ModuleType) -> None:
@@ -49,7 +49,7 @@ def follow_frameworks(session: Session) -> dict[str, Follow]:
     def lightning(root: str) -> Follow:
         return lambda module: replace_lightning(session, root)
 
-    return {
+    replaced: dict[str, Follow] = {
         "torch.distributed": distributed,
         "deepspeed": lambda module: replace_initialize(session, module),
         "accelerate.state": replace_backend,
@@ -63,3 +63,16 @@ def follow_frameworks(session: Session) -> dict[str, Follow]:
         "lightning.pytorch.trainer.trainer": lightning("lightning.pytorch"),
         "pytorch_lightning.trainer.trainer": lightning("pytorch_lightning"),
     }
+    return {"trl": _tell, **{name: _telling(act) for name, act in replaced.items()}}
+
+
+def _tell(module: ModuleType) -> None:
+    tell_of_version(module.__name__.partition(".")[0])
+
+
+def _telling(act: Follow) -> Follow:
+    def follow(module: ModuleType) -> None:
+        _tell(module)
+        act(module)
+
+    return follow

@@ -8,9 +8,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from importlib import metadata
+from types import ModuleType
 from typing import Any
 
+from dsx.core.requirements import installed_version
 from dsx.run.session import RouteNotTaken
 
 
@@ -34,18 +35,12 @@ def original_of(owner: Any, name: str) -> Any:
     original = getattr(owner, name, None)
     if original is not None:
         return original
-    where = owner.__name__ if inspect.ismodule(owner) else f"{owner.__module__}.{owner.__name__}"
+    kind = owner if isinstance(owner, (ModuleType, type)) else type(owner)
+    where = kind.__name__ if inspect.ismodule(kind) else f"{kind.__module__}.{kind.__name__}"
     package = where.partition(".")[0]
+    version = installed_version(package) or "of this version"
     raise RouteNotTaken(
-        f"{package} {version_of(package)} has no {where}.{name}, which dsx.run replaces: install a "
-        f"version that dsx.run is tested with (docs/trainers.md), or let the script call "
-        "dsx.attach(model, optimizer, config=...) itself"
+        f"{package} {version} has no {where}.{name}, which dsx.run replaces: install a version "
+        "that dsx.run is tested with (docs/trainers.md), or let the script call dsx.attach(model, "
+        "optimizer, config=...) itself"
     )
-
-
-def version_of(package: str) -> str:
-    """Return a distribution's version; empty if it is not installed by that name."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return ""

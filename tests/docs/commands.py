@@ -88,6 +88,12 @@ NOT_HERE = {  # with the reason
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config configs/minimal.json their_li": (
         "stands for a script of the reader's; in tests/run/test_lightning.py"
     ),
+    "accelerate launch --use_deepspeed --deepspeed_config_file ds.json -m dsx.run complete_nlp": (
+        "the script is Accelerate's example; tests/run/test_accelerate.py starts one of its form"
+    ),
+    "torchrun --nproc-per-node 8 -m dsx.run --dsx-config dsx.json complete_nlp_example.py": (
+        "the script is Accelerate's example; tests/run/test_accelerate.py starts one of its form"
+    ),
     "deepspeed --num_gpus 2 --module dsx.run run_clm.py": (
         "a script of the transformers repository; one like it in tests/run/test_trainer.py"
     ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from torch.utils.data import (
 
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config
+from dsx.run import versions
 from dsx.run.accelerate import loaders
 from dsx.run.accelerate.loaders import replace_loader, require_cut, require_not_made_before
 from dsx.run.accelerate.loop import Trained, replace_accelerator
@@ -44,6 +46,7 @@ def cut(monkeypatch: pytest.MonkeyPatch) -> Any:
     world = SimpleNamespace(cluster_id=1, num_clusters=2, rank=0)
 
     def start(session: Session) -> Session:
+        session.has_accelerator = True
         monkeypatch.setattr(loaders, "current_world", lambda: world)
         replace_loader(session)
         return session
@@ -83,11 +86,12 @@ def test_a_loader_that_shuffles_reads_this_clusters_part_and_no_other_does(cut: 
         require_cut(session, [positional, whole])  # an evaluation that was left early
 
 
-@pytest.mark.parametrize("why", ["own", "trainer"])
+@pytest.mark.parametrize("why", ["own", "trainer", "no Accelerator"])
 def test_sites_with_data_of_their_own_and_trainers_keep_theirs(cut: Any, why: str) -> None:
     session = make_session(data="own") if why == "own" else make_session()
-    session.has_arguments = why == "trainer"
     cut(session)
+    session.has_arguments = why == "trainer"
+    session.has_accelerator = why != "no Accelerator"
     loader: Any = DataLoader(DATA, shuffle=True)
     assert loader.dataset is DATA
     if why == "own":
@@ -118,7 +122,8 @@ def test_a_loader_that_was_made_too_early_is_refused(cut: Any) -> None:
     for loader in early[:2]:
         with pytest.raises(ConfigError, match="made before dsx.run knew of the clusters"):
             require_not_made_before(session, (loader,))
-    require_not_made_before(session, (early[2], DataLoader(DATA, shuffle=True)))
+    later = (early[2], DataLoader(DATA, shuffle=True), DataLoader(Numbers()))
+    require_not_made_before(session, later)
 
 
 def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) -> Any:
@@ -163,6 +168,24 @@ def test_a_function_that_a_version_lacks_is_named() -> None:
     said = f"torch {torch.__version__.partition('+')[0]}"
     assert said in str(caught.value)
     assert "has no torch.of_another_version.no_such, which dsx.run replaces" in str(caught.value)
+
+
+def test_another_version_is_tried_and_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(versions, "installed_version", lambda name: "4.57.1")
+    needs = ['transformers<6,>=5.23; extra == "clients"']
+    monkeypatch.setattr(metadata, "requires", lambda name: needs)
+    monkeypatch.setattr(versions, "_told", set())
+    monkeypatch.setenv("RANK", "1")
+    versions.tell_of_version("transformers")
+    assert caplog.text == ""
+    monkeypatch.setenv("RANK", "0")
+    for _ in range(2):
+        versions.tell_of_version("transformers")
+    (record,) = caplog.records
+    said = "dsx: transformers 4.57.1 is tried; dsx.run is tested with transformers<6,>=5.23"
+    assert record.getMessage() == said
 
 
 class Handle:

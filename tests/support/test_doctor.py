@@ -306,8 +306,8 @@ def test_utilization_is_the_planners(tmp_path: Path) -> None:
 def test_what_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], words: str
 ) -> None:
-    real = machine._version
-    monkeypatch.setattr(machine, "_version", lambda name: installed.get(name, real(name)))
+    real = machine.installed_version
+    monkeypatch.setattr(machine, "installed_version", lambda name: installed.get(name, real(name)))
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.6", "numpy<3,>=1.26"])
     metrics = {"dir": str(tmp_path / "runs"), "tensorboard": True}
     done = doctor(write(tmp_path, metrics=metrics))
@@ -315,8 +315,9 @@ def test_what_is_not_installed(
 
 
 def test_versions_of_extras_are_tried_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = machine._version
-    monkeypatch.setattr(machine, "_version", lambda n: {"deepspeed": "0.20.1"}.get(n, real(n)))
+    real = machine.installed_version
+    other = {"deepspeed": "0.20.1"}
+    monkeypatch.setattr(machine, "installed_version", lambda name: other.get(name, real(name)))
     needs = ['deepspeed<0.20,>=0.19; extra == "deepspeed"', "torch>=2.6"]
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
     done = doctor()

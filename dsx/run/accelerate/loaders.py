@@ -38,7 +38,8 @@ def replace_loader(session: Session) -> None:
 
     def make(original: Any, self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
         world = current_world()
-        is_left = world is None or session.has_arguments or session.whose_data == "own"
+        is_left = session.has_arguments or not session.has_accelerator
+        is_left = is_left or world is None or session.whose_data == "own"
         if world is None or is_left or is_cut(dataset) or _stream_of(dataset) is not None:
             return original(self, dataset, *args, **kwargs)
         if isinstance(dataset, IterableDataset):
@@ -119,6 +120,8 @@ def require_not_made_before(session: Session, given: tuple[Any, ...]) -> None:
         return
     for loader in given:
         if not isinstance(loader, DataLoader) or is_cut(loader.dataset):
+            continue
+        if _stream_of(loader.dataset) is not None:
             continue
         is_stream = isinstance(loader.dataset, IterableDataset)
         if is_stream or _takes_all(loader.sampler, loader.dataset):

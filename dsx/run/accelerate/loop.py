@@ -81,6 +81,7 @@ def replace_accelerator(session: Session, accelerator: ModuleType) -> Loop:
     module: Any = accelerator
     cls, loop = module.Accelerator, Loop(session)
     replaced = _Replaced(loop)
+    around(cls, "__init__", replaced.make)
     for name in ("prepare", "backward", "check_trigger", "end_training", "free_memory"):
         around(cls, name, getattr(replaced, name))
     around(cls, "join_uneven_inputs", replaced.join_uneven_inputs)
@@ -94,6 +95,11 @@ class _Replaced:
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
         self._session = loop.session
+
+    def make(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+        """Take note that there is one: loaders are cut from now on."""
+        self._session.has_accelerator = True
+        original(accelerator, *args, **kwargs)
 
     def prepare(self, original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
         """Make ready, and attach what is trained. Collective over all clusters where it does."""

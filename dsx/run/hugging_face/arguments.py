@@ -18,13 +18,14 @@ from typing import Any, cast
 from dsx.checkpoint.tags import cluster_directory
 from dsx.comm.world import World, current_world
 from dsx.config.files import read_json
+from dsx.run.replace import original_of
 from dsx.run.session import Session
 
 
 def replace_arguments(session: Session, training_args: ModuleType) -> None:
     """Join before `TrainingArguments` looks where it is."""
     cls: Any = training_args.TrainingArguments
-    original = cls.__post_init__
+    original = original_of(cls, "__post_init__")
 
     @functools.wraps(original)
     def __post_init__(self: Any) -> None:
@@ -55,7 +56,7 @@ def replace_deepspeed_config(session: Session, deepspeed_utils: ModuleType) -> N
 def replace_backend(state: ModuleType) -> None:
     """Let accelerate see a cluster's ranks on CPUs, too, where it starts no DeepSpeed itself."""
     cls: Any = state.PartialState
-    original = cls._prepare_backend
+    original = original_of(cls, "_prepare_backend")
 
     @functools.wraps(original)
     def _prepare_backend(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -23,6 +23,7 @@ from dsx.run.data import cut_for_cluster
 from dsx.run.folders import save_beside
 from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint
+from dsx.run.replace import original_of
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
 from dsx.training.handle import Handle
@@ -54,10 +55,11 @@ class _Replaced:
         """Put them in place."""
         for name in ("train", "evaluate", "save_model", "_save_checkpoint", "_load_best_model"):
             self._around(name, getattr(self, name.removeprefix("_")))
-        self._module.deepspeed_load_checkpoint = self._load(self._module.deepspeed_load_checkpoint)
+        load = original_of(self._module, "deepspeed_load_checkpoint")
+        self._module.deepspeed_load_checkpoint = self._load(load)
 
     def _around(self, name: str, act: Callable[..., Any]) -> None:
-        original = getattr(self._cls, name)
+        original = original_of(self._cls, name)
 
         @functools.wraps(original)
         def replaced(trainer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -167,24 +169,27 @@ class _Replaced:
         self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         """Save, and delete what is older once all clusters have saved as far."""
-        handle, module = handle_of(trainer), self._module
-        if handle is None or not hasattr(module, "rotate_checkpoints"):
+        handle = handle_of(trainer)
+        if handle is None:
             return original(*args, **kwargs)
-        rotate = module.rotate_checkpoints
-        asked: list[dict[str, Any]] = []
+        is_function = hasattr(self._module, "rotate_checkpoints")  # of version 5, else a method
+        owner = self._module if is_function else trainer
+        name = "rotate_checkpoints" if is_function else "_rotate_checkpoints"
+        rotate = original_of(owner, name)
+        asked: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
 
-        def put_off(**how: Any) -> None:
-            asked.append(how)
+        def put_off(*args: Any, **how: Any) -> None:
+            asked.append((args, how))
 
-        module.rotate_checkpoints = put_off
+        setattr(owner, name, put_off)
         try:
             result = original(*args, **kwargs)
         finally:
-            module.rotate_checkpoints = rotate
+            setattr(owner, name, rotate)
         if trainer.args.save_total_limit and not handle.preemption.is_saving:
             handle.gather("saved")
-            for how in asked:
-                rotate(**how)
+            for given, how in asked:
+                rotate(*given, **how)
         return result
 
     def load_best_model(self, original: Callable[..., Any], trainer: Any) -> Any:

@@ -7,15 +7,14 @@ import os
 import platform
 import re
 import sys
-from importlib import metadata
 from pathlib import Path
 
 import dsx
 from dsx.config.schema import DsxConfig
+from dsx.core.requirements import PACKAGE, installed_version, outside_of_ranges
 from dsx.support.doctor.finding import Finding
 from dsx.support.environment import gpus
 
-_PACKAGE = "dsx-train"
 _SHOWN = (
     "torch", "deepspeed", "megatron-core", "transformers", "accelerate", "lightning", "numpy",
 )  # fmt: skip
@@ -31,7 +30,7 @@ def look_at_machine() -> list[Finding]:
 
 def _versions() -> list[Finding]:
     """Return what is installed in a line, and one for what is not supported."""
-    found = {name: version for name in _SHOWN if (version := _version(name))}
+    found = {name: version for name in _SHOWN if (version := installed_version(name))}
     python = platform.python_version()
     shown = [f"dsx {dsx.__version__}", f"python {python}"]
     shown += [f"{name} {version}" for name, version in found.items()]
@@ -42,56 +41,24 @@ def _versions() -> list[Finding]:
     return [Finding("ok", "versions", ", ".join(shown)), *problems]
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _problems_of(found: dict[str, str]) -> list[Finding]:
     """Return what lies outside of the ranges that dsx-train's own metadata has."""
-    try:
-        required = metadata.requires(_PACKAGE) or []
-    except metadata.PackageNotFoundError:
+    outside = outside_of_ranges(found)
+    if outside is None:
         text = (
-            f"{_PACKAGE} is imported from a folder and not installed: which versions it supports "
+            f"{PACKAGE} is imported from a folder and not installed: which versions it supports "
             "is not known here; see pyproject.toml"
         )
         return [Finding("note", "versions", text)]
     problems: list[Finding] = []
-    for line in required:
-        name, ranges, extra = _requirement(line)
-        if name not in found or all(_holds(found[name], r) for r in ranges):
-            continue
-        wanted = f"{name}{','.join(ranges)}"
-        if extra:
-            text = f"{name} {found[name]} is tried; supported is {wanted}"
+    for one in outside:
+        if one.is_extra:
+            text = f"{one.name} {one.version} is tried; supported is {one.wanted}"
             problems.append(Finding("note", "versions", text))
         else:
-            text = f"{name} {found[name]} is not supported; pip install '{wanted}'"
+            text = f"{one.name} {one.version} is not supported; pip install '{one.wanted}'"
             problems.append(Finding("STOP", "versions", text))
     return problems
-
-
-def _requirement(line: str) -> tuple[str, list[str], bool]:
-    """Return the name, the bounds and whether it is an extra's, of `torch>=2.6; extra == "x"`."""
-    said, _, marker = line.partition(";")
-    parts = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*\(?([^)]*)\)?", said.strip())
-    assert parts is not None  # as setuptools writes them
-    name, bounds = parts.groups()
-    return name, sorted(b.strip() for b in bounds.split(",") if b.strip()), "extra" in marker
-
-
-def _holds(version: str, bound: str) -> bool:
-    """Whether a version lies within `>=2.6` or `<0.20`; of a version the numbers count."""
-    parts = re.fullmatch(r"(>=|<)\s*([\d.]+)", bound)
-    if parts is None:
-        return True  # none of dsx-train's own
-    sign, limit = parts.groups()
-    own, other = ([int(n) for n in re.findall(r"\d+", v)] for v in (version, limit))
-    own = own[: len(other)]
-    return own >= other if sign == ">=" else own < other
 
 
 def _gpus() -> Finding:
@@ -103,7 +70,7 @@ def _gpus() -> Finding:
         return Finding("note", "GPUs", text)
     kinds = {kind: found.count(kind) for kind in found}
     named = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
-    if "+cpu" in (_version("torch") or ""):
+    if "+cpu" in (installed_version("torch") or ""):
         text = f"{named}, and torch is a build for the CPU, which sees none; install one for CUDA"
         return Finding("note", "GPUs", text)
     return Finding("ok", "GPUs", f"{named} (name, memory, driver){chosen}")
@@ -144,7 +111,7 @@ def _clock_state() -> int | None:
 def missing_of(config: DsxConfig) -> list[Finding]:
     """Return what a configuration asks for that is not installed."""
     found: list[Finding] = []
-    if config.metrics.tensorboard and _version("tensorboard") is None:
+    if config.metrics.tensorboard and installed_version("tensorboard") is None:
         text = (
             "dsx.metrics.tensorboard is true and tensorboard is not installed; pip install "
             '"dsx-train[tensorboard]", or leave it out'
