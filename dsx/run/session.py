@@ -15,9 +15,9 @@ from dsx.training.finish import keep_exported
 ROUTES = (
     "deepspeed.initialize with an optimizer; the Hugging Face Trainer, and TRL's trainers, with "
     "TrainingArguments(deepspeed=FILE); a loop over Accelerate, with DeepSpeed, DDP or FSDP2; "
-    "Lightning's Trainer with DDP, FSDP2 or DeepSpeed; a loop in plain PyTorch over one model, alone "
-    "or with DistributedDataParallel or fully_shard. A "
-    "script that trains in another way calls dsx.attach(model, optimizer, config=...) itself"
+    "Lightning's Trainer with DDP, FSDP2 or DeepSpeed; a loop in plain PyTorch over one model, "
+    "alone or with DistributedDataParallel or fully_shard. A script that trains in another way "
+    "calls dsx.attach(model, optimizer, config=...) itself"
 )
 
 

@@ -6,15 +6,12 @@ import importlib
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 
-from dsx.run.block import RunBlock
 from dsx.run.environment import adopt_scheduler, first_of
-from dsx.run.frameworks import follow_frameworks
 from dsx.run.imports import after_import
-from dsx.run.session import RouteNotTaken, Session
 
 SRUN = {
     "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0", "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8",
@@ -96,23 +93,3 @@ def test_a_module_is_followed_once_it_is_imported_and_not_when_it_is_looked_for(
     importlib.reload(sys.modules["waited_for"])
     assert followed == [0, 1]
     assert importlib.util.find_spec("not_there_at_all") is None
-
-
-@pytest.mark.parametrize(
-    ("module", "cls", "method", "said"),
-    [
-        (
-            "lightning.pytorch.strategies.deepspeed", "DeepSpeedStrategy", "setup_environment",
-            "Lightning's DeepSpeedStrategy is not served by dsx.run; it serves deepspeed.initial",
-        ),
-    ],
-)  # fmt: skip
-def test_a_framework_that_is_not_served_is_refused_by_name(
-    module: str, cls: str, method: str, said: str
-) -> None:
-    theirs = ModuleType(module)
-    setattr(theirs, cls, type(cls, (), {method: lambda self, *given: None}))
-    follow_frameworks(Session(RunBlock([], {}, [])))[module](theirs)
-    with pytest.raises(RouteNotTaken) as caught:
-        getattr(getattr(theirs, cls)(), method)(SimpleNamespace(param_groups=[]))
-    assert said in str(caught.value)

@@ -24,7 +24,7 @@ from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import Manifest, complete_tag
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
-from dsx.run.hugging_face.checkpoints import move_into
+from dsx.run.folders import move_into
 from dsx.run.lightning.fit import Fit, fit_of, has_engine
 from dsx.run.lightning.hooks import around, modules_of
 from dsx.run.lightning.places import own_place
