@@ -237,7 +237,7 @@ def write_safetensors(
 ) -> list[Path]:
     """Write the model as Hugging Face does, and return the files.
 
-    One `model.safetensors`, or numbered ones of up to `shard_bytes` with an index. Further names of
+    One `model.safetensors`, or numbered ones of up to `shard_bytes` with an index. Names of
     shared tensors that are `left_out` are not written.
     """
     sizes = {n: math.prod(p.shape) * dtype.itemsize for n, p in model.parameters.items()}
@@ -245,8 +245,9 @@ def write_safetensors(
     extra = {name: t for name, t in untrained.items() if name not in known}
     sizes |= {name: t.numel() * _dtype_of(t, dtype).itemsize for name, t in extra.items()}
     for name, source in model.aliases.items():
-        if source in sizes and name not in left_out:
+        if source in sizes:
             sizes[name] = sizes[source]
+    sizes = {name: size for name, size in sizes.items() if name not in left_out}
     shards = list(_shards(sizes, shard_bytes))
     out.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []

@@ -25,7 +25,11 @@ from tests.docs.pages import ROOT, Block, blocks, pages, prose, read
 
 LEVELS = {"default": 0, "ci": 1, "slow": 2}
 EXAMPLES = [block for page in pages() for block in blocks(page)]
-OF_DEEPSPEED = {"checkpoint", "scheduler"}  # keys of pieces of JSON that are DeepSpeed's own
+OF_DEEPSPEED = {
+    "optimizer",
+    "checkpoint",
+    "scheduler",
+}  # keys of pieces of JSON that are DeepSpeed's own
 NO_TESTBED = 77  # exit code of commands that need root, `ip` and `tc`
 MINUTES = {"default": 4, "ci": 5, "slow": 20}
 

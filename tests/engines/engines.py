@@ -88,6 +88,71 @@ class Fused(torch.optim.AdamW):
     """Stands in for DeepSpeed's FusedAdam, which takes a minute to compile."""
 
 
+class Int8Momentum(torch.optim.Optimizer):
+    """Stands in for 8-bit optimizers, whose kernels need a GPU: codes, and a scale per block."""
+
+    BLOCK = 16
+
+    def __init__(self, groups: Any, lr: float = 0.02) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the codes, which torch casts to the parameter's type; as bitsandbytes does."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["codes"] = state["codes"].to(torch.int8)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                blocks = -(-p.numel() // self.BLOCK)
+                if not state:
+                    state["codes"] = torch.zeros(blocks * self.BLOCK, dtype=torch.int8)
+                    state["scales"] = torch.zeros(blocks)
+                    state["step"] = 0
+                moment = state["codes"].view(blocks, -1).float() * state["scales"][:, None]
+                moment = moment.view(-1)
+                moment[: p.numel()] = 0.9 * moment[: p.numel()] + p.grad.view(-1).float()
+                moment = moment.view(blocks, -1)
+                state["scales"] = moment.abs().amax(1) / 127
+                codes = moment / state["scales"].clamp(min=1e-12)[:, None]
+                state["codes"] = codes.round().to(torch.int8).view(-1)
+                state["step"] += 1
+                decoded = (state["codes"].view(blocks, -1).float() * state["scales"][:, None]).view(
+                    -1
+                )
+                p.sub_(group["lr"] * decoded[: p.numel()].view_as(p))
+
+
+class Shampoo(torch.optim.Optimizer):
+    """Statistics of other shapes than the parameter's, in a list, as Shampoo and SOAP have."""
+
+    def __init__(self, groups: Any, lr: float = 0.02) -> None:
+        super().__init__(groups, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                gradient = p.grad.float()
+                matrix = gradient if gradient.dim() == 2 else gradient.view(1, -1)
+                if not state:
+                    state["statistics"] = [1e-3 * torch.eye(n) for n in matrix.shape]
+                left, right = state["statistics"]
+                left.add_(matrix @ matrix.T)
+                right.add_(matrix.T @ matrix)
+                roots = [self._root(one) for one in (left, right)]
+                p.sub_(group["lr"] * (roots[0] @ matrix @ roots[1]).view_as(p))
+
+    @staticmethod
+    def _root(statistic: Tensor) -> Tensor:
+        values, vectors = torch.linalg.eigh(statistic)
+        return vectors @ torch.diag(values.clamp(min=1e-6) ** -0.25) @ vectors.T
+
+
 def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if name == "sgd":
         return torch.optim.SGD(groups, lr=0.2)
@@ -96,6 +161,10 @@ def make_optimizer(name: str, groups: list[dict[str, Any]]) -> torch.optim.Optim
 
         engine.FusedAdam = Fused
         return Fused(groups, lr=0.01)
+    if name == "int8":
+        return Int8Momentum(groups)
+    if name == "shampoo":
+        return Shampoo(groups)
     if name == "adagrad":  # ZeRO replaces it by another of the class
         return torch.optim.Adagrad(groups, lr=0.05)
     return torch.optim.AdamW(groups, lr=0.01)
@@ -154,6 +223,12 @@ def engine_arguments(kind: tuple[Any, ...], **changes: Any) -> dict[str, Any]:
     # cluster 0's start is taken everywhere; frozen parameters are the script's
     model = make_model(0 if kind.groups == "frozen" else cluster, kind, config)
     groups = GROUPS[kind.groups](model)
+    if kind.optimizer == "muon":
+        rates = {"muon_lr": 0.02, "adam_lr": 0.005, "momentum": 0.9, "weight_decay": 0.01}
+        config["optimizer"] = {"type": "Muon", "params": {**rates, "torch_adam": True}}
+        config["zero_optimization"]["reduce_scatter"] = kind.stage != 3
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        return {"model": model, "config": config, "model_parameters": parameters}
     if kind.optimizer in ("json", "compiled"):
         params: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.01}
         if kind.optimizer == "json":

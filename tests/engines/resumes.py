@@ -301,14 +301,23 @@ def inner_snapshot(engine: Any) -> dict[str, Any]:
     inner = stepping_optimizer(engine)
     for name, piece in locate(engine).pieces(trained_parameters(engine)).items():
         held[f"master/{name}"] = piece.view()
-        for key, value in inner.state[piece.master].items():
-            is_vector = value.numel() == piece.master.numel() > 1
+        for key, value in _flat_state(inner.state[piece.master]):
+            is_vector = isinstance(value, Tensor) and value.numel() == piece.master.numel() > 1
             held[f"inner.{key}/{name}"] = (
                 replace(piece, master=value).view() if is_vector else value
             )
     held["groups"] = [{k: v for k, v in g.items() if k != "params"} for g in inner.param_groups]
     held["engine"] = [engine.global_steps, engine.global_samples, engine.skipped_steps]
     return {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in held.items()}
+
+
+def _flat_state(state: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    """Return what an optimizer keeps of a parameter, the members of lists one by one."""
+    flat: list[tuple[str, Any]] = []
+    for key, value in state.items():
+        members = value if isinstance(value, list) else [value]
+        flat += [(f"{key}.{i}" if i else key, member) for i, member in enumerate(members)]
+    return flat
 
 
 def snapshot(engine: Any) -> dict[str, Any]:

@@ -150,7 +150,7 @@ def there_and_back_all(kinds: list[Any], base: str) -> list[dict[str, list[str]]
 )
 def test_nothing_changes_where_the_engine_does(kinds: list[Any], tmp_path: Path) -> None:
     parts = ("in", "anchors", "in, later", "out", "out, later")
-    everyone = run_distributed(there_and_back_all, 4, kinds, str(tmp_path), timeout_seconds=480)
+    everyone = run_distributed(there_and_back_all, 4, kinds, str(tmp_path), timeout_seconds=280)
     for results in everyone:
         for kind, found in zip(kinds, results, strict=True):
             assert found == {part: [] for part in parts}, kind

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from dsx.checkpoint.averaged_model import MODULE_FACTS
+from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model, write_safetensors
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.outer_state import save_state
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag
@@ -22,7 +22,7 @@ from dsx.cli import app
 from dsx.comm.topology import RankInfo
 from dsx.engines.hf_folder import folder
 from dsx.engines.hf_folder.architecture import Architecture
-from dsx.engines.hf_folder.names import Tensors, require_same
+from dsx.engines.hf_folder.names import Tensors, left_out, require_same
 from tests.checkpoint.test_averaged_model import trained
 from tests.simulated import Simulated
 
@@ -197,6 +197,27 @@ def test_names_that_are_those_of_the_model(tmp_path: Path) -> None:
     require_same(Tensors({"a": A, "b": B}, {}), TIED, tmp_path)  # plain PyTorch notes no aliases
     require_same(Tensors({"a": A, "b": B}, {"head": "a"}), TIED, tmp_path)
     require_same(Tensors({"head": A, "b": B}, {"a": "head"}), TIED, tmp_path)
+
+
+@pytest.mark.parametrize("aliases", [{"head": "a"}, {"a": "head"}])
+def test_a_tied_weight_has_the_name_that_the_others_are_tied_to(
+    aliases: dict[str, str], tmp_path: Path
+) -> None:
+    held = next(iter(aliases.values()))
+    tensors = Tensors({held: A, "b": B}, aliases)
+    assert left_out(tensors, TIED, {}, tmp_path) == {"head"}
+    assert left_out(tensors, None, {"tie_word_embeddings": True}, tmp_path) == set(aliases)
+
+
+def test_the_name_a_run_has_first_is_left_out_where_another_is_written(
+    run: Simulated, tmp_path: Path
+) -> None:
+    base = save(run, tmp_path / "run", aliases={"head.weight": LAST})
+    model = find_model(base, None)
+    write_safetensors(model, {}, tmp_path, torch.float32, 10**9, lambda line: None, {LAST})
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        assert LAST not in file.keys()  # noqa: SIM118 - not a mapping
+        assert file.get_tensor("head.weight").equal(model.tensor(LAST))
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 What does not fit is refused, with what is missing and what is unexpected: `from_pretrained` would
 fill in random weights for the one and drop the other, with a warning at most.
 
-A tied weight is written once, under the name the run trains it by, and from_pretrained ties it
-again. So config.json and the run have to agree on what is tied.
+A tied weight is written once, under the name that the model ties the others to, and from_pretrained
+ties it again. So config.json and the run have to agree on what is tied.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def require_names_of_a_module(model: SavedModel) -> None:
     if adapters := [name for name in model.parameters if re.search(r"\.lora_|\.modules_to_", name)]:
         raise ValueError(
             f"{model.directory} holds adapters of PEFT ({adapters[0]}): let the script write "
-            "them, by model.save_pretrained(DIR), or with the weights they are added to, by "
-            "model.merge_and_unload().save_pretrained(DIR), inside `with engine.dsx.averaged():`"
+            "them, by model.save_pretrained(DIR) inside `with engine.dsx.averaged():`, as the "
+            "Trainer's save_model does under dsx.run; they are merged into the weights from that "
+            "folder, behind the run: AutoPeftModelForCausalLM.from_pretrained(DIR)"
+            ".merge_and_unload()"
         )
 
 
@@ -115,7 +117,10 @@ def left_out(
         raise _untied(path, *next(iter(tensors.aliases.items())))
     if architecture is None and not config.get(TIES):
         return set()
-    return set(tensors.aliases)
+    if architecture is None:
+        return set(tensors.aliases)
+    shared = {*tensors.aliases, *tensors.aliases.values()}
+    return {name for name in shared if architecture.tied.get(name) in shared}
 
 
 def _untied(path: Path, name: str, source: str) -> ValueError:

@@ -49,7 +49,8 @@ def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -
         have = "; ".join(f"cluster {m}: {', '.join(c) or 'none'}" for m, (_, c) in enumerate(found))
         raise ValueError(
             f"no checkpoint in {base} is complete in all clusters ({have}): copy one that is to "
-            "all of them, or start without resume_from_checkpoint"
+            "all of them, or start without resume_from_checkpoint; of a synchronous run, whose "
+            "data was cut otherwise, begin from the weights (model_name_or_path)"
         )
     name = chosen[world.cluster_id]
     saved = found[world.cluster_id][1][name][_NUM_CLUSTERS]
