@@ -33,17 +33,25 @@ for ((local_rank = 0; local_rank < ranks; local_rank++)); do
 done
 
 # The status is that of the first rank that fails; the others would wait for it, and are told to end.
+# Ranks are looked for, and waited for once they have ended: a signal ends any other wait.
 status=0
-left=$ranks
-while ((left > 0)); do
-  before=$told
-  wait -n
-  found=$?
-  ((told == before)) || continue # a signal has ended the wait, and no rank
-  left=$((left - 1))
-  if ((found != 0 && status == 0)); then
-    status=$found
-    pass_on
-  fi
+while ((${#processes[@]} > 0)); do
+  for place in "${!processes[@]}"; do
+    process=${processes[place]} before=$told
+    kill -0 "$process" 2>/dev/null && continue
+    wait "$process"
+    found=$?
+    if ((told != before)); then # the status may be that of a signal which came meanwhile
+      wait "$process"
+      again=$?
+      ((again == 127)) || found=$again
+    fi
+    unset "processes[place]"
+    if ((found != 0 && status == 0)); then
+      status=$found
+      pass_on
+    fi
+  done
+  sleep 0.2
 done
 exit "$status"
