@@ -113,8 +113,9 @@ class MetricsConfig(BaseModel):
     """The first and the last inner step that the trace holds, from 1; needs `trace`."""
 
     progress_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """How often rank 0 says on its standard error stream where the run is, how fast, what it sends
-    and how much of that is hidden; cluster 0's where one launcher has started all. 0: never."""
+    """How often rank 0 says on its standard error stream where the run is, how fast, what it sends,
+    how much of that is hidden and the utilization; cluster 0's where one launcher has started all.
+    0: never."""
 
 
 class CheckpointsConfig(BaseModel):

@@ -1,11 +1,12 @@
 """A line every some seconds that says how a run is doing, on the standard error stream.
 
-    dsx: step 1,200 of 5,000, 12.1 steps/s, 99,123 tokens/s, loss 2.31, sends 18.2 Mbit/s, 98.4 %
-    of the exchange hidden, 5 min left
+    dsx: cluster 0, step 1,200 of 5,000, 12.1 steps/s, 99,123 tokens/s, loss 2.31, sends
+    18.2 Mbit/s, 96 % of the transfers hidden, utilization 98.4 %, 5 min left
 
 Of the time since the line before. What is not known is left out: tokens and losses are what
-`log_step` is told, the number of steps what a framework tells. "Hidden" is the share of the time in
-which training was not held up by exchanging.
+`log_step` is told, the number of steps what a framework tells. Hidden is the share of the
+transfers' time that this rank has not waited for, 0 for a blocking method; utilization is the share
+of the time in which training was not held up.
 """
 
 from __future__ import annotations
@@ -17,22 +18,25 @@ from typing import Any
 
 
 class Progress:
-    """One cluster's lines; `seconds` lie between two of them, 0 for none."""
+    """One cluster's lines; `seconds` lie between two of them, 0 for none.
 
-    def __init__(self, cluster_id: int, seconds: float, speaks: bool) -> None:
+    Told of one rank's transfers, it counts `num_senders` times their bytes: parts are of one size.
+    """
+
+    def __init__(self, cluster_id: int, seconds: float, speaks: bool, num_senders: int = 1) -> None:
         self._cluster_id = cluster_id
+        self._num_senders = num_senders
         self._seconds = seconds
         self._speaks = speaks and seconds > 0
         self._total: int | None = None
         self.begin(0)
 
-    def begin(self, step: int, bytes_sent: int | None = None) -> None:
-        """Measure from here; without `bytes_sent` from what has been sent by the next step."""
+    def begin(self, step: int) -> None:
+        """Measure from here."""
         self._since = time.perf_counter()
-        self._step, self._bytes = step, bytes_sent
-        self._blocked = 0.0
-        self._tokens = 0
-        self._has_tokens = False
+        self._step, self._bytes = step, 0
+        self._blocked = self._waited = self._transferred = 0.0
+        self._tokens: int | None = None
         self._loss: float | None = None
 
     def note(self, fields: Mapping[str, Any]) -> None:
@@ -44,31 +48,37 @@ class Progress:
         if "loss" in fields:
             self._loss = float(fields["loss"])
         if "tokens" in fields:
-            self._tokens += int(fields["tokens"])
-            self._has_tokens = True
+            self._tokens = int(fields["tokens"]) + (self._tokens or 0)
 
-    def pass_boundary(self, step: int, bytes_sent: int, blocked_seconds: float) -> None:
+    def note_sync(self, event: Mapping[str, Any]) -> None:
+        """Take a transfer that was applied: its bytes, its seconds, and those waited for it."""
+        self._bytes += event["bytes_sent"] * self._num_senders
+        self._waited += event["wait_seconds"]
+        self._transferred += event["transfer_seconds"] or 0.0
+
+    def pass_boundary(self, step: int, blocked_seconds: float) -> None:
         """Count a step, and say how the run is doing where it is time to."""
         self._blocked += blocked_seconds
-        self._bytes = bytes_sent if self._bytes is None else self._bytes
         if not self._speaks or time.perf_counter() - self._since < self._seconds:
             return
-        sys.stderr.write(f"{self.line(step, bytes_sent, time.perf_counter() - self._since)}\n")
+        sys.stderr.write(f"{self.line(step, time.perf_counter() - self._since)}\n")
         sys.stderr.flush()
-        self.begin(step, bytes_sent)
+        self.begin(step)
 
-    def line(self, step: int, bytes_sent: int, seconds: float) -> str:
+    def line(self, step: int, seconds: float) -> str:
         """Return what is said of the `seconds` since `begin`."""
         rate = (step - self._step) / seconds
-        sent = bytes_sent - (self._bytes or 0)
         of = f" of {self._total:,}" if self._total is not None else ""
         parts = [f"dsx: cluster {self._cluster_id}, step {step:,}{of}", f"{rate:.3g} steps/s"]
-        if self._has_tokens:
+        if self._tokens is not None:
             parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
         if self._loss is not None:
             parts.append(f"loss {self._loss:.4g}")
-        parts.append(f"sends {sent * 8e-6 / seconds:.3g} Mbit/s")
-        parts.append(f"{100 * (1 - self._blocked / seconds):.1f} % hidden")
+        parts.append(f"sends {self._bytes * 8e-6 / seconds:.3g} Mbit/s")
+        if self._transferred > 0:
+            hidden = max(1 - self._waited / self._transferred, 0.0)
+            parts.append(f"{100 * hidden:.0f} % of the transfers hidden")
+        parts.append(f"utilization {100 * (1 - self._blocked / seconds):.1f} %")
         if self._total is not None and rate > 0:
             parts.append(f"{_duration((self._total - step) / rate)} left")
         return ", ".join(parts)

@@ -346,4 +346,5 @@ class Handle:
 
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)
+        self._records.progress.note_sync(event)
         warn_of_same_batches(self.loop, event)

@@ -56,7 +56,8 @@ class Records:
         )
         is_shared = world.clusters["rendezvous"] == "env://"
         speaks = self._writes and not (is_shared and cluster)
-        self._progress = Progress(cluster, config.metrics.progress_seconds, speaks)
+        senders = adapter.ranks.shard[1] * adapter.stage.count
+        self.progress = Progress(cluster, config.metrics.progress_seconds, speaks, senders)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
@@ -82,7 +83,7 @@ class Records:
         self._passed = time.perf_counter()
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
-        self._progress.begin(step)
+        self.progress.begin(step)
         self._await_step(step)
 
     def confirm(self) -> None:
@@ -117,13 +118,13 @@ class Records:
             "skipped_steps": totals.skipped_steps,
         }
         self._metrics.step(record)
-        self._progress.pass_boundary(step, bytes_sent, blocked_seconds)
+        self.progress.pass_boundary(step, blocked_seconds)
         self.trace.end_step(step)
         self._await_step(step)
 
     def complete_step(self, fields: Mapping[str, Any]) -> None:
         """Add the script's own numbers to the step just taken."""
-        self._progress.note(fields)
+        self.progress.note(fields)
         self._metrics.complete_step(fields)
 
     def sync(self, record: Mapping[str, Any]) -> None:

@@ -12,9 +12,10 @@ import torch
 
 from dsx.config.files import ConfigError
 from dsx.run.block import RunBlock
-from dsx.run.lightning import metrics
+from dsx.run.lightning import data, metrics
 from dsx.run.lightning.callbacks import make_callbacks
-from dsx.run.lightning.data import _pass_over
+from dsx.run.lightning.checkpoints import _save
+from dsx.run.lightning.data import _pass_over, _prepare, _requires_sampler, _sampler
 from dsx.run.lightning.fit import Fit, set_fit
 from dsx.run.lightning.places import own_devices, own_place, share_log_versions
 from dsx.run.lightning.refusals import refuse
@@ -96,7 +97,10 @@ def make_callback(name: str) -> Any:
 
 
 def make_trainer(strategy: Any = None, **more: Any) -> Any:
-    given = {"callbacks": [], "_val_check_time_interval": None, **more}
+    given = {
+        "callbacks": [], "_val_check_time_interval": None, "default_root_dir": "runs",
+        "loggers": [], **more,
+    }  # fmt: skip
     return SimpleNamespace(strategy=strategy or DDPStrategy(), **given)
 
 
@@ -123,6 +127,7 @@ def make_trainer(strategy: Any = None, **more: Any) -> Any:
             make_trainer(callbacks=[SimpleNamespace(dirpath="s3://a/b")]), "", ConfigError,
             r"dirpath='s3://a/b'\) is not on a file system",
         ),
+        (make_trainer(default_root_dir="s3://a"), "", ConfigError, "'s3://a'.*not on a file sys"),
         (make_trainer(_val_check_time_interval=3.0), "", ConfigError, "each cluster's own clock"),
         (
             make_trainer(DDPStrategy(checkpoint_io=make_callback("AsyncCheckpointIO"))), "",
@@ -222,6 +227,7 @@ class Stepping:
         self.lr_scheduler_configs: list[Any] = []
         self.checkpoint_callbacks: list[Any] = []
         self.max_steps, self.max_epochs, self.num_training_batches = 8, -1, 4
+        self.enable_validation = True
         self.accumulate_grad_batches, self.val_check_batch, self.check_val_every_n_epoch = 1, 4, 1
 
 
@@ -242,13 +248,52 @@ def test_a_step_that_a_scaler_has_skipped_is_counted_and_a_stop_is_taken_at_a_st
     assert fit.is_agreed and trainer.should_stop
 
 
-def test_clusters_whose_epochs_differ_are_refused() -> None:
+@pytest.mark.parametrize(("name", "value"), [("batches per epoch", 7), ("validation", False)])
+def test_clusters_whose_epochs_differ_are_refused(name: str, value: Any) -> None:
     fit = make_fit()
-    handle: Any = Handle(lambda value: {**value, "batches per epoch": 7})
+    handle: Any = Handle(lambda own: {**own, name: value})
     fit.handle = handle
     first, _ = make_callbacks(object, Stepping(fit), fit)
-    with pytest.raises(ConfigError, match=r"different batches per epoch \(cluster 0: 7, cluster 1"):
+    with pytest.raises(ConfigError, match=rf"different {name} \(cluster 0: {value}, cluster 1"):
         first.on_train_start()
+
+
+def test_saving_in_training_where_no_outer_state_can_be_is_refused() -> None:
+    fit, trainer = make_fit(), SimpleNamespace()
+    handle: Any = Handle()
+    set_fit(trainer, fit)
+    saved: list[Any] = []
+    _save(lambda *given: saved.append(given), trainer, "s3://a/b.ckpt")
+    fit.handle = handle
+    with pytest.raises(ConfigError, match=r"save_checkpoint\('s3://a/b.ckpt'\) in training is not"):
+        _save(lambda *given: saved.append(given), trainer, "s3://a/b.ckpt")
+    assert len(saved) == 1
+
+
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_training_loader_that_nobody_cuts_is_refused(
+    is_own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And where each cluster has data of its own, its order is that of a sampler with a seed."""
+    fit = make_fit()
+    accelerator = SimpleNamespace(use_distributed_sampler=False, is_distributed=False)
+    trainer = SimpleNamespace(_accelerator_connector=accelerator)
+    connector = SimpleNamespace(trainer=trainer)
+    set_fit(trainer, fit)
+    loader: Any = torch.utils.data.DataLoader(list(range(8)), shuffle=True)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="and all clusters would read the same: leave it out"):
+        _prepare(lambda *_: None, connector, loader, True, "train")
+    accelerator.use_distributed_sampler = True
+    monkeypatch.setattr(data, "share_data", lambda *_: not is_own)
+    seen: list[Any] = []
+
+    def original(given: Any, shuffle: bool, mode: Any) -> None:
+        seen.append((_sampler(None, trainer), shuffle, _requires_sampler(None, connector, given)))
+
+    _prepare(original, connector, loader, True, "train")
+    number = {"num_replicas": 2, "rank": 0} if is_own else {"num_replicas": 4, "rank": 2}
+    assert seen == [(number, True, True)]
+    assert fit.session.has_own_data is is_own
 
 
 def test_streams_of_different_lengths_are_told_at_the_end_of_an_epoch() -> None:

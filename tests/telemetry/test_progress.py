@@ -7,31 +7,46 @@ import pytest
 from dsx.telemetry.progress import Progress
 
 
+def sync(waited: float, transfer: float | None, sent: int = 1_250_000) -> dict[str, float | None]:
+    return {"wait_seconds": waited, "transfer_seconds": transfer, "bytes_sent": sent}
+
+
 def test_the_line_names_what_is_known_and_leaves_out_the_rest() -> None:
-    progress = Progress(1, 5.0, speaks=True)
-    progress.begin(100, 1_000_000)
-    progress.pass_boundary(101, 1_000_000, 0.25)
-    assert progress.line(120, 6_000_000, 10.0) == (
-        "dsx: cluster 1, step 120, 2 steps/s, sends 4 Mbit/s, 97.5 % hidden"
+    progress = Progress(1, 5.0, speaks=True, num_senders=2)
+    progress.begin(100)
+    progress.pass_boundary(101, 0.25)
+    assert progress.line(120, 10.0) == (
+        "dsx: cluster 1, step 120, 2 steps/s, sends 0 Mbit/s, utilization 97.5 %"
     )
+    progress.note_sync(sync(0.0, 3.0))
+    progress.note_sync(sync(0.25, 1.0))
     progress.note({"loss": 2.5, "tokens": 4096, "total_steps": 1320})
-    assert progress.line(120, 6_000_000, 10.0) == (
+    assert progress.line(120, 10.0) == (
         "dsx: cluster 1, step 120 of 1,320, 2 steps/s, 410 tokens/s, loss 2.5, sends 4 Mbit/s, "
-        "97.5 % hidden, 10 min left"
+        "94 % of the transfers hidden, utilization 97.5 %, 10 min left"
     )
+
+
+def test_a_blocking_method_hides_nothing_however_rarely_it_exchanges() -> None:
+    progress = Progress(0, 5.0, speaks=True)
+    progress.begin(0)
+    progress.note_sync(sync(0.5, 0.5))
+    progress.note_sync(sync(0.1, None))
+    progress.pass_boundary(20, 0.6)
+    assert "0 % of the transfers hidden, utilization 94.0 %" in progress.line(20, 10.0)
 
 
 @pytest.mark.parametrize(
     ("seconds", "speaks", "lines"),
-    [(1e-9, True, 2), (0.0, True, 0), (1e-9, False, 0), (60, True, 0)],
+    [(1e-9, True, 2), (0.0, True, 0), (1e-9, False, 0), (60.0, True, 0)],
 )
 def test_it_is_written_every_so_often(
     seconds: float, speaks: bool, lines: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     progress = Progress(0, seconds, speaks)
-    progress.begin(4)  # of a run that goes on, and has sent something before
+    progress.begin(4)
     for step in (5, 6):
-        progress.pass_boundary(step, 9_000_000, 0.0)
+        progress.pass_boundary(step, 0.0)
     told = capsys.readouterr().err.splitlines()
     assert len(told) == lines
-    assert all("sends 0 Mbit/s" in line for line in told)
+    assert all("hidden" not in line for line in told)  # nothing was exchanged

@@ -48,6 +48,8 @@ for step, batch in enumerate(loader, start=1):
         print(f"step {step}: loss {loss:.2f}", flush=True)
     if step == 100:
         break
+rank = dist.get_rank()
 dist.destroy_process_group()
 norm = sum(float(p.detach().double().square().sum()) for p in model.parameters())
-print(f"norm of the model {norm:.9f}", flush=True)
+if rank == 0:
+    print(f"norm of the model {norm:.9f}", flush=True)

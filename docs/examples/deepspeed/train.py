@@ -30,3 +30,6 @@ for step, (batch,) in enumerate(loader, start=1):
     if step == 100:
         break
 engine.save_checkpoint("runs/example_deepspeed/checkpoints", tag="last")
+if engine.global_rank == 0:
+    norm = sum(float(p.detach().double().square().sum()) for p in model.parameters())
+    print(f"norm of the model {norm:.9f}", flush=True)

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -52,4 +53,8 @@ for step, batch in enumerate(loader, start=1):
         print(f"step {step}: loss {loss:.2f}", flush=True)
     if step == 100:
         break
+state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+if dist.get_rank() == 0:
+    norm = sum(float(tensor.double().square().sum()) for tensor in state.values())
+    print(f"norm of the model {norm:.9f}", flush=True)
 dist.destroy_process_group()

@@ -49,6 +49,9 @@ def main() -> None:
     trainer.fit(model, train, DataLoader(held_out, batch_size=64))
     trainer.validate(model, DataLoader(held_out, batch_size=64))
     trainer.save_checkpoint("runs/example_lightning/final.ckpt")
+    if trainer.is_global_zero:
+        norm = sum(float(p.detach().double().square().sum()) for p in model.parameters())
+        print(f"norm of the model {norm:.9f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def main() -> None:
     trainer.train()
     print(trainer.evaluate())
     trainer.save_model("runs/example_trainer/final")
+    norm = sum(float(p.detach().double().square().sum()) for p in trainer.model.parameters())
+    print(f"norm of the model {norm:.9f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -31,6 +31,8 @@ def main() -> None:
     )  # fmt: skip
     trainer.train()
     trainer.save_model("runs/example_trl/final")
+    norm = sum(float(p.detach().double().square().sum()) for p in trainer.model.parameters())
+    print(f"norm of the model {norm:.9f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -97,6 +97,13 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
     return DsxLast()
 
 
+def _saves(callback: Any) -> list[str]:
+    """Return what decides when a ModelCheckpoint saves."""
+    names = ("state_key", "save_top_k", "save_last", "save_weights_only")
+    told = [*names, "_save_on_train_epoch_end"]
+    return [str(getattr(callback, name, None)) for name in told]
+
+
 def _require_same_end(trainer: Any, handle: Handle) -> None:
     """Raise RuntimeError unless an epoch of streamed data has ended at one step in all clusters."""
     steps = handle.gather(trainer.global_step)
@@ -120,7 +127,8 @@ def _require_same_length(trainer: Any, handle: Handle) -> None:
             "val_check_interval": trainer.val_check_batch,
             "check_val_every_n_epoch": trainer.check_val_every_n_epoch,
             "lr_schedulers": kinds,
-            "ModelCheckpoint": [str(one.state_key) for one in trainer.checkpoint_callbacks],
+            "validation": bool(trainer.enable_validation),
+            "ModelCheckpoint": [_saves(one) for one in trainer.checkpoint_callbacks],
         }
     )
     for name, first in told[0].items():

@@ -22,6 +22,7 @@ from dsx.checkpoint.checksums import MANIFEST
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import Manifest, complete_tag
+from dsx.config.files import ConfigError
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
 from dsx.run.folders import move_into
@@ -63,9 +64,14 @@ def _save(
     Collective over all clusters while they train, but where the run is told to end.
     """
     fit = fit_of(trainer)
-    if fit is None or "://" in str(filepath):
+    if fit is None or ("://" in str(filepath) and not fit.is_training):
         original(filepath, weights_only, storage_options)
         return
+    if "://" in str(filepath):
+        raise ConfigError(
+            f"Trainer.save_checkpoint({str(filepath)!r}) in training is not on a file system, "
+            "where the outer state beside it has to be: give a local or a mounted folder"
+        )
     if not fit.is_training:
         _save_beside(original, trainer, fit, Path(filepath), (weights_only, storage_options))
         return

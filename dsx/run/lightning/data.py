@@ -17,6 +17,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler
 
+from dsx.config.files import ConfigError
 from dsx.engines.deepspeed.data import source_of
 from dsx.run.data import cut_for_cluster
 from dsx.run.lightning.fit import Fit, fit_of
@@ -58,6 +59,9 @@ def _prepare(original: Any, connector: Any, dataloader: Any, shuffle: bool, mode
         return original(_with_own_stream(loader, fit), shuffle, mode)
     if isinstance(loader.sampler, DistributedSampler):
         return original(loader, shuffle, mode)  # was cut as the script made it
+    if not connector.trainer._accelerator_connector.use_distributed_sampler:
+        _refuse_uncut(fit)
+        return original(loader, shuffle, mode)
     is_split = share_data(fit.world.rendezvous, fit.session.whose_data, [source_of(loader.dataset)])
     _tell(loader.dataset, is_split, fit)
     fit.session.has_own_data |= not is_split
@@ -69,6 +73,16 @@ def _prepare(original: Any, connector: Any, dataloader: Any, shuffle: bool, mode
         return original(loader, shuffle, mode)
     finally:
         fit.cut = None
+
+
+def _refuse_uncut(fit: Fit) -> None:
+    """Refuse a loader that all clusters would read alike, unless each has data of its own."""
+    if fit.session.whose_data != "own":
+        raise ConfigError(
+            "Trainer(use_distributed_sampler=False) leaves the training loader as it is, and all "
+            "clusters would read the same: leave it out, give the loader a DistributedSampler, or "
+            "say --dsx-data own where each cluster has data of its own"
+        )
 
 
 def _places(fit: Fit, is_split: bool) -> dict[str, int]:
@@ -90,9 +104,7 @@ def _with_own_stream(loader: Any, fit: Fit) -> Any:
 
 def _requires_sampler(original: Any, connector: Any, dataloader: Any) -> bool:
     fit = fit_of(connector.trainer)
-    if fit is None or fit.cut is None or fit.cut["num_replicas"] == 1:
-        return original(dataloader)
-    return bool(connector.trainer._accelerator_connector.use_distributed_sampler)
+    return original(dataloader) if fit is None or fit.cut is None else True
 
 
 def _sampler(original: Any, trainer: Any) -> Any:

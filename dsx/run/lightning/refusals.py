@@ -40,6 +40,13 @@ def refuse(trainer: Any, fit: Fit) -> None:
             "Trainer(val_check_interval=<a time>) validates by each cluster's own clock, and the "
             "others would wait for it: give a number of steps or a share of an epoch"
         )
+    for folder in (trainer.default_root_dir, *(one.save_dir for one in trainer.loggers)):
+        if "://" in str(folder or ""):
+            raise ConfigError(
+                f"{str(folder)!r} (default_root_dir, or a logger's) is not on a file system, where "
+                "checkpoints and the outer state beside them have to be: give a local or a mounted "
+                "folder"
+            )
     if type(trainer.strategy.checkpoint_io).__name__ == "AsyncCheckpointIO":
         raise ConfigError(
             "AsyncCheckpointIO writes a checkpoint after it has been declared complete: leave it "
