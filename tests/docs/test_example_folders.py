@@ -16,6 +16,7 @@ from tests.installed import needs
 
 FOLDERS = sorted(path.parent.name for path in (ROOT / "docs" / "examples").glob("*/README.md"))
 PACKAGES = {
+    "accelerate": ("accelerate",),
     "deepspeed": ("deepspeed",),
     "lightning": ("lightning",),
     "trainer": ("deepspeed", "transformers", "accelerate"),
