@@ -17,6 +17,7 @@ from dsx.run.lightning.callbacks import make_callbacks
 from dsx.run.lightning.checkpoints import _save
 from dsx.run.lightning.data import _pass_over, _prepare, _requires_sampler, _sampler
 from dsx.run.lightning.fit import Fit, set_fit
+from dsx.run.lightning.hooks import around
 from dsx.run.lightning.places import own_devices, own_place, share_log_versions
 from dsx.run.lightning.refusals import refuse
 from dsx.run.lightning.trainer import _get_stop, _set_stop
@@ -153,6 +154,11 @@ def test_a_trainer_fits_once() -> None:
     fit.has_begun = True
     with pytest.raises(ConfigError, match=r"Trainer.fit\(\) is called a second time"):
         refuse(make_trainer(), fit)
+
+
+def test_a_method_that_a_version_has_not_is_named() -> None:
+    with pytest.raises(RouteNotTaken, match=r"has no .*DDPStrategy.no_such, which dsx"):
+        around(DDPStrategy, "no_such", lambda: None)
 
 
 def cuda(*numbers: int) -> list[torch.device]:

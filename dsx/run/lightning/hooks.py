@@ -7,10 +7,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from dsx.run.replace import original_of
+
 
 def around(cls: Any, name: str, act: Callable[..., Any]) -> None:
-    """Let `act(original, self, ...)` stand in for a method; `original` takes what follows self."""
-    original = getattr(cls, name)
+    """Let `act(original, self, ...)` stand in for a method; `original` takes what follows self.
+
+    RouteNotTaken names a method that this version has not.
+    """
+    original = original_of(cls, name)
 
     @functools.wraps(original)
     def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +26,7 @@ def around(cls: Any, name: str, act: Callable[..., Any]) -> None:
 
 def around_property(cls: Any, name: str, get: Callable[[Callable[[], Any], Any], Any]) -> None:
     """Let `get(original, self)` stand in for a property that is only read."""
-    kept = getattr(cls, name)
+    kept = original_of(cls, name)
 
     def read(self: Any) -> Any:
         return get(lambda: kept.fget(self), self)
