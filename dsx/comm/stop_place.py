@@ -1,10 +1,10 @@
 """At which step boundary the ranks of a cluster stop, where they were told to at any moment.
 
-All of them stop at the same one, without a collective per step, and without a wait for the store on
-the training thread. Asked for a stop, each says which boundary is the first that it has not left,
-and holds there; the last of these is where all stop. The saying is done by a thread of its own, so
-that ranks which wait for each other, in a collective or a pipeline, cannot keep each other from
-answering.
+All of them stop at the same one, without a wait for the store on the training thread, and, but for
+pipelines, without a collective per step. Asked for a stop, each says which boundary is the first
+that it has not left, and holds there; the last of these is where all stop. The saying is done by a
+thread of its own, so that ranks which wait for each other, in a collective or a pipeline, cannot
+keep each other from answering.
 
 A rank that waits at a boundary for a transfer can stop right there: the transfer is put off, by all
 ranks of its stage (outer/deferral.py), no rank of another stage goes on, and whoever goes on from

@@ -29,16 +29,6 @@ class Deferral:
         missing = torch.tensor([float(not is_there)])
         return bool(self._adapter.ranks.max_over_ranks(missing))
 
-    def is_in_any_stage(self) -> bool:
-        """Return whether any stage of the pipeline has left the boundary. Collective in it.
-
-        So none of them goes on to a step that another one cannot take.
-        """
-        if self._adapter.stage.count == 1:
-            return self.is_deferred
-        own = torch.tensor([float(self.is_deferred)])
-        return bool(self._adapter.ranks.max_over_stages(own))
-
     def begin(self) -> None:
         """Take the boundary as left."""
         if self.inner_lr is None:

@@ -92,8 +92,11 @@ class Preemption:
         self.place.begin(self._loop.history.step + 1)
 
     def pass_boundary(self) -> None:
-        """Leave a boundary: to the next step, or the end. Collective over a pipeline's stages."""
-        self.is_due = not self.place.may_leave(self._loop.deferral.is_in_any_stage())
+        """Leave a boundary: to the next step, or the end; all stages of a pipeline do, or none."""
+        is_put_off = self._loop.deferral.is_deferred
+        if self._loop.adapter.stage.count > 1:
+            is_put_off = self._world.in_cluster().any("what is put off at a boundary", is_put_off)
+        self.is_due = not self.place.may_leave(is_put_off)
         self.grace.pass_boundary()
         self._boundaries += 1
         if self._boundaries == 1 and self._listens and self._world.rank == 0:

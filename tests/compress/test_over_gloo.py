@@ -150,7 +150,7 @@ def test_real_processes_give_the_bits_of_the_in_process_run(num_clusters: int) -
                 assert torch.equal(torch.from_numpy(got["parameters"][name]), value)
             state = run.loops[cluster].state.named_state(0)
             assert got["state"].keys() == state.keys()
-            assert any("residual" in name or "unsent" in name for name in state)
+            assert any("residual" in name or "under_way" in name for name in state)
             assert any("anchor" in name for name in state)
             for name, value in state.items():
                 assert torch.equal(torch.from_numpy(got["state"][name]), value), name
@@ -228,7 +228,7 @@ def test_resume_is_bit_for_bit(method: str, codec: str, stop: int, tmp_path: Pat
         for fragment in range(ours.history.num_fragments):
             state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
             assert state.keys() == expected.keys()
-            assert any("residual" in name or "unsent" in name for name in state)
+            assert any("residual" in name or "under_way" in name for name in state)
             assert all(torch.equal(state[key], expected[key]) for key in expected)
 
 
