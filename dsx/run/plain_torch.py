@@ -50,7 +50,8 @@ class _PlainLoop:
         self._session = session
         self.made: list[weakref.ref[Optimizer]] = []
         self.watch: Any = None
-        self._known: set[int] = set()  # ids of optimizers that train what is attached
+        self._known: dict[int, Optimizer] = {}  # optimizers of what is attached, by their ids
+        self._attached: set[int] = set()  # ids of its parameters
 
     def before_forward(self, module: nn.Module, args: Any) -> None:
         """Attach the module that is called, if this is where its training begins."""
@@ -64,7 +65,8 @@ class _PlainLoop:
         if not optimizers or _is_of_framework(module):
             return  # watch_first_step refuses what nobody attaches
         self.watch.remove()
-        self._known = {id(optimizer) for optimizer in optimizers}
+        self._known = {id(optimizer): optimizer for optimizer in optimizers}
+        self._attached = own.union(*map(_held, optimizers))
         self._attach(module, without_containers(optimizers))
 
     def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
@@ -79,14 +81,36 @@ class _PlainLoop:
         """Refuse what would train beside the model that is attached."""
         if id(optimizer) in self._known:
             return
-        if any(_held(optimizer) & _held(one) for one in self._optimizers() if one is not optimizer):
-            self._known.add(id(optimizer))  # it stands around one that is known, or inside of it
+        if self._is_around_known(optimizer):
+            self._known[id(optimizer)] = optimizer
             return
+        step = f"{type(optimizer).__name__}.step()"
+        if _held(optimizer) & self._attached:
+            raise RouteNotTaken(
+                f"the script trains with a second optimizer of the attached model, {step}, which "
+                "was not there as training began: its steps would not be counted, and the clusters "
+                "would exchange nothing. Make all optimizers before the first step, or begin anew "
+                "with the first (optimizer.state.clear()); a script that trains in stages calls "
+                "dsx.attach(model, optimizer, config=...) for each, and handle.close() behind it"
+            )
         raise RouteNotTaken(
-            f"the script trains a second model, with {type(optimizer).__name__}.step(), and only "
+            f"the script trains a second model, with {step}, and only "
             "the first one is attached: it would differ between the clusters. Of plain PyTorch "
             "dsx.run serves one model; a script with several calls dsx.attach for each itself"
         )
+
+    def _is_around_known(self, optimizer: Optimizer) -> bool:
+        """Whether it holds one that trains what is attached, itself or in what it holds."""
+        seen: dict[int, Optimizer] = {}
+        left = [optimizer]
+        while left:
+            one = left.pop()
+            if id(one) in self._known:
+                return True
+            if id(one) not in seen:
+                seen[id(one)] = one
+                left += _held_objects(one)
+        return False
 
     def _optimizers(self) -> list[Optimizer]:
         there = (made() for made in self.made)

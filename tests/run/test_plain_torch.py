@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from torch import nn
 
 from dsx.config.files import ConfigError
-from dsx.run.plain_torch import without_containers
+from dsx.run.plain_torch import _PlainLoop, without_containers
 from dsx.run.process_group import require_own_world
+from dsx.run.session import RouteNotTaken
 from tests.distributed import free_port
 from tests.run.launching import run
 from tests.run.train_with_torch import BATCH, LR, SAMPLES, Samples, make_model
@@ -92,6 +94,34 @@ def test_a_container_of_optimizers_is_not_attached() -> None:
     ]
     assert without_containers([Container(of_layers), *of_layers]) == of_layers
     assert without_containers(of_layers) == of_layers
+
+
+def test_what_steps_beside_the_attached_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    session: Any = SimpleNamespace(has_engine=False)
+    loop = _PlainLoop(session)
+    loop.watch = SimpleNamespace(remove=lambda: None)
+    monkeypatch.setattr("dsx.run.plain_torch.current_world", lambda: object())
+    monkeypatch.setattr(loop, "_attach", lambda module, optimizers: None)
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop.made.append(weakref.ref(made))
+        return made
+
+    model, second = make_model(), make_model()
+    first = sgd(model)
+    loop.before_forward(model, ())
+    for known in (first, Container([first]), Container([Container([first])])):
+        loop._before_step(known, (), {})
+    new, other = sgd(model), sgd(second)
+    around = Container([other])
+    loop.made.append(weakref.ref(around))
+    for one in (new, Container([new])):
+        with pytest.raises(RouteNotTaken, match="with a second optimizer of the attached model"):
+            loop._before_step(one, (), {})
+    for one in (around, other):
+        with pytest.raises(RouteNotTaken, match="trains a second model, with"):
+            loop._before_step(one, (), {})
 
 
 @pytest.mark.parametrize("given", [{"world_size": 4}, {"rank": 3}, {"world_size": 2, "rank": 3}])
