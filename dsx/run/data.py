@@ -23,6 +23,7 @@ from dsx.training.data_sources import share_data
 
 logger = logging.getLogger(__name__)
 _MARK = "is_cut_for_cluster"
+_WHOLE = "whole_of_clusters"
 
 
 class ClusterStream(IterableDataset[Any]):
@@ -75,9 +76,18 @@ def is_cut(data: Any) -> bool:
     return False
 
 
+def whole_of(data: Any) -> Any:
+    """Return what `part_for_cluster` has cut, of its part; None for anything else."""
+    if isinstance(data, ClusterPart):
+        return data.dataset
+    return getattr(data, _WHOLE, None)
+
+
 def part_for_cluster(data: Any, world: World) -> Any:
     """Return this cluster's part of a map-style dataset, without a look at the others'."""
     part = _part(data, world, is_stream=False)
+    if not isinstance(part, ClusterPart):
+        setattr(part, _WHOLE, data)
     if world.rank == 0:
         logger.warning(
             "dsx: cluster %d reads %s of %s samples of what is shuffled, for training; what is not "

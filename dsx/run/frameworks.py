@@ -8,7 +8,11 @@ from types import ModuleType
 from dsx.run.accelerate.loaders import replace_loader
 from dsx.run.accelerate.loop import Loop, replace_accelerator
 from dsx.run.accelerate.models import replace_models, warn_of_own_weights
-from dsx.run.accelerate.refusals import refuse_launchers, refuse_local_sgd
+from dsx.run.accelerate.refusals import (
+    refuse_launchers,
+    refuse_local_sgd,
+    refuse_search_of_batch_size,
+)
 from dsx.run.accelerate.states import replace_states
 from dsx.run.deepspeed import replace_initialize
 from dsx.run.end import finish_before_destroy
@@ -56,6 +60,7 @@ def follow_frameworks(session: Session) -> dict[str, Follow]:
         "accelerate.accelerator": accelerator,
         "accelerate.launchers": refuse_launchers,
         "accelerate.local_sgd": refuse_local_sgd,
+        "accelerate.utils.memory": refuse_search_of_batch_size,
         "accelerate.utils.deepspeed": lambda module: replace_deepspeed_config(session, module),
         "transformers.modeling_utils": transformers_models,
         "transformers.training_args": lambda module: replace_arguments(session, module),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,14 +22,28 @@ from torch.utils.data import (
 
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config
+from dsx.engines.torch import TorchAdapter
+from dsx.method.fragments import WholeModel
 from dsx.run import versions
 from dsx.run.accelerate import loaders
-from dsx.run.accelerate.loaders import replace_loader, require_cut, require_not_made_before
+from dsx.run.accelerate.first_step import FirstStep
+from dsx.run.accelerate.loaders import (
+    replace_loader,
+    require_cut,
+    require_not_made_before,
+    require_shared,
+)
 from dsx.run.accelerate.loop import Trained, replace_accelerator
-from dsx.run.accelerate.refusals import refuse_launchers, refuse_local_sgd, refuse_settings
+from dsx.run.accelerate.refusals import (
+    refuse_launchers,
+    refuse_local_sgd,
+    refuse_search_of_batch_size,
+    refuse_settings,
+)
 from dsx.run.block import RunBlock
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
+from dsx.training.data_sources import Source
 
 BLOCK = {"preset": "diloco", "clusters": {"num_clusters": 2}}
 
@@ -120,10 +135,51 @@ def test_a_loader_that_was_made_too_early_is_refused(cut: Any) -> None:
     early = [DataLoader(DATA, shuffle=True), DataLoader(Numbers()), DataLoader(DATA)]
     session = cut(make_session())
     for loader in early[:2]:
-        with pytest.raises(ConfigError, match="made before dsx.run knew of the clusters"):
+        with pytest.raises(ConfigError, match="make the Accelerator first, then the loader"):
             require_not_made_before(session, (loader,))
     later = (early[2], DataLoader(DATA, shuffle=True), DataLoader(Numbers()))
     require_not_made_before(session, later)
+
+
+@pytest.mark.parametrize("wanted", ["auto", "split"])
+def test_data_of_each_sites_own_is_told_apart_where_it_is_prepared(cut: Any, wanted: str) -> None:
+    session = cut(make_session(data=wanted))
+    given = (DataLoader(DATA, shuffle=True), DataLoader(DATA), torch.nn.Linear(1, 1))
+
+    def world(*others: Any) -> Any:
+        def gather(what: str, own: Any) -> list[Any]:
+            return [own, *others] if others else [own, own]
+
+        return SimpleNamespace(num_clusters=2, rendezvous=SimpleNamespace(gather=gather))
+
+    require_shared(session, world(), given)
+    require_shared(session, world(None), given[1:])  # nothing was cut, and nobody is asked
+    other = [asdict(Source("TensorDataset of 11 samples", "another"))]
+    if wanted == "split":
+        require_shared(session, world(other), given)
+        return
+    with pytest.raises(ConfigError, match=r"different training data.*set clusters.data='own'"):
+        require_shared(session, world(other), given)
+
+
+@pytest.mark.parametrize("by", ["load_state_dict", "load_state", "nobody"])
+def test_weights_loaded_behind_prepare_are_refused_at_the_first_step(by: str) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    adapter = TorchAdapter(model, optimizer, WholeModel())
+    first = FirstStep(adapter, [optimizer])
+    if by != "nobody":
+        model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    if by == "load_state":
+        first.release()
+    model(torch.ones(1, 2)).sum().backward()
+    if by == "load_state_dict":
+        with pytest.raises(RouteNotTaken, match="load the weights before accelerator.prepare"):
+            optimizer.step()
+        assert model.weight.eq(1).all()
+        return
+    for _ in range(2):
+        optimizer.step()
 
 
 def make_accelerator(kind: str = "MULTI_CPU", version: int = 2, **project: Any) -> Any:
@@ -154,11 +210,14 @@ def test_launchers_inside_a_script_and_local_sgd_are_refused() -> None:
     module = ModuleType("accelerate.launchers")
     module.__dict__.update(notebook_launcher=lambda f: f, debug_launcher=lambda f: f)
     module.__dict__["LocalSGD"] = type("LocalSGD", (), {"__init__": lambda self: None})
+    module.__dict__["find_executable_batch_size"] = lambda f: f
     refuse_launchers(module)
     refuse_local_sgd(module)
-    for name in ("notebook_launcher", "debug_launcher", "LocalSGD"):
+    refuse_search_of_batch_size(module)
+    of_utils = "utils.find_executable_batch_size"
+    for name in ("notebook_launcher", "debug_launcher", "LocalSGD", of_utils):
         with pytest.raises(RouteNotTaken, match=f"accelerate.{name}"):
-            getattr(module, name)(print)
+            getattr(module, name.removeprefix("utils."))(print)
 
 
 def test_a_function_that_a_version_lacks_is_named() -> None:

@@ -19,9 +19,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from dsx.comm.world import World, current_world
 from dsx.config.files import ConfigError
-from dsx.run.data import ClusterStream, is_cut, part_for_cluster
+from dsx.engines.deepspeed.data import source_of
+from dsx.run.data import ClusterStream, is_cut, part_for_cluster, whole_of
 from dsx.run.replace import around
 from dsx.run.session import Session
+from dsx.training.data_sources import share_data
 
 
 class StreamOfLoop(ClusterStream):
@@ -126,7 +128,27 @@ def require_not_made_before(session: Session, given: tuple[Any, ...]) -> None:
         is_stream = isinstance(loader.dataset, IterableDataset)
         if is_stream or _takes_all(loader.sampler, loader.dataset):
             raise ConfigError(
-                "a DataLoader was made before dsx.run knew of the clusters, and it is prepared "
-                'for training: give the "dsx" block to the launch (--dsx-config FILE), or make '
-                "the loader behind the Accelerator and its DeepSpeedPlugin"
+                "a DataLoader was made before the script had made its Accelerator, and it is "
+                "prepared for training: make the Accelerator first, then the loader; where only "
+                'the DeepSpeed JSON has the "dsx" block, make the loader behind the '
+                "DeepSpeedPlugin, too, or give the block to the launch (--dsx-config FILE)"
             )
+
+
+def require_shared(session: Session, world: World, given: tuple[Any, ...]) -> None:
+    """Raise ConfigError, in all clusters, where what was cut is not the same in all of them.
+
+    For `clusters.data` "auto". Collective over all ranks of all clusters if there is a loader that
+    was cut: the clusters look at three samples of each, as for `training_data`.
+    """
+    loaders = [one for one in given if isinstance(one, DataLoader)]
+    whole = [data for loader in loaders if (data := whole_of(loader.dataset)) is not None]
+    if session.whose_data != "auto" or not whole:
+        return
+    if not share_data(world.rendezvous, "auto", [source_of(data) for data in whole]):
+        raise ConfigError(
+            "clusters.data='auto', and the clusters have different training data, of which each "
+            f"would read one part in {world.num_clusters}, as its DataLoader was cut when it was "
+            "made: set clusters.data='own' (DSX_DATA=own), with which each reads all of its own, "
+            "or 'split', which leaves it so"
+        )

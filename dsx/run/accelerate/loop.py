@@ -16,7 +16,8 @@ import dsx
 from dsx.comm.world import World
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config
-from dsx.run.accelerate.loaders import require_cut, require_not_made_before
+from dsx.run.accelerate.first_step import FirstStep
+from dsx.run.accelerate.loaders import require_cut, require_not_made_before, require_shared
 from dsx.run.accelerate.refusals import refuse_settings
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
@@ -33,6 +34,7 @@ class Trained:
     optimizers: list[Any]  # as Accelerate has wrapped them
     handle: Handle
     is_engine: bool
+    first_step: FirstStep | None = None  # without an engine, which sees to it itself
     is_ended: bool = False
 
 
@@ -109,6 +111,7 @@ class _Replaced:
             return original(accelerator, *args, **kwargs)
         refuse_settings(accelerator, load_config(session.block.resolve()))
         require_not_made_before(session, args)
+        require_shared(session, world, args)
         session.divides_data = True
         known = len(session.handles)
         result = original(accelerator, *args, **kwargs)
@@ -157,13 +160,12 @@ class _Replaced:
                     "mixed_precision='fp16' with several optimizers of one model is not served by "
                     "dsx.run, as its GradScaler may skip a step of one of them: use 'bf16'"
                 )
-            handle = dsx.attach(
-                model,
-                [optimizer.optimizer for optimizer in optimizers],
-                config=self._session.config_with_block({}),
-            )
+            inner = [optimizer.optimizer for optimizer in optimizers]
+            config = self._session.config_with_block({})
+            handle: Handle = dsx.attach(model, inner, config=config)
             self._session.handles.append(handle)
-            self._take(Trained(accelerator, model, optimizers, handle, is_engine=False))
+            first = FirstStep(handle.loop.adapter, inner)
+            self._take(Trained(accelerator, model, optimizers, handle, False, first))
 
     def _take(self, trained: Trained) -> None:
         trained.handle.preemption.engine = EndOfLoop()

@@ -63,6 +63,19 @@ def refuse_local_sgd(local_sgd: ModuleType) -> None:
     )  # fmt: skip
 
 
+def refuse_search_of_batch_size(memory: ModuleType) -> None:
+    """Let find_executable_batch_size refuse: a cluster that runs out of memory would go on alone.
+
+    The Trainer asks for it with auto_find_batch_size alone, which is refused before.
+    """
+    _refuse(
+        memory, "find_executable_batch_size",
+        "accelerate.utils.find_executable_batch_size() prepares again with a smaller batch where "
+        "memory runs out, in one cluster without the others, which would wait for it: leave it "
+        "out, and set the batch size that fits in every cluster",
+    )  # fmt: skip
+
+
 def _refuse(owner: Any, name: str, why: str) -> None:
     def refuse(original: Any, *args: Any, **kwargs: Any) -> Any:
         raise RouteNotTaken(why)

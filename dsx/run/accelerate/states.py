@@ -144,6 +144,8 @@ def _load(
         engine.load_checkpoint(str(base), of_engine, **more)
     for place, one in _places(trained, directory):
         one.handle.load(place)
+        if one.first_step is not None:
+            one.first_step.release()
     steps = handle.gather(handle.step)
     if any(step != saved["step"] for step in steps):
         raise ValueError(

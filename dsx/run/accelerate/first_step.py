@@ -1,0 +1,52 @@
+"""From `prepare()` to the first step the weights have to stay: the outer state began from them.
+
+What a script loads in between would be taken for what training has changed, and the outer step
+would go beyond it. Its first step is an error then, before it changes anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from dsx.core.engine import EngineAdapter
+from dsx.outer.digest import Digests
+from dsx.run.session import RouteNotTaken
+
+
+class FirstStep:
+    """Compares this rank's masters with those of now where the first optimizer steps, once."""
+
+    def __init__(self, adapter: EngineAdapter, optimizers: Iterable[Optimizer]) -> None:
+        self._adapter = adapter
+        self._expected: list[Any] | None = self._digests()
+        compare: Any = torch.compiler.disable(self._compare)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(compare)
+
+    def release(self) -> None:
+        """Compare nothing: a state has been loaded, with the outer state that belongs to it."""
+        self._expected = None
+
+    def _compare(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        expected, self._expected = self._expected, None
+        if expected is None or expected == self._digests():
+            return
+        raise RouteNotTaken(
+            "the model's weights were changed between accelerator.prepare() and the first step, "
+            "and dsx.run has begun from those of prepare(): load the weights before "
+            "accelerator.prepare(), or by accelerator.load_state()"
+        )
+
+    @torch.no_grad()
+    def _digests(self) -> list[Any]:
+        found: list[Any] = []
+        with Digests() as digests:
+            for fragment in self._adapter.fragments:
+                masters = torch.empty(fragment.numel)
+                self._adapter.read(fragment.id, masters)
+                found.append(digests.of(masters).tolist())
+        return found
