@@ -40,13 +40,14 @@ def replace_models(loop: Loop, accelerator: Any) -> None:
         one, world = _of_model(loop, self, model), current_world()
         if one is None or world is None:
             return original(self, model, save_directory, *args, **kwargs)
+
+        def save(folder: Path) -> None:
+            original(self, model, str(folder), *args, **kwargs)
+            if not one.is_ended:
+                self.wait_for_everyone()  # each rank has looked into it, before it is moved
+
         with nullcontext() if one.is_ended else one.handle.averaged():
-            save_beside(
-                Path(save_directory).absolute(),
-                world,
-                lambda to: original(self, model, str(to), *args, **kwargs),
-                self.is_main_process,
-            )
+            save_beside(Path(save_directory).absolute(), world, save, self.is_main_process)
 
     around(accelerator, "get_state_dict", get_state_dict)
     around(accelerator, "save_model", save_model)
