@@ -78,7 +78,7 @@ def test_a_script_is_run_twice_and_judged(tmp_path: Path) -> None:
     assert "| train.py | nanoGPT |" in (tmp_path / "rows.md").read_text()
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_clusters_that_read_the_same_fail_and_others_cannot_run(tmp_path: Path) -> None:
     at = tree(tmp_path / "trees", is_seeded=False)
     done = bench("--examples", at, "--only", "nanogpt-2x1,torchtitan-2x1", "--out", tmp_path)

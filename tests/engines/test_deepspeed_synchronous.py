@@ -377,7 +377,7 @@ def converted(base: Path) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_other_numbers_of_ranks_by_the_universal_checkpoint(tmp_path: Path) -> None:
     first, out, last = tmp_path / "plain", tmp_path / "across", tmp_path / "last"
     run_distributed(in_one_world, 4, str(first))
