@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from dsx.plan.question import Given, Read, read_question
@@ -13,43 +12,14 @@ Ask = Callable[["Missing"], str]
 
 
 @dataclass(frozen=True)
-class Answers:
-    """The flags of `dsx init`; None is not told yet."""
+class Answers(Given):
+    """The flags of `dsx init`: the planner's, and where clusters meet; None is not told yet."""
 
-    clusters: int | None = None
     rendezvous: str | None = None
-    params: float | None = None
-    layers: int | None = None
-    hidden: int | None = None
-    gpus_per_cluster: int | None = None
-    step_seconds: float | None = None
-    gpu: str | None = None
-    tokens_per_step: float | None = None
-    gbps: float | None = None
-    latency_ms: float | None = None
-    link: Path | None = None
-    target: float = 95.0
-    memory_limit: float | None = None
 
     def read(self) -> Read:
         """Return the planner's question; ValueError for a number out of bounds."""
-        return read_question(
-            Given(
-                params=self.params,
-                layers=self.layers,
-                hidden=self.hidden,
-                gpus_per_cluster=self.gpus_per_cluster,
-                step_seconds=self.step_seconds,
-                gpu=self.gpu,
-                tokens_per_step=self.tokens_per_step,
-                gbps=self.gbps,
-                latency_ms=self.latency_ms,
-                link=self.link,
-                clusters=self.clusters,
-                target=self.target,
-                memory_limit=self.memory_limit,
-            )
-        )
+        return read_question(self)
 
 
 class Missing(NamedTuple):

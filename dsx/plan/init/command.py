@@ -88,8 +88,10 @@ def init(
 
     require_new(file, force)
     answers = Answers(
-        clusters, rendezvous, params, layers, hidden, gpus_per_cluster, step_seconds, gpu,
-        tokens_per_step, gbps, latency_ms, link, target, memory_limit,
+        clusters=clusters, rendezvous=rendezvous, params=params, layers=layers, hidden=hidden,
+        gpus_per_cluster=gpus_per_cluster, step_seconds=step_seconds, gpu=gpu,
+        tokens_per_step=tokens_per_step, gbps=gbps, latency_ms=latency_ms, link=link,
+        target=target, memory_limit=memory_limit,
     )  # fmt: skip
     choice = choose(complete(answers, _ask if sys.stdin.isatty() else None), file.stem)
     for line in write(file, choice, Inner(micro_batch, zero, lr, bf16)):

@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from dsx.config.files import ConfigError
+from dsx.run.same_settings import differing
 from dsx.training.handle import Handle
 
 _COUNTED = ("loss", "learning_rate", "grad_norm")
@@ -135,12 +136,9 @@ def _require_same_length(handle: Handle, args: Any, state: Any) -> None:
             "warmup_steps": args.get_warmup_steps(state.max_steps),
         }
     )
-    for name, first in told[0].items():
-        values = [cluster[name] for cluster in told]
-        if any(value != first for value in values):
-            shown = ", ".join(f"cluster {m}: {value}" for m, value in enumerate(values))
-            raise ConfigError(
-                f"the Trainers of the clusters have different {name} ({shown}): with data of its "
-                "own a cluster's epochs are as long as that; set max_steps, and the same schedule, "
-                "in all clusters"
-            )
+    for name, shown in differing(told):
+        raise ConfigError(
+            f"the Trainers of the clusters have different {name} ({shown}): with data of its "
+            "own a cluster's epochs are as long as that; set max_steps, and the same schedule, "
+            "in all clusters"
+        )

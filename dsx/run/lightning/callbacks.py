@@ -13,6 +13,7 @@ from dsx.config.files import ConfigError
 from dsx.engines.end_of_script import settle_before_backward
 from dsx.run.lightning.fit import Fit, has_engine
 from dsx.run.lightning.metrics import agree_on_validation
+from dsx.run.same_settings import differing
 from dsx.training.handle import Handle
 
 
@@ -131,12 +132,9 @@ def _require_same_length(trainer: Any, handle: Handle) -> None:
             "ModelCheckpoint": [_saves(one) for one in trainer.checkpoint_callbacks],
         }
     )
-    for name, first in told[0].items():
-        values = [cluster[name] for cluster in told]
-        if any(value != first for value in values):
-            shown = ", ".join(f"cluster {m}: {value}" for m, value in enumerate(values))
-            raise ConfigError(
-                f"the Trainers of the clusters have different {name} ({shown}), and validate and "
-                "save together: with data of their own give limit_train_batches as a number, and "
-                "the same settings in all clusters"
-            )
+    for name, shown in differing(told):
+        raise ConfigError(
+            f"the Trainers of the clusters have different {name} ({shown}), and validate and "
+            "save together: with data of their own give limit_train_batches as a number, and "
+            "the same settings in all clusters"
+        )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from dsx.run.replace import original_of
+from dsx.run import replace
 
 
 def around(cls: Any, name: str, act: Callable[..., Any]) -> None:
@@ -15,18 +15,16 @@ def around(cls: Any, name: str, act: Callable[..., Any]) -> None:
 
     RouteNotTaken names a method that this version has not.
     """
-    original = original_of(cls, name)
 
-    @functools.wraps(original)
-    def replaced(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def of_self(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
         return act(functools.partial(original, self), self, *args, **kwargs)
 
-    setattr(cls, name, replaced)
+    replace.around(cls, name, of_self)
 
 
 def around_property(cls: Any, name: str, get: Callable[[Callable[[], Any], Any], Any]) -> None:
     """Let `get(original, self)` stand in for a property that is only read."""
-    kept = original_of(cls, name)
+    kept = replace.original_of(cls, name)
 
     def read(self: Any) -> Any:
         return get(lambda: kept.fget(self), self)
