@@ -167,11 +167,56 @@ def test_what_is_wrong_fails_a_row(
         read(row, write_run(tmp_path / "clusters", ranks), plain)
 
 
+def test_a_sample_that_two_ranks_of_a_cluster_read_fails_a_row(tmp_path: Path) -> None:
+    """Unless they read it in two epochs, or the script draws with replacement."""
+    row = replace(next(row for row in ROWS if row.name == "sft-zero2-2x1"), ranks=2)
+    plain = write_run(tmp_path / "plain", [([sample], "p") for sample in "abca"])
+    ranks = [([sample], "w") for sample in "aabc"]
+    for number, one in enumerate(
+        (row, replace(row, epochs=2), replace(row, drawn_twice=0.4), replace(row, drawn_twice=0.5))
+    ):
+        said = (
+            "a cluster has exchanged" if number in (1, 3) else "cluster 0 has read 1 of 2 samples"
+        )
+        with pytest.raises(RowFailed, match=said):
+            read(one, write_run(tmp_path / str(number), ranks), plain)
+
+
+def test_a_model_that_takes_its_first_module_twice_reads_a_sample_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(rows.__file__).parent / "inside"))
+    import notes  # pyright: ignore
+    from torch import arange, nn
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(9, 2)
+
+        def forward(self, x: Any, y: Any) -> Any:
+            return self.words(x) + self.words(y)
+
+    taken = notes.Notes(tmp_path / "rank_0.json")
+    model = Twice()
+    model.register_forward_pre_hook(taken.begin_forward)
+    model.register_forward_hook(taken.end_forward)
+    model.words.register_forward_pre_hook(taken.begin_forward)
+    model.words.register_forward_hook(taken.end_forward)
+    for step in range(2):
+        model(arange(6).view(3, 2) + step, arange(6).view(3, 2))
+    model.eval()(arange(6).view(3, 2), arange(6).view(3, 2))
+    taken.write()
+    samples = json.loads((tmp_path / "rank_0.json").read_text())["samples"]
+    assert len(samples) == len(set(samples)) == 2 * 3
+
+
 def test_a_loss_is_the_clusters_mean_or_equal_in_all() -> None:
     row = next(row for row in ROWS if row.name == "nanogpt-2x1")
     assert find_loss(row, "iter 30: loss 2.0\niter 30: loss 1.0\n", 2) == 1.5
     one = replace(row, loss_of="held out")
     assert find_loss(one, "iter 30: loss 9.0\n" + "iter 30: loss 2.0\n" * 2, 2) == 2.0
+    assert find_loss(replace(row, loss_of="held out, cluster 0"), "iter 30: loss 2.0\n", 2) == 2.0
     for printed in ("", "iter 30: loss 2.0\niter 30: loss 1.0\n", "iter 30: loss 2.0\n"):
         with pytest.raises(RowFailed):
             find_loss(one, printed, 2)

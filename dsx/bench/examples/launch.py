@@ -56,7 +56,7 @@ def launch(
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=subprocess.STDOUT, cwd=_place(row, tree, data),
-            env=_environment(row, tree, out), start_new_session=True,
+            env=_environment(row, tree, data, out, with_dsx), start_new_session=True,
         )  # fmt: skip
     try:
         while process.poll() is None:
@@ -74,7 +74,6 @@ def launch(
 
 
 def _command(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) -> list[str]:
-    ranks = row.clusters * row.ranks
     block = {
         **row.method,
         "clusters": {"num_clusters": row.clusters},
@@ -86,18 +85,13 @@ def _command(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) -> lis
         _write(out / "ds.json", {**row.deepspeed, "dsx": block} if with_dsx else plain)
     elif with_dsx:
         before = ["--dsx-config", str(_write(out / "dsx.json", {"dsx": block}))]
-    world = row.ranks if with_dsx else ranks
-    replaced = {
-        "{data}": str(data), "{out}": str(out), "{json}": str(out / "ds.json"),
-        "{accumulation}": str(2 * world),
-    }  # fmt: skip
-    if not with_dsx:
-        replaced["{cluster_id}"] = "all"
     script = ["-m", row.script] if row.is_module else [str(tree / row.script)]
+    replaced = _replaced_in(row, data, out, with_dsx)
     arguments = [_replaced(argument, replaced) for argument in row.arguments]
     started = ["-m", "dsx.run", *before, *script] if with_dsx else script
     return [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks),
+        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
+        str(row.clusters * row.ranks),
         "--master-port", str(_free_port()), *started, *arguments,
     ]  # fmt: skip
 
@@ -105,6 +99,16 @@ def _command(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) -> lis
 def _write(file: Path, content: dict[str, Any]) -> Path:
     file.write_text(json.dumps(content, indent=1))
     return file
+
+
+def _replaced_in(row: Row, data: Path, out: Path, with_dsx: bool) -> dict[str, str]:
+    """Return what stands for what in a row's arguments and variables."""
+    world = row.ranks if with_dsx else row.clusters * row.ranks
+    return {
+        "{data}": str(data), "{out}": str(out), "{json}": str(out / "ds.json"),
+        "{ranks}": str(world), "{accumulation}": str(2 * world),
+        **({} if with_dsx else {"{cluster_id}": "all"}),
+    }  # fmt: skip
 
 
 def _replaced(text: str, by: dict[str, str]) -> str:
@@ -117,9 +121,10 @@ def _place(row: Row, tree: Path, data: Path) -> Path:
     return tree / row.directory if row.directory else data
 
 
-def _environment(row: Row, tree: Path, out: Path) -> dict[str, str]:
+def _environment(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) -> dict[str, str]:
     """Return that of a machine without a network, a GPU, or variables of dsx."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("DSX_", "EXAMPLES_"))}
+    replaced = _replaced_in(row, data, out, with_dsx)
     paths = [str(_INSIDE), str(Path(dsx.__file__).parents[1])]
     paths += [str(tree)] if row.is_module else []
     paths += [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
@@ -138,7 +143,7 @@ def _environment(row: Row, tree: Path, out: Path) -> dict[str, str]:
         "WANDB_MODE": "disabled",
         "EXAMPLES_NOTES": str(out / "notes"),
         "EXAMPLES_SHIM": row.shim,
-        **row.environ,
+        **{name: _replaced(value, replaced) for name, value in row.environ.items()},
     }
 
 

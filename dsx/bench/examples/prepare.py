@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
+import re
 import sysconfig
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 _FILES, _VOCABULARY, _LAYERS, _WIDTH, _LENGTH = 80, 512, 2, 64, 128
 _HELD_OUT = 10  # one line in so many
 _SAMPLES = 1200
+_PAIRS = 7680
+_WORDS, _BLOCK = 500, 35
 _METRIC = '''\
 """Accuracy, under the name by which scripts ask the Hugging Face hub for it."""
 
@@ -33,6 +39,17 @@ class Accuracy(evaluate.Metric):
         same = sum(int(p == r) for p, r in zip(predictions, references))
         return {"accuracy": same / max(1, len(references))}
 '''
+_CARD = """\
+---
+configs:
+- config_name: mrpc
+  data_files:
+  - split: train
+    path: mrpc/train.jsonl
+  - split: validation
+    path: mrpc/validation.jsonl
+---
+"""
 
 
 def prepare(what: str, folder: Path) -> None:
@@ -46,7 +63,8 @@ def prepare(what: str, folder: Path) -> None:
 
 def texts() -> tuple[list[str], list[str]]:
     """Return different lines of the standard library, for training and held out."""
-    files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:_FILES]
+    every_file = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
+    files = [one for one in every_file if not one.name.startswith("_sysconfigdata")][:_FILES]
     lines: dict[str, None] = {}
     for file in files:
         for line in file.read_text(errors="replace").splitlines():
@@ -97,6 +115,75 @@ def _model(folder: Path, lines: list[str]) -> None:
     GPT2LMHeadModel(config).save_pretrained(str(folder))
 
 
+def _pairs(folder: Path) -> None:
+    """GLUE's MRPC by another content, a BERT for it, and its metric, where scripts ask for them.
+
+    Pairs of lines; one of them is the other one in capitals, or it is another line.
+    """
+    of_letters = ({re.sub(r"\s", "", line): line for line in lines} for lines in texts())
+    train, held_out = (list(lines.values()) for lines in of_letters)
+    random_ = random.Random(0)
+    glue = folder / "nyu-mll" / "glue"
+    (glue / "mrpc").mkdir(parents=True, exist_ok=True)
+    for name, lines, count in (("train", train, _PAIRS), ("validation", held_out, 512)):
+        rows = [_pair(lines, number, random_) for number in range(count)]
+        (glue / "mrpc" / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    (glue / "README.md").write_text(_CARD)
+    (folder / "glue").mkdir(exist_ok=True)
+    (folder / "glue" / "glue.py").write_text(_METRIC)
+    _bert(folder / "bert-base-cased", [*train, *map(str.upper, train)])
+
+
+def _pair(lines: list[str], number: int, random_: random.Random) -> dict[str, Any]:
+    first, label = lines[number], random_.randrange(2)
+    other = first.upper() if label else random_.choice(lines)
+    return {"sentence1": first, "sentence2": other, "label": label, "idx": number}
+
+
+def _bert(folder: Path, lines: list[str]) -> None:
+    from tokenizers import BertWordPieceTokenizer  # pyright: ignore
+    from transformers import (  # pyright: ignore
+        BertConfig,
+        BertForSequenceClassification,
+        BertTokenizerFast,
+        set_seed,
+    )
+
+    trained = BertWordPieceTokenizer(lowercase=False)
+    trained.train_from_iterator(lines, vocab_size=2 * _VOCABULARY, show_progress=False)
+    tokenizer = BertTokenizerFast(
+        tokenizer_object=trained._tokenizer, do_lower_case=False, model_max_length=_LENGTH
+    )
+    tokenizer.save_pretrained(str(folder))
+    set_seed(0)
+    config = BertConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=_LAYERS, num_attention_heads=2,
+        hidden_size=2 * _WIDTH, intermediate_size=8 * _WIDTH, max_position_embeddings=_LENGTH,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, initializer_range=0.002,
+    )  # fmt: skip
+    BertForSequenceClassification(config).save_pretrained(str(folder))
+
+
+def _words(folder: Path) -> None:
+    """A text of words with blanks between them, in the place of Lightning's WikiText-2.
+
+    A word that is not among the first ones is written as its letters; of blocks of so many words as
+    Lightning takes for a sample no two are alike.
+    """
+    lines = [[m[0] for m in re.finditer(r"\w+|([^\w\s])\1*", line)] for line in texts()[0]]
+    known = {word for word, _ in Counter(w for line in lines for w in line).most_common(_WORDS)}
+    words = [w for line in lines for word in [*line, "\n"] for w in _spelled(word, known)]
+    blocks = (tuple(words[i : i + _BLOCK]) for i in range(0, len(words), _BLOCK))
+    (folder / "data").mkdir(exist_ok=True)
+    (folder / "data" / "wikitext-2.txt").write_text(
+        " ".join(word for block in dict.fromkeys(blocks) for word in block)
+    )
+
+
+def _spelled(word: str, known: set[str]) -> list[str]:
+    return list(word) if re.fullmatch(r"\w+", word) and word not in known else [word]
+
+
 def _tokens(folder: Path) -> None:
     """Bytes as tokens, in the files of nanoGPT's data folders: one of each cluster, and of all."""
     import numpy as np
@@ -125,6 +212,8 @@ def _documents(folder: Path) -> None:
 
 _MAKERS: dict[str, Callable[[Path], None]] = {
     "language_model": _language_model,
+    "pairs": _pairs,
+    "words": _words,
     "tokens": _tokens,
     "documents": _documents,
     "nothing": lambda folder: None,

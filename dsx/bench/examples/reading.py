@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,14 +20,15 @@ from dsx.telemetry.report import summarize
 class Figures:
     """A row's results; `loss` across clusters, `plain_loss` in one world of all ranks.
 
-    `samples` were trained on in each run, `shared` of them by more than one cluster. `sent_bytes`
-    and `syncs` are of one cluster.
+    `samples` were trained on in each run, `shared` of them by more than one cluster, and `repeated`
+    times one was read again within an epoch of its cluster. `sent_bytes` and `syncs` are of one.
     """
 
     loss: float
     plain_loss: float
     samples: int
     shared: int
+    repeated: int
     syncs: int
     sent_bytes: int
     seconds: float
@@ -47,12 +49,14 @@ def read(row: Row, run: Launched, plain: Launched) -> Figures:
         )
     if shared:
         raise RowFailed(f"{shared} of {samples} samples were read by more than one cluster")
+    repeated = sum(_read_again(row, *one) for one in enumerate(of_clusters))
     syncs, sent = _exchanges(row, run.out / "run")
     return Figures(
         loss=find_loss(row, run.printed, row.clusters),
         plain_loss=find_loss(row, plain.printed, 1),
         samples=samples,
         shared=shared,
+        repeated=repeated,
         syncs=syncs,
         sent_bytes=sent,
         seconds=run.seconds,
@@ -86,6 +90,18 @@ def _samples(clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[int, int]:
     return sum(len(rank["samples"]) for cluster in clusters for rank in cluster), len(shared)
 
 
+def _read_again(row: Row, cluster: int, ranks: Sequence[dict[str, Any]]) -> int:
+    """Return how often a cluster's ranks have read a sample again; RowFailed if too often."""
+    counts = Counter(one for rank in ranks for one in rank["samples"])
+    repeated = sum(max(0, count - row.epochs) for count in counts.values())
+    if repeated > row.drawn_twice * counts.total():
+        raise RowFailed(
+            f"cluster {cluster} has read {repeated} of {counts.total()} samples again within an "
+            f"epoch, on one rank or on several"
+        )
+    return repeated
+
+
 def _is_in(sample: str, others: Sequence[set[str]]) -> bool:
     return any(sample in other for other in others)
 
@@ -111,6 +127,7 @@ def find_loss(row: Row, printed: str, clusters: int) -> float:
         raise RowFailed(f"no finite loss is printed: {row.loss} has found {found}")
     if "mean" in row.loss_of:
         return sum(found) / len(found)
+    clusters = 1 if "cluster 0" in row.loss_of else clusters
     last = found[-clusters:]
     if len(last) < clusters or len({*last}) > 1:
         raise RowFailed(f"the clusters have printed different losses of one model: {last}")

@@ -15,6 +15,8 @@ NANOGPT = Tree(
     "nanoGPT", "https://github.com/karpathy/nanoGPT", "3adf61e154c3fe3fca428ad6bc3818b27a3b8291"
 )
 TORCHTITAN = Tree("torchtitan", "https://github.com/pytorch/torchtitan", "v0.2.2")
+ACCELERATE = Tree("accelerate", "https://github.com/huggingface/accelerate", "v1.14.0")
+LIGHTNING = Tree("lightning", "https://github.com/Lightning-AI/pytorch-lightning", "2.6.5")
 
 _DILOCO = {"preset": "diloco", "schedule": {"interval": 10}}
 _STREAMING = {
@@ -120,6 +122,7 @@ def _nanogpt(ranks: int, method: dict[str, Any]) -> Row:
         method=method,
         shim="cuda_is_cpu",
         directory=".",
+        drawn_twice=0.01,
     )  # fmt: skip
 
 
@@ -151,6 +154,86 @@ def _torchtitan(ranks: int, engine: str) -> Row:
     )  # fmt: skip
 
 
+def _complete_nlp() -> Row:
+    return Row(
+        name="complete_nlp-2x2",
+        framework="Accelerate",
+        tree=ACCELERATE,
+        script="examples/complete_nlp_example.py",
+        engine="PyTorch, DDP",
+        ranks=2,
+        arguments=("--cpu", "--output_dir", "{out}"),
+        prepared="pairs",
+        packages=("accelerate", "transformers", "datasets", "evaluate"),
+        loss=r"epoch 2: .*'accuracy': (?:np\.float64\()?([0-9.]+)",
+        loss_of="accuracy, held out, cluster 0",
+        steps=360,  # of 16 samples on each rank, the script says
+        sha256="5e76c87dd371",
+        method=_DILOCO,
+        epochs=3,
+    )
+
+
+def _clm_by_accelerate(name: str, engine: str, ranks: int, stage: int | None) -> Row:
+    environ = {"ACCELERATE_USE_CPU": "true"}
+    if stage is not None:
+        environ |= {
+            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{json}"
+        }  # fmt: skip
+    return Row(
+        name=f"accelerate-clm-{name}-2x{ranks}",
+        framework="Accelerate",
+        tree=ACCELERATE,
+        script="examples/by_feature/deepspeed_with_config_support.py",
+        engine=engine,
+        ranks=ranks,
+        arguments=(
+            "--config_name", "{data}/gpt2", "--tokenizer_name", "{data}/gpt2",
+            "--train_file", "{data}/train.txt", "--validation_file", "{data}/validation.txt",
+            "--block_size", "64", "--per_device_train_batch_size", "4", "--seed", "0",
+            "--per_device_eval_batch_size", "8", "--max_train_steps", str(_STEPS),
+            "--learning_rate", "1e-3", "--lr_scheduler_type", "constant",
+            "--output_dir", "{out}/trained",
+        ),
+        prepared="language_model",
+        packages=(
+            "accelerate", "transformers", "datasets", *(() if stage is None else ("deepspeed",))
+        ),
+        loss=r"Best model metrics: perplexity: \S+ eval_loss: ([0-9.]+)",
+        loss_of="held out",
+        steps=_STEPS,
+        sha256="98956156724e",
+        method=_DILOCO,
+        deepspeed=None if stage is None else _deepspeed(stage),
+        environ=environ,
+    )  # fmt: skip
+
+
+def _lightning(strategy: str, engine: str, ranks: int, shim: str = "") -> Row:
+    trainer = {
+        "accelerator": "cpu", "devices": "{ranks}", "strategy": strategy, "max_steps": str(_STEPS),
+        "limit_test_batches": "10", "default_root_dir": "{out}", "enable_progress_bar": "False",
+    }  # fmt: skip
+    return Row(
+        name=f"lightning-{strategy}-2x{ranks}",
+        framework="Lightning",
+        tree=LIGHTNING,
+        script="examples/pytorch/basics/transformer.py",
+        engine=engine,
+        ranks=ranks,
+        arguments=(),
+        prepared="words",
+        packages=("lightning", *(("deepspeed",) if "deepspeed" in strategy else ())),
+        loss=r"test_loss\s+\S?\s+([0-9.]+)",
+        loss_of="held out",
+        steps=_STEPS,
+        sha256="417e7ceb2e06",
+        method=_DILOCO,
+        shim=shim,
+        environ={f"PL_TRAINER_{name.upper()}": value for name, value in trainer.items()},
+    )
+
+
 ROWS = (
     _run_clm(2, 1, _DILOCO),
     _run_clm(2, 2, _STREAMING),
@@ -161,4 +244,10 @@ ROWS = (
     _nanogpt(2, _DILOCO),
     _torchtitan(1, "PyTorch, one rank"),
     _torchtitan(2, "PyTorch, FSDP2"),
+    _complete_nlp(),
+    _clm_by_accelerate("ddp", "PyTorch, DDP", 2, None),
+    _clm_by_accelerate("zero2", "DeepSpeed, ZeRO 2", 2, 2),
+    _lightning("auto", "PyTorch, one rank", 1),
+    _lightning("ddp", "PyTorch, DDP", 2),
+    _lightning("deepspeed_stage_2", "DeepSpeed, ZeRO 2", 2, "lightning_deepspeed_on_cpu"),
 )

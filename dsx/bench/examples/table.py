@@ -32,13 +32,17 @@ class Row:
     """One script, run as its project's users run it, over `clusters` times `ranks` processes.
 
     In `arguments` {data} stands for the folder of prepared data, {out} for that of the run's
-    output, {json} for a DeepSpeed JSON, {accumulation} for twice the ranks of a world; {cluster_id}
-    is dsx.run's own, and "all" in the run without dsx, whose JSON is `plain_deepspeed` where that
-    is another one. `prepared` names what of prepare.py is needed, `packages` what has to be
-    installed, `shim` what of inside/cpu_shims.py stands in for a GPU. `loss` finds the loss in what
-    is printed; `loss_of` says which that is, with "mean" where every cluster prints one of its own.
-    `steps` is what the script is to take, and `sha256` begins that of the tested script. It runs in
-    `directory` of its tree, and without one in the folder of prepared data.
+    output, {json} for a DeepSpeed JSON, {ranks} for those of a world, {accumulation} for twice as
+    many; {cluster_id} is dsx.run's own, and "all" in the run without dsx, whose JSON is
+    `plain_deepspeed` where that is another one. `prepared` names what of prepare.py is needed,
+    `packages` what has to be installed, `shim` what of inside/cpu_shims.py stands in for a GPU.
+    `loss` finds the loss in what is printed; `loss_of` says which that is, with "mean" where every
+    cluster prints one of its own, and with "cluster 0" where a script prints on the first process
+    of a host only. `steps` is what the script is to take, in `epochs` over its data, and `sha256`
+    begins that of the tested script. A cluster may read a sample once an epoch, and a share of
+    `drawn_twice` more where the script itself draws with replacement. It runs in `directory` of its
+    tree, and without one in the folder of prepared data, with `environ`, in which the same stands
+    for the same.
     """
 
     name: str
@@ -60,6 +64,8 @@ class Row:
     clusters: int = 2
     shim: str = ""
     directory: str = ""
+    epochs: int = 1
+    drawn_twice: float = 0.0
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
 
     @property

@@ -6,6 +6,9 @@ They change where tensors are, never what is computed with them.
 # pyright: basic
 from __future__ import annotations
 
+import importlib.util
+import sys
+from importlib.abc import MetaPathFinder
 from typing import Any
 
 import torch
@@ -14,7 +17,8 @@ import torch
 def put(name: str) -> None:
     """Put one of these in place; KeyError for a name that is none, and nothing for an empty one."""
     if name:
-        {"cuda_is_cpu": cuda_is_cpu, "torchtitan_on_cpu": torchtitan_on_cpu}[name]()
+        shims = (cuda_is_cpu, torchtitan_on_cpu, lightning_deepspeed_on_cpu)
+        {shim.__name__: shim for shim in shims}[name]()
 
 
 def cuda_is_cpu() -> None:
@@ -69,3 +73,29 @@ def torchtitan_on_cpu() -> None:
         self.set_force_sum_reduction_for_comms(True)  # gloo has no reduction that multiplies, too
 
     FSDPModule.set_gradient_divide_factor = set_gradient_divide_factor
+
+
+def lightning_deepspeed_on_cpu() -> None:
+    """Let Lightning's DeepSpeedStrategy, which starts on CUDA only, take the CPU."""
+    sys.meta_path.insert(0, _AfterStrategy())
+
+
+class _AfterStrategy(MetaPathFinder):
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name != "lightning.pytorch.strategies.deepspeed":
+            return None
+        sys.meta_path.remove(self)
+        spec: Any = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            from lightning.pytorch.strategies.ddp import DDPStrategy  # pyright: ignore
+
+            strategy = module.DeepSpeedStrategy
+            strategy.setup_environment = DDPStrategy.setup_environment
+            strategy.root_device = property(lambda self: torch.device("cpu", 0))
+            module._validate_device_index_selection = lambda devices: None
+
+        spec.loader.exec_module = exec_module
+        return spec

@@ -1,7 +1,7 @@
 """What one rank has trained on, and the weights that it has at its end, as a JSON file.
 
-A sample is a row of what the first module without children is given in a training step: of a
-language model the token ids, of others the values themselves.
+A sample is a row of what the first module without children is given first in a forward of the
+model, in training: of a language model the token ids, of others the values themselves.
 """
 
 from __future__ import annotations
@@ -30,15 +30,18 @@ class Notes:
         self._outer: list[nn.Module] = []  # whose forward is under way
         self._model: nn.Module | None = None
         self._first: nn.Module | None = None
+        self._is_noted = False  # of the outermost forward
 
     def begin_forward(self, module: nn.Module, args: Any) -> None:
         """Note the samples, if this is the module that sees them first."""
+        self._is_noted = self._is_noted and bool(self._outer)
         self._outer.append(module)
-        if not (module.training and torch.is_grad_enabled() and args):
+        if self._is_noted or not (module.training and torch.is_grad_enabled() and args):
             return
         if self._first is None and not list(module.children()):
             self._first, self._model = module, self._outer[0]
         if module is self._first and isinstance(args[0], torch.Tensor):
+            self._is_noted = True
             self._samples += [_hash(row) for row in args[0].detach()]
 
     def end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
