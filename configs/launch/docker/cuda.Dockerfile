@@ -1,8 +1,12 @@
 # For ranks on GPUs: the CUDA toolkit is there for what DeepSpeed compiles at its first use. In a checkout:
-#   python -m build --wheel && docker build -f configs/launch/docker/cuda.Dockerfile -t dsx:cuda .
+#   python -m build --wheel
+#   docker build -f configs/launch/docker/cuda.Dockerfile -t dsx:cuda \
+#       --build-arg VERSION=$(python -c 'import dsx; print(dsx.__version__)') .
 FROM pytorch/pytorch:2.8.0-cuda12.8-cudnn9-devel
-COPY dist/dsx_train-*.whl /tmp/
-RUN wheel=$(echo /tmp/dsx_train-*.whl) \
+# That of one version: dist/ may hold wheels of others
+ARG VERSION
+COPY dist/dsx_train-${VERSION}-py3-none-any.whl /tmp/
+RUN wheel=/tmp/dsx_train-${VERSION}-py3-none-any.whl \
     && pip install --no-cache-dir "dsx-train[deepspeed,data] @ file://$wheel" \
     && rm "$wheel"
 COPY configs/launch/node.sh /usr/local/bin/dsx-node
