@@ -55,6 +55,9 @@ def build(
     text_key: Annotated[
         str, typer.Option(metavar="NAME", help="The column with the text, where files have rows.")
     ] = "text",
+    skip_bad: Annotated[
+        bool, typer.Option("--skip-bad", help="Leave out rows that cannot be read; count them.")
+    ] = False,
     workers: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, help="Processes; default: as many as there are cores."),
@@ -81,15 +84,11 @@ def build(
             force=force,
             tokenizer=tokenizer,
             text_key=text_key,
+            skip_bad=skip_bad,
             workers=workers or len(os.sched_getaffinity(0)),
             progress=progress,
         )
-    if as_json:
-        fields = asdict(summary)
-        del fields["sketch"]  # of use to programs that read dataset.json
-        typer.echo(json.dumps(fields))
-    else:
-        _print_table(summary)
+    (_print_json if as_json else _print_table)(summary)
 
 
 @app.command()
@@ -115,6 +114,12 @@ def check(
         typer.echo(line)
     if wrong:
         raise typer.Exit(1)
+
+
+def _print_json(summary: BuildSummary) -> None:
+    fields = asdict(summary)
+    del fields["sketch"]  # of use to programs that read dataset.json
+    typer.echo(json.dumps(fields))
 
 
 def _print_table(summary: BuildSummary) -> None:

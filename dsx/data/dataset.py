@@ -78,6 +78,7 @@ def build(
     force: bool = False,
     tokenizer: str | os.PathLike[str] | None = None,
     text_key: str = TEXT_KEY,
+    skip_bad: bool = False,
     workers: int = 1,
     progress: Callable[[Progress], object] = lambda progress: None,
     part_bytes: int = PART_BYTES,
@@ -85,9 +86,10 @@ def build(
     """Build the dataset `out` from `sources`, or return at once if it is up to date.
 
     `tokenizer` is a Hugging Face folder, without which tokens are bytes; `text_key` the column of
-    sources with rows. With `workers` processes the result is the same, to the bit; a script that
-    asks for several has to be one that can be imported (`if __name__ == "__main__":`). A build that
-    was killed goes on where it was. `progress` is told some times a second; `part_bytes` of the
+    sources with rows. A row that is bad (no JSON, or no text there) is an error, and with
+    `skip_bad` left out and counted. With `workers` processes the result is the same, to the bit; a
+    script that asks for several has to be one that can be imported (`if __name__ == "__main__":`).
+    A build that was killed goes on where it was. `progress` is told some times a second; `part_bytes` of the
     sources are encoded at a time by each process, and lost by a kill.
 
     A dsx dataset whose sources changed is replaced. Raises ValueError for sources that cannot be
@@ -102,6 +104,7 @@ def build(
     require_fraction(validation_fraction)
     chosen = _tokenizer(tokenizer)
     recipe = f"{FORMAT_VERSION}\0{chosen.name}\0{chosen.eod}\0{text_key}"
+    recipe += "\0skip_bad" if skip_bad else ""
     whole = f"{recipe}\0{validation_fraction!r}\0{corpus.digest()}"
     digest = blake2b(whole.encode(), digest_size=16).hexdigest()
     unfinished = Unfinished(target)
@@ -113,7 +116,7 @@ def build(
     with unfinished.held():
         try:
             encoded = _Parts(corpus, recipe, unfinished, workers, progress, part_bytes)
-            encoded.encode(chosen, tokenizer, text_key)
+            encoded.encode(chosen, tokenizer, text_key, skip_bad)
             summary = _put_together(encoded, chosen, corpus, validation_fraction, digest)
         except BaseException:
             if not unfinished.has_parts():
@@ -161,8 +164,9 @@ class _Parts:
         return [found[index] for index in range(len(tasks))]
 
     def encode(
-        self, tokenizer: Tokenizer, folder: str | os.PathLike[str] | None, text_key: str
-    ) -> None:
+        self, tokenizer: Tokenizer, folder: str | os.PathLike[str] | None, text_key: str,
+        skip_bad: bool,
+    ) -> None:  # fmt: skip
         """Encode what is not finished."""
         dtype = dtype_for(tokenizer.vocab_size)
         self.unfinished.keep_parts(self._parts)
@@ -176,7 +180,9 @@ class _Parts:
                 self._sums.add(len(kept.lengths), int(kept.lengths.sum(dtype=np.int64)))
         self._num_done = self._num_kept
         tasks: list[Task] = [partial(_encode, name, part) for name, part in missing]
-        setup = partial(_encoder, self.unfinished.parts, folder, text_key, self._workers > 1)
+        setup = partial(
+            _encoder, self.unfinished.parts, folder, text_key, skip_bad, self._workers > 1
+        )
         self.tick()
         run_all(
             tasks, setup, self._workers, self._sums,
@@ -203,12 +209,13 @@ def _nothing(*_: object) -> None:
 
 
 def _encoder(
-    folder: Path, tokenizer: str | os.PathLike[str] | None, text_key: str, is_one_of_many: bool
-) -> Encoder:
+    folder: Path, tokenizer: str | os.PathLike[str] | None, text_key: str, skip_bad: bool,
+    is_one_of_many: bool,
+) -> Encoder:  # fmt: skip
     if is_one_of_many:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one thread each: the others have the cores
     found = _tokenizer(tokenizer)
-    return Encoder(folder, found, text_key, dtype_for(found.vocab_size))
+    return Encoder(folder, found, text_key, dtype_for(found.vocab_size), skip_bad)
 
 
 def _encode(name: str, part: Part, encoder: Encoder, tell: Tell) -> None:
@@ -251,6 +258,7 @@ def _put_together(
             corpus.num_duplicates,
             sum(part.num_not_text for _, part in known),
             sum(part.num_empty for _, part in known),
+            sum(part.num_bad for _, part in known),
         ),
         sources_digest=digest,
         content_digest=written.content_digest,

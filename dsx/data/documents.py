@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, cast
 TEXT_KEY = "text"
 _LINES = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _ROWS_AT_A_TIME = 1024
+_SKIP = "skip such rows (--skip-bad)"
 _STATE, _SPLITS = "state.json", "dataset_dict.json"
 
 
@@ -70,10 +71,11 @@ def count_lines(path: Path, stretch: Stretch) -> tuple[int, int]:
     return lines, rows
 
 
-def read_rows(path: Path, text_key: str, stretch: Stretch = WHOLE) -> Iterator[str]:
+def read_rows(path: Path, text_key: str, stretch: Stretch = WHOLE) -> Iterator[str | ValueError]:
     """Yield the texts of a file's rows, in order; a row without text is "".
 
-    ValueError names the file, the row and what is wrong with it, ModuleNotFoundError what to
+    In the place of a row that is bad its error is yielded, which names the file, the row and what
+    is wrong with it. ValueError for a file without the column, ModuleNotFoundError says what to
     install.
     """
     if path.suffix == ".parquet":
@@ -131,25 +133,33 @@ def _open(path: Path) -> Any:
     return gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb")
 
 
-def _read_lines(path: Path, text_key: str, stretch: Stretch) -> Iterator[str]:
+def _read_lines(path: Path, text_key: str, stretch: Stretch) -> Iterator[str | ValueError]:
     with _open(path) as file:
         for number, line in enumerate(_lines_of(file, stretch), start=stretch.lines + 1):
             if not line.strip():
                 continue
-            where = f"line {number} of {path}"
-            try:
-                row: Any = json.loads(line)
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                raise ValueError(f"{where} is not valid JSON: {error}; mend or remove it") from None
-            if not isinstance(row, dict):
-                raise ValueError(f'{where} must hold an object, such as {{"{text_key}": "..."}}')
-            known = cast("dict[str, Any]", row)
-            if text_key not in known:
-                raise _no_such_key(where, text_key, list(known))
-            yield _text(known[text_key], where, text_key)
+            yield _text_of_line(line, f"line {number} of {path}", text_key)
 
 
-def _of_batches(path: Path, text_key: str, batches: Iterator[Any], number: int) -> Iterator[str]:
+def _text_of_line(line: bytes, where: str, text_key: str) -> str | ValueError:
+    try:
+        row: Any = json.loads(line)
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        return ValueError(f"{where} is not valid JSON: {error}; mend or remove it, or {_SKIP}")
+    if not isinstance(row, dict):
+        return ValueError(
+            f'{where} must hold an object, such as {{"{text_key}": "..."}}; mend or remove it, or '
+            f"{_SKIP}"
+        )
+    known = cast("dict[str, Any]", row)
+    if text_key not in known:
+        return _no_such_key(where, text_key, list(known), f", or {_SKIP}")
+    return _text(known[text_key], where, text_key)
+
+
+def _of_batches(
+    path: Path, text_key: str, batches: Iterator[Any], number: int
+) -> Iterator[str | ValueError]:
     """Yield one column of batches of rows, before which there are `number` rows."""
     for batch in batches:
         if text_key not in batch.schema.names:
@@ -185,19 +195,19 @@ def _import_pyarrow(module: str, path: Path) -> Any:
         ) from error
 
 
-def _text(value: Any, where: str, text_key: str) -> str:
+def _text(value: Any, where: str, text_key: str) -> str | ValueError:
     if value is None:
         return ""
     if not isinstance(value, str):
-        raise ValueError(
+        return ValueError(
             f"{where}: {text_key!r} holds {type(value).__name__}, and a text is read; give "
-            "--text-key the column with the text"
+            f"--text-key the column with the text, or {_SKIP}"
         )
     return value
 
 
-def _no_such_key(where: str, text_key: str, known: list[str]) -> ValueError:
+def _no_such_key(where: str, text_key: str, known: list[str], more: str = "") -> ValueError:
     return ValueError(
         f"{where} has no {text_key!r}, but {', '.join(map(repr, known)) or 'nothing'}; give "
-        "--text-key the one with the text"
+        f"--text-key the one with the text{more}"
     )

@@ -7,6 +7,7 @@ has one is finished.
 
 from __future__ import annotations
 
+import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ from dsx.data.overlap import hash_of, smallest
 from dsx.data.parts import Part, Piece
 from dsx.data.tokenizer import Tokenizer
 
+logger = logging.getLogger(__name__)
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # the .idx format stores lengths as int32
 _DOCUMENTS_AT_A_TIME, _CHARACTERS_AT_A_TIME = 512, 4 << 20
 Tell = Callable[[int, int], object]  # documents and tokens that were added
@@ -39,6 +41,7 @@ class Encoded(NamedTuple):
     hashes: npt.NDArray[np.uint64]
     num_not_text: int
     num_empty: int
+    num_bad: int
 
 
 @dataclass
@@ -48,15 +51,23 @@ class _Counts:
     hashes: array[int] = field(default_factory=lambda: array("Q"))
     num_not_text: int = 0
     num_empty: int = 0
+    num_bad: int = 0
+
+    def skip(self, error: ValueError) -> None:
+        """Count a row that is bad; the first one of a part is said."""
+        if not self.num_bad:
+            logger.warning("%s: skipped (--skip-bad), as others that are bad will be", error)
+        self.num_bad += 1
 
 
 class Encoder(NamedTuple):
-    """How parts are encoded, and where they go."""
+    """How parts are encoded, and where they go; rows that are bad are an error, or skipped."""
 
     folder: Path
     tokenizer: Tokenizer
     text_key: str
     dtype: np.dtype[np.integer]
+    skips_bad: bool = False
 
     def encode(self, name: str, part: Part, tell: Tell) -> None:
         """Encode a part. ValueError for what cannot be read, or has changed meanwhile."""
@@ -64,7 +75,7 @@ class Encoder(NamedTuple):
         counts = _Counts()
         try:
             with unfinished.open("wb") as file:
-                for texts in _batches(_documents(part, self.text_key, counts)):
+                for texts in _batches(_documents(part, self.text_key, self.skips_bad, counts)):
                     self._write(file, texts, counts, tell)
                 _sync(file)
             for piece in part.pieces:
@@ -98,8 +109,10 @@ def finished(folder: Path, name: str, dtype: np.dtype[np.integer]) -> Encoded | 
     if not path.is_file() or not tokens.is_file():
         return None
     with np.load(path) as arrays:
-        not_text, empty = arrays["skipped"].tolist()
-        found = Encoded(arrays["lengths"], arrays["scores"], arrays["hashes"], not_text, empty)
+        skipped = arrays["skipped"].tolist()
+        if len(skipped) != 3:  # of a version that counted no bad rows
+            return None
+        found = Encoded(arrays["lengths"], arrays["scores"], arrays["hashes"], *skipped)
     num_tokens = int(found.lengths.sum(dtype=np.int64))
     return found if tokens.stat().st_size == num_tokens * dtype.itemsize else None
 
@@ -110,14 +123,13 @@ def _write_arrays(file: BinaryIO, counts: _Counts) -> None:
         lengths=np.array(counts.lengths, np.int32),
         scores=np.array(counts.scores, np.float64),
         hashes=smallest(np.array(counts.hashes, np.uint64)),
-        skipped=np.array([counts.num_not_text, counts.num_empty]),
+        skipped=np.array([counts.num_not_text, counts.num_empty, counts.num_bad]),
     )
 
 
-def _documents(part: Part, text_key: str, counts: _Counts) -> Iterator[str]:
+def _documents(part: Part, text_key: str, skips_bad: bool, counts: _Counts) -> Iterator[str]:
     """Yield a part's documents, and note their scores and hashes."""
     for piece in part.pieces:
-        key, of_rows = piece.file.key, has_rows(piece.file.path)
         for row, text in enumerate(_texts_of(piece, text_key), start=piece.stretch.rows):
             if text is None:
                 counts.num_not_text += 1
@@ -125,18 +137,34 @@ def _documents(part: Part, text_key: str, counts: _Counts) -> Iterator[str]:
                 counts.num_empty += 1
             else:
                 try:
-                    counts.hashes.append(hash_of(text))
-                except UnicodeEncodeError as error:
-                    raise ValueError(
-                        f"document {row + 1} of {piece.file.path} is no text that UTF-8 can hold: "
-                        f"{error.reason} at character {error.start}; mend or remove it"
-                    ) from None
-                counts.scores.append(score(f"{key}\0{row}" if of_rows else key))
-                yield text
+                    document = _noted(text, row, piece, counts)
+                except ValueError as error:
+                    if not skips_bad:
+                        raise
+                    counts.skip(error)
+                else:
+                    yield document
 
 
-def _texts_of(piece: Piece, text_key: str) -> Iterator[str | None]:
-    """Yield the documents of a piece; None for a file that is no text."""
+def _noted(text: str | ValueError, row: int, piece: Piece, counts: _Counts) -> str:
+    """Return a document whose score and hash have been noted; ValueError for a row that is bad."""
+    if isinstance(text, ValueError):
+        raise text
+    file = piece.file
+    try:
+        found = hash_of(text)
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"document {row + 1} of {file.path} is no text that UTF-8 can hold: {error.reason} at "
+            f"character {error.start}; mend or remove it, or skip such rows (--skip-bad)"
+        ) from None
+    counts.hashes.append(found)
+    counts.scores.append(score(f"{file.key}\0{row}" if has_rows(file.path) else file.key))
+    return text
+
+
+def _texts_of(piece: Piece, text_key: str) -> Iterator[str | ValueError | None]:
+    """Yield the documents of a piece; None for a file that is no text, an error for a bad row."""
     file = piece.file
     if has_rows(file.path):
         yield from read_rows(file.path, text_key, piece.stretch)

@@ -32,6 +32,7 @@ class SkippedFiles:
     num_duplicates: int
     num_not_text: int
     num_empty: int
+    num_bad: int = 0  # rows, with skip_bad
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,49 @@ def test_lines_that_are_none(text: str, message: str, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+BAD = ['{"text": ', '["b"]', '{"body": "b"}', '{"text": 7}', '{"text": "\\ud800"}', "[" * 99_999]
+
+
+def test_rows_that_are_bad_are_left_out_and_counted(tmp_path: Path) -> None:
+    """Exactly so in parts, by several processes, and where a build that has ended goes on."""
+    rows = [json.dumps({"text": text}) for text in TEXTS]
+    source, out, cut = tmp_path / "a.jsonl", tmp_path / "out", tmp_path / "cut"
+    for n in range(len(BAD) * 5):
+        rows.insert(2 * n, BAD[n % len(BAD)])
+    source.write_text("\n".join(rows) + "\n")
+    for row in BAD:
+        (tmp_path / "b.jsonl").write_text(f"{row}\n")
+        with pytest.raises(ValueError, match="b.jsonl.*--skip-bad"):
+            build([tmp_path / "b.jsonl"], out)
+    summary = build([source], out, skip_bad=True)
+    assert (summary.skipped.num_bad, summary.skipped.num_empty) == (5 * len(BAD), 0)
+    assert everything(out) == sorted(TEXTS)
+    assert build([source], out, skip_bad=True).status == "up to date"
+    with pytest.raises(ValueError, match="--skip-bad"):
+        build([source], out)
+
+    def stop(progress: Progress) -> None:
+        if progress.num_done > progress.num_bytes // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build([source], cut, skip_bad=True, part_bytes=300_000, progress=stop)
+    told: list[Progress] = []
+    build([source], cut, skip_bad=True, part_bytes=300_000, progress=told.append)
+    assert told[0].num_kept > 0
+    for name in ("dataset.json", "train.bin", "train.idx", "validation.bin", "validation.idx"):
+        assert (cut / name).read_bytes() == (out / name).read_bytes()
+
+
+def test_the_count_of_bad_rows_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(lines(TEXTS) + '{"text": 7}\n[]\n')
+    arguments = ["build", "--from", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    failed = CliRunner().invoke(app, arguments)
+    assert failed.exit_code == 2 and "--skip-bad" in failed.stderr
+    done = CliRunner().invoke(app, [*arguments, "--skip-bad", "--workers", "1"])
+    assert done.exit_code == 0 and "skipped: 2 bad" in done.stdout, done.output
+
+
 def test_another_column_and_progress(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(TEXTS, "body"))
     told: list[Progress] = []
