@@ -113,11 +113,13 @@ def runs_of(slots: Sequence[Slot]) -> list[tuple[int, int]]:
 class SyncParams:
     """What a controller may move while training, re-read at every boundary.
 
-    `interval` is H in inner steps, `rank` the rank r of a low-rank codec, if a controller sets it.
+    `interval` is H in inner steps, `rank` the rank r of a low-rank codec, if a controller sets it,
+    `overlap` the steps tau between a launch and its apply, if they follow from measured times.
     """
 
     interval: int
     rank: int | None = None
+    overlap: int | None = None
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ _NO_SECONDS = (
     "this method decides from measured seconds, and simulated transfers take none: it stays as it "
     "starts; give the times of the link you mean: schedule.step_seconds and transfer_seconds "
     "(adaptive), backward_seconds and transfer_seconds (layerwise), control.step_seconds and "
-    "round_seconds (adaptive_rank)"
+    "round_seconds (adaptive_rank); or a number instead of delay.steps='auto'"
 )
 
 

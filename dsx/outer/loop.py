@@ -34,6 +34,7 @@ from dsx.outer.launches import Launches
 from dsx.outer.measurements import Measurements
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.outer_step import Arrival, OuterStep
+from dsx.outer.overlap import Overlap
 from dsx.outer.per_tensor import sharded_tensors
 from dsx.outer.recovery import Recovery
 from dsx.outer.resuming import Resuming
@@ -92,6 +93,7 @@ class OuterLoop:
         self.deferral = Deferral(adapter)
         self._on_sync = on_sync
         self._trace = trace
+        self._overlap = Overlap(method.delay, adapter.stage)
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
         self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
@@ -180,7 +182,7 @@ class OuterLoop:
         applies them, in this process or in one that has loaded what is saved now.
         """
         started = time.perf_counter()
-        ripe = [t for i, t in enumerate(self.in_flight) if self._is_ripe(i, t)]
+        ripe = self._overlap.ripe(self.in_flight, self.history.step)
         stop_place = self.stop_place if may_stop else None
         if not all(self._apply(transfer, stop_place) for transfer in ripe):
             self.deferral.begin()  # the rest is for whoever goes on from here
@@ -265,8 +267,9 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
+        sync_params = self._overlap.sync_params(fragment, self._sync_params(), self.history)
         transfer = self._launches.make(
-            fragment, step, self.history, self._sync_params(), fragment in self._idle
+            fragment, step, self.history, sync_params, fragment in self._idle
         )
         self._idle.add(fragment)
         transfer.shared_by = shared_by
@@ -275,12 +278,6 @@ class OuterLoop:
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         self.in_flight.append(transfer)
-
-    def _is_ripe(self, index: int, transfer: Transfer | NothingYet) -> bool:
-        later = self.in_flight[index + 1 :]
-        newer = sum(t.fragment == transfer.fragment for t in later)
-        age = self.history.step - transfer.launched if isinstance(transfer, Transfer) else 0
-        return self.method.delay.is_ripe(age, newer)
 
     def _apply(self, transfer: Transfer | NothingYet, stop_place: StopPlace | None = None) -> bool:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""

@@ -125,6 +125,8 @@ def sync_event(
         "pseudo_gradient_norm": transfer.contribution_norm,
         **report,
     }
+    if transfer.sync_params.overlap is not None:
+        event["overlap_steps"] = transfer.sync_params.overlap
     if transfer.sync_params.rank is not None:
         event["rank"] = transfer.sync_params.rank
         event["schedule_interval"] = transfer.sync_params.interval

@@ -100,6 +100,13 @@ class Candidate:
         return self.method.schedule.interval
 
     @property
+    def overlap_steps(self) -> int:
+        """Return tau, a number also where the run goes by what it measures."""
+        steps = self.method.delay.steps
+        assert steps != "auto"
+        return steps
+
+    @property
     def rank(self) -> int | None:
         """Return the rank of factors, None without any."""
         return initial_rank(self.method)

@@ -45,6 +45,7 @@ def launches_of(
             found += _in_the_backward(schedule, own, transfers, step_seconds, len(stages))
         elif isinstance(schedule, AdaptiveTransmission):
             delay = method.delay.steps
+            assert delay != "auto"  # a prediction has made a number of it
             found += _adaptive(schedule, delay, own, transfers, step_seconds, of_stage)
         else:
             found += _spread(own, steps, len(own), of_stage)

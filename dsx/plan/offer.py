@@ -29,15 +29,15 @@ def block_of(candidate: Candidate, question: Question) -> dict[str, Any]:
     if isinstance(method.fragments, ByLayer):
         pattern = method.fragments.pattern
         block["fragments"] = {"num_fragments": candidate.num_fragments, "pattern": pattern}
-    if method.delay.steps:
+    preset = PRESETS[candidate.preset](question.num_clusters)
+    if method.delay.steps and not preset.delay.uses_seconds:
         block["delay"] = {"steps": method.delay.steps}
     if codec.block:
         block["compression"] = dict(codec.block)
     if codec.rank is not None:
         block["control"] = {"rank": codec.rank, "max_rank": codec.rank}
     least = method.control.lowest_interval(method.sync_params)
-    own = PRESETS[candidate.preset](question.num_clusters).control
-    if least < own.lowest_interval(method.sync_params):
+    if least < preset.control.lowest_interval(method.sync_params):
         block.setdefault("control", {})["min_interval"] = least
     if question.streams > 1:
         block["link"] = {"streams": question.streams}

@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from dsx.compress.slices import exact_rounds
+from dsx.core.types import History
 from dsx.method.method import Method
 from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.launches import launches_of
@@ -32,6 +33,7 @@ from dsx.plan.published.closed_forms import data_parallel_step_seconds
 from dsx.plan.published.scenario import Compute, require_number
 from dsx.plan.timeline import Cost, Launch, Timeline
 from dsx.plan.traffic import Ranks, Traffic, loads_of
+from dsx.plan.variants import with_steps
 
 MOST_STEPS = 10**6
 
@@ -77,10 +79,12 @@ def predict_traffic(
     """Return what a run does, its traffic being known; `predict` is what one calls."""
     steps = method.schedule.interval
     transfers = [traffic.cost(i, link, costs) for i in range(len(traffic.loads))]
+    method = _with_overlap(method, transfers, step_seconds)
     launches = launches_of(method, traffic, transfers, step_seconds)
     if method.schedule.when is not None:  # applied at the end of the same step
         seconds = _step_by_step(steps, step_seconds, launches, transfers)
     else:
+        assert method.delay.steps != "auto"
         delay = method.delay.steps, method.delay.rounds_under_way
         seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
     seconds = max(seconds, steps * step_seconds)
@@ -204,7 +208,19 @@ def _least_allowed(method: Method, traffic: Traffic) -> int:
     """Return the least H that a schedule takes: a step per fragment, and more than tau."""
     per_stage = math.ceil(len(traffic.loads) / traffic.num_stages)
     needs = per_stage if method.schedule.takes_turns else 1
-    return max(needs, method.delay.steps + 1)
+    tau = 1 if method.delay.steps == "auto" else method.delay.steps
+    return max(needs, tau + 1)
+
+
+def _with_overlap(method: Method, transfers: Sequence[Cost], step_seconds: float) -> Method:
+    """Return a method with the tau that the longest transfer makes, where the run would say."""
+    if method.delay.steps != "auto":
+        return method
+    history = History(1, transfer_seconds=[max(cost.alone for cost in transfers)])
+    history.step_seconds = step_seconds
+    found = method.delay.overlap(0, method.schedule.interval, history)
+    assert found is not None
+    return with_steps(method, found)
 
 
 def data_parallel(

@@ -25,7 +25,7 @@ from dsx.plan.variants import staleness_of
 def harm(candidate: Candidate) -> float:
     """Return the harm to convergence, as above; less is better."""
     interval, method = candidate.interval, candidate.method
-    waits = method.delay.steps / interval
+    waits = candidate.overlap_steps / interval
     return math.log2(interval) + staleness_of(method) + waits + candidate.codec.loss
 
 

@@ -211,7 +211,7 @@ def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
         "preset": row.preset,
         "interval": row.interval,
         "num_fragments": row.num_fragments,
-        "overlap_steps": row.method.delay.steps,
+        "overlap_steps": row.overlap_steps,
         "rounds_late": row.method.delay.rounds_under_way,
         "codec": row.codec.name,
         "rank": row.rank,
@@ -236,7 +236,7 @@ def _delay(row: Candidate) -> str:
     late = row.method.delay.rounds_under_way
     if late:
         return "round" if late == 1 else f"{late} r."
-    return str(row.method.delay.steps)
+    return str(row.overlap_steps)
 
 
 def _codec(row: Candidate) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Row:
     shape: str
     method: str
     interval: int
-    delay_steps: int
+    delay_steps: int | Literal["auto"]
     steps: int
     is_overlapped: bool
     step_seconds: float

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
-
-from annotated_types import Ge
+from typing import TYPE_CHECKING
 
 from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import DelayPolicy, require_overlap
+from dsx.method.delay.base import DelayPolicy, Steps, require_overlap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,8 +29,9 @@ if TYPE_CHECKING:
 class Average(DelayPolicy):
     """Average parameters `steps` (tau) inner steps after they were sent."""
 
-    steps: Annotated[int, Ge(0)] = 0
-    """The inner steps (tau) between launch and apply, from 0 and below the period H."""
+    steps: Steps = 0
+    """The inner steps (tau) between launch and apply, from 0 and below the period H; "auto": as
+    many as a transfer takes on the line, from 1 to H/2, by measurements that clusters agree on."""
 
     keeps = "local"
     keeps_current = False

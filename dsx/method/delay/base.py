@@ -12,17 +12,21 @@ under way, so that the first rounds need no special case: `merge` sees `mean=Non
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Protocol
+
+from annotated_types import Ge
 
 from dsx.core.registry import contract, register
-from dsx.core.types import SyncView
+from dsx.core.types import History, SyncView
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Steps = Annotated[int, Ge(0)] | Literal["auto"]
 Keeps = Literal["local", "contribution"]
 Export = Literal["anchor", "mean"]
 
@@ -31,7 +35,8 @@ Export = Literal["anchor", "mean"]
 class DelayPolicy(Protocol):
     """Pure decisions about one transfer; what most policies share is said here.
 
-    - `steps`: tau, the inner steps between launch and apply; 0 for next-sync policies;
+    - `steps`: tau, the inner steps between launch and apply; 0 for next-sync policies; "auto": as
+      many as a transfer takes (`overlap`);
     - `keeps`: what to keep of each transfer until it is applied: one vector `[numel]`, or nothing.
       A "contribution" is this cluster's, as all decode it from the wire: codes are made at the
       launch then, by the training thread, which waits for them;
@@ -47,7 +52,7 @@ class DelayPolicy(Protocol):
     - `keeps_unsent`: whether what coding loses stays in the inner parameters.
     """
 
-    steps: int
+    steps: int | Literal["auto"]
     keeps: ClassVar[Keeps | None] = None
     keeps_current: ClassVar[bool] = True
     export: ClassVar[Export] = "anchor"
@@ -56,6 +61,26 @@ class DelayPolicy(Protocol):
     restarts_from_anchor: bool = False
     splits_update: bool = False
     keeps_unsent: bool = False
+
+    @property
+    def uses_seconds(self) -> bool:
+        """Whether tau follows from measured times, which then travel with the transfers."""
+        return self.steps == "auto"
+
+    def overlap(self, fragment: int, interval: int, history: History) -> int | None:
+        """Return tau of a launch at H = `interval` where it is "auto", None where it is fixed.
+
+        It is the agreed time of a transfer in agreed steps, from 1 to H/2; before there is one, the
+        steps until the next fragment's launch.
+        """
+        if self.steps != "auto":
+            return None
+        seconds = history.transfer_seconds[fragment]
+        if seconds and history.step_seconds:
+            steps = math.ceil(seconds / history.step_seconds)
+        else:
+            steps = interval // history.num_fragments
+        return min(max(1, steps), interval // 2)
 
     def fresh_share(self, num_clusters: int) -> float | None:
         """Return the share of a round under way that training goes on from (stability.py).
@@ -88,6 +113,7 @@ class DelayPolicy(Protocol):
         """Decide from steps since launch and launches of the same fragment since then."""
         if self.rounds_under_way:
             return newer >= self.rounds_under_way
+        assert self.steps != "auto"  # then the launch knows (`SyncParams.overlap`)
         return age >= self.steps
 
     def contribution(self, local: Tensor, anchor: Tensor, slots: Mapping[str, Tensor]) -> Tensor:
@@ -119,8 +145,15 @@ class Blocking(DelayPolicy):
         return view.anchor
 
 
-def require_overlap(steps: int, interval: int) -> None:
+def require_overlap(steps: int | Literal["auto"], interval: int) -> None:
     """Raise ValueError unless tau < H: one transfer of a fragment under way."""
+    if steps == "auto":
+        if interval < 2:
+            raise ValueError(
+                f"delay.steps='auto' needs a step between two launches, and schedule.interval="
+                f"{interval} has none; use an interval of 2 or more, or delay.steps=0"
+            )
+        return
     if steps >= interval:
         raise ValueError(
             f"delay.steps={steps} must be below schedule.interval={interval}: a fragment's "

@@ -47,8 +47,9 @@ class DelayCompensation(DelayPolicy):
     Clusters differ by construction: a finished run hands out the mean of their parameters.
     """
 
-    steps: Annotated[int, Ge(1)]
-    """The inner steps (tau) between launch and apply, from 1 and below the period H."""
+    steps: Annotated[int, Ge(1)] | Literal["auto"]
+    """The inner steps (tau) between launch and apply, from 1 and below the period H; "auto": as
+    many as a transfer takes on the line, from 1 to H/2, by measurements that clusters agree on."""
     strength: Annotated[float, Ge(0), "the paper uses 0.5, and 0 leaves the correction out"] = 0.5
     """The weight (lambda) of the correction, at least 0, where 0 leaves it out."""
     mode: Mode = "constant"

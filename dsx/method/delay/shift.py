@@ -27,7 +27,7 @@ from annotated_types import Ge, Le
 from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import DelayPolicy, require_overlap
+from dsx.method.delay.base import DelayPolicy, Steps, require_overlap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,8 +41,9 @@ class Shift(DelayPolicy):
     Clusters differ by construction: what a finished run hands out is the mean of their parameters.
     """
 
-    steps: Annotated[int, Ge(0)] = 0
-    """The inner steps (tau) between launch and apply, from 0 and below the period H."""
+    steps: Steps = 0
+    """The inner steps (tau) between launch and apply, from 0 and below the period H; "auto": as
+    many as a transfer takes on the line, from 1 to H/2, by measurements that clusters agree on."""
     outer_steps: Annotated[
         int, Ge(0), Le(1),
         "a transfer that takes longer than a round needs a larger schedule.interval, or fewer bits",

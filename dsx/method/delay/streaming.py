@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Gt, Le
 
 from dsx.core.checks import require_bounds
 from dsx.core.registry import register
 from dsx.core.types import SyncView
-from dsx.method.delay.base import DelayPolicy, require_overlap
+from dsx.method.delay.base import DelayPolicy, Steps, require_overlap
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,8 +33,9 @@ class StreamingMerge(DelayPolicy):
     finished run hands out is the mean of their parameters.
     """
 
-    steps: Annotated[int, Ge(0)]
-    """The inner steps (tau) between launch and apply, from 0 and below the period H."""
+    steps: Steps
+    """The inner steps (tau) between launch and apply, from 0 and below the period H; "auto": as
+    many as a transfer takes on the line, from 1 to H/2, by measurements that clusters agree on."""
     alpha: Annotated[
         float, Gt(0), Le(1),
         "it is the weight of the anchor (global state); 0.5 is Streaming DiLoCo's choice",

@@ -35,13 +35,16 @@ def _words(config: DsxConfig) -> list[str]:
     if late:
         rounds = "round" if late == 1 else "rounds"
         said = [f"a mean is applied {late} {rounds} after its launch; training goes on meanwhile"]
+    elif method.delay.uses_seconds:
+        said = [f"a mean is applied when the line has carried it, at most {steps // 2} steps after "
+                "its launch, behind training"]  # fmt: skip
     elif method.delay.steps:
         said = [f"a mean is applied {method.delay.steps} steps after its launch, behind training"]
     elif method.schedule.when is not None:
         said = ["layers leave inside the backward, and are applied at the end of the same step"]
     else:
         said = ["training waits at each @ until the mean has come"]
-    if method.schedule.uses_seconds:
+    if method.schedule.uses_seconds or method.delay.uses_seconds:
         said.append("the first period; the next ones follow the times that the run measures")
     if method.control.moves(method.sync_params):
         said.append(f"{config.axes['control']['type']} may change H, {steps} at first, or the rank")

@@ -46,7 +46,9 @@ class Planned:
         per_stage = self.files.cluster.ranks // self.files.cluster.pipeline
         kept = ("anchor", "outer_optimizer", "delay", "staleness", "codec")
         outer = sum(getattr(rank.outer, name) for rank in self.ranks for name in kept)
-        share = method.delay.rounds_under_way or method.delay.steps / method.schedule.interval
+        steps, interval = method.delay.steps, method.schedule.interval
+        most = interval // 2 if steps == "auto" else steps
+        share = method.delay.rounds_under_way or most / interval
         sent = sum(rank.outer.transfers for rank in self.ranks) * share / method.max_in_flight
         return inner.weights + inner.masters + inner.moments + per_stage * round(outer + sent)
 

@@ -52,7 +52,7 @@ def transfers_of(method: Method, numels: Sequence[int], stage: Stage, steps: int
             history.launched[fragment] = step
             history.launches[fragment] += 1
             history.under_way[fragment] += 1
-        for transfer in _ripe(method, under_way, step):
+        for transfer in _ripe(method, under_way, history):
             under_way.remove(transfer)
             history.under_way[transfer.fragment] -= 1
             if transfer.launched:
@@ -67,12 +67,14 @@ def _sync_params(method: Method, history: History) -> SyncParams:
     return method.control.sync_params(method.sync_params, history)
 
 
-def _ripe(method: Method, under_way: Sequence[Transfer], step: int) -> list[Transfer]:
+def _ripe(method: Method, under_way: Sequence[Transfer], history: History) -> list[Transfer]:
     found: list[Transfer] = []
+    interval = _sync_params(method, history).interval
     for index, transfer in enumerate(under_way):
         newer = sum(t.fragment == transfer.fragment for t in under_way[index + 1 :])
-        age = step - transfer.launched if transfer.launched else 0
-        if method.delay.is_ripe(age, newer):
+        age = history.step - transfer.launched if transfer.launched else 0
+        overlap = method.delay.overlap(transfer.fragment, interval, history)
+        if method.delay.is_ripe(age, newer) if overlap is None else age >= overlap:
             found.append(transfer)
     return found
 
@@ -105,7 +107,8 @@ class Period(NamedTuple):
 def period_of(method: Method) -> Period:
     """Return the period to draw: the first one where times that a run measures change the next."""
     steps = method.schedule.interval
-    before = 0 if method.schedule.uses_seconds else 1 + method.delay.rounds_under_way
+    is_measured = method.schedule.uses_seconds or method.delay.uses_seconds
+    before = 0 if is_measured else 1 + method.delay.rounds_under_way
     return Period(before * steps + 1, (before + 1) * steps)
 
 
