@@ -13,10 +13,18 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 _POLL_SECONDS = 1.0
-_AGENTS = ("torchrun", "torch.distributed.run", "accelerate")  # one process over the ranks
+_AGENTS = {  # one process over the ranks: programs, and modules that Python runs
+    "torchrun", "torch.distributed.run", "torch.distributed.launch", "accelerate",
+    "accelerate-launch", "accelerate.commands.launch", "accelerate.commands.accelerate_cli",
+}  # fmt: skip
+_OF_DEEPSPEED = {
+    "deepspeed", "deepspeed.pt", "ds", "deepspeed.launcher.runner", "deepspeed.launcher.launch",
+}  # fmt: skip
+_WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")  # of Python's own options
 _grace_seconds = 10.0
 logger = logging.getLogger(__name__)
 
@@ -25,14 +33,38 @@ def launcher_processes() -> list[tuple[int, str]]:
     """Return `(pid, start time)` of this rank's launcher processes; empty where /proc is absent."""
     parent = os.getppid()
     found: list[tuple[int, str]] = []
-    if _command(parent) and "deepspeed" in _command(parent):
+    program = program_of(_command(parent))
+    if program in _OF_DEEPSPEED:
         found.append((parent, _start_time(parent)))
         above = _parent_of(parent)
-        if above > 1 and "deepspeed" in _command(above):
+        if above > 1 and program_of(_command(above)) in _OF_DEEPSPEED:
             found.append((above, _start_time(above)))
-    elif any(name in _command(parent) for name in _AGENTS):
+    elif program in _AGENTS:
         found.append((parent, _start_time(parent)))
     return found
+
+
+def program_of(command: Sequence[str]) -> str:
+    """Return what a command runs: a program's name, or the script or module that Python is given.
+
+    Its other arguments, and the folders that it lies in, may have any name.
+    """
+    if not command:
+        return ""
+    program, rest = Path(command[0]).name, list(command[1:])
+    if not program.startswith("python"):
+        return program
+    while rest and rest[0].startswith("-"):
+        option = rest.pop(0)
+        if option in _WITH_VALUE:
+            rest = rest[1:]
+        elif option.startswith(("-W", "-X", "--")):
+            continue
+        elif option.endswith("m"):  # the last of some letters
+            return rest[0] if rest else ""
+        elif "c" in option:
+            return ""
+    return Path(rest[0]).name if rest else ""
 
 
 def allow_seconds(seconds: float) -> None:
@@ -59,11 +91,11 @@ def _watch(watched: list[tuple[int, str]]) -> None:
     os._exit(1)
 
 
-def _command(pid: int) -> str:
+def _command(pid: int) -> list[str]:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
     except OSError:
-        return ""
+        return []
 
 
 def _stat_fields(pid: int) -> list[str]:
