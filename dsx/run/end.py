@@ -25,4 +25,5 @@ def finish_before_destroy(session: Session, distributed: ModuleType) -> None:
             session.finish()
         original(group)
 
-    module.destroy_process_group = destroy_process_group
+    for place in (module, module.distributed_c10d):  # scripts import it from either
+        place.destroy_process_group = destroy_process_group

@@ -64,10 +64,12 @@ class _PlainLoop:
         optimizers = [o for o in self._optimizers() if _held(o) & own]
         if not optimizers or _is_of_framework(module):
             return  # watch_first_step refuses what nobody attaches
+        steppers = without_containers(optimizers)
+        _require_whole(module, own, steppers)
         self.watch.remove()
         self._known = {id(optimizer): optimizer for optimizer in optimizers}
         self._attached = own.union(*map(_held, optimizers))
-        self._attach(module, without_containers(optimizers))
+        self._attach(module, steppers)
 
     def _attach(self, module: nn.Module, optimizers: list[Optimizer]) -> None:
         session = self._session
@@ -75,6 +77,8 @@ class _PlainLoop:
         handle: Handle = dsx.attach(module, optimizers, config=session.config_with_block({}))
         session.handles.append(handle)
         session.keeping_average.append(handle)
+        end: Any = handle.preemption.engine
+        end.without_callback = "it goes on from what the script itself has saved last, if it does"
         register_optimizer_step_pre_hook(self._before_step)
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -115,6 +119,19 @@ class _PlainLoop:
     def _optimizers(self) -> list[Optimizer]:
         there = (made() for made in self.made)
         return [optimizer for optimizer in there if optimizer is not None]
+
+
+def _require_whole(module: nn.Module, own: set[int], optimizers: Iterable[Optimizer]) -> None:
+    """Raise RouteNotTaken where what is called first is a part of what an optimizer trains."""
+    for optimizer in optimizers:
+        if outside := len(_held(optimizer) - own):
+            raise RouteNotTaken(
+                f"the script trains with {type(optimizer).__name__}, and the first module that it "
+                f"calls in training, {type(module).__name__}, lacks {outside} of the parameters "
+                "that it steps. dsx.run attaches the module that is called first: let the script "
+                "call the model (what wraps it) as a whole, and not a part of it, or call "
+                "dsx.attach(model, optimizer, config=...) itself"
+            )
 
 
 def without_containers(optimizers: Iterable[Optimizer]) -> list[Optimizer]:

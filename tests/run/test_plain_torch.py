@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 from dsx.config.files import ConfigError
+from dsx.run.end import finish_before_destroy
 from dsx.run.plain_torch import _PlainLoop, without_containers
-from dsx.run.process_group import require_own_world
+from dsx.run.process_group import keep_world, require_own_world
 from dsx.run.session import RouteNotTaken
 from tests.distributed import free_port
 from tests.run.launching import run
@@ -79,12 +80,47 @@ def test_a_second_model_is_refused_by_its_first_step(tmp_path: Path) -> None:
     assert "the script trains a second model, with SGD.step(), and only the first" in output
 
 
+def test_the_world_of_a_cluster_is_kept_wherever_a_script_imports_it_from() -> None:
+    done: list[str] = []
+    own = SimpleNamespace(
+        init_process_group=lambda backend=None, timeout=None: done.append("init"),
+        destroy_process_group=lambda group: done.append("destroy"),
+    )
+    distributed: Any = SimpleNamespace(
+        **vars(own),
+        distributed_c10d=own,
+        is_initialized=lambda: True,
+        group=SimpleNamespace(WORLD=1),
+    )
+    session: Any = SimpleNamespace(finish=lambda: done.append("finish"), has_met_script=True)
+    keep_world(session, distributed)
+    finish_before_destroy(session, distributed)
+    for place in (distributed, own):
+        place.init_process_group()
+        place.destroy_process_group()
+    assert done == ["init", "finish", "destroy"] * 2
+
+
 class Container(torch.optim.Optimizer):
     """Steps others, as torchtitan's does."""
 
     def __init__(self, optimizers: list[torch.optim.Optimizer]) -> None:
         self.optimizers = optimizers
         super().__init__([p for o in optimizers for p in o.param_groups[0]["params"]], {})
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+def test_a_part_of_the_model_that_is_called_first_is_refused_by_name(
+    optimizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session: Any = SimpleNamespace(has_engine=False)
+    loop, model = _PlainLoop(session), make_model()
+    monkeypatch.setattr("dsx.run.plain_torch.current_world", lambda: object())
+    made = optimizer(model.parameters(), lr=0.1)
+    loop.made.append(weakref.ref(made))
+    said = f"trains with {optimizer.__name__}, and the first .* Linear, lacks 2 of the parameters"
+    with pytest.raises(RouteNotTaken, match=said):
+        loop.before_forward(model[0], ())
 
 
 def test_a_container_of_optimizers_is_not_attached() -> None:
