@@ -8,6 +8,7 @@ import json
 import shutil
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -300,6 +301,33 @@ def test_training_data_goes_on_where_the_plain_run_was(tmp_path: Path) -> None:
         assert [len(own) for own in rest] == [12, 12]
         assert sorted([*plain_run, *rest[0], *rest[1]]) == list(range(36))
         assert [sorted(own) for own in epoch] == [list(range(m, 36, 2)) for m in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("micro", "samples", "drops", "place"),
+    [
+        (2, 24, False, (0, 24)),  # as six steps of 4, or as four of 4 and one of 8
+        (2, 28, False, (1, 0)),  # the last micro-batch of an epoch of 26 has one sample a rank
+        (2, 28, True, (1, 4)),
+        (4, 40, False, (1, 8)),
+        (3, 28, False, "read 14 samples on each of 2 rank.*no whole number of micro-batches of 3"),
+    ],
+)
+def test_the_place_of_a_plain_run_in_its_data(
+    micro: int, samples: int, drops: bool, place: Any
+) -> None:
+    from dsx.engines.deepspeed.synchronous import samples_read
+
+    engine = SimpleNamespace(
+        train_micro_batch_size_per_gpu=lambda: micro, dataloader_drop_last=lambda: drops
+    )
+    facts: dict[str, Any] = {"dp_world_size": 2, "global_steps": 5, "global_samples": samples}
+    facts["config"] = {"train_micro_batch_size_per_gpu": micro}
+    if isinstance(place, str):
+        with pytest.raises(ValueError, match=place):
+            samples_read(26, engine, facts)
+    else:
+        assert samples_read(26, engine, facts) == place
 
 
 @pytest.mark.parametrize(("total", "read", "ranks"), [(26, 12, 2), (100, 33, 3), (8, 7, 2)])

@@ -228,6 +228,11 @@ def _go_on_with_data(engine: Any, handle: Handle, plain: Plain) -> str:
     """Let `training_data` go on behind what that run has read; say where. Collective."""
     loader = loader_of(engine)
     said = ""
+    if loader is None and (count := plain.facts["global_samples"]):
+        said = (
+            f"that run had read {count:,} samples: the script's own loader begins where the "
+            "script lets it begin, in every cluster"
+        )
     if loader is not None:
         shard = loader.dataset
         if shard.num_clusters != handle.num_clusters:
@@ -248,21 +253,28 @@ def _go_on_with_data(engine: Any, handle: Handle, plain: Plain) -> str:
 def samples_read(total: int, engine: Any, facts: Mapping[str, Any]) -> tuple[int, int]:
     """Return the epochs that a plain run has read whole, and the samples of the one it was in.
 
-    By its ranks, micro-batch and steps, as DeepSpeed's loader deals `total` samples over all ranks,
-    each of which reads the last batch of an epoch as large as it is.
+    By its ranks and how many micro-batches each has read, as DeepSpeed's loader deals `total`
+    samples over all ranks, each of which reads the last batch of an epoch as large as it is.
+    DeepSpeed counts all micro-batches as whole ones, so their number is exact where that of those
+    in a step has changed. ValueError where their size has.
     """
     ranks, steps = facts["dp_world_size"], facts["global_steps"]
     if not steps:
         return 0, 0
-    per_rank = (facts["global_samples"] or steps * engine.train_batch_size()) // steps // ranks
+    per_rank = (facts["global_samples"] or steps * engine.train_batch_size()) // ranks
     micro = facts["config"]["train_micro_batch_size_per_gpu"]
     if not isinstance(micro, int) or per_rank % micro:
         micro = engine.train_micro_batch_size_per_gpu()
     if per_rank % micro:
-        micro = per_rank
+        raise ValueError(
+            f"that run has read {per_rank:,} samples on each of {ranks} rank(s), which is no whole "
+            f"number of micro-batches of {micro}: their size has changed, and where it was in "
+            "training_data cannot be told; set train_micro_batch_size_per_gpu to what it was, or "
+            "give dsx.initialize a training_data of what is left"
+        )
     own = -(-total // ranks)
     batches = own // micro if engine.dataloader_drop_last() else -(-own // micro)
-    epoch, in_epoch = divmod(steps * (per_rank // micro), max(batches, 1))
+    epoch, in_epoch = divmod(per_rank // micro, max(batches, 1))
     return epoch, min(in_epoch * micro * ranks, total)
 
 
