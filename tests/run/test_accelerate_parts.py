@@ -26,7 +26,6 @@ from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.run import versions
 from dsx.run.accelerate import loaders
-from dsx.run.accelerate.first_step import FirstStep
 from dsx.run.accelerate.loaders import (
     replace_loader,
     require_cut,
@@ -41,6 +40,7 @@ from dsx.run.accelerate.refusals import (
     refuse_settings,
 )
 from dsx.run.block import RunBlock
+from dsx.run.first_step import FirstStep
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.data_sources import Source
@@ -167,14 +167,16 @@ def test_weights_loaded_behind_prepare_are_refused_at_the_first_step(by: str) ->
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     adapter = TorchAdapter(model, optimizer, WholeModel())
-    first = FirstStep(adapter, [optimizer])
+    first = FirstStep(adapter, [optimizer], "prepare()", "load them before")
     if by != "nobody":
         model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
     if by == "load_state":
         first.release()
     model(torch.ones(1, 2)).sum().backward()
     if by == "load_state_dict":
-        with pytest.raises(RouteNotTaken, match="load the weights before accelerator.prepare"):
+        with pytest.raises(
+            RouteNotTaken, match=r"between prepare\(\) and the first.*load them bef"
+        ):
             optimizer.step()
         assert model.weight.eq(1).all()
         return
@@ -229,21 +231,23 @@ def test_a_function_that_a_version_lacks_is_named() -> None:
     assert "has no torch.of_another_version.no_such, which dsx.run replaces" in str(caught.value)
 
 
+@pytest.mark.parametrize("package", ["transformers", "pytorch_lightning"])
 def test_another_version_is_tried_and_said_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    package: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(versions, "installed_version", lambda name: "4.57.1")
-    needs = ['transformers<6,>=5.23; extra == "clients"']
+    monkeypatch.setattr(versions, "installed_version", lambda name: "4.56.1")
+    named = package.replace("_", "-")
+    needs = [f'{named}<6,>=4.57; extra == "clients"']
     monkeypatch.setattr(metadata, "requires", lambda name: needs)
     monkeypatch.setattr(versions, "_told", set())
     monkeypatch.setenv("RANK", "1")
-    versions.tell_of_version("transformers")
+    versions.tell_of_version(package)
     assert caplog.text == ""
     monkeypatch.setenv("RANK", "0")
     for _ in range(2):
-        versions.tell_of_version("transformers")
+        versions.tell_of_version(package)
     (record,) = caplog.records
-    said = "dsx: transformers 4.57.1 is tried; dsx.run is tested with transformers<6,>=5.23"
+    said = f"dsx: {named} 4.56.1 is tried; dsx.run is tested with {named}<6,>=4.57"
     assert record.getMessage() == said
 
 
@@ -334,5 +338,13 @@ def test_folders_of_automatic_names(tmp_path: Path) -> None:
     states._delete_older(tmp_path / "checkpoint_10", world, 1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint_10", "checkpoint_2"]
     assert not (tmp_path / "checkpoint_2" / "cluster_1").exists()
+    base = tmp_path / "checkpoints"
+    for number, tags in {2: {"accelerate": 4, "pytorch_model": 4}, 3: {"accelerate": 6}}.items():
+        for tag, step in tags.items():
+            folder = base / f"checkpoint_{number}" / "cluster_1" / tag
+            folder.mkdir(parents=True)
+            (folder / "dsx.json").write_text(json.dumps({"step": step}))
+    accelerator = SimpleNamespace(project_dir=tmp_path)  # killed behind Accelerate's part of 3
+    assert [sorted(states._checkpoints(accelerator, world, n)) for n in (0, 1)] == [[2, 3], [2]]
     assert states._of_run(tmp_path / "step_3" / "cluster_1", world) == tmp_path / "step_3"
     assert states._of_run(tmp_path / "step_3", world) == tmp_path / "step_3"

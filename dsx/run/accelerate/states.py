@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from dsx.run.accelerate.loop import Loop, Trained
 from dsx.run.replace import around
 
 TAG = "accelerate"
+OF_ENGINE = "pytorch_model"  # as Accelerate names what engines save; a second one's ends with _1
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +43,11 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         if not trained or world is None:
             return original(self, output_dir, *args, **kwargs)
         settings = self.project_configuration
-        base = _next_folder(self, world) if settings.automatic_checkpoint_naming else output_dir
+        base = (
+            _next_folder(self, trained, world)
+            if settings.automatic_checkpoint_naming
+            else output_dir
+        )
         base = _of_run(Path(base), world)
         loop.is_saving = True
         try:
@@ -63,7 +68,7 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         if not trained or world is None:
             return original(self, input_dir, *args, **kwargs)
         is_named = input_dir is not None
-        base = _of_run(Path(input_dir), world) if is_named else _newest(self, trained[0], world)
+        base = _of_run(Path(input_dir), world) if is_named else _newest(self, trained, world)
         with _named(self):
             _load(trained, world, base, lambda at: original(self, str(at), *args, **kwargs))
 
@@ -205,24 +210,35 @@ def _of_run(folder: Path, world: World) -> Path:
     return folder.parent if folder.name == own.name else folder
 
 
-def _checkpoints(accelerator: Any, world: World) -> dict[int, Path]:
-    """Return the folders of automatic names that hold something of this cluster, by number."""
+def _checkpoints(accelerator: Any, world: World, num_engines: int) -> dict[int, Path]:
+    """Return the folders of automatic names that hold something of this cluster, by number.
+
+    With the part of each engine, which saves behind Accelerate, at the same step.
+    """
     base = Path(accelerator.project_dir) / "checkpoints"
     found = {path: re.fullmatch(r"checkpoint_(\d+)", path.name) for path in base.glob("*")}
     return {
         int(name[1]): path
         for path, name in found.items()
-        if name and any(t.startswith(TAG) for t in _complete_in(path, world))
+        if name and _is_complete(_complete_in(path, world), num_engines)
     }
+
+
+def _is_complete(tags: Mapping[str, Mapping[str, Any]], num_engines: int) -> bool:
+    """Whether a folder's tags are those of one `save_state()`, which was not killed within."""
+    saved = {tag: m["step"] for tag, m in tags.items() if "step" in m}
+    steps = {step for tag, step in saved.items() if tag.startswith(TAG)}
+    engines = [f"{OF_ENGINE}_{i}" if i else OF_ENGINE for i in range(num_engines)]
+    return any(all(saved.get(name) == step for name in engines) for step in steps)
 
 
 def _complete_in(folder: Path, world: World) -> dict[str, dict[str, Any]]:
     return complete_tags(cluster_directory(folder, world.cluster_id))
 
 
-def _next_folder(accelerator: Any, world: World) -> Path:
+def _next_folder(accelerator: Any, trained: list[Trained], world: World) -> Path:
     number = accelerator.save_iteration
-    if number in _checkpoints(accelerator, world):
+    if number in _checkpoints(accelerator, world, _num_engines(trained)):
         raise ValueError(
             f"checkpoint_{number} exists already in {accelerator.project_dir}/checkpoints; set "
             "ProjectConfiguration(iteration=...) to the number to go on with"
@@ -230,11 +246,16 @@ def _next_folder(accelerator: Any, world: World) -> Path:
     return Path(accelerator.project_dir) / "checkpoints" / f"checkpoint_{number}"
 
 
-def _newest(accelerator: Any, one: Trained, world: World) -> Path:
+def _num_engines(trained: list[Trained]) -> int:
+    return sum(one.is_engine for one in trained)
+
+
+def _newest(accelerator: Any, trained: list[Trained], world: World) -> Path:
     """Return the folder of the highest number that all clusters have. Collective over all."""
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    everyone = one.handle.gather(sorted(_checkpoints(accelerator, world)))
+    complete = sorted(_checkpoints(accelerator, world, _num_engines(trained)))
+    everyone = trained[0].handle.gather(complete)
     common = set[int].intersection(*map(set, everyone))
     if not common:
         have = "; ".join(f"cluster {m}: {own or 'none'}" for m, own in enumerate(everyone))
