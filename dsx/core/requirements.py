@@ -34,12 +34,19 @@ def outside_of_ranges(found: Mapping[str, str]) -> list[Outside] | None:
         required = metadata.requires(PACKAGE) or []
     except metadata.PackageNotFoundError:
         return None
+    own = {_canonical(name): version for name, version in found.items()}
     outside: list[Outside] = []
     for line in required:
         name, ranges, is_extra = _requirement(line)
-        if name in found and not all(_holds(found[name], bound) for bound in ranges):
-            outside.append(Outside(name, found[name], f"{name}{','.join(ranges)}", is_extra))
+        version = own.get(_canonical(name))
+        if version is not None and not all(_holds(version, bound) for bound in ranges):
+            outside.append(Outside(name, version, f"{name}{','.join(ranges)}", is_extra))
     return outside
+
+
+def _canonical(name: str) -> str:
+    """Return a distribution's name as indexes compare them: pytorch_lightning's has a hyphen."""
+    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _requirement(line: str) -> tuple[str, list[str], bool]:

@@ -16,9 +16,9 @@ import dsx
 from dsx.comm.world import World
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config
-from dsx.run.accelerate.first_step import FirstStep
 from dsx.run.accelerate.loaders import require_cut, require_not_made_before, require_shared
 from dsx.run.accelerate.refusals import refuse_settings
+from dsx.run.first_step import FirstStep
 from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
@@ -164,7 +164,10 @@ class _Replaced:
             config = self._session.config_with_block({})
             handle: Handle = dsx.attach(model, inner, config=config)
             self._session.handles.append(handle)
-            first = FirstStep(handle.loop.adapter, inner)
+            first = FirstStep(
+                handle.loop.adapter, inner, "accelerator.prepare()",
+                "load the weights before accelerator.prepare(), or by accelerator.load_state()",
+            )  # fmt: skip
             self._take(Trained(accelerator, model, optimizers, handle, False, first))
 
     def _take(self, trained: Trained) -> None:

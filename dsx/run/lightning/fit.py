@@ -11,6 +11,8 @@ from typing import Any
 
 import dsx
 from dsx.comm.world import World
+from dsx.engines.torch import as_list
+from dsx.run.first_step import FirstStep
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
 from dsx.training.handle import Handle
@@ -52,6 +54,19 @@ class Fit:
             )
         config = self.session.config_with_block({})
         self.handle = dsx.attach(strategy.model, strategy.optimizers, config=config)
+        if self.resume is None:
+            self.watch_weights(strategy)
+
+    def watch_weights(self, strategy: Any) -> None:
+        """Let the first step be an error if the weights are others by then; not with an engine.
+
+        Where a checkpoint is loaded, from then on: torch steps an optimizer to load its state.
+        """
+        FirstStep(
+            self.require_handle().loop.adapter, as_list(strategy.optimizers), "its setup in fit()",
+            "load the weights before fit(), or in configure_model() or setup(), and not in "
+            "on_fit_start() or on_train_start(); fit(ckpt_path=...) resumes a run",
+        )  # fmt: skip
 
     def require_handle(self) -> Handle:
         """Return the handle; RuntimeError before there is one."""

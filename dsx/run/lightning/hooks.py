@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +31,12 @@ def around_property(cls: Any, name: str, get: Callable[[Callable[[], Any], Any],
         return get(lambda: kept.fget(self), self)
 
     setattr(cls, name, property(read, doc=kept.__doc__))
+
+
+def known_to(function: Callable[..., Any], **given: Any) -> dict[str, Any]:
+    """Return those of the arguments that this version's function has."""
+    parameters = inspect.signature(function).parameters
+    return {name: value for name, value in given.items() if name in parameters}
 
 
 def modules_of(root: str) -> Callable[[str], Any]:

@@ -16,7 +16,7 @@ from dsx.checkpoint.tags import cluster_directory
 from dsx.engines.resume_point import choose
 from dsx.run.lightning.checkpoints import FILE, tag_of, writes_folder
 from dsx.run.lightning.fit import Fit, fit_of, has_engine, is_fitting
-from dsx.run.lightning.hooks import around, modules_of
+from dsx.run.lightning.hooks import around, known_to, modules_of
 from dsx.run.lightning.places import base_of_checkpoints, own_place
 
 _NEWEST = ("last", "hpc")
@@ -130,7 +130,7 @@ def _start(
     fit = fit_of(connector.trainer)
     if fit is not None and weights_only is None and is_fitting(connector.trainer):
         weights_only = fit.weights_only  # which Lightning forgets where it restores late
-    original(checkpoint_path, weights_only)
+    original(checkpoint_path, **known_to(original, weights_only=weights_only))
 
 
 def _restore(original: Callable[..., Any], connector: Any) -> None:
@@ -142,6 +142,7 @@ def _restore(original: Callable[..., Any], connector: Any) -> None:
         return
     if not has_engine(trainer.strategy):
         fit.require_handle().load(fit.resume)
+        fit.watch_weights(trainer.strategy)
 
 
 def _load_engine(
@@ -151,7 +152,7 @@ def _load_engine(
     fit, path = fit_of(trainer), Path(checkpoint_path)
     is_strict = strategy.lightning_module.strict_loading
     if fit is None or not (path / MANIFEST).is_file():
-        return original(checkpoint_path, weights_only)
+        return original(checkpoint_path, **known_to(original, weights_only=weights_only))
     engine = strategy.model
     if fit.is_training and is_fitting(trainer):
         _, state = engine.load_checkpoint(

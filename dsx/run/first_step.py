@@ -1,4 +1,6 @@
-"""From `prepare()` to the first step the weights have to stay: the outer state began from them.
+"""From where a framework's model is attached to its first step the weights have to stay.
+
+The outer state began from them.
 
 What a script loads in between would be taken for what training has changed, and the outer step
 would go beyond it. Its first step is an error then, before it changes anything.
@@ -20,8 +22,11 @@ from dsx.run.session import RouteNotTaken
 class FirstStep:
     """Compares this rank's masters with those of now where the first optimizer steps, once."""
 
-    def __init__(self, adapter: EngineAdapter, optimizers: Iterable[Optimizer]) -> None:
-        self._adapter = adapter
+    def __init__(
+        self, adapter: EngineAdapter, optimizers: Iterable[Optimizer], begin: str, fix: str
+    ) -> None:
+        """`begin` is the call behind which nothing may change, and `fix` what to do instead."""
+        self._adapter, self._begin, self._fix = adapter, begin, fix
         self._expected: list[Any] | None = self._digests()
         compare: Any = torch.compiler.disable(self._compare)
         for optimizer in optimizers:
@@ -36,9 +41,8 @@ class FirstStep:
         if expected is None or expected == self._digests():
             return
         raise RouteNotTaken(
-            "the model's weights were changed between accelerator.prepare() and the first step, "
-            "and dsx.run has begun from those of prepare(): load the weights before "
-            "accelerator.prepare(), or by accelerator.load_state()"
+            f"the model's weights were changed between {self._begin} and the first step, and "
+            f"dsx.run has begun from those that were there: {self._fix}"
         )
 
     @torch.no_grad()
