@@ -134,6 +134,9 @@ def make_trainer(callbacks: list[Any], handle: Handle) -> tuple[ModuleType, Any]
         def evaluate(self) -> dict[str, Any]:
             return {"eval_loss": 2.0, "epoch": 1, "note": "own"}
 
+        def create_optimizer(self) -> Any:
+            return SimpleNamespace(param_groups=[{"params": [1]}, {"params": []}])
+
         def save_model(self) -> None: ...
         def _save_checkpoint(self) -> None: ...
         def _load_best_model(self) -> None: ...
@@ -157,6 +160,16 @@ def test_the_trainer_decides_by_cluster_0s_evaluation_while_it_trains() -> None:
     assert handle.done == ["average"]
     trainer.is_in_train = False
     assert trainer.evaluate()["eval_loss"] == 2.0
+
+
+@pytest.mark.parametrize("is_across", [True, False])
+def test_a_schedule_is_made_for_the_groups_that_deepspeed_keeps(
+    is_across: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, trainer = make_trainer([], Handle())
+    monkeypatch.setattr(replaced, "current_world", lambda: object() if is_across else None)
+    replaced.replace_trainer(make_session(), module, CALLBACKS)
+    assert len(trainer.create_optimizer().param_groups) == (1 if is_across else 2)
 
 
 class Rendezvous:

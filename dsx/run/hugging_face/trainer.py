@@ -53,7 +53,10 @@ class _Replaced:
 
     def replace(self) -> None:
         """Put them in place."""
-        for name in ("train", "evaluate", "save_model", "_save_checkpoint", "_load_best_model"):
+        for name in (
+            "train", "create_optimizer", "evaluate", "save_model", "_save_checkpoint",
+            "_load_best_model",
+        ):  # fmt: skip
             self._around(name, getattr(self, name.removeprefix("_")))
         load = original_of(self._module, "deepspeed_load_checkpoint")
         self._module.deepspeed_load_checkpoint = self._load(load)
@@ -88,6 +91,20 @@ class _Replaced:
         )
         more = given.pop("kwargs", {})
         return original(**given, **more)
+
+    def create_optimizer(
+        self, original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Take out what DeepSpeed takes out of an optimizer: groups that have no parameters.
+
+        transformers 4 makes the schedule before the engine, for all groups, and torch refuses a
+        schedule for more than there are. With LoRA no parameter is without weight decay.
+        """
+        optimizer = original(*args, **kwargs)
+        groups = getattr(optimizer, "param_groups", None)
+        if groups and trainer.is_deepspeed_enabled and current_world() is not None:
+            groups[:] = [group for group in groups if group["params"]]
+        return optimizer
 
     def _refuse(self, trainer: Any) -> None:
         if not trainer.is_deepspeed_enabled:
