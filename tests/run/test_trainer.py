@@ -130,7 +130,7 @@ def test_an_unmodified_script_is_diloco_and_resumes_bit_for_bit(tmp_path: Path) 
     anchor, losses = diloco(orders)
     found = final(tmp_path)
     for name, tensor in found.items():
-        torch.testing.assert_close(tensor, anchor[name], rtol=0, atol=2e-6)
+        torch.testing.assert_close(tensor, anchor[name], rtol=0, atol=5e-6)
     for cluster in clusters:
         seen = [cluster["losses"]["4"], cluster["losses"]["8"]]
         assert seen == pytest.approx(losses, abs=1e-5)

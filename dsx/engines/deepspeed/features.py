@@ -46,7 +46,7 @@ def _refused_zero(engine: Any) -> dict[str, str]:
     optimizer = zero.offload_optimizer
     if optimizer is not None and optimizer.ratio != 1.0:
         found[f"zero_optimization.offload_optimizer.ratio={optimizer.ratio}"] = whole
-    if optimizer is not None and optimizer.super_offload:
+    if optimizer is not None and getattr(optimizer, "super_offload", False):
         found["zero_optimization.offload_optimizer.super_offload=true"] = plain
     if zero.zenflow is not None:
         found["zero_optimization.zenflow"] = plain
