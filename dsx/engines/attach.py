@@ -39,6 +39,7 @@ from dsx.engines.torch import (
 from dsx.engines.torch_ranks import TorchRanksAdapter
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
+from dsx.training.seen_training import see_losses, see_tokens
 
 Config = str | Path | Mapping[str, Any]
 
@@ -168,6 +169,7 @@ def attach(
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
     follow_steps(handle, world, before_forward(engine))
+    see_tokens(handle.progress, engine, world.world_size)
     return handle
 
 
@@ -298,6 +300,8 @@ def _attach_deepspeed(
     adapter.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, handle, world, end_when_told(engine, handle))
     settle_before_use(engine, handle)
+    see_tokens(handle.progress, engine, world.world_size // engine.mp_world_size)
+    see_losses(handle.progress, engine)
     engine.dsx = handle
     return handle
 

@@ -4,7 +4,8 @@
     18.2 Mbit/s, 96 % of the transfers hidden, utilization 98.4 %, 5 min left
 
 Of the time since the line before. What is not known is left out: tokens and losses are what
-`log_step` is told, the number of steps what a framework tells. Hidden is the share of the
+`log_step` is told, or else what is seen of training (seen_training.py), the number of steps what a
+framework tells. Hidden is the share of the
 transfers' time that this rank has not waited for, 0 for a blocking method; utilization is the share
 of the time in which training was not held up.
 """
@@ -38,6 +39,18 @@ class Progress:
         self._blocked = self._waited = self._transferred = 0.0
         self._tokens: int | None = None
         self._loss: float | None = None
+        self._seen_loss: Any = None  # a number, or a tensor that is read when a line is written
+        self._seen_tokens = 0
+
+    @property
+    def speaks(self) -> bool:
+        """Whether it writes any line."""
+        return self._speaks
+
+    def see(self, *, loss: Any = None, tokens: int = 0) -> None:
+        """Take what is seen of training, and said where nobody tells it."""
+        self._seen_loss = self._seen_loss if loss is None else loss
+        self._seen_tokens += tokens
 
     def note(self, fields: Mapping[str, Any]) -> None:
         """Take what is told of the step just taken: `loss`, `tokens`, `total_steps`."""
@@ -70,10 +83,12 @@ class Progress:
         rate = (step - self._step) / seconds
         of = f" of {self._total:,}" if self._total is not None else ""
         parts = [f"dsx: cluster {self._cluster_id}, step {step:,}{of}", f"{rate:.3g} steps/s"]
-        if self._tokens is not None:
-            parts.append(f"{self._tokens / seconds:,.0f} tokens/s")
-        if self._loss is not None:
-            parts.append(f"loss {self._loss:.4g}")
+        tokens = self._seen_tokens if self._tokens is None else self._tokens
+        if tokens or self._tokens is not None:
+            parts.append(f"{tokens / seconds:,.0f} tokens/s")
+        loss = self._seen_loss if self._loss is None else self._loss
+        if loss is not None:
+            parts.append(f"loss {float(loss):.4g}")
         parts.append(f"sends {self._bytes * 8e-6 / seconds:.3g} Mbit/s")
         if self._transferred > 0:
             hidden = max(1 - self._waited / self._transferred, 0.0)

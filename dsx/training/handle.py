@@ -67,9 +67,9 @@ class Handle:
         self.is_finished = False  # whether `finish()` has been called since the last step
         method = config.method
         self._records = Records(config, world, adapter)
-        store = world.new_handle_store()
+        self.progress = self._records.progress
         self._syncs = SyncRecords(
-            store,
+            world.new_handle_store(),
             adapter.stage,
             adapter.ranks.shard,
             adapter.fragment_numel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from dsx.telemetry.progress import Progress
 
@@ -25,6 +26,18 @@ def test_the_line_names_what_is_known_and_leaves_out_the_rest() -> None:
         "dsx: cluster 1, step 120 of 1,320, 2 steps/s, 410 tokens/s, loss 2.5, sends 4 Mbit/s, "
         "94 % of the transfers hidden, utilization 97.5 %, 10 min left"
     )
+
+
+def test_what_is_seen_is_said_where_nobody_tells_it() -> None:
+    progress = Progress(0, 5.0, speaks=True)
+    for loss in (3.0, torch.tensor(2.5)):
+        progress.see(loss=loss, tokens=4096)
+    progress.see(tokens=0)
+    assert "819 tokens/s, loss 2.5, sends" in progress.line(20, 10.0)
+    progress.note({"loss": 1.5, "tokens": 10})
+    assert "1 tokens/s, loss 1.5, sends" in progress.line(20, 10.0)
+    progress.begin(20)
+    assert "loss" not in progress.line(21, 10.0) and "tokens" not in progress.line(21, 10.0)
 
 
 def test_a_blocking_method_hides_nothing_however_rarely_it_exchanges() -> None:

@@ -23,6 +23,7 @@ from dsx.run.replace import around
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
 from dsx.training.handle import Handle
+from dsx.training.seen_training import see_loss
 
 
 @dataclass
@@ -181,6 +182,7 @@ class _Replaced:
         trained = self._loop.open(accelerator)
         for one in trained:
             one.handle.preemption.end_if_due()
+            see_loss(one.handle.progress, loss)
         if trained:
             loaders = accelerator.gradient_state.dataloader_references
             require_cut(self._session, [loader for loader in loaders if loader is not None])

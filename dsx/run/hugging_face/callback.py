@@ -67,6 +67,7 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
             handle.preemption.engine = EndOfTrainer(trainer)
             own = Path(args.output_dir)
             handle.preemption.follow(own / f"cluster_{handle.cluster_id}" / "of_trainer")
+            handle.progress.note({"total_steps": state.max_steps})
 
         def _hold(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             is_end = state.global_step >= state.max_steps
@@ -93,7 +94,7 @@ def _make_last(base: Any, trainer: Any, handle_of: Callable[[Any], Handle]) -> A
             logs = kwargs.get("logs") or {}
             counted = {name: logs[name] for name in _COUNTED if name in logs}
             if "loss" in counted and handle_of(trainer).step:
-                handle_of(trainer).log_step(**counted, total_steps=state.max_steps)
+                handle_of(trainer).log_step(**counted)
             evaluated = {n: v for n, v in logs.items() if n.startswith("eval_")}
             if evaluated:
                 handle_of(trainer).log("validation", **evaluated)

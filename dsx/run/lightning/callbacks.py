@@ -15,6 +15,7 @@ from dsx.run.lightning.fit import Fit, has_engine
 from dsx.run.lightning.metrics import agree_on_validation
 from dsx.run.same_settings import differing
 from dsx.training.handle import Handle
+from dsx.training.seen_training import see_loss
 
 
 class EndOfTrainer:
@@ -73,14 +74,16 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
 
         def __init__(self) -> None:
             self.steps = (trainer.global_step, handle.step)
-            self.total: dict[str, int] = {}
 
         def on_train_start(self, *_: Any) -> None:
             self.steps = (trainer.global_step, handle.step)
             total = trainer.estimated_stepping_batches
-            self.total = {} if total == float("inf") else {"total_steps": int(total)}
+            if total != float("inf"):
+                handle.progress.note({"total_steps": int(total)})
 
         def on_train_batch_end(self, _: Any, module: Any, outputs: Any, *__: Any) -> None:
+            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
+            see_loss(handle.progress, loss)
             taken, counted = self.steps
             is_plain = module.automatic_optimization and not has_engine(trainer.strategy)
             if trainer.global_step > taken and handle.step == counted and is_plain:
@@ -88,9 +91,8 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
             if handle.step == counted:
                 return
             self.steps = (trainer.global_step, handle.step)
-            loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
             if loss is not None and handle.step % trainer.log_every_n_steps == 0:
-                handle.log_step(loss=float(loss), **self.total)
+                handle.log_step(loss=float(loss))
             if handle.should_stop():
                 fit.is_agreed = True
                 trainer.should_stop = True
