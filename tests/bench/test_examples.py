@@ -133,11 +133,16 @@ def test_texts_are_different_lines() -> None:
     assert len({*train, *held_out}) == len(train) + len(held_out) > 5_000
 
 
-def write_run(out: Path, ranks: list[tuple[list[str], str]], steps: int = 40) -> Launched:
+def write_run(
+    out: Path,
+    ranks: list[tuple[list[str], str]],
+    steps: int = 40,
+    model: str = "DistributedDataParallel DeepSpeedEngine",
+) -> Launched:
     (out / "notes").mkdir(parents=True)
     (out / "run").mkdir()
     for rank, (samples, weights) in enumerate(ranks):
-        content = {"samples": samples, "weights": weights, "elements": 5}
+        content = {"samples": samples, "weights": weights, "elements": 5, "model": model}
         (out / "notes" / f"rank_{rank}.json").write_text(json.dumps(content))
     for cluster, name in enumerate(("metrics.jsonl", "metrics.cluster_1.jsonl")):
         records = [{"cluster": cluster, "kind": "step", "step": n + 1} for n in range(steps)]
@@ -165,6 +170,18 @@ def test_what_is_wrong_fails_a_row(
     plain = write_run(tmp_path / "plain", [(["a"], "p"), (["b"], "p")])
     with pytest.raises(RowFailed, match=said):
         read(row, write_run(tmp_path / "clusters", ranks), plain)
+
+
+def test_a_row_that_has_trained_without_its_engine_fails(tmp_path: Path) -> None:
+    row = next(row for row in ROWS if row.name == "accelerate-clm-zero2-2x2")
+    names = {row.engine: row.wrapper for row in ROWS}
+    assert names["DeepSpeed, ZeRO 3"] == "DeepSpeedEngine" and names["PyTorch, one rank"] == ""
+    assert (names["PyTorch, FSDP2"], names["PyTorch, DDP"]) == ("FSDP", "DistributedDataParallel")
+    ranks = [([sample], "w") for sample in "abcd"]
+    plain = write_run(tmp_path / "plain", ranks)
+    run = write_run(tmp_path / "clusters", ranks, model="DistributedDataParallel")
+    with pytest.raises(RowFailed, match="has trained DistributedDataParallel and no DeepSpeedEng"):
+        read(row, run, plain)
 
 
 def test_a_sample_that_two_ranks_of_a_cluster_read_fails_a_row(tmp_path: Path) -> None:

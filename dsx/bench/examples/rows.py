@@ -177,7 +177,7 @@ def _complete_nlp() -> Row:
 def _clm_by_accelerate(name: str, engine: str, ranks: int, stage: int | None) -> Row:
     environ = {"ACCELERATE_USE_CPU": "true"}
     if stage is not None:
-        environ |= {
+        environ = {
             "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{json}"
         }  # fmt: skip
     return Row(

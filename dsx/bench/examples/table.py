@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+_WRAPPERS = {"DeepSpeed": "DeepSpeedEngine", "DDP": "DistributedDataParallel", "FSDP2": "FSDP"}
+
 
 @dataclass(frozen=True)
 class Tree:
@@ -67,6 +69,12 @@ class Row:
     epochs: int = 1
     drawn_twice: float = 0.0
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
+
+    @property
+    def wrapper(self) -> str:
+        """What the name of the class around the model has in it, with the engine that is named."""
+        found = [name for engine, name in _WRAPPERS.items() if engine in self.engine]
+        return found[0] if found else ""
 
     @property
     def is_module(self) -> bool:

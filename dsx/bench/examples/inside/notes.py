@@ -61,6 +61,7 @@ class Notes:
             "samples": self._samples,
             "weights": weights.hexdigest() if elements else "",
             "elements": elements,
+            "model": type(self._model).__name__,
         }
         self._file.write_text(json.dumps(content))
 
