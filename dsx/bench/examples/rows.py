@@ -175,8 +175,10 @@ def _complete_nlp() -> Row:
 
 
 def _clm_by_accelerate(name: str, engine: str, ranks: int, stage: int | None) -> Row:
-    environ = {"ACCELERATE_USE_CPU": "true"}
+    environ, config = {"ACCELERATE_USE_CPU": "true"}, None
     if stage is not None:
+        config = _deepspeed(stage)
+        del config["optimizer"]  # the script makes its own, or asks for a schedule in there, too
         environ = {
             "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{json}"
         }  # fmt: skip
@@ -204,7 +206,7 @@ def _clm_by_accelerate(name: str, engine: str, ranks: int, stage: int | None) ->
         steps=_STEPS,
         sha256="98956156724e",
         method=_DILOCO,
-        deepspeed=None if stage is None else _deepspeed(stage),
+        deepspeed=config,
         environ=environ,
     )  # fmt: skip
 
