@@ -10,16 +10,25 @@ fp32 (exact), bf16 and fp16 are a cast of each element. The others have one bf16
 | fp4_e2m1 | 0 .5 1 1.5 2 3 4 6 and negatives       | 1/2 + 2 / group_size           |
 | fp4_e3m0 | 0 1 2 4 8 16 32 64 and negatives       | 1/2 + 2 / group_size           |
 | ternary  | -1 0 1                                 | 1/5 + 2 / group_size           |
+| 3bit     | .2451 .7560 1.344 2.152 and negatives  | 3/8 + 2 / group_size           |
+| 2bit     | .4528 1.510 and negatives              | 1/4 + 2 / group_size           |
+| 1bit     | -1 1                                   | 1/8 + 2 / group_size           |
 
 A code is the rank of its number in the grid, 0 for zero. One byte holds: an 8-bit rank, two's
 complement; or two 4-bit ranks, two's complement, the low nibble from the first half of the group,
 the high one from the second; or five base-3 digits (rank + 1), the lowest from the first of five
-consecutive groups. See group_codec.py for the message as a whole.
+consecutive groups. The last three have no zero: ranks lie half-way between whole numbers, and the
+half below is sent, two's complement: four of them in a byte, or eight, the lowest digit from the
+first of so many equal parts of a group. 3bit is 2bit of what is left of ranks without their signs'
++-2, first of the first half of a group, and behind it 1bit of the signs. See group_codec.py for
+the message as a whole.
 
 Sources: e4m3 is that of arXiv:2209.05433, e2m1 that of the OCP Microscaling formats 1.0, e3m0 that
 of Streaming DiLoCo (arXiv:2501.18512); ternary weights arXiv:1605.04711, whose threshold of 0.7
-times the mean magnitude is kept, with the mean of what exceeds it as the scale. Deviations: e4m3
-codes are ranks, not the standard's bits, so that one grid serves all small floats.
+times the mean magnitude is kept, with the mean of what exceeds it as the scale; the last three are
+the quantizers of least squared error for a Gaussian (Max 1960, Lloyd 1982), for the group's root
+mean square as the scale, and for 1 bit its mean magnitude, the best one for any distribution.
+Deviations: e4m3 codes are ranks, not the standard's bits, so that one grid serves all small floats.
 
 Nearest rounding sends ties to the upper neighbour; stochastic rounding takes either neighbour and
 is unbiased. With nearest, for every element, s being the scale of its group:
@@ -37,6 +46,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from dsx.compress.wire.base import TILE, Codec, Kernels, Rounding, Wire
+from dsx.compress.wire.group_format import GroupFormat
 from dsx.core.checks import require_choice
 
 if TYPE_CHECKING:
@@ -107,71 +117,6 @@ class FP16(_Cast):
     name = "fp16"
     dtype = "float16"
     itemsize = 2
-
-
-@dataclass(frozen=True)
-class GroupFormat:
-    """What the kernels need to know of a format.
-
-    `parts` codes of base `base` share a byte: the byte j of a block holds the j-th element of each
-    of its `parts` equal pieces, the first piece in the lowest digit. `mantissa_bits` is None for
-    equally spaced grids, else the grid is that of a small float, in units of its least normal.
-    """
-
-    group_size: int
-    parts: int
-    base: int
-    top_rank: int
-    top_value: float
-    mantissa_bits: int | None = None
-    is_ternary: bool = False
-    is_stochastic: bool = False
-
-    @property
-    def block(self) -> int:
-        """Elements per block: whole groups that fill whole bytes."""
-        return self.group_size * (self.parts if self.is_ternary else 1)
-
-    @property
-    def width(self) -> int:
-        """Bytes of a block's codes."""
-        return self.block // self.parts
-
-    def code_bytes(self, numel: int) -> int:
-        """Bytes of the codes of `numel` elements."""
-        return -(-numel // self.parts)
-
-    def num_groups(self, numel: int) -> int:
-        """Groups, and scales, of `numel` elements."""
-        return -(-numel // self.group_size)
-
-    def num_bytes(self, numel: int) -> int:
-        """Bytes of a message of `numel` elements: codes, and 2 for each scale."""
-        return self.code_bytes(numel) + 2 * self.num_groups(numel)
-
-    @property
-    def decoding_roles(self) -> set[str]:
-        """What of `work` decoding takes."""
-        roles = {"codes", "scales", "scale", "digits"}
-        roles |= {"packed", "value"} if self.is_ternary else set()
-        return roles | ({"bits", "sign", "exponent"} if self.mantissa_bits is not None else set())
-
-    def work(self, numel: int) -> dict[str, int]:
-        """Return what the kernels work in for `numel` elements at a time, by role."""
-        groups, each = self.num_groups(numel), 4 * numel
-        work = {"codes": each, "scales": 2 * groups}
-        work |= dict.fromkeys(("scale", "inverse", "nonzero"), 4 * groups)
-        if self.parts > 1:
-            work["packed"] = 4 * self.code_bytes(numel)
-        if self.base == 16:
-            work["digits"] = numel
-        if self.is_ternary:
-            work |= {"value": each, "count": 4 * groups}
-        if self.mantissa_bits is not None:
-            work |= dict.fromkeys(("rank", "value", "bits", "sign", "exponent"), each)
-        if self.is_stochastic:
-            work |= dict.fromkeys(("noise", "bits", "high"), each)
-        return work
 
 
 class _Grouped(ABC):
@@ -307,8 +252,62 @@ class Ternary(_Grouped):
         return GroupFormat(self.group_size, 5, 3, 1, 1.0, is_ternary=True)
 
 
+@dataclass(frozen=True)
+class _LloydMax(_Grouped):
+    """Signs and the nearest of 1, 2 or 4 levels, best for a Gaussian; nearest rounding only."""
+
+    group_size: int = 64
+
+    levels: ClassVar[tuple[float, ...]]  # for a variance of 1
+
+    @cached_property  # as that of other grids
+    def form(self) -> GroupFormat:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Whole bytes: of 3 bits three hold eight codes."""
+        count = len(self.levels)
+        is_odd = count == 4
+        return GroupFormat(
+            self.group_size,
+            parts=8 if is_odd else 8 // count,
+            base=2 * count,
+            top_rank=count,
+            top_value=self.levels[-1],
+            levels=tuple(round(level * 2**14) / 2**14 for level in self.levels),
+            word_bytes=3 if is_odd else 1,
+        )
+
+
+@dataclass(frozen=True)
+class ThreeBits(_LloydMax):
+    """Three times the squared error of int4, at three quarters of the bytes."""
+
+    name = "3bit"
+    levels = 0.2450942, 0.7560053, 1.3439093, 2.1519457
+
+
+@dataclass(frozen=True)
+class TwoBits(_LloydMax):
+    """2.25 bits per element, less error than ternary's 1.85."""
+
+    name = "2bit"
+    levels = 0.4527800, 1.5104176
+
+
+@dataclass(frozen=True)
+class OneBit(_LloydMax):
+    """Signs and a mean magnitude: 1.06 bits per element at groups of 256."""
+
+    group_size: int = 256
+
+    name = "1bit"
+    levels = (1.0,)
+
+
 FORMATS: dict[str, type[Wire]] = {
-    kind.name: kind for kind in (FP32, BF16, FP16, Int8, Int4, FP8, FP4E2M1, FP4E3M0, Ternary)
+    kind.name: kind
+    for kind in (
+        *(FP32, BF16, FP16, Int8, Int4, FP8, FP4E2M1, FP4E3M0, Ternary),
+        *(ThreeBits, TwoBits, OneBit),
+    )
 }
 
 

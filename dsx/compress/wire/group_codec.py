@@ -1,9 +1,9 @@
 """The codec of every group format: slices for compiled kernels, tiles for eager ones.
 
-Byte layout of a message of n elements: all codes, `ceil(n / parts)` bytes; then all scales,
+Byte layout of a message of n elements: all codes, `ceil(n / parts)` words; then all scales,
 `ceil(n / group_size)` bf16 numbers, little-endian. Codes are packed in blocks (see `GroupFormat`);
 elements that do not fill the last block form a shorter one, whose last group may be short and
-whose missing digits are those of 0.
+whose missing digits are those of 0, or of the lowest level.
 
 A slice is a whole number of blocks near 1 Mi elements: large enough to hide the call, small enough
 for a cache. What does not fill a slice is done in tiles, whatever the kernels: the bits are equal.
@@ -28,7 +28,7 @@ from dsx.core.buffers import Buffers
 from dsx.core.checks import require_choice
 
 if TYPE_CHECKING:
-    from dsx.compress.wire.formats import GroupFormat
+    from dsx.compress.wire.group_format import GroupFormat
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class GroupCodec:
 
     def _encode_tail(self, x: Tensor, out: Tensor, tail: _Span, seed: int) -> tuple[Tensor, Tensor]:
         scales = self._scales(tail.stop - tail.start)
-        packed = out[tail.start // self._form.parts : self._form.code_bytes(tail.stop)]
+        packed = self._code_bytes(out, tail)
         self._set_key(seed, tail.start)
         codes = group_slice.encode_tail(
             self._form, x[tail.start :], packed, scales, self._key, self._new
@@ -135,7 +135,7 @@ class GroupCodec:
         numel = tail.stop - tail.start
         scales = self._scales(numel)
         _bytes(scales).copy_(self._scale_bytes(data, tail.stop, tail))
-        packed = data[tail.start // self._form.parts : self._form.code_bytes(tail.stop)]
+        packed = self._code_bytes(data, tail)
         return group_slice.decode_tail(self._form, packed, scales, numel, self._new)
 
     def _run(self, operation: str, span: _Span, *tensors: Tensor) -> None:
@@ -164,7 +164,10 @@ class GroupCodec:
 
     def _codes(self, message: Tensor, span: _Span) -> Tensor:
         form = self._form
-        return message[span.start // form.parts : span.stop // form.parts].view(-1, 1, form.width)
+        return self._code_bytes(message, span).view(-1, form.word_bytes, form.width)
+
+    def _code_bytes(self, message: Tensor, span: _Span) -> Tensor:
+        return message[self._form.code_bytes(span.start) : self._form.code_bytes(span.stop)]
 
     def _scales(self, numel: int) -> Tensor:
         # Not a view of the message: there, scales may lie at an odd address.

@@ -7,12 +7,13 @@ nothing; traced by torch.compile, the scratch tensors vanish and one loop over t
 Codes. A format is a symmetric grid of `2 * top_rank + 1` numbers; the code of a value is its rank
 in the grid plus `offset`, so 0 has the code `offset` whatever the grid. `curve` maps a scaled
 value to a real rank (linear between grid points), rounding is done on the rank, and `uncurve`
-maps a whole rank back. For the integers both are the identity.
+maps a whole rank back. For the integers both are the identity. Grids without a zero, and ternary,
+are in mean_kernels.py.
 
-Scales are bf16, rounded up so that nothing clips. They stay between 2^-100 and what keeps the
-largest value finite: no product or quotient here leaves the normal range of fp32, where flushing
-would differ between platforms. With at most 8 significant bits in a scale and in a grid number,
-`value * scale` is exact.
+Scales are bf16, those of a maximum rounded up so that nothing clips. They stay between 2^-100 and
+what keeps the largest value finite: no product or quotient here leaves the normal range of fp32,
+where flushing would differ between platforms. With at most 8 significant bits in a scale and 16 in
+a grid number, `value * scale` is exact.
 
 Noise is a hash of (seed, element index modulo 2^32), the finaliser of MurmurHash3 with a key
 before and inside: a counter instead of a generator's state.
@@ -26,16 +27,19 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from dsx.compress.wire.mean_kernels import (
+    UP,
+    quantize_ternary,
+    quantize_to_levels,
+    to_bf16,
+    to_levels,
+)
 from dsx.compress.wire.work_space import Scratch
 
 if TYPE_CHECKING:
-    from dsx.compress.wire.formats import GroupFormat
+    from dsx.compress.wire.group_format import GroupFormat
 
-MIN_SCALE = 2.0**-100
-FP32_MAX = 3.4028234663852886e38
-TERNARY_STEPS = 2.0**15  # group sums of 256 values below it are whole numbers below 2^24: exact
-TERNARY_THRESHOLD = 0.7
-OFFSET = {3: 121.0, 16: 136.0}  # what makes every digit of a byte non-negative
+_TOP_BITS = {2: 0xFF, 4: 0xAA, 16: 0x88}  # of a byte's digits, by base
 
 
 def quantize(
@@ -45,7 +49,10 @@ def quantize(
     torch.abs(x, out=codes)
     torch.amax(codes, dim=1, keepdim=True, out=scales)
     if form.is_ternary:
-        _quantize_ternary(form, x, codes, scales, new)
+        quantize_ternary(x, codes, scales, new)
+        return
+    if form.levels:
+        quantize_to_levels(form, x, codes, scales, new)
         return
     inverse = new("inverse", tuple(scales.shape), torch.float32)
     _round_up_scale(scales, form.top_value, inverse, new)
@@ -62,44 +69,84 @@ def dequantize(form: GroupFormat, codes: Tensor, scales: Tensor, new: Scratch) -
     """Turn `codes` into values, in place; `scales` has the shape of `codes` or broadcasts to it."""
     if form.mantissa_bits is not None:
         _uncurve(codes, form.mantissa_bits, new)
+    if form.levels:
+        to_levels(form, codes, new)
     codes.mul_(scales)
 
 
 def pack(form: GroupFormat, codes: Tensor, packed: Tensor, new: Scratch) -> None:
-    """Write codes `[blocks, parts, width]` to bytes `[blocks, 1, width]`."""
+    """Write codes `[blocks, parts, width]` to bytes `[blocks, word_bytes, width]`."""
     if form.parts == 1:
         packed.view(torch.int8).copy_(codes)
-        return
-    total = new("packed", tuple(packed.shape), torch.float32)
-    total.copy_(codes[:, -1:])
-    for part in reversed(range(form.parts - 1)):
-        total.mul_(form.base).add_(codes[:, part : part + 1])
-    packed.copy_(total.add_(OFFSET[form.base]))
-    if form.base == 16:
-        packed.bitwise_xor_(0x88)
+    elif form.base == 8:  # what 2 bits say of a half, then the halves
+        half = torch.sign(codes, out=new("value", tuple(codes.shape), torch.float32)).mul_(0.5)
+        low = torch.sub(codes, half, alpha=4, out=new("rank", tuple(codes.shape), torch.float32))
+        _pack(4, _by_four(low), _two_of_three(packed), new)
+        _pack(2, half, packed[:, 2:], new)
+    else:
+        _pack(form.base, codes, packed, new)
 
 
 def unpack(form: GroupFormat, packed: Tensor, codes: Tensor, new: Scratch) -> None:
-    """Write the codes in bytes `[blocks, 1, width]` to fp32 `[blocks, parts, width]`."""
-    shape = tuple(codes.shape)
+    """Write the codes in bytes `[blocks, word_bytes, width]` to fp32 `[blocks, parts, width]`."""
     if form.parts == 1:
         codes.copy_(packed.view(torch.int8))
-    elif form.base == 16:
-        shift = new("shift", (2, 1), torch.int8)
-        torch.arange(4, -1, -4, out=shift.view(2))
-        digits = new("digits", shape, torch.int8)
-        torch.bitwise_left_shift(packed.view(torch.int8), shift, out=digits)
-        codes.copy_(digits.bitwise_right_shift_(4))
+    elif form.is_ternary:
+        _unpack_ternary(form, packed, codes, new)
+    elif form.base == 8:
+        half = new("value", tuple(codes.shape), torch.float32)
+        _unpack(4, _two_of_three(packed), _by_four(codes), new)
+        _unpack(2, packed[:, 2:], half, new)
+        codes.add_(half.mul_(4.0)).add_(0.5 + 4 * 0.5)
     else:
-        # Digit k is floor(byte / base^k) - base * floor(byte / base^(k+1)); adding 1/2 to the
-        # byte keeps the quotients away from whole numbers, where their rounding would matter.
-        power = new("power", (form.parts, 1), torch.float32)
-        torch.arange(form.parts, out=power.view(form.parts)).mul_(-math.log(form.base)).exp_()
-        byte = new("packed", tuple(packed.shape), torch.float32)
-        above = new("value", shape, torch.float32)
-        torch.mul(byte.copy_(packed).add_(0.5), power, out=codes)
-        torch.mul(codes, 1 / form.base, out=above).floor_()
-        codes.floor_().sub_(above.mul_(form.base)).sub_(1.0)
+        _unpack(form.base, packed, codes, new)
+        if form.levels:
+            codes.add_(0.5)
+
+
+def _by_four(codes: Tensor) -> Tensor:
+    """Return codes `[blocks, 8, width]` as `[blocks, 2, 4, width]`."""
+    return codes.view(codes.shape[0], 2, 4, codes.shape[2])
+
+
+def _two_of_three(packed: Tensor) -> Tensor:
+    """Return the bytes of the lower digits, `[blocks, 2, 1, width]`."""
+    return packed[:, :2].unsqueeze(2)
+
+
+def _pack(base: int, codes: Tensor, packed: Tensor, new: Scratch) -> None:
+    """Write codes `[..., parts, width]`, of one byte all parts, to `[..., 1, width]`."""
+    parts = codes.shape[-2]
+    total = new("packed", tuple(packed.shape), torch.float32)
+    total.copy_(codes[..., -1:, :])
+    for part in reversed(range(parts - 1)):
+        total.mul_(base).add_(codes[..., part : part + 1, :])
+    # every digit is made non-negative: of whole numbers with an even base half of it is added
+    packed.copy_(total.add_(136.0 if base == 16 else (base**parts - 1) / 2))
+    if base in _TOP_BITS:
+        packed.bitwise_xor_(_TOP_BITS[base])
+
+
+def _unpack(base: int, packed: Tensor, codes: Tensor, new: Scratch) -> None:
+    """Write the two's complement numbers in bytes `[..., 1, width]` to `codes`."""
+    bits = base.bit_length() - 1
+    shift = new("shift", (codes.shape[-2], 1), torch.int8)
+    torch.arange(8 - bits, -1, -bits, out=shift.view(-1))
+    digits = new("digits", tuple(codes.shape), torch.int8)
+    torch.bitwise_left_shift(packed.view(torch.int8), shift, out=digits)
+    codes.copy_(digits.bitwise_right_shift_(8 - bits))
+
+
+def _unpack_ternary(form: GroupFormat, packed: Tensor, codes: Tensor, new: Scratch) -> None:
+    # Digit k is floor(byte / base^k) - base * floor(byte / base^(k+1)); adding 1/2 to the
+    # byte keeps the quotients away from whole numbers, where their rounding would matter.
+    power = new("power", (form.parts, 1), torch.float32)
+    torch.arange(form.parts, out=power.view(form.parts)).mul_(-math.log(form.base)).exp_()
+    byte = new("packed", tuple(packed.shape), torch.float32)
+    above = new("value", tuple(codes.shape), torch.float32)
+    torch.mul(byte.copy_(packed).add_(0.5), power, out=codes)
+    torch.mul(codes, 1 / form.base, out=above).floor_()
+    codes.floor_().sub_(above.mul_(form.base)).sub_(1.0)
 
 
 def fill_noise(key: Tensor, noise: Tensor, new: Scratch) -> None:
@@ -132,49 +179,9 @@ def _round_up_scale(scales: Tensor, top_value: float, inverse: Tensor, new: Scra
     """Turn group maxima into scales and their inverses, in place."""
     nonzero = new("nonzero", tuple(scales.shape), torch.float32)
     torch.sign(scales, out=nonzero)
-    torch.div(scales, top_value, out=inverse)
-    bits = inverse.view(torch.int32)
-    bits.add_(0xFFFF).bitwise_and_(-0x10000)
-    inverse.clamp_(MIN_SCALE, largest_scale(top_value))
+    to_bf16(torch.div(scales, top_value, out=inverse), UP, top_value)
     torch.mul(inverse, nonzero, out=scales)
     torch.reciprocal(inverse, out=inverse)
-
-
-def largest_scale(top_value: float) -> float:
-    """Return the largest bf16 number whose product with `top_value` is finite in fp32."""
-    bits = torch.tensor(FP32_MAX / top_value, dtype=torch.float64).float().view(torch.int32)
-    scale = float((bits & -0x10000).view(torch.float32))
-    return scale
-
-
-def _quantize_ternary(
-    form: GroupFormat, x: Tensor, codes: Tensor, scales: Tensor, new: Scratch
-) -> None:
-    """Write codes 0, 1, 2 for -, 0, + and the mean of what is kept as the scale.
-
-    `codes` comes in as |x|, `scales` as its maximum. Means are taken over |x| in whole steps of
-    maximum / 2^15, so that they do not depend on the order of the sum.
-    """
-    shape = tuple(scales.shape)
-    step = new("inverse", shape, torch.float32)
-    nonzero = new("nonzero", shape, torch.float32)
-    count = new("count", shape, torch.float32)
-    kept = new("value", tuple(codes.shape), torch.float32)
-    torch.sign(scales, out=nonzero)
-    torch.clamp(scales, min=MIN_SCALE, out=step).mul_(1 / TERNARY_STEPS)
-    torch.reciprocal(step, out=count)
-    codes.mul_(count).floor_()
-    torch.sum(codes, dim=1, keepdim=True, out=scales)
-    scales.mul_(TERNARY_THRESHOLD / x.shape[1])
-    torch.sub(codes, scales, out=kept).sign_().clamp_(min=0)
-    torch.sum(kept, dim=1, keepdim=True, out=count)
-    codes.mul_(kept)
-    torch.sum(codes, dim=1, keepdim=True, out=scales)
-    scales.div_(count.clamp_(min=1)).mul_(step)
-    torch.mul(torch.sign(x, out=codes), kept, out=codes)
-    bits = scales.view(torch.int32)
-    bits.add_(0xFFFF).bitwise_and_(-0x10000)
-    scales.clamp_(MIN_SCALE, largest_scale(1.0)).mul_(nonzero)
 
 
 def _curve(form: GroupFormat, x: Tensor, mantissa_bits: int, new: Scratch) -> None:

@@ -1,9 +1,9 @@
 """One slice of a group format's message: what the codec runs, eagerly or compiled.
 
 Whole blocks: `x` and `residual` are fp32 `[groups, group_size]`, `out` is fp32
-`[blocks, parts, width]`, `packed` uint8 `[blocks, 1, width]`, `scales` bf16 `[groups, 1]`. The
-shapes matter: the compiler makes its loops of them. `key` is the hash key of the noise, unused by
-nearest rounding. These are the functions that torch.compile traces.
+`[blocks, parts, width]`, `packed` uint8 `[blocks, word_bytes, width]`, `scales` bf16
+`[groups, 1]`. The shapes matter: the compiler makes its loops of them. `key` is the hash key of the
+noise, unused by nearest rounding. These are the functions that torch.compile traces.
 
 The tail, less than a block: the same on flat tensors, with a last group that may be short.
 """
@@ -25,7 +25,7 @@ from dsx.compress.wire.group_kernels import (
 from dsx.compress.wire.work_space import Scratch
 
 if TYPE_CHECKING:
-    from dsx.compress.wire.formats import GroupFormat
+    from dsx.compress.wire.group_format import GroupFormat
 
 
 def encode(
@@ -73,9 +73,10 @@ def encode_tail(
     form: GroupFormat, x: Tensor, packed: Tensor, scales: Tensor, key: Tensor, new: Scratch
 ) -> tuple[Tensor, Tensor]:
     """Encode `x` `[n]`, n below a block; return its codes `[n]` and scales, for `decode_codes`."""
-    numel, padded = x.numel(), packed.numel() * form.parts
+    numel, words = x.numel(), packed.view(1, form.word_bytes, -1)
+    padded = words.shape[2] * form.parts
     codes = new("codes", (padded,), torch.float32)
-    codes[numel:].zero_()
+    codes[numel:].fill_(0.5 if form.levels else 0.0)
     scale = new("scale", (scales.numel(), 1), torch.float32)
     noise = _noise(form, key, numel, new)
     for start, stop, size, groups in _runs(form, numel):
@@ -88,7 +89,7 @@ def encode_tail(
             new,
         )
     scales.copy_(scale)
-    pack(form, codes.view(1, form.parts, -1), packed.view(1, 1, -1), new)
+    pack(form, codes.view(1, form.parts, -1), words, new)
     return codes[:numel], scale
 
 
@@ -96,8 +97,9 @@ def decode_tail(
     form: GroupFormat, packed: Tensor, scales: Tensor, numel: int, new: Scratch
 ) -> Tensor:
     """Return the `numel` values of a tail, in scratch memory."""
-    codes = new("codes", (packed.numel() * form.parts,), torch.float32)
-    unpack(form, packed.view(1, 1, -1), codes.view(1, form.parts, -1), new)
+    words = packed.view(1, form.word_bytes, -1)
+    codes = new("codes", (words.shape[2] * form.parts,), torch.float32)
+    unpack(form, words, codes.view(1, form.parts, -1), new)
     scale = new("scale", (scales.numel(), 1), torch.float32)
     return decode_codes(form, codes[:numel], scale.copy_(scales), new)
 

@@ -16,7 +16,12 @@ GRIDS = {
     "fp8": [i / 8 for i in range(8)]
     + [2.0**e * (1 + m / 8) for e in range(15) for m in range(8)][:-1],
     "ternary": [0.0, 1.0],
+    # without a zero: levels of a Gaussian, in whole numbers of 2^-14
+    "1bit": [1.0],
+    "2bit": [7418 / 2**14, 24747 / 2**14],
+    "3bit": [4016 / 2**14, 12386 / 2**14, 22019 / 2**14, 35257 / 2**14],
 }
+LEVELS = ("1bit", "2bit", "3bit")
 MANTISSA_BITS = {"fp8": 3, "fp4_e2m1": 1, "fp4_e3m0": 0}
 
 
@@ -38,6 +43,14 @@ def group_scale(name: str, group: Tensor) -> Tensor:
         kept = whole[whole > whole.sum() * (0.7 / len(group))]
         scale = kept.sum() / max(len(kept), 1) * step
     largest = torch.tensor(torch.finfo(torch.float32).max / GRIDS[name][-1])
+    if name in LEVELS:
+        power, count = (1, 2**15) if name == "1bit" else (2, 2**8)
+        step = magnitude.max().clamp(min=2.0**-100) / count
+        whole = (magnitude * (1 / step) + 0.5).floor().double()
+        mean = (whole**power).sum().float() * (1 / len(group))
+        scale = (mean if power == 1 else mean.sqrt()) * step
+        nearest = (scale.view(torch.int32) + 0x8000 & -0x10000).view(torch.float32)
+        return nearest.clamp(2.0**-100, float((largest * (1 - 2.0**-8)).bfloat16()))
     return bf16_up(scale).clamp(2.0**-100, float((largest * (1 - 2.0**-8)).bfloat16()))
 
 
@@ -50,6 +63,11 @@ def group_ranks(name: str, group: Tensor, scale: Tensor) -> Tensor:
         step = group.abs().max().clamp(min=2.0**-100) / 2**15
         whole = (group.abs() * (1 / step)).floor()
         return (group.sign() * (whole > whole.sum() * (0.7 / len(group)))).int()
+    if name in LEVELS:  # -2, -1, 1, 2: the place in the list, and a sign
+        grid = GRIDS[name]
+        cuts = [(a + b) / 2 for a, b in zip(grid, grid[1:], strict=False)]
+        place = 1 + sum(((group.abs() >= cut * scale).int() for cut in cuts), torch.tensor(0))
+        return (place * torch.ones(()).copysign(group)).int()
     rank_info = group * (1 / scale.clamp(min=2.0**-100))
     if name in MANTISSA_BITS:  # evenly spaced between powers of two, and from 0 to 1
         size, exponent = rank_info.abs(), torch.frexp(rank_info).exponent - 1
@@ -69,12 +87,14 @@ def encode(name: str, x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
 
 def decode(name: str, ranks: Tensor, scales: Tensor, group_size: int) -> Tensor:
     grid = torch.tensor(GRIDS[name])
-    values = grid[ranks.abs().long()] * ranks.sign()
+    values = grid[ranks.abs().long() - int(name in LEVELS)] * ranks.sign()
     return values * scales.repeat_interleave(group_size)[: len(ranks)]
 
 
 def pack(name: str, ranks: Tensor, group_size: int) -> Tensor:
     """The code bytes, block by block."""
+    if name in LEVELS:
+        return pack_levels(name, ranks, group_size)
     parts = {"int8": 1, "fp8": 1, "ternary": 5}.get(name, 2)
     block = group_size * (parts if name == "ternary" else 1)
     out: list[Tensor] = []
@@ -90,6 +110,30 @@ def pack(name: str, ranks: Tensor, group_size: int) -> Tensor:
         else:
             out.append(sum(3**k * (digits[k] + 1) for k in range(5)))
     return torch.cat(out).to(torch.uint8)
+
+
+def pack_levels(name: str, ranks: Tensor, group_size: int) -> Tensor:
+    """Bytes as binary digits, the last code first; of 3 bits two of each half, then the sign."""
+    bits, out = int(name[0]), list[int]()
+    for piece in ranks.split(group_size):
+        whole = len(piece) + (-len(piece) % 8 if bits == 3 else 0)
+        codes = [rank - (rank > 0) for rank in piece.tolist()] + [0] * (whole - len(piece))
+        if bits == 3:  # -4 .. 3, as -2 or 2 and what is left
+            lower = [code + 2 if code < 0 else code - 2 for code in codes]
+            out += packed_bits(lower[: whole // 2], 2) + packed_bits(lower[whole // 2 :], 2)
+            out += packed_bits([-(code < 0) for code in codes], 1)
+        else:
+            out += packed_bits(codes, bits)
+    return torch.tensor(out, dtype=torch.uint8)
+
+
+def packed_bits(codes: list[int], bits: int) -> list[int]:
+    width = -(-len(codes) // (8 // bits))
+    codes = codes + [0] * (width * (8 // bits) - len(codes))
+    return [
+        int("".join(f"{code % 2**bits:0{bits}b}" for code in codes[j::width][::-1]), 2)
+        for j in range(width)
+    ]
 
 
 def message(name: str, x: Tensor, group_size: int) -> tuple[Tensor, Tensor]:

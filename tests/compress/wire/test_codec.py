@@ -16,6 +16,7 @@ from tests.compress.wire import reference
 
 CPU = torch.device("cpu")
 GROUPED = sorted(reference.GRIDS)
+NEAREST_ONLY = ("ternary", *reference.LEVELS)
 SIZES = [0, 1, 2, 31, 63, 64, 65, 127, 319, 320, 321, 1000]
 
 
@@ -106,6 +107,9 @@ def test_byte_counts(numel: int) -> None:
         "fp4_e2m1": up(numel, 2) + 2 * up(numel, 64),
         "fp4_e3m0": up(numel, 2) + 2 * up(numel, 64),
         "ternary": up(numel, 5) + 2 * up(numel, 64),
+        "3bit": 3 * up(numel, 8) + 2 * up(numel, 64),
+        "2bit": up(numel, 4) + 2 * up(numel, 64),
+        "1bit": up(numel, 8) + 2 * up(numel, 64),
     }
     for name, num_bytes in expected.items():
         options = {"group_size": 64} if name in GROUPED else {}
@@ -120,6 +124,9 @@ def test_bytes_per_element_of_full_groups() -> None:
         ("int8", 64, 1.03125),
         ("fp4_e2m1", 32, 0.5625),
         ("ternary", 64, 0.23125),
+        ("3bit", 64, 3.25 / 8),
+        ("2bit", 64, 2.25 / 8),
+        ("1bit", 256, 1.0625 / 8),
     ):
         assert make(name, group_size=group_size).num_bytes(numel) == expected * numel
 
@@ -140,7 +147,7 @@ def test_decode_add_is_decode_then_add_at_any_address(name: str, numel: int) -> 
 @pytest.mark.parametrize("name", sorted(FORMATS))
 @pytest.mark.parametrize("numel", [0, 1, 65, 1000, 2**17 + 321])
 def test_feedback_keeps_what_is_lost(name: str, numel: int, rounding: str) -> None:
-    if rounding == "stochastic" and name not in GROUPED or name == "ternary":
+    if rounding == "stochastic" and name not in GROUPED or name in NEAREST_ONLY:
         return
     wire = make(name, rounding=rounding) if name in GROUPED else make(name)
     delta, before = sample(numel, 4, "normal"), sample(numel, 5, "normal")
@@ -183,6 +190,9 @@ def test_error_bounds(name: str, kind: str) -> None:
         ("fp4_e3m0", 64, 0.037),
         ("fp8", 256, 8e-4),
         ("ternary", 64, 0.19),
+        ("3bit", 64, 0.0345),  # without a group's own scale: 0.03454, 0.1175, 0.3634
+        ("2bit", 64, 0.1175),
+        ("1bit", 256, 0.3634),
     ],
 )
 def test_gaussian_error(name: str, group_size: int, bound: float) -> None:
@@ -203,13 +213,12 @@ def test_the_largest_number_stays_finite(name: str) -> None:
     x = torch.tensor([largest, -largest, largest / 2, 0.0]).repeat(64)
     decoded = roundtrip(make(name), x)[1]
     assert decoded.isfinite().all()
-    torch.testing.assert_close(
-        decoded[0::4], x[0::4], rtol=0.01 if name != "ternary" else 0.2, atol=0
-    )
+    rtol = {"ternary": 0.2, "1bit": 0.4}.get(name, 0.01)
+    torch.testing.assert_close(decoded[0::4], x[0::4], rtol=rtol, atol=0)
     assert torch.equal(decoded[0::4], -decoded[1::4])
 
 
-@pytest.mark.parametrize("name", [name for name in GROUPED if name != "ternary"])
+@pytest.mark.parametrize("name", [name for name in GROUPED if name not in NEAREST_ONLY])
 def test_stochastic_rounding_is_unbiased_and_follows_the_seed(name: str) -> None:
     wire = make(name, rounding="stochastic")
     x = sample(4096, 8, "normal")

@@ -65,7 +65,10 @@ def outcomes(wire: Wire, kernels: str, device: torch.device = CPU) -> list[Tenso
             for rounding in ("nearest", "stochastic")
             for wire in (FORMATS[name](rounding=rounding),)  # type: ignore[call-arg]
         ),
-        pytest.param(FORMATS["ternary"](), marks=pytest.mark.slow),
+        *(
+            pytest.param(FORMATS[name](), marks=pytest.mark.slow)
+            for name in ("ternary", "3bit", "2bit", "1bit")
+        ),
     ],
     ids=str,
 )
@@ -97,7 +100,7 @@ def test_threads_compile_and_run_side_by_side() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith(("int", "fp4"))])
+@pytest.mark.parametrize("name", [n for n in FORMATS if n.startswith(("int", "fp4")) or "bit" in n])
 @pytest.mark.parametrize("kernels", ["compiled", "eager"])
 def test_a_gpu_writes_the_bits_of_a_cpu(name: str, kernels: str) -> None:
     wire = FORMATS[name]()
@@ -106,7 +109,7 @@ def test_a_gpu_writes_the_bits_of_a_cpu(name: str, kernels: str) -> None:
         assert torch.equal(there.cpu(), here)
 
 
-@pytest.mark.parametrize("name", by_default(sorted(FORMATS), "int4", "ternary"))
+@pytest.mark.parametrize("name", by_default(sorted(FORMATS), "int4", "ternary", "2bit"))
 def test_one_thread_or_two(name: str) -> None:
     before = torch.get_num_threads()
     try:
@@ -177,8 +180,8 @@ def test_the_measure_of_allocations_sees_temporaries() -> None:
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_nothing_is_allocated_after_the_first_call(name: str, rounding: str) -> None:
-    options = {} if name[:2] in ("bf", "te") or name[2:] in ("16", "32") else {"rounding": rounding}
-    wire = FORMATS[name](**options)
+    has_rounding = "rounding" in FORMATS[name].__dataclass_fields__  # type: ignore[attr-defined]
+    wire = FORMATS[name](**({"rounding": rounding} if has_rounding else {}))  # type: ignore[call-arg]
     numel = 2**18 + 321
     x, residual, out = torch.randn(3, numel).unbind()
     data = torch.empty(wire.num_bytes(numel), dtype=torch.uint8)
