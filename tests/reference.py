@@ -46,6 +46,7 @@ class Recipe:
     moves: tuple[int, int] | None = None  # after so many transfers applied, H is this
     code: Callable[[Tensor], Tensor] | None = None  # what is decoded of a tensor that is sent
     feedback: bool = False  # x = D + e is sent, and e is what its code has lost
+    code_of_mean: Callable[[Tensor], Tensor] | None = None  # of y = mean + e, sent by its owner
 
 
 @dataclass
@@ -78,6 +79,7 @@ class Reference:
     in_flight: list[Flight] = field(default_factory=list)
     past: dict[int, list[Flight]] = field(default_factory=dict)  # by fragment, for eager
     residual: list[Tensors] = field(default_factory=list)  # what codes have lost, by cluster
+    lost_of_mean: Tensors = field(default_factory=dict)  # e of the second leg: y - what is sent
     shared_buffer: Tensors = field(default_factory=dict)  # eager: of the means before a finish
 
     def __post_init__(self) -> None:
@@ -88,6 +90,7 @@ class Reference:
         self.start = [copy.deepcopy(self.anchor) for _ in self.local]
         self.past = {p: [] for p in range(len(self.recipe.fragments))}
         self.residual = [copy.deepcopy(self.buffer) for _ in self.local]
+        self.lost_of_mean = copy.deepcopy(self.buffer)
 
     def boundary(self, step: int, before: list[Tensors]) -> None:
         """Launch what is due, then apply what is ripe; `before`: the weights before this step."""
@@ -187,7 +190,7 @@ class Reference:
             else:
                 own.append({n: self.origin(m, n) - theta[n] for n in names})
         own = [{n: self.coded(m, n, d[n]) for n in names} for m, d in enumerate(own)]
-        mean = {n: sum(d[n] for d in own) / len(own) for n in names}
+        mean = {n: self.returned(n, sum(d[n] for d in own) / len(own)) for n in names}
         interval = step - self.clock.launched[p]
         first = {n: self.first_step[n] for n in names} if recipe.penalty else {}
         flight = Flight(p, step, interval, own, sent, mean, first)
@@ -205,6 +208,15 @@ class Reference:
             self.eager_step(p)
         if recipe.delay == "shift" and recipe.outer_steps and len(self.past[p]) == 1:
             self.clock.under_way[p] = 0
+
+    def returned(self, n: str, mean: Tensor) -> Tensor:
+        """Return what all decode of a mean, which has what was lost of it before in it."""
+        if self.recipe.code_of_mean is None:
+            return mean
+        y = mean + self.lost_of_mean[n]
+        decoded = self.recipe.code_of_mean(y)
+        self.lost_of_mean[n] = y - decoded
+        return decoded
 
     def coded(self, m: int, n: str, x: Tensor) -> Tensor:
         """What everybody decodes of a tensor that cluster m sends."""

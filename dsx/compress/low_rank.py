@@ -34,6 +34,7 @@ from annotated_types import Ge
 from dsx.compress.base import Channel, Launch
 from dsx.compress.owners import factor_bytes, factor_rounds, two_sides
 from dsx.compress.quantized import (
+    NARROW,
     Feedback,
     Quantized,
     residual_formats,
@@ -91,6 +92,11 @@ class LowRank(Quantized):
         """Require what `Quantized` does, a rank of at least 1, and sensible rounds."""
         super().validate()
         require_choice("compression.factor_wire", self.factor_wire, FactorWire)
+        if self.mean_wire in NARROW:
+            raise ValueError(
+                f"compression.mean_wire={self.mean_wire!r}: owners keep nothing of what the means "
+                "of dense rounds lose, which is too much in so few bits; use 'int8'"
+            )
         if not all(self.exclude):
             raise ValueError(
                 f"compression.exclude={self.exclude!r}: an empty text is part of every name; give "

@@ -34,8 +34,13 @@ from dsx.core.registry import register
 from dsx.core.types import Fragment
 
 Feedback = Literal["none", "fp32", "bf16", "int8"]
-WireName = Literal["fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0", "ternary"]
+MeanFeedback = Literal["none", "fp32"]
+WireName = Literal[
+    "fp32", "bf16", "fp16", "int8", "int4", "fp8", "fp4_e2m1", "fp4_e3m0",
+    "ternary", "3bit", "2bit", "1bit",
+]  # fmt: skip
 CASTS = ("fp32", "bf16", "fp16")
+NARROW = ("3bit", "2bit", "1bit")  # a mean loses 3 to 36 % of its energy in these
 SmallWire = Literal["fp32", "bf16", "fp16"]
 Decay = Annotated[float, Gt(0), Le(1), "SparseLoCo uses 0.95, and 1 keeps everything"]
 
@@ -59,6 +64,10 @@ class Quantized(Compressor):
     """How what coding lost is kept to be sent later; none: it is lost."""
     feedback_decay: Decay = 1.0
     """The share of what was lost that is kept each round, above 0 and at most 1."""
+    mean_feedback: MeanFeedback | None = None
+    """How the owner of a slice keeps what coding its mean lost, where there are four clusters or
+    more; null: as `error_feedback`, and where that is none, in fp32 for a `mean_wire` of 3 bits or
+    fewer."""
     kernels: Kernels = "auto"
     """How codes are computed: by a compiled kernel where it pays (auto), always by one, or by plain
     tensor operations (eager)."""
@@ -71,6 +80,8 @@ class Quantized(Compressor):
         require_choice("compression.mean_wire", self.mean_wire, WireName)
         require_choice("compression.small_wire", self.small_wire, SmallWire)
         require_choice("compression.error_feedback", self.error_feedback, Feedback)
+        if self.mean_feedback is not None:
+            require_choice("compression.mean_feedback", self.mean_feedback, MeanFeedback)
         require_choice("compression.kernels", self.kernels, Kernels)
         require_bounds("compression", self)
         if self.error_feedback == "none" and self.feedback_decay != 1:
@@ -78,7 +89,12 @@ class Quantized(Compressor):
                 f"compression.feedback_decay={self.feedback_decay} has no effect while "
                 "compression.error_feedback='none'; name a storage, e.g. 'fp32', or leave it out"
             )
-        if self.wire in (*CASTS, "ternary") and self.rounding != "nearest":
+        if self.down.is_exact and self.mean_feedback == "fp32":
+            raise ValueError(
+                "compression.mean_feedback='fp32': a mean in fp32 loses nothing; "
+                "leave it out, or choose a narrower compression.mean_wire"
+            )
+        if self.wire in (*CASTS, "ternary", *NARROW) and self.rounding != "nearest":
             raise ValueError(
                 f"compression.rounding={self.rounding!r}: {self.wire} rounds to nearest only; "
                 "leave rounding out"
@@ -109,6 +125,15 @@ class Quantized(Compressor):
     def coded_formats(self) -> tuple[str, ...]:
         """The formats of all but the small rest."""
         return self.wire, self.mean_wire
+
+    @property
+    def kept_of_means(self) -> Feedback:
+        """How owners keep what coding a mean has lost: `mean_feedback`, or what that stands for."""
+        if self.mean_feedback is not None:
+            return self.mean_feedback
+        if self.error_feedback == "none" and self.mean_wire in NARROW:
+            return "fp32"
+        return self.error_feedback
 
     @property
     def up(self) -> Wire:
@@ -157,22 +182,22 @@ class Quantized(Compressor):
         """Return what copies of residuals take; of those of means alone, if coded at the launch."""
         if not at_launch:
             return self.state_bytes(fragment, num_clusters, max_rank)
-        runs = fragment.coded_runs
-        kinds = (self.residual_bytes(runs, num_clusters, keeps) for keeps in (True, False))
-        return [both - of_values for both, of_values in zip(*kinds, strict=True)]
+        return self.residual_bytes(fragment.coded_runs, num_clusters, keeps_values=False)
 
     def residual_bytes(
-        self, runs: Sequence[tuple[int, int]], num_clusters: int, keeps_mean: bool = True
+        self,
+        runs: Sequence[tuple[int, int]],
+        num_clusters: int,
+        keeps_mean: bool = True,
+        keeps_values: bool = True,
     ) -> list[int]:
         """Return what the residuals of runs take: of the values sent, and of each one's means."""
-        if self.error_feedback == "none":
-            return [0] * num_clusters
-        storage = FORMATS[self.error_feedback]()
+        storage = self.error_feedback if keeps_values else "none"
+        of_means = self.kept_of_means if keeps_mean else "none"
         kept = [0] * num_clusters
         for start, stop in runs:
-            of_values = storage.num_bytes(stop - start)
             for m, (a, b) in enumerate(self.mean_bounds(stop - start, num_clusters)):
-                kept[m] += of_values + (storage.num_bytes(b - a) if keeps_mean else 0)
+                kept[m] += _stored_bytes(storage, stop - start) + _stored_bytes(of_means, b - a)
         return kept
 
     def buffer_bytes(
@@ -229,6 +254,10 @@ class Quantized(Compressor):
         kind: Any = FORMATS[name]
         fields = {"group_size": self.group_size, "rounding": self.rounding}
         return kind(**{f: v for f, v in fields.items() if f in kind.__dataclass_fields__})
+
+
+def _stored_bytes(storage: Feedback, numel: int) -> int:
+    return 0 if storage == "none" else FORMATS[storage]().num_bytes(numel)
 
 
 def small_rounds(fragment: Fragment, wire: SmallWire, num_clusters: int) -> Rounds:

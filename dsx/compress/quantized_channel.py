@@ -17,7 +17,7 @@ from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 
 if TYPE_CHECKING:
-    from dsx.compress.quantized import Quantized
+    from dsx.compress.quantized import Feedback, Quantized
 
 
 class QuantizedChannel(CodedRuns):
@@ -57,11 +57,11 @@ class CodedPart(CodedRun):
         self.mean = CodedMean(
             stop - start, method.up, method.down, seat, method.kernels, opening=opening
         )
-        self.residual = _residual(method, stop - start, opening)
+        self.residual = _residual(method, method.error_feedback, stop - start, opening)
         bounds = method.mean_bounds(stop - start, seat.num_clusters)[seat.position]
         self.mean_bounds = first, last = bounds if keeps_mean else (0, 0)
         here = replace(opening, at_launch=0)  # means are encoded by the transfer's thread
-        self.of_mean = _residual(method, last - first, here) if last > first else None
+        self.of_mean = _residual(method, method.kept_of_means, last - first, here)
 
     def exchange(self, x: Tensor, launch: Launch) -> Exchange:
         """Average the run inside `x`, in place."""
@@ -93,8 +93,10 @@ def part_seed(fragment: int, part: int, seat: Seat) -> int:
     return (fragment * 1_009 + part) * 4_099 + seat.cluster_id * 31
 
 
-def _residual(method: Quantized, numel: int, opening: Opening) -> Residual | None:
-    """Return a residual of `numel` elements, or None without error feedback."""
-    if method.error_feedback == "none":
+def _residual(
+    method: Quantized, storage: Feedback, numel: int, opening: Opening
+) -> Residual | None:
+    """Return a residual of `numel` elements, or None without error feedback or elements."""
+    if storage == "none" or not numel:
         return None
-    return Residual(numel, method.error_feedback, method.feedback_decay, opening)
+    return Residual(numel, storage, method.feedback_decay, opening)

@@ -68,8 +68,18 @@ METHODS: dict[str, tuple[str, dict[str, Any], int]] = {
                 "rank": 6, "max_rank": 12, "min_interval": 2, "window": 1, "step_seconds": 1.0,
                 "round_seconds": 2.0,
             },
+            "compression": {"dense_rounds": 1},
         },
         6,
+    ),
+    "shift, two legs of 2 bits": (
+        "streaming_diloco",
+        {
+            "schedule": {"interval": 4}, "fragments": {"num_fragments": 2},
+            "delay": {"type": "shift", "steps": 2},
+            "compression": {"type": "quantized", "wire": "2bit", "mean_wire": "2bit"},
+        },
+        5,
     ),
     "gap, by element": (
         "co2", {"schedule": {"interval": 3}, "staleness": {"granularity": "element"}}, 7
@@ -84,8 +94,8 @@ def _holding(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def new_run(name: str, codec: str, num_clusters: int) -> Simulated:
     kind, overrides, _ = METHODS[name]
-    compression = CODECS[codec] if codec != "own" else {"dense_rounds": 1}
-    method = preset(kind, num_clusters, **overrides, compression=compression)
+    given = {} if codec == "own" else {"compression": CODECS[codec]}
+    method = preset(kind, num_clusters, **overrides, **given)
     adamw = functools.partial(torch.optim.AdamW, lr=0.01)
     return Simulated(WideNet(), lambda m: adamw(m.parameters()), method, num_clusters)
 
@@ -110,10 +120,11 @@ def stopped(name: str, codec: str, num_clusters: int, held: tuple[int, ...]) -> 
 
 
 EAGER = ("eager", "eager, two")
+OWN = [name for name, (_, overrides, _) in METHODS.items() if "compression" in overrides]
 GRID = [
     *((name, codec) for name in METHODS for codec in CODECS
-      if name != "adaptive rank" and not (name in EAGER and codec.startswith("low rank"))),
-    ("adaptive rank", "own"),
+      if name not in OWN and not (name in EAGER and codec.startswith("low rank"))),
+    *((name, "own") for name in OWN),
 ]  # fmt: skip
 QUICK = [
     *(("one step", codec) for codec in CODECS),
@@ -134,6 +145,7 @@ BY_DEFAULT = {  # one cluster has nothing, of every codec; nobody has it, and ow
     (("eager", "int4, fp32"), PLACES[1]),
     (("one step", "int4, fp32"), PLACES[2]),
     (("eager", "int4, fp32"), PLACES[2]),
+    (("shift, two legs of 2 bits", "own"), PLACES[2]),
 }
 
 

@@ -314,6 +314,7 @@ def test_the_size_of_the_values_does_not_matter(factor_wire: Any, scale: float) 
         ({"min_saving": 0.9}, r"compression\.min_saving=0\.9 must be finite and at least 1"),
         ({"min_saving": float("nan")}, r"compression\.min_saving=nan"),
         ({"wire": "int5"}, r"compression\.wire='int5'"),
+        ({"mean_wire": "2bit"}, r"compression\.mean_wire='2bit': owners keep nothing"),
         ({"exclude": ("wte", "")}, r"compression\.exclude=.* an empty text is part of every name"),
     ],
 )

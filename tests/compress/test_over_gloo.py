@@ -34,6 +34,7 @@ CODECS: dict[str, dict[str, Any]] = {
 }
 KEPT_LOCALLY = "random_top_k, kept locally"
 CODECS_OF_ALL = CODECS | {KEPT_LOCALLY: CODECS["random_top_k"] | {"error_feedback": "none"}}
+CODECS_OF_ALL |= {"two legs": {"type": "quantized", "wire": "2bit", "mean_wire": "2bit"}}
 STREAMING = {"fragments": {"num_fragments": 2}, "delay": {"steps": 2, "alpha": 0.3}}
 CONTROL = {"rank": 6, "max_rank": 12, "min_interval": 2, "window": 1}
 CONTROL |= {"step_seconds": 1.0, "round_seconds": 2.0}  # so that H stays
@@ -49,14 +50,20 @@ METHODS: dict[str, dict[str, Any]] = {
     },
     "dilocox": {"schedule": {"interval": 2}, "fragments": {"num_fragments": 2}, "control": CONTROL},
     "cocktail_sgd": {},
+    "streaming_diloco, shift": {
+        "schedule": {"interval": 4},
+        "fragments": {"num_fragments": 2},
+        "delay": {"type": "shift", "steps": 2},
+    },
     "overlap_local_sgd": {"schedule": {"interval": 2}},
 }
 DELAYED = [("diloco_delayed", codec) for codec in CODECS]
 EAGER = [("eager", "quantized"), ("eager", "top_k"), ("eager, two", "quantized")]
+TWO_LEGS = [("streaming_diloco, shift", "two legs")]
 BASELINES = [("cocktail_sgd", KEPT_LOCALLY), ("overlap_local_sgd", "quantized")]
 RUNS = {
     2: [*DELAYED, *EAGER, *BASELINES],
-    4: [*DELAYED, *EAGER, *BASELINES, *(("diloco", codec) for codec in CODECS)],
+    4: [*DELAYED, *EAGER, *BASELINES, *TWO_LEGS, *(("diloco", codec) for codec in CODECS)],
 }
 RESUMED = [
     *(

@@ -57,7 +57,9 @@ def test_small_slots_are_the_mean_of_their_casts(small_wire: Any, num_clusters: 
 
 
 @pytest.mark.parametrize("num_clusters", [1, 2, 4, 5])
-@pytest.mark.parametrize(("wire", "group_size"), [("int4", 64), ("int4", 32), ("ternary", 128)])
+@pytest.mark.parametrize(
+    ("wire", "group_size"), [("int4", 64), ("int4", 32), ("ternary", 128), ("2bit", 64)]
+)
 def test_matrices_are_coded_in_runs(wire: Any, group_size: int, num_clusters: int) -> None:
     """Neighbours share groups; where there is an owner, the mean is coded once more."""
     method = Quantized(wire=wire, group_size=group_size)
@@ -118,7 +120,7 @@ def residual_of(clusters: Clusters, index: int, channel: int = 0) -> Tensor:
     return clusters.channels[channel].slots[f"residual.{index}"]
 
 
-@pytest.mark.parametrize("wire", ["int4", "ternary"])
+@pytest.mark.parametrize("wire", ["int4", "ternary", "1bit"])
 @pytest.mark.parametrize("num_clusters", [1, 2, 5])
 def test_what_is_applied_and_what_is_left_is_what_was_put_in(num_clusters: int, wire: Any) -> None:
     """What owners keep of the means they encode is left, too, where there are means to encode."""
@@ -202,6 +204,71 @@ def test_state_is_all_that_a_channel_remembers(num_clusters: int, storage: Any) 
         assert all(torch.equal(ours.slots[name], theirs.slots[name]) for name in ours.slots)
 
 
+@pytest.mark.parametrize("wire", ["1bit", "2bit", "3bit"])
+def test_owners_send_what_they_have_lost_of_means_with_the_next(wire: Any) -> None:
+    """y = mean of codes + e; all apply what they decode of y; e = y - that. Without a residual of
+    the values, and to the bit.
+    """
+    method = Quantized(wire=wire, mean_wire=wire, group_size=64)
+    clusters = Clusters(method, FRAGMENT, 5)
+    group_of_means = 256 if wire == "1bit" else 64
+    lost = {run: torch.zeros(run[1] - run[0]) for run in CODED}
+    for values in rounds_of(5, 4):
+        mean = clusters.average(values)
+        for start, stop in CODED:
+            y = mean_in_order([decoded(wire, x[start:stop], 64) for x in values])
+            y = y + lost[start, stop]
+            assert torch.equal(mean[start:stop], decoded(wire, y, group_of_means))
+            lost[start, stop] = y - mean[start:stop]
+    slots = [channel.slots for channel in clusters.channels]
+    for index, run in enumerate(CODED):
+        kept = torch.cat([s.get(f"residual.{index}.mean", torch.empty(0)) for s in slots])
+        assert torch.equal(kept, lost[run])
+    assert all(name.endswith(".mean") for s in slots for name in s)
+    sizes = [sum(t.numel() * 4 for t in s.values()) for s in slots]
+    assert sizes == method.state_bytes(FRAGMENT, 5, 0) == method.before_bytes(FRAGMENT, 5, 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, "none"),
+        ({"error_feedback": "bf16"}, "bf16"),
+        ({"mean_feedback": "fp32"}, "fp32"),
+        ({"error_feedback": "bf16", "mean_feedback": "fp32"}, "fp32"),
+        ({"error_feedback": "fp32", "mean_feedback": "none"}, "none"),
+        ({"mean_wire": "2bit"}, "fp32"),
+        ({"mean_wire": "2bit", "error_feedback": "int8"}, "int8"),
+        ({"mean_wire": "2bit", "mean_feedback": "none"}, "none"),
+    ],
+)
+def test_what_owners_keep_is_a_choice(fields: dict[str, Any], kept: str) -> None:
+    method = Quantized(**fields)
+    method.validate()
+    clusters = Clusters(method, FRAGMENT, 4)
+    clusters.average(correlated(FRAGMENT.numel, 4))
+    found = {n: e for c in clusters.channels for n, e in c.errors.items() if e.is_of_mean}
+    assert {error.residual.storage for error in found.values()} == {kept} - {"none"}
+    sizes = [sum(t.nbytes for t in channel.slots.values()) for channel in clusters.channels]
+    assert sizes == method.state_bytes(FRAGMENT, 4, 0)
+
+
+def test_two_legs_of_2_bits_send_114_times_less_than_a_ring_in_bf16() -> None:
+    """At H = 16, by 4 clusters, per parameter: 2 * 3/4 * 2.25 bits against 2 * 3/4 * 16 a step.
+
+    Gathered codes, 3 * 2.25 bits, would be 57 times less.
+    """
+    fragment = fragment_of((64, 1024), (256, 512))
+    clusters = Clusters(Quantized(wire="2bit", mean_wire="2bit"), fragment, 4)
+    clusters.average(correlated(fragment.numel, 4))
+    assert clusters.bytes_sent == clusters.payload_bytes(1)
+    bits_sent = [8 * sent / fragment.numel for sent in clusters.bytes_sent]
+    assert bits_sent == [2 * 0.75 * 2.25] * 4
+    ring = 2 * 0.75 * 16
+    assert 16 * ring / bits_sent[0] == pytest.approx(113.8, abs=0.1)
+    assert 16 * ring / (3 * 2.25) == pytest.approx(56.9, abs=0.1)
+
+
 SHAPE = st.one_of(
     st.tuples(st.integers(0, 80)),
     st.tuples(st.integers(1, 40), st.integers(1, 60)),
@@ -212,7 +279,7 @@ SHAPE = st.one_of(
 @given(
     shapes=st.lists(SHAPE, max_size=5),
     num_clusters=st.integers(1, 5),
-    wire=st.sampled_from(["int4", "int8", "ternary", "fp4_e3m0", "fp8", "fp16"]),
+    wire=st.sampled_from(["int4", "int8", "ternary", "3bit", "2bit", "1bit", "fp8", "fp16"]),
     feedback=st.sampled_from(["none", "fp32", "bf16", "int8"]),
     scale=st.sampled_from([0.0, 1e-30, 1.0, 1e30]),
 )
@@ -253,6 +320,9 @@ def test_any_layout(
         ({"feedback_decay": 0.95}, "has no effect while compression.error_feedback='none'"),
         ({"wire": "ternary", "rounding": "stochastic"}, "ternary rounds to nearest only"),
         ({"wire": "bf16", "rounding": "stochastic"}, "bf16 rounds to nearest only"),
+        ({"wire": "2bit", "rounding": "stochastic"}, "2bit rounds to nearest only"),
+        ({"mean_feedback": "bf16"}, r"compression\.mean_feedback='bf16'"),
+        ({"mean_wire": "fp32", "mean_feedback": "fp32"}, "a mean in fp32 loses nothing"),
     ],
 )
 def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
@@ -267,6 +337,7 @@ def test_what_cannot_work_is_refused(fields: dict[str, Any], said: str) -> None:
         {"wire": "int8", "group_size": 256, "rounding": "stochastic"},
         {"wire": "ternary", "error_feedback": "bf16", "feedback_decay": 0.95},
         {"wire": "fp32", "mean_wire": "fp32", "small_wire": "fp32"},
+        {"wire": "1bit", "mean_wire": "1bit", "group_size": 256},
     ],
 )
 def test_what_works_is_not(fields: dict[str, Any]) -> None:

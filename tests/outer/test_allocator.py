@@ -41,6 +41,10 @@ CODECS: dict[str, dict[str, Any]] = {
         "type": "quantized", "wire": "ternary", "error_feedback": "int8", "feedback_decay": 0.9,
     },
     "fp8": {"type": "quantized", "wire": "fp8", "rounding": "stochastic"},
+    "2bit, two legs": {"type": "quantized", "wire": "2bit", "mean_wire": "2bit"},
+    "3bit, int8": {
+        "type": "quantized", "wire": "3bit", "mean_wire": "1bit", "error_feedback": "int8",
+    },
     "low rank": {"type": "low_rank", "rank": 48, "error_feedback": "bf16"},
     "low rank, exact": {"type": "low_rank", "rank": 16, "factor_wire": "fp32"},
     "top-k": {"type": "top_k", "error_feedback": "bf16"},
@@ -139,6 +143,17 @@ def test_a_run_of_every_codec_holds_what_is_predicted(codec: str, num_clusters: 
     method = preset("diloco", num_clusters, schedule={"interval": 1}, compression=CODECS[codec])
     run = Simulated(Net(), sgd, method, num_clusters)
     for _ in range(2):
+        run.train_step(loss)
+    require_predicted(run)
+
+
+def test_what_owners_keep_is_predicted_beside_codes_of_launches() -> None:
+    method = preset(
+        "diloco", 4, schedule={"interval": 2}, delay={"type": "shift", "steps": 1},
+        compression=CODECS["2bit, two legs"],
+    )  # fmt: skip
+    run = Simulated(Net(), sgd, method, 4)
+    for _ in range(5):
         run.train_step(loss)
     require_predicted(run)
 

@@ -21,6 +21,7 @@ CODECS: dict[str, dict[str, Any]] = {
     "int4": {"type": "quantized"},
     "int4, feedback": {"type": "quantized", "error_feedback": "fp32"},
     "ternary, bf16": {"type": "quantized", "wire": "ternary", "error_feedback": "bf16"},
+    "2bit, two legs": {"type": "quantized", "wire": "2bit", "mean_wire": "2bit"},
     "low rank": {"type": "low_rank", "rank": 6, "error_feedback": "int8"},
     "top-k": {"type": "top_k", "k": 3, "chunk": 100, "error_feedback": "bf16"},
     "random top-k": {"type": "random_top_k", "chunk": 100, "error_feedback": "int8"},

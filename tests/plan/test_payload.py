@@ -42,6 +42,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 CODECS: dict[str, dict[str, Any]] = {
     "int4": {"type": "quantized"},
     "ternary": {"type": "quantized", "wire": "ternary", "group_size": 32, "mean_wire": "bf16"},
+    "2bit": {"type": "quantized", "wire": "2bit", "mean_wire": "2bit"},
     "bf16": {"type": "quantized", "wire": "bf16", "small_wire": "fp32", "error_feedback": "bf16"},
     "low rank": {"type": "low_rank", "rank": 5, "factor_wire": "fp32", "exclude": ["layers.3"]},
     "top k": {"type": "top_k", "k": 30, "chunk": 1000},

@@ -5,8 +5,8 @@ space for one device and turns fp32 vectors into messages and back. A message is
 up to its length: whoever decodes it knows the format and the number of elements.
 
 Invariants: a decoded value is a grid's number times a scale with at most one rounding, so every
-platform and all kernels decode the same bits. Encoders may differ from one platform to the next; of one
-platform they do not, compiled or eager. Non-finite input must be refused by the caller.
+platform and all kernels decode the same bits. Encoders may differ from one platform to the next; of
+one platform they do not, compiled or eager. Non-finite input must be refused by the caller.
 """
 
 from __future__ import annotations
