@@ -51,7 +51,9 @@ def coding_seconds(
         return before, after + num_clusters * coded / speeds.decode
     mean = costs.formats.get(compression.mean_wire, speeds)
     own = coded / num_clusters
-    after += num_clusters * own / speeds.decode + own / mean.encode + coded / mean.decode
+    is_kept = compression.kept_of_means != "none"
+    after += own / (mean.encode_with_feedback if is_kept else mean.encode)
+    after += num_clusters * own / speeds.decode + coded / mean.decode
     return before, after
 
 

@@ -8,9 +8,10 @@ report and the scripts of this repository measure on small models; it is not a p
   own share); tau steps of H are tau / H;
 - the outer rule: 0.1 for heavy ball in place of Nesterov and for fragments that step apart, 0.3 for
   plain averaging (of these and of being late, the worst counts);
-- the codec: bf16 0.02, int8 0.1, int4 with error feedback 0.3, FP4 without it 0.4, low rank 0.5 and
-  a quarter more for every halving of the rank from the model's width, 0.5 for one from outside; of
-  picked elements as an H of the rounds until all have been sent, 7 for 0.1 * 0.08.
+- the codec: bf16 0.02, int8 0.1, int4 with error feedback 0.3, FP4 without it 0.4, 2 bits
+  both ways 0.5, low rank 0.5 and a quarter more for every halving of the rank from the model's
+  width, 0.5 for one from outside; of picked elements as an H of the rounds until all have been
+  sent, 7 for 0.1 * 0.08.
 """
 
 from __future__ import annotations

@@ -183,7 +183,7 @@ def _what_would(search: Search, candidates: Sequence[Candidate]) -> list[str]:
     if question.model.hidden is None:
         lines.append("- a stronger codec: low rank, which --hidden lets the plan consider")
     else:
-        lines.append("- a stronger codec: ternary (0.23 bytes per element) or top_k (0.028)")
+        lines.append("- a stronger codec: 2bit (0.28 bytes per element), 1bit or top_k (0.028)")
     return lines
 
 

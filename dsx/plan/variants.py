@@ -51,7 +51,11 @@ CODECS = (
 )
 
 
-_KNOWN = {codec.compression: codec for codec in (*CODECS, _quantized(0.4, wire="fp4_e3m0"))}
+_OF_PRESETS = (
+    _quantized(0.4, wire="fp4_e3m0"),
+    _quantized(0.5, wire="2bit", mean_wire="2bit"),
+)
+_KNOWN = {codec.compression: codec for codec in (*CODECS, *_OF_PRESETS)}
 
 
 def codecs_for(method: Method, hidden: int | None) -> list[Codec]:

@@ -29,6 +29,15 @@ CODECS: dict[str, dict[str, Any]] = {
     "fp4_e3m0": {"type": "quantized", "wire": "fp4_e3m0"},
     "ternary": {"type": "quantized", "wire": "ternary"},
     "ternary_ef": {"type": "quantized", "wire": "ternary", "error_feedback": "fp32"},
+    **{
+        f"{wire}_ef": {
+            "type": "quantized",
+            "wire": wire,
+            "mean_wire": wire,
+            "error_feedback": "fp32",
+        }
+        for wire in ("3bit", "2bit", "1bit")
+    },
     "low_rank": {**_LOW_RANK},
     "low_rank_dense_start": {**_LOW_RANK, "dense_rounds": 5},
     "top_k": {"type": "top_k"},
