@@ -10,7 +10,7 @@ import torch
 
 import dsx
 from dsx.comm.world import current_world
-from dsx.engines.deepspeed.features import refuse_unsupported
+from dsx.engines.deepspeed.features import reads_before_it_has_come, refuse_unsupported
 from dsx.engines.deepspeed.masters import require_fp32
 from dsx.engines.masters import Piece
 from tests.distributed import run_distributed
@@ -57,6 +57,22 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "checkpoint.use_node_local_storage=true": {"checkpoint": {"use_node_local_storage": True}},
     "compile.deepcompile=true": {"compile": {"deepcompile": True}},
 }
+
+
+@pytest.mark.parametrize(
+    ("version", "backend", "ranks", "is_early"),
+    [
+        ("0.19.7", "gloo", 2, True), ("0.18.9+cpu", "gloo", 2, True), ("0.19.8", "gloo", 2, False),
+        ("0.19.10", "gloo", 2, False), ("0.20.0", "gloo", 2, False), ("0.19.6", "nccl", 2, False),
+        ("0.19.6", "gloo", 1, False),
+    ],
+)  # fmt: skip
+def test_zero_3_that_reads_what_has_not_come_is_known(
+    version: str, backend: str, ranks: int, is_early: bool
+) -> None:
+    assert reads_before_it_has_come(version, backend, ranks) == is_early
+
+
 ATTRIBUTES = {
     "mixture of experts": ("has_moe_layers", True),
     "sequence_parallel_size=2": ("sequence_parallel_size", 2),

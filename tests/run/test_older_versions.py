@@ -18,12 +18,17 @@ import pytest
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-RUN = "tests/run"
+RUN, ENGINES = "tests/run", "tests/engines"
 OLDER = {  # what is installed, and what is run with it; docs/trainers.md has the same table
     "transformers": (
         ["transformers==4.57.6", "accelerate==1.10.1", "datasets==4.2.0", "trl==0.24.0",
          "peft==0.17.1"],
         [f"{RUN}/test_trainer.py", f"{RUN}/test_trl.py", f"{RUN}/test_accelerate.py"],
+    ),
+    "deepspeed": (
+        ["deepspeed==0.19.6"],
+        [f"{RUN}/test_run.py", f"{ENGINES}/test_deepspeed_data.py",
+         f"{ENGINES}/test_deepspeed_checkpoint.py"],
     ),
     "lightning": (
         ["lightning==2.5.6", "pytorch_lightning==2.5.6"],

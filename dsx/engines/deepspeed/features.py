@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
+
+import torch.distributed as dist
 
 
 def refuse_unsupported(engine: Any) -> None:
@@ -32,6 +35,8 @@ def _refused_parallelism(engine: Any) -> dict[str, str]:
 
 
 def _refused_zero(engine: Any) -> dict[str, str]:
+    import deepspeed
+
     zero = engine._config.zero_config
     on_host = "optimizer states may stay on the device or go to the host; use device 'cpu'"
     native = "use the data type sections 'bf16' or 'fp16', whose masters are fp32"
@@ -64,9 +69,25 @@ def _refused_zero(engine: Any) -> dict[str, str]:
         found["checkpoint.use_node_local_storage=true"] = "ranks share a directory; leave it out"
     if engine.torch_autocast_enabled():
         found["torch_autocast"] = native
+    if engine.zero_optimization_stage() == 3 and reads_before_it_has_come(
+        deepspeed.__version__, dist.get_backend(), dist.get_world_size()
+    ):
+        found[f"ZeRO-3 on CPUs (gloo) with release {deepspeed.__version__}"] = (
+            "before 0.19.8 it waits for the last of several gathers only, and trains with weights "
+            "that have not come yet; install deepspeed>=0.19.8, or use stage 2"
+        )
     if engine.is_deepcompile_enabled():
         found["compile.deepcompile=true"] = "use torch.compile on the model instead"
     return found
+
+
+def reads_before_it_has_come(version: str, backend: str, ranks: int) -> bool:
+    """Whether ZeRO-3 of a release of DeepSpeed waits for one of several gathers, as on a device.
+
+    A device's stream ends them in their order; gloo's end in any.
+    """
+    numbers = [int(number) for number in re.findall(r"\d+", version)[:3]]
+    return backend == "gloo" and ranks > 1 and numbers < [0, 19, 8]
 
 
 def refuse_sharded_pipeline(model: Any, config: Mapping[str, Any]) -> None:
