@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -26,6 +27,7 @@ from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.run import versions
 from dsx.run.accelerate import loaders
+from dsx.run.accelerate import loop as loop_module
 from dsx.run.accelerate.loaders import (
     replace_loader,
     require_cut,
@@ -313,6 +315,19 @@ def test_a_trigger_asks_all_clusters_and_a_skipped_step_is_told() -> None:
     optimizer.step_was_skipped = True
     optimizer.step()
     assert handle.done[1:] == ["skipped"]
+
+
+def test_a_rank_that_waits_for_others_says_what_they_have_to_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    said = threading.Event()
+    monkeypatch.setattr(loop_module.logger, "warning", lambda *given: said.set())
+    with loop_module.on_all_ranks("get_state_dict"):
+        pass
+    assert not said.is_set()
+    monkeypatch.setattr(loop_module, "_ALONE_SECONDS", 0.0)
+    with loop_module.on_all_ranks("get_state_dict"):
+        assert said.wait(30)
 
 
 def test_a_loop_beside_training_arguments_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,10 @@ cluster's trigger asks for is taken by all of them at one step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -24,6 +27,29 @@ from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
 from dsx.training.handle import Handle
 from dsx.training.seen_training import see_loss
+
+_ALONE_SECONDS = 30.0
+logger = logging.getLogger(__name__)
+
+
+@contextmanager
+def on_all_ranks(what: str) -> Generator[None, None, None]:
+    """Say so where the other ranks let one wait, which may have called `what` alone."""
+
+    def tell() -> None:
+        logger.warning(
+            "accelerator.%s() has waited %d s for other ranks: it is called on all ranks of all "
+            "clusters, also under DDP; inside `if accelerator.is_main_process:` it waits in vain, "
+            "up to the deadline of the collectives", what, _ALONE_SECONDS,
+        )  # fmt: skip
+
+    timer = threading.Timer(_ALONE_SECONDS, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @dataclass

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Generator, Iterable
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from dsx.comm.world import current_world
-from dsx.run.accelerate.loop import Loop, Trained
+from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
 from dsx.run.folders import save_beside
 from dsx.run.replace import around
 
@@ -30,7 +30,7 @@ def replace_models(loop: Loop, accelerator: Any) -> None:
         one = None if loop.is_saving else _of_model(loop, self, model)
         if one is None or one.is_ended:
             return original(self, model, *args, **kwargs)
-        with one.handle.averaged():
+        with _average_of(one, "get_state_dict"):
             return copy.deepcopy(original(self, model, *args, **kwargs))
 
     def save_model(
@@ -46,7 +46,7 @@ def replace_models(loop: Loop, accelerator: Any) -> None:
             if not one.is_ended:
                 self.wait_for_everyone()  # each rank has looked into it, before it is moved
 
-        with nullcontext() if one.is_ended else one.handle.averaged():
+        with nullcontext() if one.is_ended else _average_of(one, "save_model"):
             save_beside(Path(save_directory).absolute(), world, save, self.is_main_process)
 
     around(accelerator, "get_state_dict", get_state_dict)
@@ -72,6 +72,14 @@ def warn_of_own_weights(
         return original(self, *args, **kwargs)
 
     around(modeling_utils.PreTrainedModel, "save_pretrained", save_pretrained)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _average_of(one: Trained, what: str) -> Generator[None, None, None]:
+    with ExitStack() as stack:
+        with on_all_ranks(what):
+            stack.enter_context(one.handle.averaged())
+        yield
 
 
 def _of_model(loop: Loop, accelerator: Any, model: Any) -> Trained | None:

@@ -24,7 +24,7 @@ from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
-from dsx.run.accelerate.loop import Loop, Trained
+from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
 from dsx.run.replace import around
 
 TAG = "accelerate"
@@ -95,7 +95,8 @@ def _save(
         for one in trained:
             if not one.is_engine:
                 stack.enter_context(one.handle.saving())
-        saving = AgreedSave(handle, directory, TAG, world.rank == 0)
+        with on_all_ranks("save_state"):
+            saving = AgreedSave(handle, directory, TAG, world.rank == 0)
         with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
