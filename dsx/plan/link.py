@@ -31,6 +31,9 @@ _PERCENT = {  # of memcpy there: encode, decode, encode with feedback
     "fp4_e2m1": (47, 92, 23),
     "fp4_e3m0": (42, 86, 19),
     "ternary": (34, 59, 24),
+    "3bit": (17, 9, 12),
+    "2bit": (45, 88, 26),
+    "1bit": (60, 103, 29),
 }
 
 
