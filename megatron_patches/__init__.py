@@ -47,6 +47,7 @@ def _join_and_wrap(given: Sequence[str]) -> None:
         data,
         losses,
         model_and_optimizer,
+        synchronous,
         training_end,
         validation,
     )
@@ -54,5 +55,5 @@ def _join_and_wrap(given: Sequence[str]) -> None:
 
     run = Run.join(given)
     of_loop = data, losses, validation, training_end
-    for module in (flags, model_and_optimizer, checkpoint, *of_loop):
+    for module in (flags, model_and_optimizer, checkpoint, synchronous, *of_loop):
         module.patch(run)

@@ -28,8 +28,9 @@ def patch(run: Run) -> None:
     def save_checkpoint(iteration: int, model: Any, optimizer: Any, *args: Any, **kwargs: Any):
         if run.handle is None or not hasattr(optimizer, "dsx"):
             return original(iteration, model, optimizer, *args, **kwargs)
-        directory = Path(probe.arguments_in_force().save)
-        with run.handle.saving():
+        arguments = probe.arguments_in_force()
+        directory = Path(arguments.save)
+        with run.handle.saving(), run.division.place.saving(arguments):
             save_outer_state(run.handle, iteration, directory)
             result = original(iteration, model, optimizer, *args, **kwargs)
         if run.world.rank == 0:

@@ -3,8 +3,7 @@
 Training data that all clusters share is split: the samplers are wrapped as if the data-parallel
 ranks of all clusters were ranks of one world, so that of every C batches' samples cluster m takes
 the m-th part, and the dataset is built for as many samples more. Data of each cluster's own is
-read as ever. Which it is, `clusters.data` says, or the data itself. Positions stay each cluster's
-own, so checkpoints are as ever.
+read as ever. Which it is, `clusters.data` says, or the data itself. Where they are: place.py.
 
 Validation and test data are never split: clusters validate on the same samples, in the same order.
 `--dataloader-type external` builds no sampler here: those scripts divide their data themselves.
@@ -19,7 +18,9 @@ from typing import Any
 from dsx.engines.megatron.data import sources_of_arguments
 from dsx.training.data_sources import Source, are_same, describe, share_data
 from megatron_patches import probe
+from megatron_patches.place import Place
 from megatron_patches.run import Run
+from megatron_patches.synchronous import require_place
 
 _SAMPLERS = ("MegatronPretrainingSampler", "MegatronPretrainingRandomSampler")
 _PARAMETERS = ("consumed_samples", "data_parallel_rank", "data_parallel_size")
@@ -33,6 +34,7 @@ class Division:
         self.is_split = True  # of training data
         self.is_training = True  # what a loader is being built for
         self.training_data: Any = None
+        self.place = Place()
 
     @property
     def parts(self) -> int:
@@ -61,7 +63,7 @@ def patch(run: Run) -> None:
     @functools.wraps(count)
     def get_train_valid_test_num_samples(*args: Any, **kwargs: Any) -> Any:
         train, *others = count(*args, **kwargs)
-        return (train and train * division.parts, *others)
+        return (train and division.place.of(train, division.parts), *others)
 
     @functools.wraps(make)
     def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
@@ -82,18 +84,35 @@ def patch(run: Run) -> None:
     training.build_pretraining_data_loader = build_pretraining_data_loader
 
 
-def agree(run: Run, arguments: Any) -> None:
-    """Decide whether training data is split, and say what is read. Collective over all clusters."""
+def agree(run: Run, arguments: Any, begins_plain: bool = False) -> None:
+    """Decide whether training data is split, and say what is read. Collective over all clusters.
+
+    With `begins_plain` clusters begin behind what a run without dsx has read of it.
+    """
     rendezvous, division = run.world.rendezvous, run.division
     sources = sources_of_arguments(arguments)
     division.is_split = share_data(rendezvous, run.data, sources["train"])
     if division.is_split:
         _require_same_order(run, arguments)
+    _find_place(division, arguments, begins_plain)
     run.tell(_training_line(division, sources["train"], arguments))
     told = rendezvous.gather("validation data", [source.identity for source in sources["valid"]])
     validates = [[Source(identity, identity) for identity in own] for own in told]
     if arguments.eval_iters:
         run.tell(_validation_line(sources["valid"], are_same(validates)))
+
+
+def _find_place(division: Division, arguments: Any, begins_plain: bool) -> None:
+    counted = arguments.consumed_train_samples
+    divides_itself = arguments.dataloader_type == "external"
+    parts = 1 if divides_itself else division.parts
+    if not begins_plain:
+        arguments.consumed_train_samples = division.place.go_on(parts, counted)
+        return
+    if not divides_itself:
+        require_place(arguments, division.is_split)
+    is_behind = division.is_split or divides_itself
+    division.place.begin(parts, counted, counted if is_behind else 0)
 
 
 def _divide(kind: Any, division: Division) -> None:
@@ -105,8 +124,9 @@ def _divide(kind: Any, division: Division) -> None:
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         call = signature.bind(self, *args, **kwargs)
         given, parts = call.arguments, division.parts
+        if division.is_training:
+            given["consumed_samples"] = division.place.of(given["consumed_samples"], parts)
         if parts > 1:
-            given["consumed_samples"] *= parts
             given["data_parallel_rank"] += division.cluster_id * given["data_parallel_size"]
             given["data_parallel_size"] *= parts
         original(*call.args, **call.kwargs)
@@ -127,14 +147,17 @@ def _require_same_order(run: Run, arguments: Any) -> None:
 
 def _training_line(division: Division, sources: list[Source], arguments: Any) -> str:
     samples = arguments.train_samples or arguments.train_iters * arguments.global_batch_size
+    samples -= division.place.counted_before
     read = f"{samples:,} samples, {samples * arguments.seq_length:,} tokens in this run"
     what = f"training data: {describe(sources)}"
     if arguments.dataloader_type == "external":
         return f"{what}, which divides it itself; {read}"
     if division.is_split:
+        before = division.place.of(division.place.counted_before)
+        behind = f" behind the first {before:,}" if before else ""
         return (
             f"{what}, shared by all clusters: of every {division.num_clusters} parts of its "
-            f"samples this cluster reads part {division.cluster_id + 1}; {read}"
+            f"samples{behind} this cluster reads part {division.cluster_id + 1}; {read}"
         )
     return f"{what}, of this cluster's own, which it reads whole; {read}"
 

@@ -2,8 +2,9 @@
 
 Wraps `setup_model_and_optimizer`. After it the optimizer instance's `step` passes the boundaries;
 weights that Megatron has loaded stay each cluster's own, and the outer state of that iteration is
-loaded with them (checkpoint.py). Before anything is built it refuses, by flag, what is not served:
-once more (refusals.py), as a script's defaults and a checkpoint's arguments are in force only now.
+loaded with them (checkpoint.py), if it is not of a run without dsx (synchronous.py). Before
+anything is built it refuses, by flag, what is not served: once more (refusals.py), as a script's
+defaults and a checkpoint's arguments are in force only now.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ import torch.distributed as dist
 from dsx.engines.attach import attach_megatron
 from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
+from dsx.training.positions import SAMPLES
 from megatron_patches import probe
 from megatron_patches.data import agree
 from megatron_patches.resume import choose_iteration
 from megatron_patches.run import Run
 from megatron_patches.save_directory import claim_directory
+from megatron_patches.synchronous import begins_plain, counters_of, tell
 
 _EQUAL = (
     "global_batch_size", "seq_length", "train_iters", "train_samples",
@@ -52,9 +55,9 @@ def patch(run: Run) -> None:
                 "setup_model_and_optimizer returned something else than (model, optimizer, "
                 f"scheduler); checked: {probe.CHECKED}"
             )
-        model, optimizer, _ = made
+        model, optimizer, scheduler = made
         if optimizer is not None and run.handle is None:
-            _attach(run, model, optimizer)
+            _attach(run, model, optimizer, scheduler)
         return made
 
     training.setup_model_and_optimizer = setup_model_and_optimizer
@@ -70,23 +73,29 @@ class EndOfLoop:
         raise RuntimeError("Megatron-LM's loop saves by itself where the run is told to end")
 
 
-def _attach(run: Run, model: Any, optimizer: Any) -> None:
+def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
     arguments = probe.arguments_in_force()
     _require_same_start(run, arguments)
     equal = _EQUAL if run.validation == "own" else (*_EQUAL, *_OF_VALIDATION)
     facts = {name: getattr(arguments, name, None) for name in equal}
-    resume = (arguments.load, arguments.iteration) if arguments.iteration else None
+    is_plain = begins_plain(run, arguments)
+    loaded = (arguments.load, arguments.iteration) if arguments.iteration else None
+    source = f"--load {arguments.load}, iteration {arguments.iteration}"
     run.handle = attach_megatron(
         model,
         optimizer,
         config=run.block,
-        resume=resume,
+        resume=None if is_plain else loaded,
+        begins_from=(source, counters_of(arguments, scheduler)) if is_plain else None,
         facts={"arguments": facts, "data": run.data, "validation": run.validation},
         settings={"arguments": settings_of_arguments(arguments)},
+        tracked={SAMPLES: run.division.place},
     )
     run.handle.preemption.engine = EndOfLoop()
-    agree(run, arguments)
-    start = f"goes on from iteration {arguments.iteration}" if resume else "starts"
+    if is_plain:
+        tell(run, arguments)
+    agree(run, arguments, is_plain)
+    start = f"goes on from iteration {arguments.iteration}" if loaded else "starts"
     method = run.config
     run.tell(
         f"{method.preset} {start}: {run.world.num_clusters} clusters, a sync every "

@@ -39,6 +39,7 @@ from dsx.engines.torch import (
 from dsx.engines.torch_ranks import TorchRanksAdapter
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
+from dsx.training.positions import Resumable
 from dsx.training.seen_training import see_losses, see_tokens
 
 Config = str | Path | Mapping[str, Any]
@@ -179,8 +180,10 @@ def attach_megatron(
     *,
     config: Config,
     resume: tuple[str | Path, int] | None = None,
+    begins_from: tuple[str | Path, Mapping[str, Any]] | None = None,
     facts: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
+    tracked: Mapping[str, Resumable] | None = None,
 ) -> Handle:
     """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
 
@@ -193,11 +196,15 @@ def attach_megatron(
 
     `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
     stay each cluster's own and the outer state is what `save_outer_state` has written there.
+    `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
+    all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
+    or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
     ValueError names what of Megatron is not served.
     """
     from dsx.engines.megatron.checkpoint import load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
     from dsx.engines.megatron.settings import settings_of_configs
+    from dsx.engines.megatron.synchronous import begin_from
 
     world = current_world()
     if world is None:
@@ -215,11 +222,15 @@ def attach_megatron(
     )
     all_facts = {**adapter.facts(), **(facts or {})}
     compared = settings_of_configs(chunks, optimizer) if settings is None else settings
-    handle = Handle(adapter, world, resolved, all_facts, resume is not None, compared)
+    waits = begins_from is not None
+    handle = Handle(adapter, world, resolved, all_facts, resume is not None, compared, waits)
+    handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
     if resume:
         directory, iteration = resume
         load_outer_state(handle, iteration, directory)
+    elif begins_from:
+        begin_from(handle, *begins_from)
     follow_steps(handle, world, before_zero_grad(optimizer))
     optimizer.dsx = handle
     return handle

@@ -9,6 +9,8 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
+SAMPLES = "dsx.samples"  # the place in Megatron-LM's training data, of all clusters together
+_OF_DSX = {DATA_POSITION, SAMPLES}
 
 
 class Resumable(Protocol):
@@ -37,9 +39,9 @@ def restore_positions(
     states = dict(saved)
     if DATA_POSITION not in states and DATA_POSITION in tracked:
         logger.warning("%s has no position in training_data: it starts anew", directory)
-    elif DATA_POSITION not in tracked:
-        states.pop(DATA_POSITION, None)  # a loader of the script's own reads now
-    if set(states) != set(tracked) - ({DATA_POSITION} - set(states)):
+    for name in _OF_DSX - set(tracked):
+        states.pop(name, None)  # a loader of the script's own reads now
+    if set(states) != set(tracked) - (_OF_DSX - set(states)):
         raise ValueError(
             f"{directory} tracks {sorted(states)}, this run {sorted(tracked)}: call "
             "track() with the same names before load_checkpoint()"

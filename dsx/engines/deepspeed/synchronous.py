@@ -11,15 +11,13 @@ ZeRO-0, 1 or 2, and 3, and into an engine with a schedule from a run without one
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
 
 from dsx.checkpoint.checksums import MANIFEST, REPLACED
 from dsx.checkpoint.tags import cluster_directory, complete_tags
@@ -29,13 +27,13 @@ from dsx.engines.deepspeed.data import loader_of
 from dsx.engines.deepspeed.masters import locate
 from dsx.engines.deepspeed.parameters import stepping_optimizer, trained_parameters
 from dsx.engines.deepspeed.pickles import find_code
+from dsx.engines.same_beginning import begin_alike, digest_states, plain_values
 from dsx.training.handle import Handle
 
 UNIVERSAL = "_universal"
 MODEL_FILES = "*_model_states.pt"
 OPTIMIZER_FILES = "*_optim_states.pt"
 logger = logging.getLogger(__name__)
-_PLAIN = (bool, int, float, str, type(None))
 
 
 def find_plain(handle: Handle, world: World, base: str | Path, wanted: str | None) -> Path | None:
@@ -178,50 +176,22 @@ def begin_from(engine: Any, handle: Handle, plain: Plain, takes_schedule: bool) 
 
     ValueError, in all clusters, if they have loaded different checkpoints.
     """
-    beginning = handle.loop.beginning
-    beginning.is_open = False
-    for _ in beginning.taking(waits=True):
-        pass
-    told = handle.gather(_loaded(engine))
-    if beginning.is_open or any(one != told[0] for one in told):
-        wrong = "weights" if beginning.is_open else "optimizer states, schedules or counters"
-        raise ValueError(
-            f"the clusters have loaded different {wrong} from {plain.directory}: give every site a "
-            "copy of the same files"
-        )
+    begin_alike(handle, loaded_of(engine), str(plain.directory))
     position = _go_on_with_data(engine, handle, plain)
     _tell(engine, plain, takes_schedule, position)
 
 
-def _loaded(engine: Any) -> list[Any]:
+def loaded_of(engine: Any) -> list[Any]:
     """Return counters, schedule, and a digest of the optimizer's states. Collective."""
-    optimizer, digest = stepping_optimizer(engine), hashlib.sha256()
-    for group in optimizer.param_groups:
-        digest.update(repr(_plain_values(group)).encode())
-    for name, piece in locate(engine).pieces(trained_parameters(engine)).items():
-        for key, value in optimizer.state.get(piece.master, {}).items():
-            digest.update(f"{name} {key}".encode())
-            if not isinstance(value, Tensor):
-                digest.update(repr(_plain_values({key: value})).encode())
-            elif value.numel() == piece.master.numel() > 1:
-                _add(digest, replace(piece, master=value).view())  # without what pads a shard
-            else:
-                _add(digest, value)
-    of_ranks = hashlib.sha256("".join(gather_objects(digest.hexdigest())).encode())
+    optimizer = stepping_optimizer(engine)
+    pieces = locate(engine).pieces(trained_parameters(engine))
+    states = (
+        (name, piece, optimizer.state.get(piece.master, {})) for name, piece in pieces.items()
+    )
+    digest = digest_states(optimizer.param_groups, states)
     schedule = engine.lr_scheduler.state_dict() if engine.lr_scheduler is not None else {}
     counters = [engine.global_steps, engine.global_samples, engine.skipped_steps]
-    return [*counters, repr(_plain_values(schedule)), of_ranks.hexdigest()]
-
-
-def _plain_values(values: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return what is alike in all clusters where it is equal: no objects, no tensors."""
-    lists = {k: v if isinstance(v, (list, tuple)) else [v] for k, v in values.items()}
-    return [(k, vs) for k, vs in lists.items() if all(isinstance(v, _PLAIN) for v in vs)]
-
-
-def _add(digest: Any, tensor: Tensor) -> None:
-    for part in tensor.detach().reshape(-1).split(1 << 24):
-        digest.update(part.cpu().contiguous().view(torch.uint8).numpy().data)
+    return [*counters, repr(plain_values(schedule)), digest]
 
 
 def _go_on_with_data(engine: Any, handle: Handle, plain: Plain) -> str:
