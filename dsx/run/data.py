@@ -103,14 +103,22 @@ def cut_for_cluster(data: Any, world: World, wanted: str) -> Any:
     """
     if data is None or is_cut(data):
         return data
-    is_stream = not hasattr(data, "__len__") or isinstance(data, IterableDataset)
-    if is_stream:
-        is_split = wanted != "own"
-    else:
-        is_split = share_data(world.rendezvous, wanted, [source_of(data)])
-    part = _part(data, world, is_stream) if is_split else data
+    is_stream = is_a_stream(data)
+    part = _part(data, world, is_stream) if is_shared(data, world, wanted) else data
     _tell(data, part, world, is_stream)
     return part
+
+
+def is_a_stream(data: Any) -> bool:
+    """Whether nobody can look into data, or knows its order."""
+    return not hasattr(data, "__len__") or isinstance(data, IterableDataset)
+
+
+def is_shared(data: Any, world: World, wanted: str) -> bool:
+    """Whether data is to be divided. Collective over all ranks of all clusters."""
+    if is_a_stream(data):
+        return wanted != "own"
+    return share_data(world.rendezvous, wanted, [source_of(data)])
 
 
 def _part(data: Any, world: World, is_stream: bool) -> Any:

@@ -61,6 +61,9 @@ NOT_HERE = {  # with the reason
     "torchrun --nproc-per-node 8 -m megatron_patches": (
         "needs a Megatron-LM tree and eight GPUs; on the CPU in tests/launch/test_megatron_lm.py"
     ),
+    "deepspeed --num_gpus 2 run_clm.py": (
+        "needs transformers and a model; in tests/run/test_trainer_synchronous.py"
+    ),
     "import megatron_patches": "needs a Megatron-LM tree; in tests/launch/test_megatron_lm.py",
     "dsx net-test --clusters 2 --cluster-id": "needs two hosts; on one in tests/link/",
     "dsx bench e2e": _BY_HAND + "tests/bench/test_e2e.py",

@@ -110,6 +110,7 @@ def fake_trainer(**arguments: Any) -> Any:
         )
 
         def train(self) -> None: ...
+        def create_optimizer(self) -> None: ...
         def evaluate(self) -> str:
             return "evaluated"
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from dsx.checkpoint.tags import cluster_directory, complete_tags
 from dsx.comm.world import World
+from dsx.run.hugging_face.synchronous import identity, is_plain
 
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _STATE = "trainer_state.json"
@@ -23,35 +24,37 @@ _NUM_CLUSTERS = 2  # its place in the contents of a checkpoint
 logger = logging.getLogger(__name__)
 
 
-def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -> str | None:
-    """Return this cluster's folder of the newest checkpoint that all clusters have.
+def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -> Path | None:
+    """Return the folder that this cluster resumes from: of a checkpoint that all clusters have.
 
     `asked` is what the script resumes from: a folder, later than which nothing is taken, True (or
     that word, from a parser of arguments) for the newest, or None. Where none of the clusters
-    resumes, there is none: one that has nothing does with the others. Collective over all ranks of
-    all clusters; ValueError if there is none that all have, or another number of clusters has
-    saved it, for which the data was cut.
+    resumes, there is none: one that has nothing does with the others. A folder of a Trainer without
+    dsx, or where there is none of dsx the newest of these, is one that this run begins from
+    (`is_plain`). Collective over all ranks of all clusters; ValueError if there is none that all
+    have, or another number of clusters has saved it, for which the data was cut.
     """
     own = Path(output_dir)
     wanted = None if asked is None or str(asked).lower() == "true" else str(asked)
+    plain = _newest_plain(own.parent) if wanted is None else Path(wanted)
+    plain = plain if plain is not None and is_plain(plain) else None
     if wanted is not None:
         own = _own_folder(Path(wanted), world)
     last = None if wanted is None else own.name
     base = own if wanted is None else own.parent
+    its_identity = None if plain is None else identity(plain)
+    is_named = plain is not None and wanted is not None
     told = world.rendezvous.gather(
-        "checkpoints of the Trainer", [asked is not None, last, _contents(base, world)]
+        "checkpoints of the Trainer",
+        [asked is not None, last, _contents(base, world), its_identity, is_named],
     )
-    if not any(is_asked for is_asked, _, _ in told):
+    if not any(is_asked for is_asked, *_ in told):
         return None
-    found = [(of, contents) for _, of, contents in told]
-    chosen = choose_common(found)
+    found = [(of, contents) for _, of, contents, *_ in told]
+    chosen = None if any(named for *_, named in told) else choose_common(found)
     if chosen is None:
-        have = "; ".join(f"cluster {m}: {', '.join(c) or 'none'}" for m, (_, c) in enumerate(found))
-        raise ValueError(
-            f"no checkpoint in {base} is complete in all clusters ({have}): copy one that is to "
-            "all of them, or start without resume_from_checkpoint; of a synchronous run, whose "
-            "data was cut otherwise, begin from the weights (model_name_or_path)"
-        )
+        _require_same_plain(base, found, [of_plain for *_, of_plain, _ in told])
+        return plain
     name = chosen[world.cluster_id]
     saved = found[world.cluster_id][1][name][_NUM_CLUSTERS]
     if saved != world.num_clusters:
@@ -62,7 +65,31 @@ def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -
         )
     if last not in (None, name) and world.rank == 0:
         logger.warning("%s is not complete in all clusters: they go on from %s", own, base / name)
-    return str(base / name)
+    return base / name
+
+
+def _newest_plain(base: Path) -> Path | None:
+    """Return the newest checkpoint of a run without dsx in the folder of all clusters."""
+    folders = [f for f in base.glob("checkpoint-*") if _FOLDER.fullmatch(f.name) and is_plain(f)]
+    return max(folders, key=lambda folder: _step(folder.name), default=None)
+
+
+def _require_same_plain(base: Path, found: Sequence[Any], plain: Sequence[Any]) -> None:
+    """Raise ValueError unless all clusters have the same checkpoint of a run without dsx."""
+    if all(one is not None and one == plain[0] for one in plain):
+        return
+    if any(one is not None for one in plain):
+        have = "; ".join(f"cluster {m}: {one[0] if one else 'none'}" for m, one in enumerate(plain))
+        raise ValueError(
+            f"the clusters do not find one checkpoint of a Trainer without dsx ({have}): give "
+            "every site a copy of the same files, and name it (resume_from_checkpoint=PATH)"
+        )
+    have = "; ".join(f"cluster {m}: {', '.join(c) or 'none'}" for m, (_, c) in enumerate(found))
+    raise ValueError(
+        f"no checkpoint in {base} is complete in all clusters ({have}), and none is of a Trainer "
+        "without dsx, with its optimizer: copy one that is to all of them, or start without "
+        "resume_from_checkpoint, from the weights (model_name_or_path)"
+    )
 
 
 def choose_common(

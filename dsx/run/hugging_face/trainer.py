@@ -16,13 +16,25 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torch import Tensor
+
 import dsx
-from dsx.comm.world import current_world
+from dsx.comm.world import World, current_world
 from dsx.config.files import ConfigError
-from dsx.run.data import cut_for_cluster
+from dsx.run.data import cut_for_cluster, is_a_stream, is_shared
 from dsx.run.folders import save_beside
 from dsx.run.hugging_face.callback import make_callbacks
 from dsx.run.hugging_face.checkpoints import common_checkpoint
+from dsx.run.hugging_face.sequel import Begun, Part
+from dsx.run.hugging_face.states import begin_from_trainer, show_to_plain, weights_of
+from dsx.run.hugging_face.synchronous import (
+    begun_at,
+    follow,
+    holds_torch_states,
+    is_plain,
+    refuse_stream,
+    require_whole_model,
+)
 from dsx.run.replace import original_of
 from dsx.run.session import RouteNotTaken, Session
 from dsx.training.finish import keep_exported
@@ -50,6 +62,8 @@ class _Replaced:
         self._callbacks = callbacks
         self._cls: Any = module.Trainer  # type: ignore[attr-defined]
         self._ended: list[Any] = []
+        self._begun: Begun | None = None  # where a run without dsx was
+        self._weights: dict[str, Tensor] = {}  # of one without DeepSpeed, until they are taken
 
     def replace(self) -> None:
         """Put them in place."""
@@ -77,18 +91,14 @@ class _Replaced:
             return original(*args, **kwargs)
         self._refuse(trainer)
         self._session.trainers.append(trainer)
-        settings = dsx.load_config(self._session.block.resolve())
-        trainer.train_dataset = cut_for_cluster(
-            trainer.train_dataset, world, settings.clusters.data
-        )
-        self._session.divides_data = True
         given = inspect.signature(original).bind(*args, **kwargs).arguments
+        asked = given.get(_RESUME) or None
+        folder = common_checkpoint(trainer.args.output_dir, asked, world)
+        given[_RESUME] = None if folder is None else str(folder)
+        self._take_data(trainer, folder, world)
         first, last = make_callbacks(self._callbacks, trainer, _require_handle, self._end)
         trainer.add_callback(last)
         trainer.callback_handler.callbacks.insert(0, first)
-        given[_RESUME] = common_checkpoint(
-            trainer.args.output_dir, given.get(_RESUME) or None, world
-        )
         more = given.pop("kwargs", {})
         return original(**given, **more)
 
@@ -105,6 +115,34 @@ class _Replaced:
         if groups and trainer.is_deepspeed_enabled and current_world() is not None:
             groups[:] = [group for group in groups if group["params"]]
         return optimizer
+
+    def _take_data(self, trainer: Any, folder: Path | None, world: World) -> None:
+        """Cut the data, or what a run without dsx has left of it. Collective over all clusters."""
+        wanted = dsx.load_config(self._session.block.resolve()).clusters.data
+        self._session.divides_data = True
+        self._begun = None
+        begins = folder is not None and is_plain(folder)
+        if folder is not None:
+            self._begun = begun_at(trainer, folder) if begins else Begun.of(folder)
+        if begins and folder is not None and holds_torch_states(folder):
+            require_whole_model(trainer, folder)
+            trainer._load_from_checkpoint(str(folder))
+            self._weights = weights_of(trainer.model)
+        data = trainer.train_dataset
+        if self._begun is None or data is None:
+            trainer.train_dataset = cut_for_cluster(data, world, wanted)
+            return
+        is_split = is_shared(data, world, wanted)
+        if is_a_stream(data):
+            refuse_stream(trainer)
+            trainer.train_dataset = cut_for_cluster(data, world, wanted)
+            return
+        shared = Part(len(data), world.cluster_id, world.num_clusters)
+        part = shared if is_split else Part(len(data), is_own=True)
+        follow(trainer, self._cls, self._begun, part)
+        if trainer.args.ignore_data_skip:
+            self._begun = None
+            trainer.train_dataset = cut_for_cluster(data, world, wanted)
 
     def _refuse(self, trainer: Any) -> None:
         if not trainer.is_deepspeed_enabled:
@@ -189,6 +227,9 @@ class _Replaced:
         handle = handle_of(trainer)
         if handle is None:
             return original(*args, **kwargs)
+        folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
+        if self._begun is not None and trainer.args.should_save:
+            self._begun.write(folder)  # before the checkpoint is complete
         is_function = hasattr(self._module, "rotate_checkpoints")  # of version 5, else a method
         owner = self._module if is_function else trainer
         name = "rotate_checkpoints" if is_function else "_rotate_checkpoints"
@@ -203,6 +244,8 @@ class _Replaced:
             result = original(*args, **kwargs)
         finally:
             setattr(owner, name, rotate)
+        if trainer.args.should_save:
+            show_to_plain(folder, handle.cluster_id)
         if trainer.args.save_total_limit and not handle.preemption.is_saving:
             handle.gather("saved")
             for given, how in asked:
@@ -253,6 +296,11 @@ class _Replaced:
         def load(engine: Any, path: Any, *args: Any, **kwargs: Any) -> Any:
             if not hasattr(engine, "dsx"):
                 return original(engine, path, *args, **kwargs)
+            folder = Path(path)
+            if is_plain(folder) and holds_torch_states(folder):
+                weights, self._weights = self._weights, {}
+                begin_from_trainer(engine, folder, weights)
+                return None
             strict = inspect.signature(original).bind(engine, path, *args, **kwargs)
             return engine.load_checkpoint(
                 str(path), load_module_strict=strict.arguments.get("load_module_strict", True)
