@@ -174,9 +174,10 @@ def test_what_is_wrong_fails_a_row(
 
 def test_a_row_that_has_trained_without_its_engine_fails(tmp_path: Path) -> None:
     row = next(row for row in ROWS if row.name == "accelerate-clm-zero2-2x2")
-    names = {row.engine: row.wrapper for row in ROWS}
+    names = {row.engine: row.wrapper(with_dsx=True) for row in ROWS}
     assert names["DeepSpeed, ZeRO 3"] == "DeepSpeedEngine" and names["PyTorch, one rank"] == ""
     assert (names["PyTorch, FSDP2"], names["PyTorch, DDP"]) == ("FSDP", "DistributedDataParallel")
+    assert row.wrapper(with_dsx=False) == "DistributedDataParallel"
     ranks = [([sample], "w") for sample in "abcd"]
     plain = write_run(tmp_path / "plain", ranks)
     run = write_run(tmp_path / "clusters", ranks, model="DistributedDataParallel")

@@ -125,6 +125,7 @@ def _environment(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) ->
     """Return that of a machine without a network, a GPU, or variables of dsx."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("DSX_", "EXAMPLES_"))}
     replaced = _replaced_in(row, data, out, with_dsx)
+    environ = row.environ if with_dsx or row.plain_environ is None else row.plain_environ
     paths = [str(_INSIDE), str(Path(dsx.__file__).parents[1])]
     paths += [str(tree)] if row.is_module else []
     paths += [kept["PYTHONPATH"]] if kept.get("PYTHONPATH") else []
@@ -143,7 +144,7 @@ def _environment(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) ->
         "WANDB_MODE": "disabled",
         "EXAMPLES_NOTES": str(out / "notes"),
         "EXAMPLES_SHIM": row.shim,
-        **{name: _replaced(value, replaced) for name, value in row.environ.items()},
+        **{name: _replaced(value, replaced) for name, value in environ.items()},
     }
 
 

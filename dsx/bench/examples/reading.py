@@ -38,8 +38,8 @@ class Figures:
 def read(row: Row, run: Launched, plain: Launched) -> Figures:
     """Return a row's results; RowFailed says what is wrong with them."""
     notes, beside = (_notes(one.out, row.clusters * row.ranks) for one in (run, plain))
-    for one, ranks in ((run, notes), (plain, beside)):
-        _require_engine(row, one.out, ranks)
+    _require_engine(row.wrapper(with_dsx=True), run.out, notes)
+    _require_engine(row.wrapper(with_dsx=False), plain.out, beside)
     of_clusters = [notes[m * row.ranks : (m + 1) * row.ranks] for m in range(row.clusters)]
     _require_equal_weights(of_clusters)
     samples, shared = _samples(of_clusters)
@@ -78,11 +78,11 @@ def _notes(out: Path, ranks: int) -> list[dict[str, Any]]:
     return found
 
 
-def _require_engine(row: Row, out: Path, ranks: Sequence[dict[str, Any]]) -> None:
+def _require_engine(wrapper: str, out: Path, ranks: Sequence[dict[str, Any]]) -> None:
     """Raise RowFailed unless what was trained is of the engine that the row names."""
     models = sorted({one["model"] for one in ranks})
-    if any(row.wrapper not in model for model in models):
-        raise RowFailed(f"has trained {', '.join(models)} and no {row.wrapper}: {out}")
+    if any(wrapper not in model for model in models):
+        raise RowFailed(f"has trained {', '.join(models)} and no {wrapper}: {out}")
 
 
 def _require_equal_weights(clusters: Sequence[Sequence[dict[str, Any]]]) -> None:

@@ -175,10 +175,12 @@ def _complete_nlp() -> Row:
 
 
 def _clm_by_accelerate(name: str, engine: str, ranks: int, stage: int | None) -> Row:
-    environ, config = {"ACCELERATE_USE_CPU": "true"}, None
+    environ = plain_environ = {"ACCELERATE_USE_CPU": "true"}
+    config = None
     if stage is not None:
         config = _deepspeed(stage)
         del config["optimizer"]  # the script makes its own, or asks for a schedule in there, too
+        del config["gradient_clipping"]
         environ = {
             "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "{json}"
         }  # fmt: skip
@@ -208,6 +210,8 @@ def _clm_by_accelerate(name: str, engine: str, ranks: int, stage: int | None) ->
         method=_DILOCO,
         deepspeed=config,
         environ=environ,
+        plain_environ=plain_environ,
+        plain_engine="PyTorch, DDP",
     )  # fmt: skip
 
 

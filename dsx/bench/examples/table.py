@@ -44,7 +44,8 @@ class Row:
     begins that of the tested script. A cluster may read a sample once an epoch, and a share of
     `drawn_twice` more where the script itself draws with replacement. It runs in `directory` of its
     tree, and without one in the folder of prepared data, with `environ`, in which the same stands
-    for the same.
+    for the same. Where the engine does not start on CPUs without dsx, `plain_engine` and
+    `plain_environ` say what is beside it.
     """
 
     name: str
@@ -69,11 +70,13 @@ class Row:
     epochs: int = 1
     drawn_twice: float = 0.0
     environ: Mapping[str, str] = field(default_factory=dict[str, str])
+    plain_environ: Mapping[str, str] | None = None
+    plain_engine: str = ""
 
-    @property
-    def wrapper(self) -> str:
-        """What the name of the class around the model has in it, with the engine that is named."""
-        found = [name for engine, name in _WRAPPERS.items() if engine in self.engine]
+    def wrapper(self, with_dsx: bool) -> str:
+        """Return what the name of the class around the model has in it, by the engine."""
+        engine = self.engine if with_dsx else self.plain_engine or self.engine
+        found = [name for of, name in _WRAPPERS.items() if of in engine]
         return found[0] if found else ""
 
     @property
