@@ -175,6 +175,17 @@ CASES: dict[str, Case] = {
         Recipe([ALL], 1, False, 0, 1.0, "sgd", 1.0, delay="shift"),
         6,
     ),
+    "recommended": Case(
+        "recommended",
+        {
+            "schedule": EVERY_H,
+            "fragments": {"num_fragments": 3},
+            "delay": {"steps": 3},  # "auto" is in tests/outer/test_overlap.py
+            "compression": {"type": "dense"},  # its codes are in tests/method/test_two_legs.py
+        },
+        Recipe(STRIDED, H, True, 3, 1.0, "nesterov", 1.0, 0.5, delay="shift", outer_steps=0),
+        4,
+    ),
 }  # fmt: skip
 
 _THREE = {"by": "layer", "num_fragments": 3}
@@ -302,16 +313,6 @@ VARIANTS: dict[str, Case] = {
         Recipe(
             [ALL], H, False, 0, 1.0, "nesterov", 0.7, 0.9, delay="shift", outer_steps=0
         ),
-        4,
-    ),
-    "shift, streaming": Case(
-        "streaming_diloco",
-        {
-            **_STREAM,
-            "delay": {"type": "shift", "steps": 3},
-            "outer_optimizer": {"type": "nesterov", "lr": 0.7, "momentum": 0.5},
-        },
-        Recipe(STRIDED, H, True, 3, 1.0, "nesterov", 0.7, 0.5, delay="shift", outer_steps=0),
         4,
     ),
     "shift by a whole round, momentum": Case(

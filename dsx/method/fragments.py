@@ -66,17 +66,19 @@ class ByLayer(Fragmenter):
 
     num_fragments: Annotated[int, Ge(1)] | Literal["auto"] | None = None
     """The number of fragments (P), at most the layers of the model, or of each pipeline stage;
-    "auto": 4, or one per layer where there are fewer; null: one per layer."""
+    "auto": 4, or one per layer where there are fewer; null: one per layer, up to `most`."""
     pattern: Literal["strided", "sequential"] = "strided"
     """Which layers share a fragment: every P-th one (strided), or neighbours (sequential)."""
+    most: Annotated[int, Ge(1)] | None = None
+    """The largest P where `num_fragments` is null: a model, or a pipeline stage, with more layers
+    has several in a fragment; null: no limit."""
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return the names of each fragment; ValueError if there are fewer layers than P."""
         layers = group_by_layer(parameters)
-        if self.num_fragments is None:
-            return layers
-        count = min(MOST_OF_AUTO, len(layers))
-        if self.num_fragments != "auto":
+        most = MOST_OF_AUTO if self.num_fragments == "auto" else self.most or len(layers)
+        count = min(most, len(layers))
+        if isinstance(self.num_fragments, int):
             count = self.num_fragments
         _require_count(count, len(layers), "layers")
         fragments: list[list[str]] = [[] for _ in range(count)]

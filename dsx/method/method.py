@@ -125,8 +125,9 @@ class Method:
         """Raise ValueError, with the value, what is allowed and the nearest setting that works.
 
         Given the number of clusters, it also issues a `SettingWarning` for an outer rate beyond
-        0.8 of what is stable; given the number of inner steps to be taken, for too few rounds.
-        `num_fragments` is the model's, where the fragmenter alone cannot know it.
+        0.8 of what is stable, and for a delay of more than half of H; given the number of inner
+        steps to be taken, for too few rounds. `num_fragments` is the model's, where the fragmenter
+        alone cannot know it.
         """
         require_bounds("fragments", self.fragments)
         count = num_fragments if num_fragments is not None else usual_count(self.fragments)
@@ -279,7 +280,7 @@ class Method:
     def _concerns(self, num_clusters: int | None, num_steps: int | None) -> list[str]:
         """Return what `validate` warns of."""
         interval, tau, found = self.schedule.interval, self.delay.steps, list[str]()
-        if tau != "auto" and 2 * tau > interval:
+        if num_clusters is not None and tau != "auto" and 2 * tau > interval:
             found.append(
                 f"delay.steps={tau} is more than half of schedule.interval={interval}: a delay of "
                 "15 of 16 steps has cost 3 % of the loss beyond one of 4 (docs/methods/shift.md); "

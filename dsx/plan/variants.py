@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import CASTS, Quantized
 from dsx.compress.random_top_k import RandomTopK
 from dsx.method.choices import AXES
-from dsx.method.fragments import ByLayer, usual_count
+from dsx.method.fragments import MOST_OF_AUTO, ByLayer, usual_count
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import SGD, Momentum, NoOuterStep
 from dsx.method.schedule.periodic import Streaming
@@ -93,16 +93,18 @@ def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
 def fragment_counts(method: Method, most: int) -> list[int]:
     """Return the numbers of fragments of a stage that are tried, at most `most`.
 
-    The preset's own, and where they are sent one by one, twice that.
+    The preset's own; where they are sent one by one also twice that, or four instead of one per
+    layer.
     """
     fragments = method.fragments
     own = usual_count(fragments)
     if not isinstance(fragments, ByLayer):
         return [own or 1]
+    is_streamed = isinstance(method.schedule, Streaming)
     if own is None:
-        return [min(MOST_LAYERWISE, most)]
-    twice = 2 if isinstance(method.schedule, Streaming) else 1
-    return sorted({min(count, most) for count in (own, twice * own)})
+        by_layer = min(fragments.most or MOST_LAYERWISE, most)
+        return sorted({by_layer, min(MOST_OF_AUTO, most)} if is_streamed else {by_layer})
+    return sorted({min(count, most) for count in (own, 2 * own if is_streamed else own)})
 
 
 def with_fragments(method: Method, count: int) -> Method:
@@ -110,8 +112,9 @@ def with_fragments(method: Method, count: int) -> Method:
     fragments = method.fragments
     if not isinstance(fragments, ByLayer):
         return method
-    pattern = "sequential" if fragments.num_fragments is None else fragments.pattern
-    return replace(method, fragments=ByLayer(count, pattern))
+    is_by_layer = fragments.num_fragments is None and fragments.most is None
+    pattern = "sequential" if is_by_layer else fragments.pattern
+    return replace(method, fragments=replace(fragments, num_fragments=count, pattern=pattern))
 
 
 def with_backwards(method: Method, micro_batches: int) -> Method:
@@ -129,7 +132,7 @@ def with_codec(method: Method, codec: Codec) -> Method:
     return replace(method, compression=codec.compression, control=control)
 
 
-def with_steps(method: Method, steps: int) -> Method:
+def with_steps(method: Method, steps: int | Literal["auto"]) -> Method:
     """Return a preset at another tau."""
     return replace(method, delay=replace(cast(Any, method.delay), steps=steps))
 

@@ -27,6 +27,7 @@ from dsx.telemetry.progress import Progress
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.stalls import stall_watch
 from dsx.telemetry.trace.recorder import trace_path
+from dsx.training.advice import Advice
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace
 
 logger = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class Records:
         speaks = self._writes and not (is_shared and cluster)
         senders = adapter.ranks.shard[1] * adapter.stage.count
         self.progress = Progress(cluster, config.metrics.progress_seconds, speaks, senders)
+        self._advice = Advice(config, adapter.inner_lr, speaks)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
@@ -84,6 +86,7 @@ class Records:
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
         self.progress.begin(step)
+        self._advice.begin(step)
         self._await_step(step)
 
     def confirm(self) -> None:
@@ -119,12 +122,14 @@ class Records:
         }
         self._metrics.step(record)
         self.progress.pass_boundary(step, blocked_seconds)
+        self._advice.pass_boundary()
         self.trace.end_step(step)
         self._await_step(step)
 
     def complete_step(self, fields: Mapping[str, Any]) -> None:
         """Add the script's own numbers to the step just taken."""
         self.progress.note(fields)
+        self._advice.note(fields)
         self._metrics.complete_step(fields)
 
     def sync(self, record: Mapping[str, Any]) -> None:
@@ -151,6 +156,8 @@ class Records:
     def end(self, step: int, how: str) -> None:
         """Enter how the run ended, and write what there is."""
         self._next_step.end()
+        if how == "finished":
+            self._advice.end(step)
         self._metrics.flush()
         self.trace.flush()
         self._behind.flush()

@@ -61,6 +61,7 @@ def test_presets_are_the_rows_of_the_table() -> None:
         "plsgd_enp": (ByLayer, Layerwise, Average, NoOuterStep),
         "overlap_local_sgd": (WholeModel, Periodic, Pullback, Momentum),
         "cocktail_sgd": (WholeModel, Periodic, Shift, SGD),
+        "recommended": (ByLayer, Streaming, Shift, Nesterov),
     }
     assert rows["local_sgd"].outer_optimizer == SGD(lr=1.0)
     assert rows["slowmo"].outer_optimizer == Momentum(lr=1.0, momentum=0.5)

@@ -117,13 +117,8 @@ ROWS = {
             "compression": {"type": "quantized", "wire": "int4", "error_feedback": "bf16"},
         },
     ),
-    "shift, streaming, int4": Row(
-        "streaming_diloco",
-        {
-            **STREAM,
-            "delay": {"type": "shift", "steps": 2},
-            "compression": {"type": "quantized", "wire": "int4"},
-        },
+    "recommended": Row(
+        "recommended", {"schedule": EVERY_H, "fragments": HALVES, "delay": {"steps": 2}}
     ),
     "shift by a whole round": Row(
         "diloco",

@@ -85,7 +85,7 @@ FURTHER_PAIRS = (
     ("plsgd_enp", "zero3"),
     ("averaging in fragments, overlapped", "zero2"),
     ("streaming, int4, feedback", "zero3"),
-    ("shift, streaming, int4", "zero3, bf16"),
+    ("recommended", "zero3, bf16"),
     ("shift by a whole round", "zero1"),
     ("co2", "pipeline, zero1"),
 )

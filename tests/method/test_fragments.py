@@ -57,6 +57,13 @@ def test_strided_and_sequential() -> None:
     assert [n for n in runs[1] if "mlp" in n] == [f"layers.{i}.mlp.weight" for i in (3, 4, 5)]
 
 
+def test_one_per_layer_up_to_a_limit() -> None:
+    assert ByLayer(None).assign(shapes(LLAMA)) == group_by_layer(shapes(LLAMA))
+    assert ByLayer(None, most=12).assign(shapes(LLAMA)) == group_by_layer(shapes(LLAMA))
+    assert ByLayer(None, most=5).assign(shapes(LLAMA)) == ByLayer(5).assign(shapes(LLAMA))
+    assert len(ByLayer(8, most=5).assign(shapes(LLAMA))) == 8  # a number is kept to
+
+
 def test_too_many_fragments_say_how_many_fit() -> None:
     with pytest.raises(
         ValueError, match=r"num_fragments=13 exceeds the model's 12 layers: .*<= 12"

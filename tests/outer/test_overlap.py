@@ -143,7 +143,7 @@ def test_a_line_that_is_too_slow_is_said_once(
 
 def test_more_than_half_a_period_is_warned_of() -> None:
     with pytest.warns(dsx.SettingWarning, match=r"delay.steps=9 .* use delay.steps <= 8"):
-        preset("streaming_diloco", schedule={"interval": 16}, delay={"steps": 9}).validate()
+        preset("streaming_diloco", schedule={"interval": 16}, delay={"steps": 9}).validate(2)
 
 
 def test_a_period_of_one_step_has_no_room() -> None:

@@ -94,7 +94,8 @@ def assert_bytes_agree(method: Method, num_clusters: int, periods: int) -> None:
     prediction = predict(method, ranks, STEP, LINK, num_clusters)
     traffic = Traffic(method, loads_of(ranks), num_clusters)
     steps = prediction.steps_per_round
-    under_way = method.delay.steps + method.delay.rounds_under_way * steps
+    tau = steps if method.delay.steps == "auto" else method.delay.steps
+    under_way = tau + method.delay.rounds_under_way * steps
     events = events_of(method, num_clusters, periods * steps + under_way)
     last = range((periods - 1) * steps + 1, periods * steps + 1)
     for cluster in range(num_clusters):

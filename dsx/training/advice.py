@@ -1,0 +1,69 @@
+"""What the preset `recommended` asks of a run, and says where it is not so: length, and decay.
+
+Source: the study in docs/methods/shift.md. What local steps cost falls with the number of rounds,
+and most of it with the decay of the inner rate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dsx.config.schema import DsxConfig
+
+logger = logging.getLogger(__name__)
+
+FEWEST_ROUNDS = 500
+DECAYED = 0.1  # of the largest inner rate
+
+
+class Advice:
+    """Watches one rank's steps; says each thing once, and nothing under any other preset."""
+
+    def __init__(self, config: DsxConfig, inner_lr: Callable[[], float], speaks: bool) -> None:
+        self._interval = config.method.schedule.interval
+        self._inner_lr = inner_lr
+        self._speaks = speaks and config.preset == "recommended"
+        self._largest = 0.0
+        self._is_whole = True  # whether all steps of the run were seen
+        self._has_told_length = False
+
+    def begin(self, step: int) -> None:
+        """Go on from a step."""
+        self._is_whole = self._is_whole and step == 0
+
+    def pass_boundary(self) -> None:
+        """Take the rate of the step just taken."""
+        if self._speaks and self._is_whole:
+            self._largest = max(self._largest, self._inner_lr())
+
+    def note(self, fields: Mapping[str, Any]) -> None:
+        """Take what is told of a step: `total_steps` is the length of the run."""
+        if "total_steps" in fields:
+            self._look_at_length(int(fields["total_steps"]), "has")
+
+    def end(self, step: int) -> None:
+        """Look at a run that is finished."""
+        self._look_at_length(step, "has had")
+        rate = self._inner_lr() if self._speaks else 0.0
+        if self._is_whole and rate > DECAYED * self._largest:
+            logger.warning(
+                "preset 'recommended': the inner rate has ended at %.3g, %.0f %% of its largest; "
+                "with a decay to near 0 clusters end closer to each other, and to data parallel "
+                "(docs/methods/shift.md)",
+                rate, 100 * rate / self._largest,
+            )  # fmt: skip
+
+    def _look_at_length(self, steps: int, verb: str) -> None:
+        if not self._speaks or self._has_told_length:
+            return
+        self._has_told_length = True
+        if steps < FEWEST_ROUNDS * self._interval:
+            logger.warning(
+                "preset 'recommended': this run %s %d steps, %.0f rounds of %d; it is meant for "
+                "%d rounds or more (%d steps), and what local steps cost is larger before: try a "
+                "smaller schedule.interval, or preset 'diloco'",
+                verb, steps, steps / self._interval, self._interval, FEWEST_ROUNDS,
+                FEWEST_ROUNDS * self._interval,
+            )  # fmt: skip
