@@ -14,10 +14,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from dsx.bench.convergence.inner import make_optimizers, take_step
 from dsx.bench.convergence.pool import identity
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.runs import divergence, run_task
-from dsx.bench.convergence.task import BASELINE, Study, Task
+from dsx.bench.convergence.task import BASELINE, Study, Task, inner_rate
 from dsx.cli import app
 from dsx.data.shards import SHARDS
 from dsx.method.choices import PRESETS
@@ -83,6 +84,28 @@ def test_clusters_with_a_kind_of_text_each_train_otherwise(data: Path) -> None:
     assert len(set(losses)) == 3
 
 
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or later has Muon")
+def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(data: Path) -> None:
+    study = Study(
+        str(data), 2, 40, 4, 4, 16, 2, 16, 2, 1e-2, 1, 32, "cpu",
+        inner="muon", rest_rate=3.0, final_rate=0.0,
+    )  # fmt: skip
+    model = PROBLEMS["causal"].make_model(study, 0)
+    muon, adamw = make_optimizers(model, study)
+    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    assert len(muon.param_groups[0]["params"]) == 2 * 7
+    names = {id(p): name for name, p in model.named_parameters()}
+    rest = {names[id(p)] for p in adamw.param_groups[0]["params"]}
+    assert {"embedding.weight", "head.weight"} < rest and not any("query" in n for n in rest)
+    for rate in (0.02, 0.0):
+        tokens = torch.randint(0, 256, (2, 16))
+        take_step(model, [muon, adamw], (tokens, tokens), rate)
+        assert (muon.param_groups[0]["lr"], adamw.param_groups[0]["lr"]) == (rate, 3 * rate)
+    assert inner_rate(study, 40) == 0.0
+    for preset in (BASELINE, "recommended"):
+        assert run_task(study, Task(preset, 0))["val_loss"] < math.log(257) - 1.0, preset
+
+
 def test_divergence_is_the_mean_distance_to_the_average_over_its_norm() -> None:
     models = [torch.nn.Linear(2, 1, bias=False) for _ in range(2)]
     for model, weights in zip(models, ([[4.0, 0.0]], [[0.0, 2.0]]), strict=True):
@@ -120,6 +143,10 @@ def test_a_missing_corpus_is_named_with_the_command_that_makes_it(tmp_path: Path
 def test_what_is_no_problem_or_no_shape_of_one_is_named(tmp_path: Path) -> None:
     said = refused(tmp_path, "--problem", "chess")
     assert "--problem 'chess' must be one of causal, masked, images" in said
+    said = refused(tmp_path, "--inner", "lion")
+    assert "--inner='lion' is not known; allowed: 'adamw', 'muon'" in said
+    said = refused(tmp_path, "--inner", "muon", "--problem", "images")
+    assert "use --inner adamw" in " ".join(said.split())
     with pytest.raises(ValueError, match="--layers 4 must be a multiple of 3.*try --layers 6"):
         study = Study("", 2, 1, 1, 1, 1, 4, 8, 1, 1.0, 1, 1, "cpu", problem="images")
         PROBLEMS["images"].make_model(study, 0)

@@ -18,7 +18,7 @@ from dsx.core.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
     from dsx.bench.convergence.study import Search
-    from dsx.bench.convergence.task import Study
+    from dsx.bench.convergence.task import Inner, Study
     from dsx.data.shards import Shards
 
 Option = typer.Option
@@ -34,7 +34,17 @@ SequenceLength = Annotated[int, Option(help="Tokens of a window.", min=1)]
 Layers = Annotated[int, Option(help="Of the model.", min=1)]
 Hidden = Annotated[int, Option(help="Width of the model.", min=1)]
 Heads = Annotated[int, Option(help="Of attention.", min=1)]
-InnerLr = Annotated[float, Option(help="Learning rate of the inner AdamW.")]
+InnerLr = Annotated[float, Option(help="Learning rate of the inner optimizer.", min=0.0)]
+InnerRule = Annotated[
+    str, Option(metavar="adamw|muon", help="muon: matrices by Muon, the rest by AdamW.")
+]
+RestRate = Annotated[
+    float,
+    Option(help="Rate of embeddings, head and vectors, in that of matrices.", min=0.0),
+]
+FinalRate = Annotated[
+    float, Option(help="What the rate's cosine ends at, in its largest.", min=0.0, max=1.0)
+]
 Rates = Annotated[str, Option(metavar="LR,LR", help="Outer learning rates to choose from.")]
 Momenta = Annotated[str, Option(metavar="MU,MU", help="Outer momenta to choose from.")]
 Seeds = Annotated[str, Option(metavar="N,N", help="Runs of each; the first one is tuned with.")]
@@ -95,6 +105,9 @@ def convergence(
     heads: Heads = 4,
     sizes: Sizes = None,
     inner_lr: InnerLr = 3e-3,
+    inner: InnerRule = "adamw",
+    rest_rate: RestRate = 1.0,
+    final_rate: FinalRate = 0.1,
     rates: Rates = "0.25,0.5,1",
     momenta: Momenta = "0,0.5",
     seeds: Seeds = "0,1,2",
@@ -133,14 +146,9 @@ def convergence(
         str(data), clusters, steps, interval, batch_size, sequence_length, layers, hidden, heads,
         inner_lr, evaluations, validation_windows, device, cast("Shards", shards),
         problem=problem, qk_norm=qk_norm, z_loss=z_loss,
+        inner=cast("Inner", inner), rest_rate=rest_rate, final_rate=final_rate,
     )  # fmt: skip
-    search = study.Search(
-        study.read_presets(presets),
-        study.read_numbers("--rates", rates, float),
-        study.read_numbers("--momenta", momenta, float),
-        study.read_numbers("--seeds", seeds, int),
-        settings,
-    )
+    search = study.read_search(presets, rates, momenta, seeds, settings)
     _compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot, target_loss, sizes)
 
 

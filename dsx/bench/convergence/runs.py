@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.bench.convergence.figures import perplexity
+from dsx.bench.convergence.inner import Batch, make_optimizers, take_step
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.task import (
     BASELINE,
@@ -22,23 +23,6 @@ from dsx.bench.convergence.task import (
     overrides,
 )
 from dsx.data import ClusterBatches
-
-Batch = tuple[Tensor, Tensor]  # inputs, targets
-
-
-def make_optimizer(model: nn.Module, study: Study) -> torch.optim.Optimizer:
-    """Return the inner AdamW of every run."""
-    rate = study.inner_lr
-    return torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.1)
-
-
-def take_step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: Batch, lr: float) -> None:
-    """Take one inner step on inputs and targets."""
-    optimizer.param_groups[0]["lr"] = lr
-    optimizer.zero_grad()
-    model(*batch).backward()
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
 
 
 @torch.no_grad()
@@ -118,14 +102,14 @@ def train_baseline(
     validation: Sequence[Batch],
 ) -> dict[str, Any]:
     """Synchronous data parallel: every step takes the mean gradient of all clusters' batches."""
-    optimizer = make_optimizer(model, study)
+    optimizers = make_optimizers(model, study)
     num_bytes = sum(4 * p.numel() for p in model.parameters())
     ring = 2 * (study.num_clusters - 1) * num_bytes // study.num_clusters
     curve: list[tuple[int, float, int]] = []
     accuracy = 0.0
     for step, parts in enumerate(batches, start=1):
         inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-        take_step(model, optimizer, (inputs, targets), inner_rate(study, step))
+        take_step(model, optimizers, (inputs, targets), inner_rate(study, step))
         if step in evaluation_steps(study):
             loss, accuracy = evaluate(model, validation)
             curve.append((step, loss, ring * step))
@@ -150,7 +134,7 @@ def train_preset(
     axes = overrides(study, task)
     method = dsx.preset(task.preset.partition("+")[0], study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
-    optimizers = [make_optimizer(m, study) for m in models]
+    optimizers = [make_optimizers(m, study) for m in models]
     clusters = dsx.SimulatedClusters(models, optimizers, method)
     curve: list[tuple[int, float, int]] = []
     distances: list[float] = []
@@ -158,8 +142,8 @@ def train_preset(
     accuracy = 0.0
     for step, parts in enumerate(batches, start=1):
         lr = inner_rate(study, step)
-        for own, optimizer, part in zip(models, optimizers, parts, strict=True):
-            take_step(own, optimizer, part, lr)
+        for own, its, part in zip(models, optimizers, parts, strict=True):
+            take_step(own, its, part, lr)
         if step % max(1, method.schedule.interval // 10) == 0:
             distances.append(divergence(models))
         clusters.step()

@@ -14,7 +14,7 @@ from dsx.bench.convergence.pool import run_all
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.report import plot, print_table
 from dsx.bench.convergence.runs import run_task
-from dsx.bench.convergence.task import BASELINE, CODECS, UNTUNED, Study, Task
+from dsx.bench.convergence.task import BASELINE, CODECS, UNTUNED, Inner, Study, Task
 from dsx.core.checks import require_choice
 from dsx.data.shards import Shards
 from dsx.method.choices import PRESETS
@@ -82,6 +82,19 @@ def read_numbers(option: str, text: str, kind: Callable[[str], _Number]) -> list
         ) from None
 
 
+def read_search(
+    presets: str | None, rates: str, momenta: str, seeds: str, settings: Path | None
+) -> Search:
+    """Read what the command line says of the search."""
+    return Search(
+        read_presets(presets),
+        read_numbers("--rates", rates, float),
+        read_numbers("--momenta", momenta, float),
+        read_numbers("--seeds", seeds, int),
+        settings,
+    )
+
+
 def require_corpus(study: Study) -> None:
     """Raise FileNotFoundError, with what makes one, if a problem of language has no dataset."""
     data = Path(study.data)
@@ -93,6 +106,12 @@ def require_corpus(study: Study) -> None:
 def require_study(study: Study) -> None:
     """Raise ValueError for a choice that there is not, FileNotFoundError if there is no dataset."""
     require_choice("--shards", study.shards, Shards)
+    require_choice("--inner", study.inner, Inner)
+    if study.inner == "muon" and study.problem == "images":
+        raise ValueError(
+            "--inner muon is for matrices, and --problem images has none but its last layer's; use "
+            "--inner adamw"
+        )
     if study.problem not in PROBLEMS:
         raise ValueError(f"--problem {study.problem!r} must be one of {', '.join(PROBLEMS)}")
     require_corpus(study)

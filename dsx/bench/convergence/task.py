@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 BASELINE = "data_parallel"
 # their outer rule has no rate to choose
 UNTUNED = ("local_sgd", "dreamddp", "plsgd_enp", "cocktail_sgd")
+Inner = Literal["adamw", "muon"]
 InnerSchedule = Literal["cosine", "cyclic"]
 _LOW_RANK = {"type": "low_rank", "rank": 16, "factor_wire": "int8", "error_feedback": "fp32"}
 
@@ -67,6 +68,9 @@ class Study:
     problem: str = "causal"
     qk_norm: bool = False
     z_loss: float = 0.0
+    inner: Inner = "adamw"
+    rest_rate: float = 1.0  # of embeddings, the head and vectors, in the rate of matrices
+    final_rate: float = 0.1  # of the largest, at the end
 
 
 @dataclass(frozen=True)
@@ -107,6 +111,8 @@ def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
         axes["compression"] = CODECS[codec]
     if preset in ("streaming_diloco", "cocodc", "dilocox"):
         axes["fragments"] = {"num_fragments": num_fragments}
+    if preset == "recommended":  # on a line that is always busy
+        axes["delay"] = {"steps": max(1, interval // min(layers, 16))}
     if preset == "cocodc":
         seconds = 0.4 * interval / (1.5 * num_fragments)
         axes["schedule"] |= {"gamma": 0.4, "step_seconds": 1.0, "transfer_seconds": seconds}
@@ -133,7 +139,7 @@ def merge(axes: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]
 
 
 def inner_rate(study: Study, step: int) -> float:
-    """Linear warmup over a twentieth of the run, then a cosine down to a tenth.
+    """Linear warmup over a twentieth of the run, then a cosine down to `final_rate`.
 
     "cyclic" goes on in triangles of the same slope down to a tenth and up again, each half as high
     as the one before: torch's CyclicLR, "triangular2", as CO2 (arXiv:2401.16265, A.3.6) has it.
@@ -146,7 +152,8 @@ def inner_rate(study: Study, step: int) -> float:
         height = 1 - abs(within / warmup - 1)
         return study.inner_lr * (0.1 + 0.9 * height / 2**cycle)
     progress = (step - warmup) / max(1, study.num_steps - warmup)
-    return study.inner_lr * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    half = (1 - study.final_rate) / 2
+    return study.inner_lr * (study.final_rate + half * (1 + math.cos(math.pi * progress)))
 
 
 def evaluation_steps(study: Study) -> set[int]:
