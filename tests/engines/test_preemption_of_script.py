@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,7 @@ def tell_cluster_0_to_end(run: str) -> tuple[int, int, bool]:
             if step == TOLD and world.cluster_id == 0 and world.rank == 0:
                 os.kill(os.getpid(), SIGNAL)
             told.take_step(step)
+            time.sleep(0.1)  # H steps have to take longer than a notice does
         told.handle.finish()  # the other cluster may be here by then
     except SystemExit as ended:
         status = ended.code

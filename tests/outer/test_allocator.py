@@ -33,6 +33,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
         "compression": {"dense_rounds": 1},
     },
     "dreamddp": {"schedule": LAYERWISE},
+    "recommended": {"schedule": {"interval": 4}, "fragments": HALVES},
 }  # fmt: skip
 CODECS: dict[str, dict[str, Any]] = {
     "int4": {"type": "quantized"},

@@ -22,6 +22,7 @@ from dsx.run.lightning.places import own_devices, own_place, share_log_versions
 from dsx.run.lightning.refusals import refuse
 from dsx.run.lightning.trainer import _get_stop, _set_stop
 from dsx.run.session import RouteNotTaken, Session
+from dsx.telemetry.progress import Progress
 
 BLOCK = '{"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}%s}}'
 
@@ -35,6 +36,7 @@ class Handle:
         self.theirs, self.stops = theirs, False
         self.done: list[str] = []
         self.preemption = SimpleNamespace(is_saving=False)
+        self.progress = Progress(1, 10.0, False)
 
     def gather(self, value: Any) -> list[Any]:
         return [self.theirs(value), value]
