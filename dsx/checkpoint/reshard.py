@@ -9,8 +9,11 @@ same bits as before. The rest follows these rules:
   that sent it; of one that has not, the contributions are averaged by the clusters there are now
   (reshard_transfers.py);
 - a residual stays with its cluster, element by element; stored in less than fp32 it is coded anew.
-  A residual of means whose elements another rank or cluster encodes from now on goes, times C, into
-  what this cluster sends next: the mean gets it all the same;
+  So does one of means, where the same cluster goes on encoding them. Of those that another rank's
+  slice or another cluster's holds from now on it goes, times C, into what this cluster sends next,
+  so that the mean gets it all the same: into the residual of what is sent, or where the delay keeps
+  what is unsent in the local masters (`shift`), into these. Where there is neither it is lost, and
+  a warning says how much;
 - a cluster that is new is cluster 0's copy without its residuals; those of a cluster that is gone
   are lost, and a warning says so;
 - warm starts belong to whole matrices and go where these are put together;
@@ -65,16 +68,24 @@ class Resharding:
         self._is_first = loop.adapter.ranks.shard[0] == 0
         fragments = loop.adapter.fragments
         self._origins = [[Origin(self._ranks, fragment.id)] for fragment in fragments]
+        self._num_clusters = loop.transport.seat.num_clusters
+        self._keeps_unsent = loop.method.delay.keeps_unsent
+        self._unsent: dict[int, Tensor] = {}  # by fragment, what local masters are to send next
         if is_repartitioned:
             self._is_first = self._is_first and loop.adapter.stage.index == 0
             self._origins = find_origins(saved, loop.adapter.fragment_parameters)
 
     def restore(self) -> Restored:
-        """Fill the loop's buffers; what is tracked is this rank's, or the first one's."""
+        """Fill the loop's buffers; what is tracked is this rank's, or the first one's.
+
+        Masters that the engine has loaded get what they keep for the next launch.
+        """
         self._tell()
         for fragment in self._loop.adapter.fragments:
             self._restore_slots(fragment)
             self._restore_codec(fragment)
+        if self._keeps_unsent and not self._saved.has_average:
+            self._leave_unsent()
         left_at = self._reference.meta["left_at"]
         if self._is_repartitioned:
             fragments, delay = self._loop.adapter.fragments, self._loop.method.delay
@@ -96,7 +107,8 @@ class Resharding:
         """Put together the cluster's own masters of a fragment, where they have been saved."""
         out = torch.empty(fragment.numel)
         self._fill(fragment.layout, out, "local", self._sources(fragment.id, "local"))
-        return out
+        unsent = self._unsent.get(fragment.id)
+        return out if unsent is None else out.sub_(unsent)
 
     def _tell(self) -> None:
         saved, rank_info = self._saved, self._rank_info
@@ -171,56 +183,81 @@ class Resharding:
 
     def _restore_errors(self, fragment: Fragment) -> None:
         """Put this cluster's residuals together; see the module for those of means."""
-        channel = self._loop.state.channels[fragment.id]
-        errors = channel.codec.errors.values()
-        wire = self._loop.matrix_gathers[fragment.id].wire.layout
+        errors = self._loop.state.channels[fragment.id].codec.errors.values()
         for error in errors:
             error.residual.stored.zero_()
         if self._is_new:
             return
-        of_sent, of_means = (
-            [
-                source
-                for origin in self._origins[fragment.id]
-                for source in error_sources(origin.ranks, origin.fragment, is_of_mean)
-            ]
-            for is_of_mean in (False, True)
-        )
-        missing = moved = 0
+        wire, num_clusters = self._loop.matrix_gathers[fragment.id].wire, self._num_clusters
+        means = torch.zeros(wire.numel)
+        put_together(shard_ranges(wire.layout), means, self._error_sources(fragment.id, True))
         for error in errors:
             if error.is_of_mean:
-                continue
-            wanted = shard_ranges(wire, error.start, error.stop)
-            values, means = (torch.zeros(error.residual.numel) for _ in range(2))
-            missing += put_together(wanted, values, of_sent)
-            put_together(wanted, means, of_means)
-            for mean in errors:
-                low, high = max(error.start, mean.start), min(error.stop, mean.stop)
-                if mean.is_of_mean and low < high:
-                    part = slice(low - error.start, high - error.start)
-                    mean.residual.write(means[part])
-                    means[part] = 0
-            moved += int(means.count_nonzero())
-            error.residual.write(values.add_(means, alpha=self._loop.transport.seat.num_clusters))
-        self._tell_of_errors(fragment, missing, moved)
+                kept = means[error.start : error.stop]
+                error.residual.write(kept)
+                kept.zero_()
+        of_sent = self._error_sources(fragment.id, False)
+        missing, moved = 0, int(means.count_nonzero())
+        for error in errors:
+            if not error.is_of_mean:
+                wanted = shard_ranges(wire.layout, error.start, error.stop)
+                values = torch.zeros(error.residual.numel)
+                missing += put_together(wanted, values, of_sent)
+                kept = means[error.start : error.stop]
+                error.residual.write(values.add_(kept, alpha=num_clusters))
+                kept.zero_()
+        if moved and self._keeps_unsent:  # means lie as masters do: nothing is factored there
+            self._unsent[fragment.id] = means.mul(num_clusters)
+            means.zero_()
+        self._tell_of_errors(fragment, missing, moved, means)
 
-    def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int) -> None:
+    def _error_sources(self, fragment: int, is_of_mean: bool) -> list[Source]:
+        return [
+            source
+            for origin in self._origins[fragment]
+            for source in error_sources(origin.ranks, origin.fragment, is_of_mean)
+        ]
+
+    @torch.no_grad()
+    def _leave_unsent(self) -> None:
+        """Let the engine's masters keep what is sent next, `anchor - local`. Collective."""
+        adapter = self._loop.adapter
+        for fragment, unsent in self._unsent.items():
+            local = torch.empty(unsent.numel(), device=adapter.device)
+            adapter.read(fragment, local)
+            adapter.write(fragment, local.sub_(unsent.to(adapter.device)))
+        adapter.sync_model_weights()
+
+    def _tell_of_errors(self, fragment: Fragment, missing: int, moved: int, lost: Tensor) -> None:
         errors = self._loop.state.channels[fragment.id].codec.errors.values()
         name = self._loop.adapter.stage.name_of(fragment.id)
-        origins = self._origins[fragment.id]
-        has_saved = any(r.meta["codec_errors"][o.fragment] for o in origins for r in o.ranks)
-        if has_saved and not errors and self._rank_info.rank == 0:
+        has_saved = any(
+            not entry["is_of_mean"]
+            for origin in self._origins[fragment.id]
+            for rank in origin.ranks
+            for entry in rank.meta["codec_errors"][origin.fragment].values()
+        )
+        is_used = any(not error.is_of_mean for error in errors)
+        if has_saved and not is_used and self._rank_info.rank == 0:
             logger.warning("%s: the saved residuals are not used", name)
         if missing:
             logger.warning(
                 "%s: %d elements have no residual in %s; theirs start from zero",
                 name, missing, self._saved.directory,
             )  # fmt: skip
-        if moved:
+        num_lost = int(lost.count_nonzero())
+        if moved > num_lost:
             logger.warning(
                 "%s: the residuals of %d elements of means, which are encoded elsewhere "
                 "from now on, go into what this cluster sends next",
-                name, moved,
+                name, moved - num_lost,
+            )  # fmt: skip
+        if num_lost:
+            logger.warning(
+                "%s: %d elements of means are encoded elsewhere from now on, and their residuals, of "
+                "norm %.3g, are lost: this method keeps nothing of what a cluster sends; to keep "
+                "them, resume with compression.error_feedback='fp32'",
+                name, num_lost, float(torch.linalg.vector_norm(lost)),
             )  # fmt: skip
         if any(error.residual.storage == "int8" for error in errors) and self._rank_info.rank == 0:
             logger.warning(

@@ -17,6 +17,7 @@ from dsx.checkpoint.files import Source, put_together, rank_file, shard_ranges
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.in_process import InProcessHub
 from dsx.comm.topology import RankInfo
+from dsx.config.schema import preset
 from dsx.core.types import Fragment, Slot
 from dsx.engines.cluster_collectives import OneRank
 from dsx.engines.torch import TorchAdapter
@@ -24,7 +25,7 @@ from dsx.method.fragments import lay_out
 from dsx.method.method import Method
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
-from tests.compress.test_over_gloo import loss, simulated
+from tests.compress.test_over_gloo import CODECS_OF_ALL, WideNet, adamw, loss, simulated
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -63,6 +64,9 @@ class ShardAdapter(TorchAdapter):
     def read(self, fragment: int, out: Tensor) -> None:
         out.copy_(self.held[fragment])
 
+    def write(self, fragment: int, source: Tensor) -> None:
+        self.held[fragment].copy_(source)
+
 
 def shard_loop(whole: OuterLoop, method: Method, rank: int) -> OuterLoop:
     seat = whole.transport.seat
@@ -77,9 +81,10 @@ def new_tiny(name: str, num_clusters: int = 2) -> Simulated:
     )
 
 
-def save_all(run: Simulated, base: Path) -> None:
+def save_all(run: Simulated, base: Path, holds_average: bool = False) -> None:
     for m, loop in enumerate(run.loops):
-        save_state(loop, base / f"{m}", RankInfo(m, run.num_clusters, 0, 1), "run", {}, {})
+        own = [masters(loop)] if holds_average else None
+        save_state(loop, base / f"{m}", RankInfo(m, run.num_clusters, 0, 1), "run", {}, {}, own)
 
 
 def resume(run: Simulated, first: Simulated, base: Path) -> None:
@@ -96,10 +101,8 @@ def through_shards(run: Simulated, whole: Path, sharded: Path) -> None:
     """Load every cluster's state on four ranks, and save it from there."""
     for m, loop in enumerate(run.loops):
         for rank in range(len(CUTS) - 1):
-            shard, rank_info = (
-                shard_loop(loop, run.method, rank),
-                RankInfo(m, run.num_clusters, rank, 4),
-            )
+            shard = shard_loop(loop, run.method, rank)
+            rank_info = RankInfo(m, run.num_clusters, rank, 4)
             load_state(shard, whole / f"{m}", rank_info, {})
             save_state(shard, sharded / f"{m}", rank_info, "run", {}, {})
 
@@ -219,6 +222,103 @@ def owed(loops: Sequence[OuterLoop], num_clusters: int) -> Tensor:
             scale = num_clusters if error.is_of_mean else 1
             total[error.start : error.stop] += scale * error.residual.read()
     return total
+
+
+def two_legs(num_clusters: int, delay: str = "shift", error_feedback: str = "none") -> Simulated:
+    """2 bits both ways: owners keep what coding a mean has lost, and under shift nothing else."""
+    compression = CODECS_OF_ALL["two legs"] | {"error_feedback": error_feedback}
+    method = preset(
+        "diloco", num_clusters,
+        schedule={"interval": 3}, delay={"type": delay}, compression=compression,
+    )  # fmt: skip
+    return Simulated(WideNet(), adamw, method, num_clusters)
+
+
+def masters(loop: OuterLoop) -> Tensor:
+    out = torch.empty(loop.adapter.fragments[0].numel)
+    loop.adapter.read(0, out)
+    return out
+
+
+def kept_of_means(loop: OuterLoop) -> Tensor:
+    found = torch.zeros(loop.adapter.fragments[0].numel)
+    for error in loop.state.channels[0].codec.errors.values():
+        assert error.is_of_mean
+        found[error.start : error.stop] = error.residual.read()
+    return found
+
+
+def test_residuals_of_means_stay_with_their_owners_or_go_to_its_masters(tmp_path: Path) -> None:
+    """C is 4, a power of two, so the whole is equal to the bit."""
+    run = two_legs(4)
+    for _ in range(6):
+        run.train_step(loss)
+    save_all(run, tmp_path)
+    offsets = {slot.name: slot.offset for slot in run.loops[0].adapter.fragments[0].layout}
+    for m, loop in enumerate(run.loops):
+        before = kept_of_means(loop)
+        kept, moved = torch.zeros_like(before), torch.zeros_like(before)
+        for rank in range(4):
+            shard = shard_loop(loop, run.method, rank)
+            load_state(shard, tmp_path / f"{m}", RankInfo(m, 4, rank, 4), {})
+            for slot in shard.adapter.fragments[0].layout:
+                first = offsets[slot.name] + slot.start
+                here, there = (slice(i, i + slot.numel) for i in (slot.offset, first))
+                kept[there] = kept_of_means(shard)[here]
+                moved[there] = masters(shard)[here] / -4
+        assert kept.any() and moved.any() and not (kept * moved).any()
+        assert torch.equal(kept + moved, before)
+
+
+@pytest.mark.parametrize(
+    ("after", "holds_average"), [(5, False), (4, False), (3, False), (1, False), (5, True)]
+)
+def test_means_get_what_coding_them_has_lost_with_other_clusters(
+    after: int, holds_average: bool, tmp_path: Path, caplog: Any
+) -> None:
+    first, second = two_legs(4), two_legs(after)
+    for _ in range(6):
+        first.train_step(loss)
+    save_all(first, tmp_path, holds_average)
+    with caplog.at_level(logging.WARNING):
+        resume(second, first, tmp_path)
+    assert ("go into what this cluster sends next" in caplog.text) == (after != 4)
+    assert ("are dropped" in caplog.text) == (after < 4)
+    assert "are lost" not in caplog.text and "not used" not in caplog.text
+    for m, loop in enumerate(second.loops[:4]):
+        saved = kept_of_means(first.loops[m])
+        sent_next = (masters(first.loops[m]) - masters(loop)) / after
+        torch.testing.assert_close(kept_of_means(loop) + sent_next, saved, rtol=0, atol=1e-6)
+        assert saved.abs().max() > 0.0001
+        if after == 4:
+            assert torch.equal(kept_of_means(loop), saved) and not sent_next.any()
+    for loop in second.loops[4:]:
+        assert not kept_of_means(loop).any()
+        assert torch.equal(masters(loop), masters(first.loops[0]))
+    for _ in range(6):
+        second.train_step(loss)
+    second.finish()
+    for loop in second.loops[1:]:
+        assert torch.equal(loop.state.anchor[0], second.loops[0].state.anchor[0])
+
+
+@pytest.mark.filterwarnings("ignore::dsx.SettingWarning")
+@pytest.mark.parametrize("error_feedback", ["none", "fp32"])
+def test_residuals_of_means_that_nothing_can_take_are_lost_with_a_warning(
+    error_feedback: str, tmp_path: Path, caplog: Any
+) -> None:
+    """Unless the run goes on with a residual of what is sent, as the warning says."""
+    first = two_legs(4, "blocking")
+    second = two_legs(5, "blocking", error_feedback)
+    for _ in range(6):
+        first.train_step(loss)
+    save_all(first, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        resume(second, first, tmp_path)
+    assert ("are lost: this method" in caplog.text) == (error_feedback == "none")
+    if error_feedback == "fp32":
+        before, after = owed(first.loops, 5), owed(second.loops, 5)
+        assert torch.allclose(after, before, atol=1e-7) and before.any()
 
 
 def test_what_is_stored_in_fewer_bits_is_coded_anew_with_a_warning(
