@@ -255,8 +255,8 @@ class Resharding:
         if num_lost:
             logger.warning(
                 "%s: %d elements of means are encoded elsewhere from now on, and their residuals, "
-                "of norm %.3g, are lost: this method keeps nothing of what a cluster sends; to keep "
-                "them, resume with compression.error_feedback='fp32'",
+                "of norm %.3g, are lost: this method keeps nothing of what a cluster sends; to "
+                "keep them, resume with compression.error_feedback='fp32'",
                 name, num_lost, float(torch.linalg.vector_norm(lost)),
             )  # fmt: skip
         if any(error.residual.storage == "int8" for error in errors) and self._rank_info.rank == 0:
