@@ -92,6 +92,9 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         tracked={SAMPLES: run.division.place},
     )
     run.handle.preemption.engine = EndOfLoop()
+    if iterations := getattr(arguments, "train_iters", None):
+        total = run.handle.step + iterations - arguments.iteration
+        run.handle.progress.note({"total_steps": total})
     if is_plain:
         tell(run, arguments)
     agree(run, arguments, is_plain)

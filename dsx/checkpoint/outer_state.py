@@ -280,8 +280,7 @@ def _state_shape(loop: OuterLoop) -> dict[str, Any]:
 
 
 def _require_same_buffers(own: SavedRank, loop: OuterLoop) -> None:
-    difference = first_difference(_state_shape(loop), own.meta["state"])
-    if difference:
+    if difference := first_difference(_state_shape(loop), own.meta["state"]):
         where, ours, theirs = difference
         raise ValueError(f"{own.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")
 
@@ -310,13 +309,16 @@ def _require_same_method(
                 f"{saved.path} was saved with {axis} of type {kinds[0]!r}, and this run has "
                 f"{kinds[1]!r}: {_ADVICE}"
             )
+    steps = [a.get("delay", {}).get("steps") for a in (saved.meta["axes"], axes)]
+    if steps.count("auto") == 1:  # then times travel with the transfers under way
+        raise ValueError(
+            f"{saved.path} was saved with delay.steps={steps[0]!r}, and this run has {steps[1]!r}: "
+            f"{_ADVICE}"
+        )
     ours, theirs = _kinds(loop), dict(saved.meta["kinds"])
-    for kinds in (
-        (ours, theirs) if is_repartitioned else ()
-    ):  # what all fragments have, however many
+    for kinds in (ours, theirs) if is_repartitioned else ():  # what all fragments have
         kinds.update(stage=None, parameters=None, buffers=kinds["buffers"][:1])
-    difference = first_difference(ours, theirs)
-    if difference:
+    if difference := first_difference(ours, theirs):
         where, ours, theirs = difference
         raise ValueError(f"{saved.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")
 

@@ -97,6 +97,11 @@ class LowRank(Quantized):
                 f"compression.mean_wire={self.mean_wire!r}: owners keep nothing of what the means "
                 "of dense rounds lose, which is too much in so few bits; use 'int8'"
             )
+        if self.mean_feedback == "fp32":
+            raise ValueError(
+                "compression.mean_feedback='fp32': owners keep nothing of what means of factors "
+                "and of dense rounds lose; leave it out"
+            )
         if not all(self.exclude):
             raise ValueError(
                 f"compression.exclude={self.exclude!r}: an empty text is part of every name; give "

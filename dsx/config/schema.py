@@ -38,6 +38,7 @@ from dsx.config.sections import (
 )
 from dsx.core.checks import nearest
 from dsx.method.choices import AXES, PRESETS, preset_method
+from dsx.method.fragments import at_most
 from dsx.method.method import Method
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -173,6 +174,10 @@ def resolve_method(
         given = with_new_names(axis, plain, file)
         usual[axis] = _usual(axis, getattr(base, axis), given)
         axes[axis], chosen[axis] = read_choice(axis, {**usual[axis], **given}, usual[axis])
+    schedule, fragments = chosen["schedule"], chosen["fragments"]
+    if schedule.takes_turns and at_most(fragments, schedule.interval) != fragments:
+        chosen["fragments"] = at_most(fragments, schedule.interval)
+        axes["fragments"]["most"] = schedule.interval
     method = dataclasses.replace(base, **chosen)
     try:
         method.validate()

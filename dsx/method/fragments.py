@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Annotated, Literal, Protocol
 
@@ -71,7 +71,7 @@ class ByLayer(Fragmenter):
     """Which layers share a fragment: every P-th one (strided), or neighbours (sequential)."""
     most: Annotated[int, Ge(1)] | None = None
     """The largest P where `num_fragments` is null: a model, or a pipeline stage, with more layers
-    has several in a fragment; null: no limit."""
+    has several in a fragment; null: no limit. At most H, where fragments leave one by one."""
 
     def assign(self, parameters: Sequence[ParameterShape]) -> list[list[str]]:
         """Return the names of each fragment; ValueError if there are fewer layers than P."""
@@ -137,6 +137,15 @@ def group_by_layer(parameters: Sequence[ParameterShape]) -> list[list[str]]:
     groups = list(layers.values())
     groups[0] = leading + groups[0]
     return groups
+
+
+def at_most(fragmenter: Fragmenter, interval: int) -> Fragmenter:
+    """Return a fragmenter whose `most`, if it has one and goes by it, is at most H."""
+    if not isinstance(fragmenter, ByLayer) or fragmenter.num_fragments is not None:
+        return fragmenter
+    if fragmenter.most is None or fragmenter.most <= interval:
+        return fragmenter
+    return replace(fragmenter, most=interval)
 
 
 def usual_count(fragmenter: Fragmenter) -> int | None:

@@ -138,7 +138,9 @@ class Method:
         self.compression.validate()
         lowest = self.control.lowest_interval(self.sync_params)
         self._validate_lowest(lowest, count)
-        if self.delay.steps != "auto" and self.delay.steps >= lowest:
+        if self.delay.steps == "auto":
+            self.delay.validate(lowest)
+        elif self.delay.steps >= lowest:
             raise ValueError(
                 f"control.min_interval={lowest} lets H fall to delay.steps={self.delay.steps}: a "
                 "fragment's transfer has to be applied before its next launch; use min_interval "

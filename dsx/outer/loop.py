@@ -93,7 +93,7 @@ class OuterLoop:
         self.deferral = Deferral(adapter)
         self._on_sync = on_sync
         self._trace = trace
-        self._overlap = Overlap(method.delay, adapter.stage)
+        self._overlap = Overlap(method, adapter.stage)
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
         self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
@@ -267,7 +267,9 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
-        sync_params = self._overlap.sync_params(fragment, self._sync_params(), self.history)
+        sync_params = self._overlap.sync_params(
+            fragment, self._sync_params(), self.history, shared_by
+        )
         transfer = self._launches.make(
             fragment, step, self.history, sync_params, fragment in self._idle
         )

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dsx.core.types import History, Stage, SyncParams
-from dsx.method.delay.base import DelayPolicy
+from dsx.method.method import Method
 from dsx.outer.transfer import NothingYet, Transfer
 
 logger = logging.getLogger(__name__)
@@ -23,17 +23,25 @@ logger = logging.getLogger(__name__)
 class Overlap:
     """Decides from what all clusters agree on, never from what has arrived."""
 
-    def __init__(self, delay: DelayPolicy, stage: Stage) -> None:
-        self._delay = delay
+    def __init__(self, method: Method, stage: Stage) -> None:
+        self._delay = method.delay
+        self._least_interval = method.control.lowest_interval(method.sync_params)
         self._stage = stage
         self._is_warned = False
 
-    def sync_params(self, fragment: int, params: SyncParams, history: History) -> SyncParams:
-        """Return what is in force at a launch of the fragment, tau with it unless it is fixed."""
-        overlap = self._delay.overlap(fragment, params.interval, history)
+    def sync_params(
+        self, fragment: int, params: SyncParams, history: History, shared_by: int
+    ) -> SyncParams:
+        """Return what is in force at a launch of the fragment, tau with it unless it is fixed.
+
+        `shared_by` are launched at this boundary. H may fall to the least while this one is under
+        way, which has to be over by its next launch.
+        """
+        interval = min(params.interval, self._least_interval)
+        overlap = self._delay.overlap(fragment, interval, history, shared_by)
         if overlap is None:
             return params
-        self._warn_of_a_slow_line(fragment, overlap, history)
+        self._warn_of_a_slow_line(fragment, overlap, history, shared_by)
         return replace(params, overlap=overlap)
 
     def ripe(
@@ -50,11 +58,13 @@ class Overlap:
                 found.append(transfer)
         return found
 
-    def _warn_of_a_slow_line(self, fragment: int, overlap: int, history: History) -> None:
-        transfer, step = history.transfer_seconds[fragment], history.step_seconds
-        if self._is_warned or not transfer or not step or transfer <= overlap * step:
+    def _warn_of_a_slow_line(
+        self, fragment: int, overlap: int, history: History, shared_by: int
+    ) -> None:
+        alone, step = history.transfer_seconds[fragment], history.step_seconds
+        if self._is_warned or not alone or not step or shared_by * alone <= overlap * step:
             return
-        self._is_warned = True
+        self._is_warned, transfer = True, shared_by * alone
         needed = 2 * math.ceil(transfer / step)
         logger.warning(
             "%s takes %.3g s on the line, %.1f inner steps of %.3g s, and delay.steps='auto' has "

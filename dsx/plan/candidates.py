@@ -270,7 +270,8 @@ class Search:
             traffic.cost(i, question.link, question.costs).alone for i in range(len(traffic.loads))
         )
         steps = math.ceil(alone / question.step_seconds)
-        longest = max(1, min(interval // count, interval - 1))
+        until_next = min(interval // count, interval - 1)
+        longest = max(1, interval // 2 if method.delay.uses_seconds else until_next)
         return with_steps(method, min(max(1, steps), longest))
 
     def _memory(self, method: Method) -> tuple[OuterMemory, int]:

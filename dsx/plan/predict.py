@@ -216,7 +216,8 @@ def _with_overlap(method: Method, transfers: Sequence[Cost], step_seconds: float
     """Return a method with the tau that the longest transfer makes, where the run would say."""
     if method.delay.steps != "auto":
         return method
-    history = History(1, transfer_seconds=[max(cost.alone for cost in transfers)])
+    together = len(transfers) if isinstance(method.schedule, Periodic) else 1
+    history = History(1, transfer_seconds=[together * max(cost.alone for cost in transfers)])
     history.step_seconds = step_seconds
     found = method.delay.overlap(0, method.schedule.interval, history)
     assert found is not None

@@ -29,7 +29,7 @@ class Progress:
         self._num_senders = num_senders
         self._seconds = seconds
         self._speaks = speaks and seconds > 0
-        self._total: int | None = None
+        self.total_steps: int | None = None  # of the run, where somebody tells it
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -54,10 +54,10 @@ class Progress:
 
     def note(self, fields: Mapping[str, Any]) -> None:
         """Take what is told of the step just taken: `loss`, `tokens`, `total_steps`."""
+        if "total_steps" in fields:
+            self.total_steps = int(fields["total_steps"])
         if not self._speaks:
             return
-        if "total_steps" in fields:
-            self._total = int(fields["total_steps"])
         if "loss" in fields:
             self._loss = float(fields["loss"])
         if "tokens" in fields:
@@ -81,7 +81,7 @@ class Progress:
     def line(self, step: int, seconds: float) -> str:
         """Return what is said of the `seconds` since `begin`."""
         rate = (step - self._step) / seconds
-        of = f" of {self._total:,}" if self._total is not None else ""
+        of = f" of {self.total_steps:,}" if self.total_steps is not None else ""
         parts = [f"dsx: cluster {self._cluster_id}, step {step:,}{of}", f"{rate:.3g} steps/s"]
         tokens = self._seen_tokens if self._tokens is None else self._tokens
         if tokens or self._tokens is not None:
@@ -94,8 +94,8 @@ class Progress:
             hidden = max(1 - self._waited / self._transferred, 0.0)
             parts.append(f"{100 * hidden:.0f} % of the transfers hidden")
         parts.append(f"utilization {100 * (1 - self._blocked / seconds):.1f} %")
-        if self._total is not None and rate > 0:
-            parts.append(f"{_duration((self._total - step) / rate)} left")
+        if self.total_steps is not None and rate > 0:
+            parts.append(f"{_duration((self.total_steps - step) / rate)} left")
         return ", ".join(parts)
 
 

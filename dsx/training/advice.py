@@ -7,8 +7,7 @@ and most of it with the decay of the inner rate.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from dsx.config.schema import DsxConfig
 
@@ -19,11 +18,20 @@ DECAYED = 0.1  # of the largest inner rate
 
 
 class Advice:
-    """Watches one rank's steps; says each thing once, and nothing under any other preset."""
+    """Watches one rank's steps; says each thing once, and nothing under any other preset.
 
-    def __init__(self, config: DsxConfig, inner_lr: Callable[[], float], speaks: bool) -> None:
+    `inner_lr` is asked after each step, `length` for the steps of the whole run, None if not told.
+    """
+
+    def __init__(
+        self,
+        config: DsxConfig,
+        inner_lr: Callable[[], float],
+        length: Callable[[], int | None],
+        speaks: bool,
+    ) -> None:
         self._interval = config.method.schedule.interval
-        self._inner_lr = inner_lr
+        self._inner_lr, self._length = inner_lr, length
         self._speaks = speaks and config.preset == "recommended"
         self._largest = 0.0
         self._is_whole = True  # whether all steps of the run were seen
@@ -34,20 +42,18 @@ class Advice:
         self._is_whole = self._is_whole and step == 0
 
     def pass_boundary(self) -> None:
-        """Take the rate of the step just taken."""
+        """Take the rate of the step just taken, and the run's length once somebody has told it."""
         if self._speaks and self._is_whole:
             self._largest = max(self._largest, self._inner_lr())
-
-    def note(self, fields: Mapping[str, Any]) -> None:
-        """Take what is told of a step: `total_steps` is the length of the run."""
-        if "total_steps" in fields:
-            self._look_at_length(int(fields["total_steps"]), "has")
+        if (length := self._length()) is not None:
+            self._look_at_length(length, "has")
 
     def end(self, step: int) -> None:
         """Look at a run that is finished."""
-        self._look_at_length(step, "has had")
+        if step:
+            self._look_at_length(step, "has had")
         rate = self._inner_lr() if self._speaks else 0.0
-        if self._is_whole and rate > DECAYED * self._largest:
+        if self._is_whole and 0 < DECAYED * self._largest < rate:
             logger.warning(
                 "preset 'recommended': the inner rate has ended at %.3g, %.0f %% of its largest; "
                 "with a decay to near 0 clusters end closer to each other, and to data parallel "
@@ -62,8 +68,8 @@ class Advice:
         if steps < FEWEST_ROUNDS * self._interval:
             logger.warning(
                 "preset 'recommended': this run %s %d steps, %.0f rounds of %d; it is meant for "
-                "%d rounds or more (%d steps), and what local steps cost is larger before: try a "
-                "smaller schedule.interval, or preset 'diloco'",
+                "%d rounds or more (%d steps), and what local steps cost is larger before: a "
+                "smaller schedule.interval has more rounds",
                 verb, steps, steps / self._interval, self._interval, FEWEST_ROUNDS,
                 FEWEST_ROUNDS * self._interval,
             )  # fmt: skip

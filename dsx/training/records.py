@@ -59,7 +59,8 @@ class Records:
         speaks = self._writes and not (is_shared and cluster)
         senders = adapter.ranks.shard[1] * adapter.stage.count
         self.progress = Progress(cluster, config.metrics.progress_seconds, speaks, senders)
-        self._advice = Advice(config, adapter.inner_lr, speaks)
+        progress = self.progress
+        self._advice = Advice(config, adapter.inner_lr, lambda: progress.total_steps, speaks)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
@@ -129,7 +130,6 @@ class Records:
     def complete_step(self, fields: Mapping[str, Any]) -> None:
         """Add the script's own numbers to the step just taken."""
         self.progress.note(fields)
-        self._advice.note(fields)
         self._metrics.complete_step(fields)
 
     def sync(self, record: Mapping[str, Any]) -> None:

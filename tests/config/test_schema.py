@@ -13,7 +13,13 @@ import pytest
 from dsx.compress.base import Dense
 from dsx.compress.quantized import Quantized
 from dsx.compress.random_top_k import RandomTopK
-from dsx.config.schema import ConfigError, load_config, preset, with_launch_arguments
+from dsx.config.schema import (
+    ConfigError,
+    load_config,
+    preset,
+    resolve_method,
+    with_launch_arguments,
+)
 from dsx.method.choices import PRESETS
 from dsx.method.control.adaptive_rank import AdaptiveRank
 from dsx.method.delay.average import Average
@@ -258,3 +264,10 @@ def test_what_is_no_text_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="c.json is UTF-16, which is not read; save it as"):
         load_config(tmp_path / "c.json")
+
+
+def test_one_fragment_per_layer_is_at_most_one_per_step() -> None:
+    method, axes = resolve_method("recommended", {"schedule": {"interval": 8}})
+    assert (method.fragments.most, axes["fragments"]["most"]) == (8, 8)
+    longer, axes = resolve_method("recommended", {"schedule": {"interval": 64}})
+    assert (longer.fragments.most, axes["fragments"]["most"]) == (16, 16)

@@ -17,13 +17,14 @@ import dsx
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset
-from dsx.core.types import History
+from dsx.core.types import History, Stage, SyncParams
 from dsx.engines.simulated import SimulatedClusters
 from dsx.method.delay.average import Average
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.shift import Shift
 from dsx.method.delay.streaming import StreamingMerge
 from dsx.outer.measurements import Measurements
+from dsx.outer.overlap import Overlap
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
 
@@ -81,6 +82,8 @@ def test_tau_is_a_transfer_in_steps_up_to_half_a_period(policy: Any) -> None:
     for seconds, steps in ((0.1, 1), (2.0, 1), (2.1, 2), (9.0, 5), (16.0, 8), (500.0, 8)):
         history.transfer_seconds[1] = seconds
         assert policy.overlap(1, 16, history) == steps
+    history.transfer_seconds[1] = 2.0
+    assert policy.overlap(1, 16, history, shared_by=4) == 4  # they share the line
     assert type(policy)(3).overlap(1, 16, history) is None
 
 
@@ -126,6 +129,31 @@ def test_a_checkpoint_keeps_what_a_launch_was_given(
     train(again, NUM_STEPS - stop)
     for ours, theirs in zip(again.parameters(), whole.parameters(), strict=True):
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
+
+
+def test_a_number_is_not_made_auto_by_a_resume(tmp_path: Path) -> None:
+    saved = started("shift", 4)[0]
+    train(saved, 10)
+    for m, loop in enumerate(saved.loops):
+        axes = {"delay": {"type": "shift", "steps": 4}}
+        save_state(loop, tmp_path / f"cluster_{m}", RankInfo(m, 2, 0, 1), "run-a", axes, {})
+    again = started("shift", "auto")[0]
+    axes = {"delay": {"type": "shift", "steps": "auto"}}
+    with pytest.raises(ValueError, match=r"saved with delay.steps=4, and this run has 'auto'"):
+        load_state(again.loops[0], tmp_path / "cluster_0", RankInfo(0, 2, 0, 1), axes)
+
+
+def test_tau_fits_the_least_h_that_a_controller_may_set(transfers_take: dict[int, float]) -> None:
+    transfers_take.update({0: 50.0, 1: 50.0})
+    method = preset(
+        "dilocox", 2, schedule={"interval": 12}, fragments={"num_fragments": 1},
+        delay={"type": "streaming", "steps": "auto"}, compression={"type": "dense"},
+        control={"rank": 4, "max_rank": 6, "min_interval": 4},
+    )  # fmt: skip
+    assert Overlap(method, Stage()).sync_params(0, SyncParams(12), History(1), 1).overlap == 2
+    with pytest.raises(ValueError, match="needs a step between two launches"):
+        preset("dilocox", 2, delay={"type": "streaming", "steps": "auto"},
+               control={"rank": 4, "max_rank": 6, "min_interval": 1})  # fmt: skip
 
 
 def test_a_line_that_is_too_slow_is_said_once(

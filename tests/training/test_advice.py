@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import dsx
 from dsx.config.schema import DsxConfig, load_config
 from dsx.training.advice import Advice
+from tests.distributed import run_distributed
+from tests.tiny import TinyNet, batch
 
 
 def config(**block: Any) -> DsxConfig:
@@ -23,13 +28,12 @@ def told(
     total: int | None = None,
 ) -> list[str]:
     """Return what is said of a run whose steps have these rates."""
-    left = iter([*rates, rates[-1]])
-    advice = Advice(block, lambda: next(left), speaks=True)
+    left = iter([*rates, *rates[-1:]])
+    advice = Advice(block, lambda: next(left, 1.0), lambda: total, speaks=True)
     advice.begin(begins)
     with caplog.at_level(logging.WARNING):
         for _ in rates:
             advice.pass_boundary()
-            advice.note({"loss": 1.0} if total is None else {"total_steps": total})
         advice.end(len(rates))
     return [record.getMessage() for record in caplog.records]
 
@@ -64,3 +68,33 @@ def test_of_a_part_of_a_run_the_largest_rate_is_not_known(caplog: pytest.LogCapt
 def test_other_presets_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     block = load_config({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}}})
     assert told(caplog, block, [1.0] * 3, total=3) == []
+
+
+def test_a_run_without_a_step_ends_without_a_word(caplog: pytest.LogCaptureFixture) -> None:
+    assert told(caplog, config(), []) == []
+
+
+def test_what_a_trainer_tells_of_its_length_is_heard(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Through a handle, as the frameworks tell it."""
+    [said] = run_distributed(say_a_length, 1, str(tmp_path))
+    assert "this run has 160 steps, 10 rounds of 16" in said
+
+
+def say_a_length(run: str) -> str:
+    import io
+
+    stream = io.StringIO()
+    logging.getLogger("dsx").addHandler(logging.StreamHandler(stream))
+    block = {"dsx": {"preset": "recommended", "clusters": {"num_clusters": 1},
+                     "fragments": {"num_fragments": 2}, "metrics": {"dir": run}}}  # fmt: skip
+    dsx.init_distributed(block)
+    model = TinyNet()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = dsx.attach(model, optimizer, config=block)
+    handle.progress.note({"total_steps": 160})
+    optimizer.zero_grad()
+    model(*batch(0, 1)).backward()
+    optimizer.step()
+    return stream.getvalue()

@@ -67,19 +67,22 @@ class DelayPolicy(Protocol):
         """Whether tau follows from measured times, which then travel with the transfers."""
         return self.steps == "auto"
 
-    def overlap(self, fragment: int, interval: int, history: History) -> int | None:
+    def overlap(
+        self, fragment: int, interval: int, history: History, shared_by: int = 1
+    ) -> int | None:
         """Return tau of a launch at H = `interval` where it is "auto", None where it is fixed.
 
         It is the agreed time of a transfer in agreed steps, from 1 to H/2; before there is one, the
-        steps until the next fragment's launch.
+        steps until the next fragment's launch. As many as `shared_by` are launched together, and
+        share the line.
         """
         if self.steps != "auto":
             return None
         seconds = history.transfer_seconds[fragment]
         if seconds and history.step_seconds:
-            steps = math.ceil(seconds / history.step_seconds)
+            steps = math.ceil(shared_by * seconds / history.step_seconds)
         else:
-            steps = interval // history.num_fragments
+            steps = shared_by * interval // history.num_fragments
         return min(max(1, steps), interval // 2)
 
     def fresh_share(self, num_clusters: int) -> float | None:
