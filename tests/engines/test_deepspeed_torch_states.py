@@ -63,7 +63,7 @@ def wrong(engine: Any, weights: dict[str, Tensor], saved: dict[str, Any]) -> lis
             part = theirs.reshape(-1)[piece.start : piece.start + piece.numel]
             if not torch.equal(ours, part):
                 found.append(f"{key} of {name}")
-        if float(own["step"]) != STEP:
+        if float(own["step"]) != float(state["step"]):
             found.append(f"step of {name}: {own['step']}")
     rates = [group["lr"] for group in optimizer.param_groups if group["params"]]
     if rates != [group["lr"] for group in saved["param_groups"]]:
@@ -87,6 +87,8 @@ def begin(kinds: list[Kind]) -> list[Any]:
     for kind in kinds:
         weights, saved = plain_run(kind)
         engine = dsx.initialize(**engines.engine_arguments(kind))[0]
+        if kind == KINDS[0]:
+            saved["state"][0]["step"] += 1  # nothing is flattened, and each has steps of its own
         begin_from_torch(engine, engine.dsx, weights, saved, STEP, Path("there"))
         found.append(wrong(engine, weights, saved))
         for step in range(5):
@@ -111,15 +113,23 @@ def refused() -> dict[str, str]:
     states = {i: dict(state) for i, state in saved["state"].items()}
     states[0]["exp_avg"] = torch.zeros(3, 1)
     groups = [{**group, "momentum": 0.9} for group in saved["param_groups"]]
-    uneven = {i: {**s, "step": torch.tensor(float(i))} for i, s in saved["state"].items()}
+    uneven = {i: dict(state) for i, state in saved["state"].items()}
+    uneven[0]["step"] = uneven[0]["step"] + 1  # of which one rank of a cluster holds nothing
+    some = {i: {} if i == 0 else state for i, state in saved["state"].items()}
     moved = {i: {**s, "exp_avg": s["exp_avg"] + cluster} for i, s in saved["state"].items()}
     found = {
         "groups": attempt(saved=one),
         "shapes": attempt(saved={**saved, "state": states}),
         "settings": attempt(saved={**saved, "param_groups": groups}),
         "steps": attempt(saved={**saved, "state": uneven}),
+        "none": attempt(saved={**saved, "state": some}),
     }
-    engine.global_steps = 0
+    assert not engine.global_steps and not any(
+        moment.any()
+        for own in stepping_optimizer(engine).state.values()
+        for key, moment in own.items()
+        if key != "step"
+    )
     found["clusters"] = attempt(saved={**saved, "state": moved})
     found["late"] = attempt()
     engine.dsx.close()
@@ -142,6 +152,7 @@ def test_what_is_not_this_engines_is_refused() -> None:
         "shapes": "there holds exp_avg of",
         "settings": "holds an optimizer with the settings ['momentum'], which",
         "steps": "have been stepped differently often",
+        "none": "holds no state of",
         "clusters": "have loaded different optimizer states",
         "late": "load it before the first step",
         "stage 3": "are not taken apart for zero_optimization.stage=3",

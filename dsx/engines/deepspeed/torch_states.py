@@ -50,7 +50,7 @@ def begin_from_torch(
     for name, piece in pieces.items():
         piece.view().copy_(_cut(weights[name], piece))
     states = {name: saved["state"].get(number, {}) for name, number in numbers.items()}
-    _take_states(optimizer, pieces, states, source)
+    _take_states(optimizer, pieces, states)
     groups = [group for group in saved["param_groups"] if group["params"]]
     for group, old in zip(_groups_of(optimizer), groups, strict=True):
         group.update({k: v for k, v in old.items() if k != "params" and k in group})
@@ -104,7 +104,38 @@ def _numbers(
                     f"{source} holds {key} of {name} as {held}, and the parameter is {shape}: "
                     f"{_SAME}"
                 )
+    _require_states(engine, own, {n: saved["state"].get(i, {}) for n, i in numbers.items()}, source)
     return numbers
+
+
+def _require_states(
+    engine: Any,
+    own: Sequence[Sequence[str]],
+    states: Mapping[str, Mapping[str, Any]],
+    source: Path,
+) -> None:
+    """Raise ValueError for states that another optimizer would keep, or of unequal steps.
+
+    By group and not by what a rank holds of it, so that all ranks raise it.
+    """
+    optimizer = stepping_optimizer(engine)
+    for group, names in zip(_groups_of(optimizer), own, strict=True):
+        kept = {key for p in group["params"] for key in optimizer.state.get(p, {})} - {_STEP}
+        for name in names:
+            tensors = set(states[name]) - {_STEP}
+            if not tensors or (kept and kept != tensors):
+                raise ValueError(
+                    f"{source} holds {sorted(tensors) or 'no state'} of {name}, and this run's "
+                    f"{type(optimizer).__name__} keeps {sorted(kept)}: {_SAME}"
+                )
+        steps = {float(states[name].get(_STEP, 0)) for name in names}
+        is_flat = len(group["params"]) < len(names)
+        if len(steps) > 1 and (is_flat or _STEP in group):
+            raise ValueError(
+                f"{source} holds parameters of one group that have been stepped differently often "
+                f"({sorted(steps)}), and DeepSpeed steps a group as one: begin from the weights "
+                "alone (--model_name_or_path)"
+            )
 
 
 def _client_groups(engine: Any) -> Sequence[Sequence[Any]]:
@@ -120,35 +151,18 @@ def _groups_of(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _take_states(
-    optimizer: Any,
-    pieces: Mapping[str, Piece],
-    states: Mapping[str, Mapping[str, Any]],
-    source: Path,
+    optimizer: Any, pieces: Mapping[str, Piece], states: Mapping[str, Mapping[str, Any]]
 ) -> None:
-    """Copy what lies in this rank's masters; ValueError for what another optimizer would keep."""
-    steps: dict[int, set[float]] = {}
+    """Copy what lies in this rank's masters."""
     for name, piece in pieces.items():
         state, own = states[name], optimizer.state[piece.master]
         tensors = {k: v for k, v in state.items() if k != _STEP}
-        kept = set(own) - {_STEP}
-        if not tensors or (kept and kept != set(tensors)):
-            raise ValueError(
-                f"{source} holds {sorted(tensors) or 'no state'} of {name}, and this run's "
-                f"{type(optimizer).__name__} keeps {sorted(kept)}: {_SAME}"
-            )
         for key, value in tensors.items():
             if key not in own:
                 own[key] = torch.zeros_like(piece.master.detach())
             replace(piece, master=own[key]).view().copy_(_cut(value, piece))
         if _STEP in state:
-            steps.setdefault(id(piece.master), set()).add(float(state[_STEP]))
             _set_step(optimizer, own, piece.master, state[_STEP])
-    if any(len(taken) > 1 for taken in steps.values()):
-        raise ValueError(
-            f"{source} holds parameters of one group that have been stepped differently often "
-            f"({sorted(next(taken for taken in steps.values() if len(taken) > 1))}), and DeepSpeed "
-            "steps a group as one: begin from the weights alone (--model_name_or_path)"
-        )
 
 
 def _set_step(optimizer: Any, own: dict[str, Any], master: Tensor, step: Any) -> None:
