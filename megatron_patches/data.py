@@ -106,12 +106,17 @@ def _find_place(division: Division, arguments: Any, begins_plain: bool) -> None:
     counted = arguments.consumed_train_samples
     divides_itself = arguments.dataloader_type == "external"
     parts = 1 if divides_itself else division.parts
+    is_behind = division.is_split or divides_itself
     if not begins_plain:
-        arguments.consumed_train_samples = division.place.go_on(parts, counted)
+        saved = division.place.saved_parts
+        if saved not in (None, parts) and not divides_itself:
+            before = f"a run that read its data in {saved} part(s), and this one in {parts}"
+            require_place(arguments, division.is_split, before)
+        own_count = division.place.go_on(parts, counted, is_own=not is_behind)
+        arguments.consumed_train_samples = own_count
         return
     if not divides_itself:
-        require_place(arguments, division.is_split)
-    is_behind = division.is_split or divides_itself
+        require_place(arguments, division.is_split, "a run without dsx")
     division.place.begin(parts, counted, counted if is_behind else 0)
 
 

@@ -39,11 +39,17 @@ class Place:
         """Count from here on, for so many parts."""
         self.parts, self._begun = parts, (counted, place)
 
-    def go_on(self, parts: int, counted: int) -> int:
+    @property
+    def saved_parts(self) -> int | None:
+        """Into how many the samples were divided at the save; None if that is not known."""
+        return None if self._saved is None else self._saved["parts"]
+
+    def go_on(self, parts: int, counted: int, is_own: bool = False) -> int:
         """Go on where a checkpoint was, if one was loaded; return the cluster's own count.
 
         `counted` is what Megatron's checkpoint says, which is the own count in those that hold no
-        place.
+        place. Data that is each cluster's own now (`is_own`), and was shared, begins there, too:
+        what other clusters have read is not of it.
         """
         saved, self.parts = self._saved, parts
         if saved is None:
@@ -51,7 +57,7 @@ class Place:
         if saved["parts"] == parts:
             self._begun = saved["begun"][0], saved["begun"][1]
         else:
-            self._begun = saved["counted"], saved["place"]
+            self._begun = saved["counted"], saved["counted" if is_own else "place"]
         return saved["counted"]
 
     def state_dict(self) -> dict[str, Any]:

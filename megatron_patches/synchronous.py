@@ -51,8 +51,11 @@ def counters_of(arguments: Any, scheduler: Any) -> dict[str, Any]:
     return {**{name: getattr(arguments, name, None) for name in names}, **schedule}
 
 
-def require_place(arguments: Any, is_split: bool) -> None:
-    """Raise ValueError where the place in shared data is not a number of samples in one order."""
+def require_place(arguments: Any, is_split: bool, before: str) -> None:
+    """Raise ValueError where the place in shared data is not a number of samples in one order.
+
+    `before` says whose checkpoint it is, behind whose samples clusters go on.
+    """
     refused = {
         "--dataloader-type cyclic": (
             arguments.dataloader_type == "cyclic",
@@ -67,7 +70,7 @@ def require_place(arguments: Any, is_split: bool) -> None:
         if is_given and is_split:
             raise ValueError(
                 f"{flag} {why}; or begin from the weights alone (--finetune): --load "
-                f"{arguments.load} is of a run without dsx, behind whose samples clusters go on"
+                f"{arguments.load} is of {before}: clusters go on behind what it has read"
             )
 
 

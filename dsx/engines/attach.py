@@ -199,8 +199,10 @@ def attach_megatron(
     `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
     all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
     or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
-    ValueError names what of Megatron is not served.
+    ValueError where both are given, and for what of Megatron is not served, by its name.
     """
+    if resume and begins_from:
+        raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
     from dsx.engines.megatron.checkpoint import load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
     from dsx.engines.megatron.settings import settings_of_configs
@@ -215,8 +217,7 @@ def attach_megatron(
     _refuse_unused(resolved)
     _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    is_on_host = resolved.state.device == "host"
-    method = resolved.method
+    method, is_on_host = resolved.method, resolved.state.device == "host"
     adapter = MegatronAdapter(
         chunks, optimizer, method.fragments, is_on_host, method.schedule.backwards
     )
@@ -227,8 +228,7 @@ def attach_megatron(
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
     if resume:
-        directory, iteration = resume
-        load_outer_state(handle, iteration, directory)
+        load_outer_state(handle, resume[1], resume[0])
     elif begins_from:
         begin_from(handle, *begins_from)
     follow_steps(handle, world, before_zero_grad(optimizer))

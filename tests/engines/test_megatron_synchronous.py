@@ -86,6 +86,11 @@ def test_a_place_without_a_plain_run_and_of_older_checkpoints() -> None:
     assert other.go_on(2, 120) == 40  # with other clusters, behind what those have read
     assert (other.of(40), other.of(50)) == (120, 140)
     assert other.counted_before == 40
+    other.load_state_dict(saved.state_dict())
+    assert other.go_on(1, 120, is_own=True) == 40  # shared before, and now each cluster's own
+    assert (other.of(40), other.of(50)) == (40, 50)
+    other.load_state_dict(saved.state_dict())
+    assert other.go_on(1, 120) == 40 and other.of(40) == 120  # one cluster alone
 
 
 def test_data_of_a_clusters_own_begins_at_its_first_sample(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,6 +121,15 @@ def test_an_order_of_one_world_is_refused(
     assert "or begin from the weights alone (--finetune)" in str(caught.value)
     begin(run, BEFORE, is_plain=True, is_split=False, **given)
     begin(run, BEFORE, is_plain=False, **given)
+    saved = {"counted": 8, "place": 8 * CLUSTERS, "begun": [0, 0], "parts": CLUSTERS}
+    run.division.place.load_state_dict(saved)
+    assert begin(run, 8 * CLUSTERS, is_plain=False, **given).consumed_train_samples == 8
+    run.division.place.load_state_dict({**saved, "parts": CLUSTERS + 1})
+    with pytest.raises(
+        ValueError, match=rf"in {CLUSTERS + 1} part\(s\), and this one in {CLUSTERS}"
+    ):
+        begin(run, 8 * CLUSTERS, is_plain=False, **given)
+    begin(run, 8 * CLUSTERS, is_plain=False, is_split=False, **given)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +170,12 @@ def test_whose_checkpoint_megatron_has_loaded(
     if outer == "iter_0000005":
         synchronous.tell(run, arguments)
         assert told[-1] == f"{tmp_path} holds iter_0000005 of dsx: to go on from that, --load it"
+
+
+def test_a_checkpoint_is_of_dsx_or_of_none() -> None:
+    said = r"resume=\('there', 2\) or begins_from=\('here', {}\): give one, not both"
+    with pytest.raises(ValueError, match=said):
+        dsx.attach_megatron([], None, config={}, resume=("there", 2), begins_from=("here", {}))
 
 
 def states(engine: Any) -> list[torch.Tensor]:
