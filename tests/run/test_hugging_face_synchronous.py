@@ -193,6 +193,15 @@ def test_what_else_has_no_place_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"holds no rng_state\*.pth, by which the number"):
         synchronous.begun_at(Base(), folder)
     assert synchronous.begun_at(Base(ignore_data_skip=True), folder) == Begun(7, 0, 0)
+    for ranks in ([2, 3], [0, 2], [0, 1, ""]):  # of the second node alone; one is lost; two runs'
+        for file in folder.glob("rng_state*"):
+            file.unlink()
+        for rank in ranks:
+            (folder / f"rng_state_{rank}.pth".replace("_.", ".")).touch()
+        with pytest.raises(ValueError, match="which are not those of all ranks"):
+            synchronous.begun_at(Base(), folder)
+    (folder / "rng_state.pth").unlink()
+    assert synchronous.begun_at(Base(), folder) == Begun(7, 0, 16)  # two batches of two ranks
     with pytest.raises(ConfigError, match="the training data is a stream"):
         synchronous.refuse_stream(Base())
     synchronous.refuse_stream(Base(ignore_data_skip=True))
@@ -253,7 +262,25 @@ def test_clusters_with_other_copies_are_refused(tmp_path: Path, other: Any, said
         checkpoints.common_checkpoint(str(tmp_path / "runs"), str(folder), world)  # type: ignore[arg-type]
 
 
+def test_what_clusters_have_is_not_left_for_a_plain_one_unless_that_is_named(
+    tmp_path: Path,
+) -> None:
+    """One cluster has lost its disk, and the others' steps are not done anew without a word."""
+    plain = make_plain(tmp_path / "runs" / "checkpoint-7")
+    lost = [True, None, {}, synchronous.identity(plain), False]
+    own = make_plain(tmp_path / "runs" / "cluster_0" / "checkpoint-14", "")
+    (own / "cluster_0" / "global_step14").mkdir(parents=True)
+    manifest = {"step": 2, "session": "a", "num_clusters": 2, "format": 1}
+    (own / "cluster_0" / "global_step14" / "dsx.json").write_text(json.dumps(manifest))
+    world: Any = World(lost)
+    said = r"\(cluster 0: checkpoint-14; cluster 1: none\).*name the plain one"
+    with pytest.raises(ValueError, match=said):
+        checkpoints.common_checkpoint(str(own.parent), True, world)
+    lost[-1] = True
+    assert checkpoints.common_checkpoint(str(own.parent), str(plain), world) == plain
+
+
 def test_weights_alone_are_not_begun_from(tmp_path: Path) -> None:
     folder, world = make_plain(tmp_path / "plain" / "checkpoint-7", ""), World()
-    with pytest.raises(ValueError, match="none is of a Trainer without dsx, with its optimizer"):
+    with pytest.raises(ValueError, match="none of a Trainer without dsx, with its optimizer, is"):
         checkpoints.common_checkpoint(str(tmp_path / "runs"), str(folder), world)  # type: ignore[arg-type]

@@ -30,7 +30,7 @@ def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -
     `asked` is what the script resumes from: a folder, later than which nothing is taken, True (or
     that word, from a parser of arguments) for the newest, or None. Where none of the clusters
     resumes, there is none: one that has nothing does with the others. A folder of a Trainer without
-    dsx, or where there is none of dsx the newest of these, is one that this run begins from
+    dsx, or where no cluster has any of dsx the newest of these, is one that this run begins from
     (`is_plain`). Collective over all ranks of all clusters; ValueError if there is none that all
     have, or another number of clusters has saved it, for which the data was cut.
     """
@@ -51,9 +51,11 @@ def common_checkpoint(output_dir: str, asked: str | bool | None, world: World) -
     if not any(is_asked for is_asked, *_ in told):
         return None
     found = [(of, contents) for _, of, contents, *_ in told]
-    chosen = None if any(named for *_, named in told) else choose_common(found)
+    any_named = any(named for *_, named in told)
+    chosen = None if any_named else choose_common(found)
     if chosen is None:
-        _require_same_plain(base, found, [of_plain for *_, of_plain, _ in told])
+        begins = any_named or not any(contents for _, contents in found)
+        _require_same_plain(base, found, [of_plain if begins else None for *_, of_plain, _ in told])
         return plain
     name = chosen[world.cluster_id]
     saved = found[world.cluster_id][1][name][_NUM_CLUSTERS]
@@ -86,9 +88,10 @@ def _require_same_plain(base: Path, found: Sequence[Any], plain: Sequence[Any]) 
         )
     have = "; ".join(f"cluster {m}: {', '.join(c) or 'none'}" for m, (_, c) in enumerate(found))
     raise ValueError(
-        f"no checkpoint in {base} is complete in all clusters ({have}), and none is of a Trainer "
-        "without dsx, with its optimizer: copy one that is to all of them, or start without "
-        "resume_from_checkpoint, from the weights (model_name_or_path)"
+        f"no checkpoint in {base} is complete in all clusters ({have}), and none of a Trainer "
+        "without dsx, with its optimizer, is named: copy one that is complete to all of them, or "
+        "name the plain one (resume_from_checkpoint=PATH), or start without resume_from_checkpoint,"
+        " from the weights (model_name_or_path)"
     )
 
 

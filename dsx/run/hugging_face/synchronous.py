@@ -66,16 +66,27 @@ def require_whole_model(trainer: Any, folder: Path) -> None:
 def begun_at(trainer: Any, folder: Path) -> Begun:
     """Return where the run was that has saved a plain checkpoint; ValueError if it does not say."""
     state = json.loads((folder / STATE).read_text())
-    ranks = len(list(folder.glob("rng_state*.pth")))
     if not hasattr(trainer.train_dataset, "__len__") or trainer.args.ignore_data_skip:
         return Begun(state["global_step"], int(state["epoch"]), 0)
-    if not ranks:
+    total, drops = len(trainer.train_dataset), trainer.args.dataloader_drop_last
+    return begun_of_plain(state, _num_ranks(folder), total, drops)
+
+
+def _num_ranks(folder: Path) -> int:
+    """Return how many ranks have saved a checkpoint, each of which leaves its random state."""
+    names = {file.name for file in folder.glob("rng_state*.pth")}
+    of_ranks = {f"rng_state_{rank}.pth" for rank in range(len(names))}
+    if not names:
         raise ValueError(
             f"{folder} holds no rng_state*.pth, by which the number of its run's ranks is known, "
             f"and so its place in the data; {_FIX}"
         )
-    total, drops = len(trainer.train_dataset), trainer.args.dataloader_drop_last
-    return begun_of_plain(state, ranks, total, drops)
+    if names not in ({"rng_state.pth"}, of_ranks):
+        raise ValueError(
+            f"{folder} holds {sorted(names)}, which are not those of all ranks, by whose number "
+            f"its run's place in the data is known: copy the files of all nodes into it; or {_FIX}"
+        )
+    return len(names)
 
 
 def follow(trainer: Any, base: type, begun: Begun, part: Part) -> None:
