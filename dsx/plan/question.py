@@ -26,7 +26,7 @@ _BOUNDS = {
     "params": (1, 1e15),
     "layers": (1, 10_000),
     "hidden": (1, 10**6),
-    "gpus_per_cluster": (1, 10**6),
+    "gpus_per_cluster": (1, 10**5),
     "step_seconds": (1e-6, 1e9),
     "mfu": (0.001, 1),
     "tokens_per_step": (1, 1e15),

@@ -19,7 +19,7 @@ from tests.simulated import Simulated
 
 BY_LAYER = ("streaming_diloco", "cocodc", "dilocox")
 OTHERWISE = (  # by the last test, or each by its own reference in test_conformance.py
-    "dreamddp", "eager_fp4", "plsgd_enp", "overlap_local_sgd", "cocktail_sgd",
+    "dreamddp", "eager_fp4", "plsgd_enp", "overlap_local_sgd", "cocktail_sgd", "recommended",
 )  # fmt: skip
 
 
