@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import closing, suppress
@@ -23,6 +24,7 @@ from dsx.core.waits import waiting_for
 _RETRY_SECONDS = 0.2
 _MOST_SECONDS = 60.0  # that a port is waited for: longer than anything killed holds one
 _CONNECTION_SECONDS = 60.0
+_SILENT_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
@@ -42,6 +44,9 @@ def open_store(
     with waiting_for(f"the rendezvous store at {host}:{port}", deadline_seconds):
         if is_host and port:
             _await_port(host, port, min(deadline_seconds, _MOST_SECONDS), look_at_holder)
+        says_so = threading.Timer(_SILENT_SECONDS, _tell_of_waiting, (host, port, deadline_seconds))
+        says_so.daemon = True
+        says_so.start()
         try:
             with opened_here([port]):
                 return dist.TCPStore(
@@ -59,6 +64,16 @@ def open_store(
                 "(clusters.join_deadline_seconds): start cluster 0, or `dsx rendezvous`, and check "
                 "that this host can reach that port"
             ) from error
+        finally:
+            says_so.cancel()
+
+
+def _tell_of_waiting(host: str, port: int, deadline_seconds: float) -> None:
+    logger.warning(
+        "waiting for the rendezvous store at %s:%d, up to %g s (clusters.join_deadline_seconds): "
+        "it is there once cluster 0 or `dsx rendezvous` has started",
+        host, port, deadline_seconds,
+    )  # fmt: skip
 
 
 def another_connection(store: dist.Store) -> dist.Store:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -138,3 +139,14 @@ def test_a_missing_launcher_is_named() -> None:
         json.loads('{"RANK":"1","WORLD_SIZE":"2","MASTER_ADDR":"h","MASTER_PORT":"9"}')
     )
     assert (read.rank, read.world_size, read.store_is_hosted) == (1, 2, False)
+
+
+def test_who_waits_for_a_store_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dsx.comm.store._SILENT_SECONDS", 0.2)
+    port = free_port()
+    with caplog.at_level(logging.WARNING), pytest.raises(PeerLost):
+        open_store("127.0.0.1", port, is_host=False, deadline_seconds=1)
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"waiting for the rendezvous store at 127.0.0.1:{port}, up to 1 s")

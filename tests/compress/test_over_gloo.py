@@ -142,7 +142,7 @@ def train_over_gloo(num_clusters: int) -> dict[tuple[str, str], Any]:
     return results
 
 
-@pytest.mark.parametrize("num_clusters", RUNS)
+@pytest.mark.parametrize("num_clusters", by_default(RUNS, 2))
 def test_real_processes_give_the_bits_of_the_in_process_run(num_clusters: int) -> None:
     """Two gather codes, four have owners; with three matrices the last of four averages no P."""
     results = run_distributed(train_over_gloo, num_clusters, num_clusters, timeout_seconds=120)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -90,12 +91,20 @@ def check(tmp_path: Path, is_synchronous_order: bool) -> None:
 OUT = ["--out", "out_{cluster_id}"]
 
 
-@pytest.mark.parametrize("way", ["deepspeed", "torchrun"])
+MPIRUN = pytest.param(
+    "mpirun", marks=pytest.mark.skipif(not shutil.which("mpirun"), reason="no mpirun is installed")
+)
+
+
+@pytest.mark.parametrize("way", ["deepspeed", "torchrun", MPIRUN])
 def test_one_launcher_makes_clusters_of_a_script_without_dsx(way: str, tmp_path: Path) -> None:
     block = {**BLOCK, "clusters": {"num_clusters": 2}}
     config = ["--deepspeed_config", write_config(tmp_path / "ds.json", block)]
     if way == "deepspeed":
         launch = ["deepspeed", "--num_gpus", 2, "--master_port", free_port(), "--module", "dsx.run"]
+    elif way == "mpirun":
+        launch = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", 2]
+        launch += [sys.executable, "-m", "dsx.run"]
     else:
         launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
         launch += ["--master-port", free_port(), "-m", "dsx.run"]
