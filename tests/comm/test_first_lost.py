@@ -40,7 +40,8 @@ def lose_one_again_and_again(num_clusters: int, num_losses: int) -> list[tuple[i
 
         def connect(what: str, count: int, here: dist.Store = here) -> list[Any]:
             named = dist.PrefixStore(what, here)
-            return connect_gloo(named, seat, timedelta(seconds=20), device, count)
+            # longer than another one may wait for its loss, which it does by its deadline at most
+            return connect_gloo(named, seat, timedelta(seconds=60), device, count)
 
         line = GlooTransport([0], connect, seat, 20.0)
         here.set(f"connected/{cluster}", "")
