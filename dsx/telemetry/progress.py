@@ -5,9 +5,8 @@
 
 Of the time since the line before. What is not known is left out: tokens and losses are what
 `log_step` is told, or else what is seen of training (seen_training.py), the number of steps what a
-framework tells. Hidden is the share of the
-transfers' time that this rank has not waited for, 0 for a blocking method; utilization is the share
-of the time in which training was not held up.
+framework tells. Hidden is the share of the transfers' time that this rank has not waited for, 0 for
+a blocking method; utilization is the share of the time in which training was not held up.
 """
 
 from __future__ import annotations

@@ -59,8 +59,7 @@ class Records:
         speaks = self._writes and not (is_shared and cluster)
         senders = adapter.ranks.shard[1] * adapter.stage.count
         self.progress = Progress(cluster, config.metrics.progress_seconds, speaks, senders)
-        progress = self.progress
-        self._advice = Advice(config, adapter.inner_lr, lambda: progress.total_steps, speaks)
+        self._advice = Advice(config, adapter.inner_lr, lambda: self.progress.total_steps, speaks)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step

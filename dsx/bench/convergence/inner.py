@@ -27,7 +27,8 @@ def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimize
     ]
     taken = {id(p) for p in matrices}
     rest = [p for p in model.parameters() if id(p) not in taken]
-    group = {"params": rest, "scale": study.rest_rate}
+    groups = [{"params": matrices, "scale": 1.0}, {"params": rest, "scale": study.rest_rate}]
+    first: list[torch.optim.Optimizer] = []
     if study.inner == "muon":
         muon = getattr(torch.optim, "Muon", None)
         if muon is None:
@@ -36,13 +37,9 @@ def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimize
                 "--inner adamw"
             )
         rule: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
-        first = muon([{"params": matrices, "scale": 1.0}], weight_decay=_DECAY, **rule)
-        return [first, torch.optim.AdamW([group], betas=_BETAS, weight_decay=_DECAY)]
-    if study.rest_rate == 1:
-        group = {"params": list(model.parameters()), "scale": 1.0}
-        return [torch.optim.AdamW([group], betas=_BETAS, weight_decay=_DECAY)]
-    groups = [{"params": matrices, "scale": 1.0}, group]
-    return [torch.optim.AdamW(groups, betas=_BETAS, weight_decay=_DECAY)]
+        first = [muon([groups.pop(0)], weight_decay=_DECAY, **rule)]
+    held = [group for group in groups if group["params"]]
+    return [*first, torch.optim.AdamW(held, betas=_BETAS, weight_decay=_DECAY)]
 
 
 def take_step(
