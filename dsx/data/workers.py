@@ -91,12 +91,9 @@ def _pool(num_workers: int, setup: Setup, sums: Sums) -> Generator[ProcessPoolEx
     try:
         yield pool
     except BaseException as error:
-        pool.shutdown(wait=False, cancel_futures=True)
-        own = set(multiprocessing.active_children()) - before
-        for process in own:
+        for process in set(multiprocessing.active_children()) - before:
             process.kill()  # what they are at is written under names that count for nothing
-        for process in own:
-            process.join()
+        pool.shutdown(cancel_futures=True)  # its thread joins them: two that did would race
         if isinstance(error, BrokenProcessPool):
             raise RuntimeError(
                 "a process of the build was ended from outside (out of memory?): give fewer of "
