@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Train a small GPT across two clusters of two ranks on this host: five minutes on two CPU cores.
+# Train a small GPT across two clusters of two ranks on this host: some minutes on two CPU cores.
 # Further arguments go to the training script, e.g. `bash scripts/quickstart.sh --steps 40`.
 set -euo pipefail
 cd "$(dirname "$0")/.."

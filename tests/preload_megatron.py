@@ -13,9 +13,11 @@ from megatron_on_cpu import install
 
 preload(
     "pytest",
+    "tests.engines.megatron_muon",  # puts what Megatron's Muon is made of on the path
     "megatron.core.distributed",
     "megatron.core.models.gpt.gpt_layer_specs",
     "megatron.core.optimizer",
+    "megatron.core.optimizer.muon",
     "megatron.core.pipeline_parallel.schedules",
     "megatron.core.dist_checkpointing",
     "dsx.engines.megatron.engine",

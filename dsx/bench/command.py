@@ -16,10 +16,12 @@ from typing import Annotated, Any
 import typer
 
 from dsx.bench.convergence.command import convergence
+from dsx.bench.convergence.wrong_command import guard
 from dsx.bench.e2e.command import e2e
 from dsx.bench.examples.command import examples
 from dsx.bench.paper.command import paper
 from dsx.bench.torchft.command import torchft
+from dsx.bench.wall_clock.command import wall_clock
 from dsx.config.files import require_place
 from dsx.core.one_line_errors import one_line_errors
 from dsx.core.renamed import COMMAND_LINE, warn_renamed
@@ -27,9 +29,11 @@ from dsx.core.renamed import COMMAND_LINE, warn_renamed
 app = typer.Typer(no_args_is_help=True, help="Measure what dsx does on this machine.")
 app.command()(e2e)
 app.command()(convergence)
+app.command()(guard)
 app.command()(torchft)
 app.command()(paper)
 app.command()(examples)
+app.command()(wall_clock)
 
 
 @app.command()

@@ -14,12 +14,14 @@ is removed by the next testbed.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType
 from typing import IO
 
@@ -37,10 +39,13 @@ from dsx.bench.namespaces import (
 )
 from dsx.plan.published.scenario import require_number
 
+logger = logging.getLogger(__name__)
+
 INTERFACE = "dsx0"
 UNAVAILABLE = 77  # exit code where there is no testbed; what test harnesses call skipped
 MAX_CLUSTERS = 4
 _GRACE_SECONDS = 10.0
+_NICENESS = -10  # of what has a core
 _MOST_DELAYED_MEGABITS = 100.0  # the forwarder hands on frame by frame, on one core
 
 
@@ -127,6 +132,7 @@ class Testbed:
         self._latency: Latency | None = None
         self.forwarded = Counts()  # by the forwarder that has ended last
         self._handlers: dict[int, object] = {}
+        self._is_told = False  # that nothing can be put ahead
 
     def __enter__(self) -> Testbed:
         require_tools()
@@ -199,7 +205,7 @@ class Testbed:
 
         With a core it runs there alone, ahead of whatever else the host does on it.
         """
-        pinned = [] if core is None else ["nice", "-n", "-10", "taskset", "-c", str(core)]
+        pinned = [] if core is None else ["nice", "-n", f"{_NICENESS}", "taskset", "-c", str(core)]
         process = subprocess.Popen(
             ["ip", "netns", "exec", self.namespace(cluster), *pinned, *command],
             env={**os.environ, **(environment or {})},
@@ -209,6 +215,12 @@ class Testbed:
             start_new_session=True,
         )
         self._started.append(process)
+        if core is not None and (refused := _put_ahead(process.pid)) and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "what runs on the testbed cannot be put ahead of other work (%s): keep this "
+                "machine quiet, or give it CAP_SYS_NICE and a writable /proc", refused
+            )  # fmt: skip
         return process
 
     def end_processes(self) -> None:
@@ -302,6 +314,20 @@ def read_traffic(counters: str) -> Traffic:
             fields = [int(field) for field in numbers.split()]
             return Traffic(fields[8], fields[0], fields[9], fields[1])
     raise ValueError(f"/proc/net/dev has no {INTERFACE}: {counters!r}")
+
+
+def _put_ahead(session: int) -> OSError | None:
+    """Give a session its niceness against others, where the kernel shares cores by session.
+
+    Return why that is refused, if it is.
+    """
+    try:
+        Path(f"/proc/{session}/autogroup").write_text(f"{_NICENESS}")
+    except (FileNotFoundError, ProcessLookupError):  # it does not, or all has ended
+        return None
+    except OSError as error:
+        return error
+    return None
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -52,7 +52,8 @@ class Stock:
         """Return a fragment's named state, its channel's of before the first that is lacking."""
         before = self._state_before(fragment, self._next[fragment])
         assert before is not None, f"fragment {fragment}: no state before what is under way"
-        return {**self._loop.state.named_state(fragment), **before}
+        guard = {"guard.last": self._loop.guard.last[fragment]}
+        return {**self._loop.state.named_state(fragment), **before, **guard}
 
     def _state_before(self, fragment: int, round: int) -> dict[str, Tensor] | None:
         """Return the state before a round, copied if exchanges may change it during the save."""
@@ -228,8 +229,20 @@ def restore_rounds(
                 name: file.read(f"before.{name}/{fragment.id}")
                 for name in (*channel.before.slots, "parity_check.memory")
             }
+        loop.guard.begin_anew(fragment.id, _sample(fragment.id, history, file))
         next_round = min(lacking, default=history.launches[fragment.id] + 1)
         channel.before.restored(next_round, earlier)
+
+
+def _sample(fragment: int, history: History, file: SavedRank | None) -> Tensor | None:
+    """Return the guard's sample of the mean before; None if the checkpoint says nothing of it.
+
+    That of a rank whose shard is empty has nothing, and is not in its file.
+    """
+    name = f"guard.last/{fragment}"
+    if file is None or (name not in file and not history.guard):
+        return None
+    return file.read(name) if name in file else torch.empty(0)
 
 
 def _restore(
@@ -238,7 +251,8 @@ def _restore(
     """Rebuild what `_describe` returned."""
     if entry["has_arrived"]:
         parity = ParityResult.of_saved([entry["parity"]], loop.transport.seat.ids)
-        buffers.parity = replace(parity, is_idle=entry["is_idle"], anchor=entry["anchor"])
+        own = {"is_idle": entry["is_idle"], "anchor": entry["anchor"]}
+        buffers.parity = replace(parity, **own, square=entry["parity"].get("square", 0.0))
     saved: dict[str, Tensor | None] = {
         "mean": buffers.wire,
         "sideband": buffers.sideband.values,

@@ -119,6 +119,11 @@ class Compressor(Protocol):
     """Whether what all others decode of a cluster can be known at the launch (`Opening`)."""
 
     @property
+    def is_fine(self) -> bool:
+        """Whether means have, but for some percent, the energy of those of the values."""
+        return self.is_exact
+
+    @property
     def needs_feedback(self) -> bool:
         """Whether most would never arrive if what is not sent were lost."""
         return False

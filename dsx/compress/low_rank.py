@@ -109,6 +109,11 @@ class LowRank(Quantized):
             )
 
     @property
+    def is_fine(self) -> bool:
+        """Never: factors miss what is not of the first ranks."""
+        return False
+
+    @property
     def factor_format(self) -> Wire:
         """The format of factors on their way to the owner."""
         return FORMATS[self.factor_wire]()

@@ -40,6 +40,7 @@ WireName = Literal[
     "ternary", "3bit", "2bit", "1bit",
 ]  # fmt: skip
 CASTS = ("fp32", "bf16", "fp16")
+FINE = {*CASTS, "int8", "fp8", "int4"}  # identical clusters: cosine of 0.95 to 1.05
 NARROW = ("3bit", "2bit", "1bit")  # a mean loses 3 to 36 % of its energy in these
 SmallWire = Literal["fp32", "bf16", "fp16"]
 Decay = Annotated[float, Gt(0), Le(1), "SparseLoCo uses 0.95, and 1 keeps everything"]
@@ -115,6 +116,11 @@ class Quantized(Compressor):
             )
         self.up.validate()
         self.down.validate()
+
+    @property
+    def is_fine(self) -> bool:
+        """Whether formats both ways are casts, of 8 bits, or int4: small floats of 4 are not."""
+        return {self.wire, self.mean_wire} <= FINE
 
     @property
     def sends_exactly(self) -> bool:

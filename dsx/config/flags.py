@@ -26,6 +26,7 @@ from dsx.config.sections import (
     CheckpointsConfig,
     ClustersConfig,
     DivergenceConfig,
+    GuardConfig,
     LinkConfig,
     MetricsConfig,
     StateConfig,
@@ -42,6 +43,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "link": LinkConfig,
     "checkpoints": CheckpointsConfig,
     "divergence": DivergenceConfig,
+    "guard": GuardConfig,
 }
 
 
@@ -235,6 +237,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
         "link": config.link.model_dump(),
         "checkpoints": config.checkpoints.model_dump(),
         "divergence": config.divergence.model_dump(),
+        "guard": config.guard.model_dump(),
         **config.axes,
     }
     for flag in all_flags():

@@ -28,6 +28,7 @@ from dsx.config.sections import (
     CheckpointsConfig,
     ClustersConfig,
     DivergenceConfig,
+    GuardConfig,
     LinkConfig,
     MetricsConfig,
     StateConfig,
@@ -58,6 +59,7 @@ class DsxConfig:
     link: LinkConfig
     checkpoints: CheckpointsConfig
     divergence: DivergenceConfig
+    guard: GuardConfig
     method: Method
     axes: dict[str, Any]
     given: Mapping[str, Any]
@@ -69,6 +71,7 @@ class DsxConfig:
             "link": self.link.model_dump(),
             "checkpoints": self.checkpoints.model_dump(),
             "divergence": self.divergence.model_dump(),
+            "guard": self.guard.model_dump(),
         }
         return {**self.axes, **sections, "clusters": clusters}
 
@@ -89,6 +92,7 @@ class DsxConfig:
                 for key, value in self.divergence.model_dump().items()
                 if value != type(self.divergence).model_fields[key].default
             },
+            "guard": self.guard.model_dump(),
             **self.axes,
         }
 
@@ -132,11 +136,13 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         link=block.link,
         checkpoints=block.checkpoints,
         divergence=block.divergence,
+        guard=block.guard,
         method=dataclasses.replace(
             method,
             on_mismatch=block.clusters.on_mismatch,
             anchor_check_interval=block.clusters.anchor_check_interval,
             max_idle_rounds=block.clusters.max_idle_rounds,
+            guard=block.guard.action,
         ),
         axes=axes,
         given=document,

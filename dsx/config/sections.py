@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from dsx.comm.address import parse_address
 from dsx.comm.multistream import MAX_STREAMS
 from dsx.config.files import ConfigError, shown
+from dsx.method.alarms import GuardAction
 
 OF_DATA = ("data", "validation")
 _DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
@@ -155,6 +156,16 @@ class DivergenceConfig(BaseModel):
     where the checkpoint has it. It is what a script tracks, and the training_data of dsx."""
 
 
+class GuardConfig(BaseModel):
+    """What is done where outer training goes wrong by figures that cost nothing."""
+
+    model_config = _STRICT
+
+    action: GuardAction = "warn"
+    """"warn" says in one sentence which fragment, round and figure are out of bounds, and what to
+    do; "off" measures nothing."""
+
+
 class StateConfig(BaseModel):
     """Where the outer state lives: anchor, momentum and the like."""
 
@@ -218,6 +229,9 @@ class Block(BaseModel):
 
     divergence: DivergenceConfig = DivergenceConfig()
     """When training counts as diverged, and whether it goes back to the last good checkpoint."""
+
+    guard: GuardConfig = GuardConfig()
+    """What is done where outer training goes wrong by figures that cost nothing."""
 
     metrics: MetricsConfig = MetricsConfig()
     """Where the records of a run go."""

@@ -40,6 +40,13 @@ class ClusterRanks(Protocol):
         """Return the elementwise largest of the shards' values."""
         ...
 
+    def max_and_sum(self, values: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the elementwise largest of `values`, and the sum of `summed` in rank order.
+
+        On the CPU, fp64; the same bits on all. Where ranks hold copies, each is counted.
+        """
+        ...
+
     def max_over_stages(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of all of a pipeline's ranks, on the CPU."""
         ...

@@ -171,6 +171,8 @@ class History:
 
     `step_seconds` is the agreed time of one inner step without communication. `plan` belongs to
     the schedule, `decisions` to the controller: JSON values, in checkpoints like everything here.
+    `guard` holds the averages of method/alarms.py, what they have led to, and what outer/guard.py
+    is to forget; a mean that one cluster decodes differently is in its averages until it is found.
     At step `next_settling` the stages of a pipeline agree on H, if it may move.
     """
 
@@ -193,6 +195,7 @@ class History:
     plan: dict[str, Any] = field(default_factory=dict[str, Any])
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
     next_settling: int = 0
+    guard: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def __post_init__(self) -> None:
         clocks = (self.launched, self.applied, self.intervals, self.fragment_numel)

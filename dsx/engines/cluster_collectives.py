@@ -45,6 +45,10 @@ class OneRank:
         """Return `values`."""
         return values
 
+    def max_and_sum(self, values: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return both."""
+        return values, summed
+
     def max_over_stages(self, values: Tensor) -> Tensor:
         """Return `values`: there is one stage."""
         return values
@@ -93,6 +97,15 @@ class ClusterCollectives:
     def max_over_ranks(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of the shards' values."""
         return torch.stack(self._gather(values)).amax(0)
+
+    def max_and_sum(self, values: Tensor, summed: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the largest of the first and the sums of the second, in one message."""
+        everyone = self._gather(torch.cat([values.flatten(), summed]))
+        total = torch.zeros_like(summed)
+        for shard in everyone:
+            total.add_(shard[values.numel() :])
+        largest = torch.stack(everyone).amax(0)[: values.numel()]
+        return largest.view(values.shape), total
 
     def max_over_stages(self, values: Tensor) -> Tensor:
         """Return the elementwise largest of all of the cluster's ranks, on the host."""

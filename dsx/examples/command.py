@@ -30,9 +30,10 @@ _CONFIG = Path(__file__).with_name("quickstart.json")
 def quickstart(context: typer.Context) -> None:
     """Train a small GPT across two clusters on this host.
 
-    Each cluster has two ranks, with ZeRO-1 inside. They take 160 steps of streaming DiLoCo on the
-    sources of Python's own library: a few minutes on two CPU cores, or four GPUs where there are
-    as many. Data goes to data/stdlib and results to runs/quickstart, below the current directory.
+    Each cluster has two ranks, with ZeRO-1 inside. They take 160 steps with the preset
+    `recommended` on the sources of Python's own library: a few minutes on two CPU cores, or four
+    GPUs where there are as many. Data goes to data/stdlib and results to runs/quickstart, below
+    the current directory.
 
     Further options go to the training script: `dsx quickstart --steps 40`. It lists its own with
     `dsx quickstart -- --help`.

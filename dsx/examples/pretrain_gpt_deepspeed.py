@@ -9,9 +9,7 @@ stand in the JSON, too, as "pretrain_gpt"; those of configs/paper do, which `--s
 trains in a small form (scaled_down.py). What dsx adds to a DeepSpeed script:
 `dsx.init_distributed`, `dsx.initialize`, and the verbs of `engine.dsx`. The run directory receives
 metrics.jsonl (one more file per further cluster), plot.png, summary.json, checkpoints/, and the
-average of the clusters as model.safetensors.
-
-What is counted, and in which units, is said in training_run.py.
+average of the clusters as model.safetensors. Units are said in training_run.py.
 """
 
 from __future__ import annotations

@@ -16,6 +16,7 @@ from dsx.compress.base import Compressor, Dense
 from dsx.core.checks import require_bounds
 from dsx.core.registry import Names
 from dsx.core.types import History, SyncParams
+from dsx.method.alarms import GuardAction
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy, Keeps
 from dsx.method.fragments import Fragmenter, usual_count
@@ -61,6 +62,25 @@ class Method:
     """After how many rounds of a fragment clusters compare their anchors; 0: never."""
     max_idle_rounds: int | None = None
     """Rounds in a row without an inner step of a cluster, after which all stop; 0: never."""
+
+    guard: GuardAction = "warn"
+    """What is done where outer training goes wrong by its own figures (outer/guard.py)."""
+
+    @property
+    def guards(self) -> bool:
+        """Whether there is anything to guard: what is sent are pseudo-gradients."""
+        return self.guard != "off" and self.outer_optimizer.keeps_anchor
+
+    @property
+    def codes_keep_norms(self) -> bool:
+        """Whether a mean is, but for some percent, that of contributions whose norms are known."""
+        has_residual = getattr(self.compression, "error_feedback", "none") != "none"
+        return self.codes_are_fine and (self.encodes_at_launch or not has_residual)
+
+    @property
+    def codes_are_fine(self) -> bool:
+        """Whether coding, of contributions and of means, loses no more than some percent."""
+        return self.compression.is_fine
 
     @property
     def sync_params(self) -> SyncParams:

@@ -23,6 +23,7 @@ from dsx.core.transport import Pending, Submission, Transport
 from dsx.core.types import SyncParams
 from dsx.method.method import Method
 from dsx.outer.channel import FragmentChannel
+from dsx.outer.guard import square_of
 from dsx.outer.measurements import Measurements
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.parity_check import ParityResult
@@ -61,9 +62,12 @@ class Attempt:
         """
         buffers, is_finite = self.buffers, self.is_finite()
         self.anchor = int(self.anchor)
-        buffers.parity = ParityResult(is_idle=self.is_idle, anchor=self.anchor)
         if buffers.sent is not buffers.wire:
             buffers.wire.copy_(buffers.sent)
+        is_kept = buffers.sent is buffers.wire and buffers.kept is not None
+        share = buffers.kept if is_kept else buffers.wire  # what is coded before is kept so
+        square = square_of(share) if is_finite and share is not None else 0.0
+        buffers.parity = ParityResult(is_idle=self.is_idle, anchor=self.anchor, square=square)
         buffers.sideband.values.copy_(buffers.posted.values)
         return (
             yield from channel.exchange(

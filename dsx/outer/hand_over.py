@@ -16,7 +16,7 @@ from dsx.core.exchange import Exchange, ExchangeRound
 from dsx.core.membership import Seat
 from dsx.outer.attempt import Attempt
 from dsx.outer.channel import FragmentChannel
-from dsx.outer.parity_check import ParityResult, Sides
+from dsx.outer.parity_check import ParityResult, Sides, bits_of, of_bits
 
 PIECE = 1 << 24  # elements of a mean in one message: each has the deadline to itself
 
@@ -104,19 +104,22 @@ class HandOver:
 
 
 def _told(parity: ParityResult, seat: Seat, remembers: bool) -> Tensor:
-    """Return what headers have told as int64 `[3 + C, C]`, by position.
+    """Return what headers have told as int64 `[4 + C, C]`, by position.
 
     `remembers`: the next header tells of this round's mean, or a later one's; of shards that are
     others than they were it tells nothing.
     """
     place = {id: position for position, id in enumerate(seat.ids)}
-    table = torch.zeros(3 + len(place), max(len(place), 3), dtype=torch.int64)
+    table = torch.zeros(4 + len(place), max(len(place), 3), dtype=torch.int64)
     for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
         table[row, [place[id] for id in clusters]] = 1
     table[2, 0], table[2, 1] = parity.round, parity.is_refused
     table[2, 2] = remembers and not parity.is_refused
     for a, b, kind in parity.apart:
         table[3 + place[a], place[b]] = kind
+    squares = {id: bits_of(square) for id, square in parity.squares}
+    is_of_all = squares.keys() == place.keys()  # not of other clusters
+    table[-1, : len(place)] = torch.tensor([squares[id] if is_of_all else -1 for id in place])
     return table
 
 
@@ -128,7 +131,7 @@ def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
     )
     apart = [
         [ids[a], ids[b], kind]
-        for a, row in enumerate(rows[3:])
+        for a, row in enumerate(rows[3:-1])
         for b, kind in enumerate(row)
         if kind
     ]
@@ -142,4 +145,5 @@ def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
         attempt.is_idle,
         apart,
         int(attempt.anchor),
+        squares=[[id, of_bits(bits)] for id, bits in zip(ids, rows[-1], strict=False)],
     )

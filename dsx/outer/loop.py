@@ -30,6 +30,7 @@ from dsx.method.method import Method
 from dsx.outer.attempt import Attempts
 from dsx.outer.deferral import Deferral
 from dsx.outer.first_steps import FirstSteps
+from dsx.outer.guard import Guard
 from dsx.outer.launches import Launches
 from dsx.outer.measurements import Measurements
 from dsx.outer.notices import NoticeCarrier
@@ -64,8 +65,7 @@ class OuterLoop:
         self.adapter = adapter
         self.transport = transport
         num_tensors = [len(parameters) for parameters in adapter.fragment_parameters]
-        shard, _ = adapter.ranks.shard
-        seat = transport.seat.of_shard(shard)
+        seat = transport.seat.of_shard(adapter.ranks.shard[0])
         self.matrix_gathers = (
             plan_matrix_gathers(method, adapter) if matrix_gathers is None else matrix_gathers
         )
@@ -82,6 +82,7 @@ class OuterLoop:
             method, self.state, transport, self.measurements, trace, self.notices
         )
         self.recovery = Recovery(method, adapter, transport, self.state, self.notices)
+        self.guard = Guard(method, adapter, speaks=not seat.position)
         self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
         self.beginning = Start(method, adapter, transport, self.state)
         self._launches = Launches(
@@ -250,7 +251,7 @@ class OuterLoop:
         self.deferral.inner_lr = deferred
         self._resuming = Resuming(
             self.adapter, self.state, self.attempts, self.transport, history, in_flight, last,
-            allows_unequal_steps,
+            self.guard, allows_unequal_steps,
         )  # fmt: skip
 
     def _sync_params(self) -> SyncParams:
@@ -270,9 +271,8 @@ class OuterLoop:
         sync_params = self._overlap.sync_params(
             fragment, self._sync_params(), self.history, shared_by
         )
-        transfer = self._launches.make(
-            fragment, step, self.history, sync_params, fragment in self._idle
-        )
+        is_idle = fragment in self._idle
+        transfer = self._launches.make(fragment, step, self.history, sync_params, is_idle)
         self._idle.add(fragment)
         transfer.shared_by = shared_by
         transfer.was_sent_before_update = is_in_backward and self.method.schedule.when == "before"
@@ -315,20 +315,20 @@ class OuterLoop:
         parity = transfer.buffers.parity
         waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
-        told = transfer.pending.notes
+        told, ids = transfer.pending.notes, self.transport.seat.ids
+        self.guard.look(fragment, mean_on_wire, parity, ids)
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.recovery.count_idle(transfer, self.history)
         mean = self.state.scratch(fragment, "mean")
         self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
         arrival.report["mean_norm"] = torch.linalg.vector_norm(mean)
+        seconds = transfer.pending.seconds / transfer.shared_by
         self.measurements.take(
-            transfer.buffers.sideband,
-            fragment,
-            self.history,
-            transfer.pending.seconds / transfer.shared_by,
-            transfer.sync_params,
+            transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,
             parity.is_refused,
-        )
+        )  # fmt: skip
+        launch = transfer.attempt.round
+        arrival.report.update(self.guard.take(fragment, launch, parity, ids, self.history))
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1

@@ -1,8 +1,9 @@
 """Before a transfer: does everybody send finite numbers, and does everybody hold the same model?
 
 A header goes to every peer ahead of a fragment's codes, in the launch handshake: whether this
-cluster's values are finite and it took a step at all, the round and a 64-bit hash of the mean it
-decoded last, and every few rounds a hash of its anchor at the launch. Everyone so knows the same:
+cluster's values are finite and it took a step at all, how large they are (for guard.py), the round
+and a 64-bit hash of the mean it decoded last, and every few rounds a hash of its anchor at the
+launch. Everyone so knows the same:
 
 - a cluster with a NaN or an infinity: the round is refused by all, nothing is applied, and the
   message names it;
@@ -16,6 +17,8 @@ decoded last, and every few rounds a hash of its anchor at the launch. Everyone 
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +33,7 @@ from dsx.outer.bit_hash import BitHash
 
 ANCHOR, MEAN = 1, 2  # what differs; a mean says more, as the anchor follows from it
 _IS_FINITE, _IS_IDLE, _FLAG_BITS = 1, 2, 2
+_LOW_BITS = 32  # of flags and round; the bits of an fp32 square above, whose sign is 0
 
 
 @dataclass
@@ -48,6 +52,10 @@ class ParityResult:
     is_idle: bool = False  # this cluster's own
     apart: list[list[int]] = field(default_factory=list[list[int]])
     anchor: int | Tensor = 0  # this cluster's own hash; 0 in rounds that do not compare it
+    # of the guard's samples: this cluster's own square, [id, square] of all, sums when applied
+    square: float = field(default=0.0, compare=False)
+    squares: list[list[float]] = field(default_factory=list[list[float]], compare=False)
+    sums: list[float] = field(default_factory=list[float], compare=False)
 
     @classmethod
     def of_saved(cls, saved: Sequence[Mapping[str, Any]], ids: Sequence[int]) -> ParityResult:
@@ -64,6 +72,7 @@ class ParityResult:
             sorted({m for entry in saved for m in entry.get(key, ()) if m in ids})
             for key in ("refused_by", "differing", "idle_in")
         )
+        own_squares = saved[0].get("squares", []) if len(saved) == 1 else []  # of the same shard
         return cls(
             refused_by,
             differing,
@@ -71,6 +80,7 @@ class ParityResult:
             any(entry["is_refused"] for entry in saved),
             idle_in,
             apart=[list(pair) for pair in sorted(apart)],
+            squares=[list(pair) for pair in own_squares],
         )
 
 
@@ -116,7 +126,8 @@ class ParityCheck:
         """Tell the peers, and fill `parity` from what they told."""
         flags = _IS_FINITE * is_finite | _IS_IDLE * parity.is_idle
         parity.anchor = int(parity.anchor)
-        self._own[0] = flags | int(self.memory[0]) << _FLAG_BITS
+        own = flags | int(self.memory[0]) << _FLAG_BITS
+        self._own[0] = own | bits_of(parity.square if is_finite else 0.0) << _LOW_BITS
         self._own[1], self._own[2] = self.memory[1], parity.anchor
         self._theirs[self._seat.position].copy_(self._own)
         if self._seat.num_clusters > 1:
@@ -124,6 +135,9 @@ class ParityCheck:
         headers = {
             id: header.tolist() for id, header in zip(self._seat.ids, self._theirs, strict=True)
         }
+        parity.squares = [[id, of_bits(header[0] >> _LOW_BITS)] for id, header in headers.items()]
+        for header in headers.values():
+            header[0] &= (1 << _LOW_BITS) - 1
         parity.refused_by = [id for id, header in headers.items() if not header[0] & _IS_FINITE]
         parity.idle_in = [id for id, header in headers.items() if header[0] & _IS_IDLE]
         means = {id: (header[0] >> _FLAG_BITS, header[1]) for id, header in headers.items()}
@@ -149,3 +163,16 @@ class ParityCheck:
     def hash_of(self, x: Tensor) -> int:
         """Return the hash of a vector, fp32 `[n]` on the CPU; allocates nothing after the first."""
         return int(self._hash.of(x))
+
+
+def bits_of(square: float) -> int:
+    """Return the bits of a number in fp32, of inf if it is beyond that."""
+    try:
+        return int.from_bytes(struct.pack("<f", square), "little")
+    except OverflowError:
+        return bits_of(math.inf)
+
+
+def of_bits(bits: int) -> float:
+    """Return the number that `bits_of` was given, in fp32; NaN for what is below 0."""
+    return math.nan if bits < 0 else struct.unpack("<f", bits.to_bytes(4, "little"))[0]

@@ -26,6 +26,7 @@ from dsx.core.transport import PeerLost, Transport
 from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
+from dsx.outer.guard import forget
 from dsx.outer.notices import NoticeCarrier
 from dsx.outer.parity_check import MEAN, ParityResult, Sides
 from dsx.outer.progress import Progress
@@ -105,6 +106,8 @@ class Recovery:
             parity.differing = []
         elif kinds and self._mends(fragment, parity, kinds, what):
             history.mended[fragment] = history.step
+            if self._method.guards:
+                forget(fragment, history)
         is_refused_by_any = bool(parity.refused_by or kinds)
         parity.is_refused = parity.is_refused or is_refused_by_any or is_from_before
 
@@ -117,13 +120,15 @@ class Recovery:
         """
         ids = self._transport.seat.ids
         place = {id: position for position, id in enumerate(ids)}
-        flags = torch.zeros(4 + len(ids), len(ids))
+        flags = torch.zeros(4 + len(ids), len(ids), dtype=torch.float64)
         for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
             flags[row, [place[id] for id in clusters]] = 1
         flags[2], flags[3] = parity.round, self._notices.hear(notes)
         for a, b, kind in parity.apart:
             flags[4 + place[a], place[b]] = kind
-        flags = self._adapter.ranks.max_over_ranks(flags)
+        own = torch.tensor(parity.sums, dtype=torch.float64)
+        flags, sums = self._adapter.ranks.max_and_sum(flags, own)
+        parity.sums = sums.tolist()
         if flags[3, 0]:
             self._notices.agree()
         parity.refused_by, parity.idle_in = (

@@ -10,6 +10,8 @@ The ranks of a lane tell each other what they hold, and all come to the same pla
   before. A cluster that has yet to launch one meets the others when it does: launches are numbered
   from the beginning of the run.
 
+Where one cluster lacks what the guard of others remembers, all begin to watch anew (guard.py).
+
 What can neither be handed over nor made again is refused by name.
 """
 
@@ -28,6 +30,7 @@ from dsx.core.membership import Seat
 from dsx.core.transport import HAND_OVER, RESUMING, Pending, Submission, Transport
 from dsx.core.types import History
 from dsx.outer.attempt import Attempts
+from dsx.outer.guard import Guard, begin_all_anew
 from dsx.outer.hand_over import HandOver
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
@@ -115,7 +118,8 @@ class Resuming:
         transport: Transport,
         history: History,
         in_flight: Sequence[Transfer | NothingYet],
-        last: Sequence[Transfer] = (),
+        last: Sequence[Transfer],
+        guard: Guard,
         allows_unequal_steps: bool = False,
     ) -> None:
         self._adapter = adapter
@@ -123,6 +127,7 @@ class Resuming:
         self._attempts = attempts
         self._transport = transport
         self._history = history
+        self._guard = guard
         self._allows_unequal_steps = allows_unequal_steps
         under_way = [t for t in in_flight if isinstance(t, Transfer)]
         self._transfers = {
@@ -151,13 +156,21 @@ class Resuming:
                 plans[fragment] = plan = self._plan(index, fragment)
                 if plan.lacking and not trouble:
                     trouble = self._trouble_of(fragment, plan.lacking, index)
-        is_troubled = self._adapter.ranks.max_over_ranks(torch.tensor([float(bool(trouble))]))
+        agreed = torch.zeros(2 + self._history.num_fragments, dtype=torch.float64)
+        agreed[0] = bool(trouble)
+        if self._told:
+            agreed[1] = max(told[-1] for told in self._told)
+            for index, fragment in enumerate(self._transfers):
+                agreed[2 + fragment] = max(h.launched for h in self._holdings(index))
+        is_troubled, lacks, *launched = self._adapter.ranks.max_over_ranks(agreed).tolist()
         if trouble:
             raise ValueError(trouble)
         if is_troubled:
             raise ValueError(
                 "another rank could not take up what was under way; its error says why"
             )
+        if lacks:
+            begin_all_anew([int(launches) for launches in launched], self._history)
         for fragment, plan in plans.items():
             self._hand_over(fragment, plan)
             self._redo(fragment, plan.first_redone)
@@ -166,7 +179,12 @@ class Resuming:
         """Tell every cluster what this rank holds, and hear the same of all."""
         seat = self._transport.seat
         rows = [astuple(self._holding(fragment)) for fragment in self._transfers]
-        own = torch.tensor([self._history.step, *(value for row in rows for value in row)])
+        held = {
+            fragment: [t.buffers.parity for t in of_one.values() if t.pending.has_arrived]
+            for fragment, of_one in self._transfers.items()
+        }
+        lacks = self._guard.lacks(held, seat.ids, self._history)
+        own = torch.tensor([self._history.step, *(v for row in rows for v in row), int(lacks)])
         self._told = [torch.empty_like(own) for _ in seat.ids]
         self._told[seat.position].copy_(own)
         if seat.num_clusters > 1:

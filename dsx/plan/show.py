@@ -17,6 +17,7 @@ from dsx.config.files import require_place
 from dsx.core.units import format_bytes
 from dsx.method.schedule.periodic import Periodic, Streaming
 from dsx.plan.candidates import Candidate, Question, Search
+from dsx.plan.expected_loss import ExpectedLoss, expected_loss, explain
 from dsx.plan.offer import block_of, flags_of
 from dsx.plan.question import Read
 from dsx.plan.ranking import best_of_each, harm, ranked
@@ -107,9 +108,10 @@ def _print_table(
     table = Table(title=title, title_justify="left")
     table.add_column("preset", no_wrap=True)
     first = ("H", "frag-\nments", "tau", "codec", "util.\n%", "exposed\ns", "sent per\nround")
-    for heading in (*first, "sent per\nday", "outer\nmemory", "least\nGbit/s", "harm"):
+    for heading in (*first, "sent per\nday", "outer\nmemory", "least\nGbit/s", "harm", "loss\n%"):
         table.add_column(heading, justify="right", no_wrap=True)
-    for row in rows:
+    losses = [_expected(row, question) for row in rows]
+    for row, loss in zip(rows, losses, strict=True):
         found, device, host = row.prediction, row.on_device, row.on_host
         least = search.least_bits_per_second(row)
         table.add_row(
@@ -126,8 +128,9 @@ def _print_table(
             + ("" if row.is_fitting else " (!)"),
             "-" if least is None else f"{least / 1e9:.3g}",
             f"{harm(row):.1f}",
+            str(loss or "-"),
         )
-    console.width = max(console.width, 132)
+    console.width = max(console.width, 142)
     console.print(table)
     _say(
         console,
@@ -135,6 +138,8 @@ def _print_table(
         "Gbit/s: for the target\nat this H. harm: doublings of H, of delay, and of what a codec "
         "loses (dsx/plan/ranking.py)",
     )
+    for line in explain([loss for loss in losses if loss is not None]):
+        _say(console, line)
     if any(not row.is_fitting for row in rows):
         _say(console, "(!) beyond --memory-limit even with outer state on the host")
     for row in rows:
@@ -145,6 +150,11 @@ def _print_table(
             _say(console, rounds + moves)
     for reason in search.left_out:
         _say(console, reason)
+
+
+def _expected(row: Candidate, question: Question) -> ExpectedLoss | None:
+    numel = question.model.numel
+    return expected_loss(row.preset, row.interval, question.num_clusters, numel)
 
 
 def _print_offer(best: Candidate, question: Question, console: Console) -> None:
@@ -207,6 +217,7 @@ def _record(read: Read, search: Search, rows: Sequence[Candidate]) -> dict[str, 
 def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
     least = search.least_bits_per_second(row)
     block = block_of(row, search.question)
+    expected = _expected(row, search.question)
     return {
         "preset": row.preset,
         "interval": row.interval,
@@ -223,6 +234,7 @@ def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
         "is_fitting": row.is_fitting,
         "min_gbps": None if least is None else least / 1e9,
         "harm": harm(row),
+        "expected_loss": None if expected is None else vars(expected),
         "dsx": block,
         "flags": flags_of(block),
     }

@@ -67,9 +67,9 @@ class Advice:
         self._has_told_length = True
         if steps < FEWEST_ROUNDS * self._interval:
             logger.warning(
-                "preset 'recommended': this run %s %d steps, %.0f rounds of %d; it is meant for "
-                "%d rounds or more (%d steps), and what local steps cost is larger before: a "
-                "smaller schedule.interval has more rounds",
+                "preset 'recommended': this run %s %d steps, %.0f rounds of %d. That is a try of "
+                "it: it is meant for %d rounds or more (%d steps), and loses more before; a short "
+                "run that counts is better off with a smaller schedule.interval",
                 verb, steps, steps / self._interval, self._interval, FEWEST_ROUNDS,
                 FEWEST_ROUNDS * self._interval,
             )  # fmt: skip

@@ -14,14 +14,26 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import dsx
 from dsx.bench.convergence.inner import make_optimizers, take_step
+from dsx.bench.convergence.muon import Muon, orthogonalized
 from dsx.bench.convergence.pool import identity
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.runs import divergence, run_task
-from dsx.bench.convergence.task import BASELINE, Study, Task, inner_rate
+from dsx.bench.convergence.study import (
+    compare,
+    read_presets,
+    read_search,
+    require_runnable,
+    tune_baseline,
+)
+from dsx.bench.convergence.task import BASELINE, UNTUNED, Study, Task, inner_rate, overrides
 from dsx.cli import app
+from dsx.compress.quantized import Quantized
 from dsx.data.shards import SHARDS
 from dsx.method.choices import PRESETS
+from dsx.method.delay.shift import Shift
+from dsx.method.schedule.periodic import Streaming
 from tests.bench.corpus import build_corpus
 from tests.installed import needs
 
@@ -38,7 +50,7 @@ def run(data: Path, out: Path, *args: str) -> subprocess.CompletedProcess[str]:
     size = "--steps 16 --interval 4 --layers 2 --hidden 16 --heads 2 --sequence-length 16"
     command = [sys.executable, "-m", "dsx", "bench", "convergence", *size.split()]
     command += ["--data", str(data), "--validation-windows", "8", "--evaluations", "2"]
-    command += ["--json", str(out), *args]
+    command += ["--json", str(out), "--inner-lr", "3e-3", "--rest-rate", "1", *args]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
 
@@ -49,19 +61,24 @@ def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     grid = ["--rates", "0.5", "--momenta", "0,0.5", "--seeds", "0"]
     done = run(data, out, *grid)
     assert done.returncode == 0, done.stderr
-    rows = {row["preset"]: row for row in json.loads(out.read_text())}
-    assert {*rows} == {*PRESETS, "data_parallel"}
+    table = {row["preset"]: row for row in json.loads(out.read_text())}
+    single = json.loads(out.with_suffix(".single.json").read_text())
+    rows = {row["preset"]: row for row in single}
+    assert {*rows} == {*table} == {*PRESETS, "data_parallel"}
     for name, row in rows.items():
-        assert {"seed", "val_loss", "gap_percent", "bytes_per_cluster", "syncs", "settings"} <= set(
-            row
-        )
         assert 0 < row["val_loss"] < 6
         assert name in done.stdout
+        figures = table[name]
+        assert figures["val_loss"] == row["val_loss"] and figures["gap_sd"] is None
+        assert figures["tries"] == (1 if name in (*UNTUNED, "data_parallel") else 2)
+        assert 0 <= figures["hidden_percent"] <= 100
     assert rows["data_parallel"]["gap_percent"] == 0
     assert rows["data_parallel"]["syncs"] == 16
     assert rows["local_sgd"]["syncs"] == rows["streaming_diloco"]["syncs"] == 4
     numel = rows["data_parallel"]["bytes_per_cluster"] // (2 * 3 * 16)  # * 4 bytes / 4 clusters
     assert abs(rows["local_sgd"]["bytes_per_cluster"] - 6 * numel * 4) < 1000  # and headers
+    assert table["diloco"]["bytes_ratio"] == pytest.approx(2, rel=0.01)  # H 4, and fp32
+    assert table["diloco"]["hidden_percent"] == 0 < table["eager"]["hidden_percent"]
     assert out.with_suffix(".png").stat().st_size > 10_000
     # finished runs are not run again, a half-written line is
     kept = out.with_suffix(".runs.jsonl")
@@ -69,10 +86,13 @@ def test_a_study_of_every_preset(data: Path, tmp_path: Path) -> None:
     kept.write_text("".join(lines[:-1]) + lines[-1][:40])
     assert run(data, out, *grid).returncode == 0
     again = {row["preset"]: row for row in json.loads(out.read_text())}
-    assert again["eager"]["val_loss"] == rows["eager"]["val_loss"]
+    assert again == table
     chosen = run(data, tmp_path / "long.json", "--settings", str(out), "--presets", "eager")
     assert chosen.returncode == 0, chosen.stderr
-    assert len(json.loads((tmp_path / "long.json").read_text())) == 6  # two presets, three seeds
+    assert len(json.loads((tmp_path / "long.single.json").read_text())) == 6  # of three seeds
+    long = json.loads((tmp_path / "long.json").read_text())
+    assert [row["seeds"] for row in long] == [[0, 1, 2]] * 2
+    assert {row["preset"]: row["lr"] for row in long}["eager"] == table["eager"]["lr"]
 
 
 @pytest.mark.ci
@@ -84,7 +104,6 @@ def test_clusters_with_a_kind_of_text_each_train_otherwise(data: Path) -> None:
     assert len(set(losses)) == 3
 
 
-@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or later has Muon")
 def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(data: Path) -> None:
     study = Study(
         str(data), 2, 40, 4, 4, 16, 2, 16, 2, 1e-2, 1, 32, "cpu",
@@ -92,7 +111,7 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(data: Path) -> Non
     )  # fmt: skip
     model = PROBLEMS["causal"].make_model(study, 0)
     muon, adamw = make_optimizers(model, study)
-    assert isinstance(muon, torch.optim.Muon) and isinstance(adamw, torch.optim.AdamW)
+    assert isinstance(muon, Muon) and isinstance(adamw, torch.optim.AdamW)
     assert len(muon.param_groups[0]["params"]) == 2 * 7
     names = {id(p): name for name, p in model.named_parameters()}
     rest = {names[id(p)] for p in adamw.param_groups[0]["params"]}
@@ -104,6 +123,44 @@ def test_muon_takes_the_matrices_of_layers_and_adamw_the_rest(data: Path) -> Non
     assert inner_rate(study, 40) == 0.0
     for preset in (BASELINE, "recommended"):
         assert run_task(study, Task(preset, 0))["val_loss"] < math.log(257) - 1.0, preset
+
+
+@pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch 2.9 or later has Muon")
+def test_muon_steps_as_torch_does_up_to_its_bf16() -> None:
+    torch.manual_seed(0)
+    shapes = [(8, 8), (8, 24), (24, 8), (8, 8)]
+    starts = [torch.randn(shape) for shape in shapes]
+    own, theirs = ([torch.nn.Parameter(s.clone()) for s in starts] for _ in range(2))
+    optimizers = [
+        Muon(own, 0.02),
+        torch.optim.Muon(theirs, 0.02, adjust_lr_fn="match_rms_adamw"),
+    ]
+    for _ in range(5):
+        for mine, its in zip(own, theirs, strict=True):
+            mine.grad = torch.randn(mine.shape)
+            its.grad = mine.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for start, mine, its in zip(starts, own, theirs, strict=True):
+        assert (mine - its).norm() < 0.02 * (its - start).norm()
+
+
+def test_orthogonalized_matrices_keep_their_directions_at_singular_values_near_one() -> None:
+    matrices = torch.randn(3, 6, 20, generator=torch.Generator().manual_seed(0))
+    found = orthogonalized(matrices)
+    assert ((torch.linalg.svdvals(found) - 1).abs() < 0.35).all()
+    left, _, right = torch.linalg.svd(matrices, full_matrices=False)
+    assert (left.mT @ found @ right.mT).sub(torch.eye(6)).abs().max() < 0.35
+
+
+@pytest.mark.slow
+def test_compiled_models_train_alike(data: Path) -> None:
+    study = Study(str(data), 2, 8, 4, 2, 16, 1, 16, 2, 1e-2, 1, 32, "cpu")
+    for preset in (BASELINE, "streaming_diloco"):
+        plain, compiled = (
+            run_task(replace(study, compiled=c), Task(preset, 0))["val_loss"] for c in (False, True)
+        )
+        assert compiled == pytest.approx(plain, rel=1e-4)
 
 
 def test_divergence_is_the_mean_distance_to_the_average_over_its_norm() -> None:
@@ -158,7 +215,9 @@ def test_sizes_are_trained_at_the_rates_of_the_first(data: Path, tmp_path: Path)
     options = "--sizes 1x16x2,2x16x2 --presets diloco --rates 0.5,1 --momenta 0 --seeds 0,1"
     done = run(data, out, *options.split(), "--qk-norm", "--z-loss", "1e-4", "--jobs", "1")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(out.read_text())
+    rows = json.loads(out.with_suffix(".single.json").read_text())
+    table = json.loads(out.read_text())
+    assert [row["size"] for row in table] == ["1x16x2"] * 2 + ["2x16x2"] * 2
     kinds = [(size, name) for size in ("1x16x2", "2x16x2") for name in ("data_parallel", "diloco")]
     assert [(r["size"], r["preset"]) for r in rows] == [kind for kind in kinds for _ in range(2)]
     assert len({r["lr"] for r in rows if r["preset"] == "diloco"}) == 1
@@ -169,10 +228,72 @@ def test_sizes_are_trained_at_the_rates_of_the_first(data: Path, tmp_path: Path)
         base = rows[4 * (row["size"] == "2x16x2") + row["seed"]]
         assert row["gap_percent"] == pytest.approx(100 * (row["val_loss"] / base["val_loss"] - 1))
     assert "2x16x2" in done.stdout and out.with_suffix(".png").stat().st_size > 5000
-    # two of the grid, then each seed at two sizes, of which one has been run
+    # two of the grid, then each seed at two sizes, of which one has been run, and data parallel
+    # of two more lengths
     lines = [json.loads(line) for line in out.with_suffix(".runs.jsonl").read_text().splitlines()]
-    assert len(lines) == 2 + 8 - 1
+    assert len(lines) == 2 + 8 - 1 + 8
     assert all(line["study"]["qk_norm"] and line["study"]["z_loss"] == 1e-4 for line in lines)
+
+
+def test_a_variant_goes_with_a_codec_and_any_tuned_preset() -> None:
+    study = Study("", 4, 32, 16, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu")
+    axes = overrides(study, Task("dilocox+int4+shift", 0, 0.5, 0.0))
+    method = dsx.preset("dilocox", 4, **axes)
+    assert isinstance(method.delay, Shift) and method.delay.outer_steps == 1
+    assert isinstance(method.compression, Quantized)
+    assert method.compression.wire == "int4" and method.schedule.interval == 16
+    axes = overrides(study, Task("co2+serial", 0, 0.5, 0.5))
+    method = dsx.preset("co2", 4, **axes)
+    assert (method.delay.steps, method.fragments.num_fragments) == (4, 4)
+    assert isinstance(method.schedule, Streaming)
+    for wrong in (
+        "eager+int4+int8",
+        "eager+shift+fast",
+        "eager+shift+shift",
+        "snoo+shift",
+        "+shift",
+    ):
+        with pytest.raises(ValueError, match="is not PRESET or PRESET"):
+            read_presets(wrong)
+
+
+@pytest.mark.parametrize(
+    ("preset", "reason"),
+    [
+        ("diloco+shift", "is none; try diloco_delayed.shift, or diloco.serial"),
+        ("streaming_diloco+shift", "is none; try"),
+        ("dilocox+shift", "cannot run: .*low_rank"),
+        ("cocktail_sgd+serial", "cannot run"),
+        ("dreamddp+serial", "cannot run"),
+    ],
+)
+def test_a_variant_that_cannot_run_is_refused_before_anything_runs(
+    preset: str, reason: str
+) -> None:
+    study = Study("", 4, 32, 16, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu")
+    search = read_search(f"diloco,snoo,eager+shift,{preset}", "0.5", "0", "0", None, None, None)
+    with pytest.raises(ValueError, match=reason):
+        require_runnable(study, search)
+
+
+def test_every_preset_can_run_and_rates_are_as_many_as_data_parallels() -> None:
+    study = Study("", 4, 32, 16, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu")
+    search = read_search(None, "0.25,0.5,1", "0,0.5", "0", None, None, None)
+    require_runnable(study, search)
+    assert search.tries(BASELINE) == search.tries("diloco") == 6
+
+
+def test_settings_bring_their_inner_rates_and_have_to_have_every_preset(tmp_path: Path) -> None:
+    file = tmp_path / "earlier.json"
+    row = {"lr": 0.7, "momentum": 0.5, "inner_lr": 0.02, "rest_rate": 2.0, "tries": 6}
+    file.write_text(json.dumps([{**row, "preset": n} for n in (BASELINE, "diloco")]))
+    search = read_search("diloco,diloco+int4", "1", "0", "0", file, None, None)
+    assert (search.inner_lrs, search.rest_rates) == ([0.02], [2.0])
+    assert [search.tries(name) for name in (BASELINE, "diloco+int4")] == [1, 6]
+    said = read_search("diloco", "1", "0", "0", file, "0.01,0.03", "1")
+    assert (said.inner_lrs, said.tries(BASELINE)) == ([0.01, 0.03], 2)
+    with pytest.raises(ValueError, match="has no row of co2, eager; it has data_parallel, diloco"):
+        read_search("eager,diloco,co2+int4", "1", "0", "0", file, None, None)
 
 
 def test_options_that_are_off_have_no_part_in_what_a_run_is_kept_under() -> None:
@@ -197,8 +318,26 @@ def test_sizes_that_are_none_are_named(data: Path, options: str, message: str) -
 
 def test_what_is_no_preset_or_number_is_named(tmp_path: Path) -> None:
     said = refused(tmp_path, "--presets", "diloco,eager+zip")
-    assert "'eager+zip' is not PRESET or PRESET+CODEC; presets: local_sgd" in said
+    assert "'eager+zip' is not PRESET or PRESET+CODEC or PRESET+VARIANT; presets: local_sgd" in said
     said = refused(tmp_path, "--shards", "sorted")
     assert "--shards='sorted' is not known; allowed: 'iid', 'contiguous', 'skewed'" in said
     said = refused(tmp_path, "--seeds", "0,one")
     assert "--seeds '0,one' must be numbers with commas between" in said
+
+
+@pytest.mark.ci
+def test_data_parallel_is_tuned_on_both_rates_and_its_best_is_for_all(
+    data: Path, tmp_path: Path
+) -> None:
+    study = Study(str(data), 2, 8, 4, 2, 16, 1, 16, 2, 0.0, 2, 16, "cpu")
+    search = read_search("diloco,snoo", "0.5,1", "0.5", "0,1", None, "1e-9,3e-3", "1e-9,1")
+    tuned = tune_baseline(study, search, 1, tmp_path / "kept.jsonl")
+    assert (tuned.inner_lr, tuned.rest_rate) == (3e-3, 1.0)
+    assert [search.tries(name) for name in (BASELINE, "diloco", "dreamddp")] == [4, 2, 1]
+    kept = len((tmp_path / "kept.jsonl").read_text().splitlines())
+    compare(study, search, 1, tmp_path / "kept.json", None, None)
+    assert len((tmp_path / "kept.runs.jsonl").read_text().splitlines()) > kept == 4
+    rows = {row["preset"]: row for row in json.loads((tmp_path / "kept.json").read_text())}
+    assert {row["inner_lr"] for row in rows.values()} == {3e-3}
+    assert rows["snoo"]["bytes_ratio"] == 1 and rows["snoo"]["hidden_percent"] == 0
+    assert rows["snoo"]["val_loss"] != rows["data_parallel"]["val_loss"]

@@ -5,12 +5,14 @@ Where there is no root or no support, the tests that need a line are skipped wit
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Generator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -37,6 +39,36 @@ def bed() -> Generator[Testbed, None, None]:
 
 def ours(process: int) -> list[str]:
     return [path.name for path in NAMESPACES.glob(f"dsx-{process}-*")]
+
+
+def test_what_has_a_core_is_ahead_of_other_sessions(bed: Testbed) -> None:
+    group = Path("/proc/self/autogroup")
+    if not group.exists():
+        pytest.skip("this kernel does not share cores by session")
+    nicenesses: list[str] = []
+    for core in (None, min(os.sched_getaffinity(0))):
+        with bed.start(0, ["sleep", "60"], core=core) as process:
+            nicenesses.append(Path(f"/proc/{process.pid}/autogroup").read_text().split()[-1])
+            process.kill()
+    assert nicenesses == ["0", "-10"]
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EROFS])
+def test_what_cannot_be_put_ahead_runs_and_that_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
+) -> None:
+    def refuse(path: Path, text: str) -> int:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    monkeypatch.setattr(
+        "dsx.bench.testbed.subprocess.Popen", lambda *_, **__: SimpleNamespace(pid=1)
+    )
+    closed = Testbed(2, None)
+    for core in (None, 0, 1):
+        assert closed.start(0, ["true"], core=core).pid == 1
+    (told,) = caplog.messages
+    assert "cannot be put ahead" in told and os.strerror(number) in told
 
 
 SEND = """

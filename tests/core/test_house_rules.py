@@ -13,7 +13,10 @@ PACKAGE = Path(__file__).parents[2] / "dsx"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 MAY_IMPORT_ENGINES = ("comm", "engines", "cli", "examples")
-WORKERS = ("bench.e2e.worker", "bench.torchft.worker", "bench.examples.inside")  # a rank each
+WORKERS = (  # a rank each
+    "bench.e2e.worker", "bench.torchft.worker", "bench.examples.inside",
+    "bench.wall_clock.worker", "bench.wall_clock.inner",
+)  # fmt: skip
 
 
 def module_name(path: Path) -> str:

@@ -70,6 +70,8 @@ NOT_HERE = {  # with the reason
     "OMP_NUM_THREADS=1 dsx bench convergence": _BY_HAND + "tests/bench/test_convergence.py",
     "dsx bench paper ": _BY_HAND + "tests/bench/test_paper.py",
     "dsx bench examples --examples": _BY_HAND + "tests/bench/test_examples.py",
+    "dsx bench guard": _BY_HAND + "tests/bench/test_wrong.py",
+    "dsx bench wall-clock": _BY_HAND + "tests/bench/test_wall_clock.py",
     "dsx bench torchft": _BY_HAND + "tests/bench/test_torchft.py",
     "deepspeed --num_gpus 2 scripts/pretrain_gpt_deepspeed.py --scaled-down": (
         "needs the quickstart's data; in tests/paper_configs/test_scaled_down.py"

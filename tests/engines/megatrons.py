@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dsx
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
+from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
 from tests.reference_schedules import Clock, due_streaming
@@ -93,6 +94,7 @@ class Kind(NamedTuple):
         parts = [f"tp{self.tensor}", f"pp{self.pipeline}", f"vpp{self.chunks}", self.precision]
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
+        words[self.optimizer] = self.optimizer != "adam"
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
 
 
@@ -154,6 +156,7 @@ def build_inner(kind: Kind, seed: int) -> Engine:
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.muon import get_megatron_muon_optimizer
     from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
     parallel_state.destroy_model_parallel()
@@ -178,7 +181,8 @@ def build_inner(kind: Kind, seed: int) -> Engine:
     ]
     for chunk in chunks:
         chunk.broadcast_params()
-    optimizer = get_megatron_optimizer(
+    is_muon = kind.optimizer == "muon"
+    optimizer = (get_megatron_muon_optimizer if is_muon else get_megatron_optimizer)(
         OptimizerConfig(
             optimizer=kind.optimizer,
             lr=RATE,
@@ -191,6 +195,7 @@ def build_inner(kind: Kind, seed: int) -> Engine:
             use_distributed_optimizer=kind.is_sharded,
             overlap_param_gather=kind.overlaps,
             clip_grad=1.0,
+            **(muon_settings() if is_muon else {}),
         ),
         chunks,
     )
@@ -447,8 +452,13 @@ def reference(
     local = [model.by_name() for model in models]
     optimizers = []
     for weights in local:
-        vectors = [p for p in weights.values() if p.dim() == 1]
-        matrices = [p for p in weights.values() if p.dim() > 1]
+        is_muon = kind.optimizer == "muon"
+        by_muon = {n: p for n, p in weights.items() if is_muon and goes_by_muon(n, p)}
+        if by_muon:
+            optimizers.append(PlainMuon(by_muon, RATE, DECAY, HEADS))
+        rest = [p for n, p in weights.items() if n not in by_muon]
+        vectors = [p for p in rest if p.dim() == 1]
+        matrices = [p for p in rest if p.dim() > 1]
         groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
         optimizers.append(torch.optim.AdamW(groups, lr=RATE, weight_decay=DECAY, eps=EPSILON))
     stages: list[Reference] = []
@@ -463,11 +473,12 @@ def reference(
     parts = MICRO_BATCHES * data_ranks
     for step in range(1, num_steps + 1):
         before = [copy.deepcopy(parameters) for parameters in local]
-        for cluster, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
-            optimizer.zero_grad()
+        for cluster, model in enumerate(models):
+            model.zero_grad()
             loss = sum(model(batch(cluster, step, part)) for part in range(parts)) / parts
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for optimizer in optimizers:
             optimizer.step()
         with torch.no_grad():
             for stage in stages:

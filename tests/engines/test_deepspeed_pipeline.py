@@ -454,13 +454,13 @@ def test_overflow_in_one_cluster_neither_hangs_nor_separates(outcomes: Any) -> N
 
 
 def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> None:
-    """And one number per tied weight; at a sync the parity result, and the tied weight.
+    """And one number per tied weight; at a sync the parity result and sums, and the tied weight.
 
     Before it, whether the mean is there on all ranks of the stage, or is put off. At every H-th
     step all stages also tell each other whether there is a notice: over a group of dsx's own, which
     is not counted here.
     """
-    numbers = (2, 2 * (4 + NUM_CLUSTERS) * NUM_CLUSTERS)
+    numbers = (2, 2 * (4 + NUM_CLUSTERS) * NUM_CLUSTERS + 2 * (3 + NUM_CLUSTERS))
     parity = Counter({("allgather_", n): 1 for n in numbers})  # over the one rank of a stage
     flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
     for rank in outcomes:

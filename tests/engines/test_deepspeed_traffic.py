@@ -8,6 +8,7 @@ ZeRO there is one all-gather of the fragment (engines/replicated.py).
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -41,6 +42,7 @@ KINDS = [
     Kind(2, "bf16", groups="two", preset="diloco", zero=("offload",)),
     Kind(3, "bf16", groups="two", preset="diloco", zero=("sub_groups", "some_persistent")),
 ]
+FIGURES = ("autocorrelation", "cluster_cosine", "norm_ratio", "effective_gain")
 Traffic = Counter[tuple[str, int]]
 
 
@@ -68,35 +70,46 @@ def traffic_of(engine: Any, cluster: int) -> list[Traffic]:
     return by_step
 
 
-def compare_traffic(kinds: list[Kind]) -> list[tuple[list[Traffic], list[Traffic]]]:
+def noting(figures: list[dict[str, Any]]) -> Callable[[dict[str, Any]], None]:
+    """Return what appends the guard's figures of a sync's record."""
+
+    def note(event: dict[str, Any]) -> None:
+        figures.append({name: event[name] for name in FIGURES if name in event})
+
+    return note
+
+
+def compare_traffic(kinds: list[Kind]) -> list[tuple[list[Traffic], list[Traffic], Any]]:
     quiet()
     results = []
     for kind in kinds:
         engine = build_engine(kind)
-        cluster = engine.dsx.cluster_id
+        cluster, figures = engine.dsx.cluster_id, list[dict[str, Any]]()
+        engine.dsx.loop._on_sync = noting(figures)
         with_dsx = traffic_of(engine, cluster)
         engine.dsx.close()
         engine.destroy()
         alone = start_engine(**engine_arguments(kind))[0]
-        results.append((with_dsx, traffic_of(alone, cluster)))
+        results.append((with_dsx, traffic_of(alone, cluster), figures))
         alone.destroy()
     return results
 
 
 @pytest.fixture(scope="module")
-def measured() -> list[list[tuple[list[Traffic], list[Traffic]]]]:
+def measured() -> list[list[tuple[list[Traffic], list[Traffic], Any]]]:
     return run_distributed(compare_traffic, 4, KINDS, timeout_seconds=240)
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join([*map(str, k[:-1]), *k.zero]))
 def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
     numel = sum(p.numel() for p in OddNet().parameters())
-    parity = all_gather_of((4 + NUM_CLUSTERS) * NUM_CLUSTERS)
+    sums = 3 + NUM_CLUSTERS  # of the guard, in the same message
+    parity = all_gather_of((4 + NUM_CLUSTERS) * NUM_CLUSTERS + sums)
     together = all_gather_of(-(-numel // RANKS_PER_CLUSTER))
     is_there = all_gather_of(1)
     at_sync = is_there + parity + (together if kind.stage == 0 else Counter())
     for rank in measured:
-        with_dsx, alone = rank[KINDS.index(kind)]
+        with_dsx, alone, _ = rank[KINDS.index(kind)]
         for step in range(2, NUM_STEPS + 1):  # in the first, ZeRO-3 traces the model
             assert sum(alone[step - 1].values()) > 0
             extra = at_sync if step in SYNCS else Counter()
@@ -106,3 +119,12 @@ def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
 def all_gather_of(numel: int) -> Traffic:
     """One all-gather of so many elements from every rank, its input and its outputs counted."""
     return Counter({("allgather_", numel * (1 + RANKS_PER_CLUSTER)): 1})
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda k: "-".join([*map(str, k[:-1]), *k.zero]))
+def test_the_guard_has_the_same_figures_on_every_rank_of_every_cluster(
+    kind: Kind, measured: Any
+) -> None:
+    first, *others = [rank[KINDS.index(kind)][2] for rank in measured]
+    assert all(other == first for other in others)
+    assert len(first) == len(SYNCS) and {*first[0]} == {*FIGURES[1:3]} and {*first[1]} == {*FIGURES}

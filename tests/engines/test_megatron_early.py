@@ -24,7 +24,7 @@ SWITCHES = (
     "optimizer_cuda_graph", "inprocess_restart", "use_torch_fsdp2", "use_megatron_fsdp",
     "use_custom_fsdp", "hybrid_context_parallel", "skip_train", "use_precision_aware_optimizer",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
-    "reuse_grad_buf_for_mxfp8_param_ag",
+    "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer",
 )  # fmt: skip
 VALUES = {
     "non_persistent_save_interval": 5,
@@ -62,6 +62,8 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
         for name in VALUES:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
         parser.add_argument("--optimizer", default="adam")
+        parser.add_argument("--use-distributed-optimizer", action="store_true")
+        parser.add_argument("--muon-scalar-optimizer", default="adam")
         parser.add_argument("--clip-grad", type=float, help=modules["arguments"].help_of_clip)
         parser.add_argument("--distributed-backend", default=backend_of_world())
         if extra_args_provider is not None:
@@ -138,6 +140,9 @@ def test_a_cluster_s_number_without_clusters_is_refused(
         *[[f"--{name.replace('_', '-')}"] for name in SWITCHES],
         *[[f"--{name.replace('_', '-')}", str(value)] for name, value in VALUES.items()],
         ["--optimizer", "dist_muon"],
+        ["--optimizer", "adaptive_muon"],
+        ["--use-distributed-optimizer", "--optimizer", "muon"],
+        ["--muon-scalar-optimizer", "lion", "--optimizer", "muon"],
     ],
     ids=" ".join,
 )

@@ -35,8 +35,10 @@ OPTIMIZER = {
     "optimizer_cuda_graph": True,
     "reuse_grad_buf_for_mxfp8_param_ag": True,
     "optimizer": "dist_muon",
+    "muon_scalar_optimizer": "lion",
+    "use_layer_wise_distributed_optimizer": True,
 }
-TYPES = ("LayerWiseDistributedOptimizer", "TensorParallelMuon", "HybridDeviceOptimizer")
+TYPES = ("LayerWiseDistributedOptimizer", "HybridDeviceOptimizer")
 
 
 def message_of(call: Any, *args: Any, **kwargs: Any) -> str:

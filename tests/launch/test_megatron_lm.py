@@ -41,6 +41,7 @@ DSX = shlex.split("""
     --dsx-fragments-num-fragments 2 --dsx-deadline-seconds 120
 """)
 PIPELINE = ["--bf16", "--pipeline-model-parallel-size", "2"]
+MUON = ["--optimizer", "muon", "--muon-tp-mode", "duplicated"]
 SHARDED = ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
            "--overlap-param-gather"]  # fmt: skip
 
@@ -108,6 +109,28 @@ def pretrain(
     return texts
 
 
+FINDS_MUON = """
+import importlib, typing
+if not hasattr(typing, "override"): typing.override = lambda method: method
+import megatron_on_cpu; megatron_on_cpu.install()
+for name in ("muon", "emerging_optimizers"):  # up to 0.17, and from 0.18
+    try: module = importlib.import_module(f"megatron.core.optimizer.{name}")
+    except ModuleNotFoundError: continue
+    print("found" if getattr(module, "HAVE_EMERGING_OPTIMIZERS", False) else "")
+"""
+
+
+def require_muon(tree: Path) -> None:
+    """Skip unless the tree finds the Emerging-Optimizers that it was written for."""
+    paths = environment(tree)
+    paths["PYTHONPATH"] += os.pathsep + str(ROOT / "scripts")
+    asked = subprocess.run(
+        [sys.executable, "-c", FINDS_MUON], env=paths, capture_output=True, text=True, timeout=200
+    )
+    if "found" not in asked.stdout:
+        pytest.skip(f"this tree's Emerging-Optimizers are not here; {asked.stderr[-300:]}")
+
+
 def logged(text: str, what: str) -> dict[int, float]:
     """Return what Megatron logged of every iteration."""
     found = re.findall(rf"iteration\s+(\d+)/.*?\| {what}: ([\d.E+-]+)", text)
@@ -136,8 +159,10 @@ def require_equal_anchors(checkpoints: Path, iteration: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["pipeline", "sharded"])
+@pytest.mark.parametrize("kind", ["pipeline", "sharded", "muon"])
 def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kind: str) -> None:
+    if kind == "muon":
+        require_muon(tree)
     save = ["--save", str(tmp_path / "{cluster_id}"), "--save-interval", str(SAVED_AT)]
     if kind == "sharded":
         arguments = [*SHARDED, "--train-iters", str(SAVED_AT), *save]
@@ -145,7 +170,8 @@ def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kin
         require_equal_anchors(tmp_path, SAVED_AT)
         # without apex or TransformerEngine, later releases cannot load what they have saved here
     else:
-        arguments = [*PIPELINE, "--train-iters", str(STEPS), *save]
+        inner = MUON if kind == "muon" else []
+        arguments = [*PIPELINE, *inner, "--train-iters", str(STEPS), *save]
         texts = pretrain(tree, tmp_path / "logs", *arguments)
         require_equal_anchors(tmp_path, SAVED_AT)
         require_equal_anchors(tmp_path, STEPS)
@@ -252,7 +278,7 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
             "dsx does not serve --non-persistent-save-interval of Megatron",
         ),
         (["--context-parallel-size", "2"], "dsx does not serve --context-parallel-size 2"),
-        (["--optimizer", "muon"], "dsx does not serve --optimizer muon of Megatron"),
+        (["--optimizer", "dist_muon"], "dsx does not serve --optimizer dist_muon of Megatron"),
         (
             ["--save", "{tmp}/same", "--save-interval", "4"],
             "give every cluster a directory of its own",

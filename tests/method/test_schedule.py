@@ -38,7 +38,7 @@ def test_periodic() -> None:
     assert launches(Periodic(3), 2, 7) == [[], [], [0, 1], [], [], [0, 1], []]
 
 
-def test_streaming_offsets_of_the_quickstart() -> None:
+def test_streaming_offsets_of_four_fragments() -> None:
     due = launches(Streaming(20), 4, 45)
     assert {t + 1: f for t, f in enumerate(due) if f} == {
         5: [0], 10: [1], 15: [2], 20: [3], 25: [0], 30: [1], 35: [2], 40: [3], 45: [0],

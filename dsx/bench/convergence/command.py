@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 Option = typer.Option
 Data = Annotated[Path, Option(help="A dataset of `dsx data build`.")]
 Presets = Annotated[
-    str | None, Option(metavar="NAME[+CODEC],...", help="What to compare; default: every preset.")
+    str | None,
+    Option(metavar="NAME[+CODEC][+VARIANT],...", help="What to compare; default: every preset."),
 ]
 Clusters = Annotated[int, Option(help="Clusters, all in one process.", min=2)]
 Steps = Annotated[int, Option(help="Inner steps of every run.", min=1)]
@@ -34,13 +35,24 @@ SequenceLength = Annotated[int, Option(help="Tokens of a window.", min=1)]
 Layers = Annotated[int, Option(help="Of the model.", min=1)]
 Hidden = Annotated[int, Option(help="Width of the model.", min=1)]
 Heads = Annotated[int, Option(help="Of attention.", min=1)]
-InnerLr = Annotated[float, Option(help="Learning rate of the inner optimizer.", min=0.0)]
+InnerLr = Annotated[
+    str | None,
+    Option(
+        metavar="LR,LR",
+        help="Of the inner optimizer; of several, data parallel's best [default: that of "
+        "--settings, or 1.5e-3,3e-3,6e-3].",
+    ),
+]
 InnerRule = Annotated[
     str, Option(metavar="adamw|muon", help="muon: matrices by Muon, the rest by AdamW.")
 ]
 RestRate = Annotated[
-    float,
-    Option(help="Rate of embeddings, head and vectors, in that of matrices.", min=0.0),
+    str | None,
+    Option(
+        metavar="X,X",
+        help="Rate of embeddings, head and vectors, in that of matrices [default: that of "
+        "--settings, or 1,2].",
+    ),
 ]
 FinalRate = Annotated[
     float, Option(help="What the rate's cosine ends at, in its largest.", min=0.0, max=1.0)
@@ -70,7 +82,10 @@ Jobs = Annotated[
 ]
 ShardsOf = Annotated[
     str,
-    Option(metavar="iid|contiguous|skewed", help="Whether clusters read the like or their own."),
+    Option(
+        metavar="iid|contiguous|skewed",
+        help="Whether clusters read the like, a stretch each, or a kind each.",
+    ),
 ]
 Sizes = Annotated[
     str | None,
@@ -78,6 +93,9 @@ Sizes = Annotated[
 ]
 QkNorm = Annotated[bool, Option("--qk-norm", help="Normalise queries and keys.")]
 ZLoss = Annotated[float, Option(help="Weight of log(Z)^2 in the training's loss.", min=0.0)]
+Compile = Annotated[
+    bool, Option("--compile", help="Models by torch.compile, which needs a C++ compiler on a CPU.")
+]
 Device = Annotated[str, Option(help="Of models and data.")]
 JsonFile = Annotated[
     Path,
@@ -104,9 +122,9 @@ def convergence(
     hidden: Hidden = 64,
     heads: Heads = 4,
     sizes: Sizes = None,
-    inner_lr: InnerLr = 3e-3,
+    inner_lr: InnerLr = None,
     inner: InnerRule = "adamw",
-    rest_rate: RestRate = 1.0,
+    rest_rate: RestRate = None,
     final_rate: FinalRate = 0.1,
     rates: Rates = "0.25,0.5,1",
     momenta: Momenta = "0,0.5",
@@ -121,34 +139,34 @@ def convergence(
     target_loss: Target = None,
     jobs: Jobs = None,
     device: Device = "cpu",
+    compile_models: Compile = False,
     json_file: JsonFile = Path("runs/convergence/results.json"),
     plot: Plot = None,
 ) -> None:
     """Measure what each method loses against data parallel.
 
     C clusters in one process train the quickstart's kind of model on real text, from the same
-    weights and on the same batches, under every preset. Outer learning rate and momentum are tuned
-    for each preset on one grid, the same for all, with the first seed; the choice then runs with
-    every seed. The baseline is one model that takes the mean gradient of all clusters' batches in
-    every step.
+    weights and batches, under every preset. Outer rate and momentum are tuned for each preset on
+    one grid with the first seed; the choice runs with every seed. Data parallel, one model on all
+    clusters' batches, is tuned on the product of --inner-lr and --rest-rate; its best is for all.
 
-    With --shards contiguous every cluster reads a stretch of the corpus, with skewed windows of one
-    kind; the validation is of all. With --sizes every size is trained, at the rates of the first.
-
-    NAME+CODEC is a preset with its pseudo-gradients sent in another format, at the rate and
-    momentum of the preset without it. Results appear as a table, as JSON (an object per preset and
-    seed) and as a plot. Finished runs are kept beside the JSON file and not run again.
+    --presets NAME+CODEC is a preset with its pseudo-gradients sent in another format, tuned
+    without; NAME+shift keeps the progress of a period that a preset is late, NAME+serial sends a
+    fragment at a time; snoo is data parallel with outer Nesterov steps. With --sizes every size is
+    trained, at the rates of the first. Results appear as a table, as JSON (an object per preset;
+    one per run in a file beside it) and as a plot. Finished runs are kept and not run again.
     """
     from dsx.bench.convergence import study
     from dsx.bench.convergence.task import Study
 
     shared = Study(
         str(data), clusters, steps, interval, batch_size, sequence_length, layers, hidden, heads,
-        inner_lr, evaluations, validation_windows, device, cast("Shards", shards),
+        0.0, evaluations, validation_windows, device, cast("Shards", shards),
         problem=problem, qk_norm=qk_norm, z_loss=z_loss,
-        inner=cast("Inner", inner), rest_rate=rest_rate, final_rate=final_rate,
+        inner=cast("Inner", inner), final_rate=final_rate,
+        compiled=compile_models,
     )  # fmt: skip
-    search = study.read_search(presets, rates, momenta, seeds, settings)
+    search = study.read_search(presets, rates, momenta, seeds, settings, inner_lr, rest_rate)
     _compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot, target_loss, sizes)
 
 

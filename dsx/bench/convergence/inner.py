@@ -8,11 +8,11 @@ updates are scaled to the size of AdamW's (Liu et al., arXiv:2502.16982), so one
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from dsx.bench.convergence.muon import Muon
 from dsx.bench.convergence.task import Study
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
@@ -21,7 +21,7 @@ _DECAY, _BETAS = 0.1, (0.9, 0.95)
 
 
 def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimizer]:
-    """Return what every run steps with; RuntimeError where this torch has no Muon."""
+    """Return what every run steps with."""
     matrices = [
         p for name, p in model.named_parameters() if name.startswith(_LAYERS) and p.ndim == 2
     ]
@@ -30,14 +30,7 @@ def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimize
     groups = [{"params": matrices, "scale": 1.0}, {"params": rest, "scale": study.rest_rate}]
     first: list[torch.optim.Optimizer] = []
     if study.inner == "muon":
-        muon = getattr(torch.optim, "Muon", None)
-        if muon is None:
-            raise RuntimeError(
-                f"--inner muon needs torch 2.9 or later, and this is {torch.__version__}; use "
-                "--inner adamw"
-            )
-        rule: dict[str, Any] = {"momentum": 0.95, "adjust_lr_fn": "match_rms_adamw"}
-        first = [muon([groups.pop(0)], weight_decay=_DECAY, **rule)]
+        first.append(Muon([groups.pop(0)], weight_decay=_DECAY))
     held = [group for group in groups if group["params"]]
     return [*first, torch.optim.AdamW(held, betas=_BETAS, weight_decay=_DECAY)]
 

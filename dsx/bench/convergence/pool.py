@@ -18,11 +18,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import dsx
-from dsx.bench.convergence.task import BASELINE, Study, Task, overrides
+from dsx.bench.convergence.task import BASELINE, OUTER_BASELINE, Study, Task, overrides
 from dsx.config.schema import resolve_method
 from dsx.data import read_summary
 
-FORMAT = 3  # of a kept result: one of another format is run again
+FORMAT = 4  # of a kept result: one of another format is run again
 Result = dict[str, Any]
 RunTask = Callable[[Any, Task], Result]  # of a study, a frozen dataclass, and a task
 
@@ -82,6 +82,7 @@ def _source(study: Any, task: Task, run_task: RunTask) -> dict[str, Any]:
         source["corpus"] = _checksum(study)
         if task.preset != BASELINE:
             preset = task.preset.partition("+")[0]
+            preset = "diloco" if preset == OUTER_BASELINE else preset
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", dsx.SettingWarning)
                 _, axes = resolve_method(preset, overrides(study, task), study.num_clusters)

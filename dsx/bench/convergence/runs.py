@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,10 +13,12 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.bench.convergence.figures import perplexity
+from dsx.bench.convergence.guard import GuardRecord
 from dsx.bench.convergence.inner import Batch, make_optimizers, take_step
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.task import (
     BASELINE,
+    OUTER_BASELINE,
     Study,
     Task,
     evaluation_steps,
@@ -70,14 +73,19 @@ def run_task(study: Study, task: Task) -> dict[str, Any]:
         for m in range(study.num_clusters)
     ]
     step_batches = ([batch_of(next(b)) for b in batches] for _ in range(study.num_steps))
-    run = train_baseline if task.preset == BASELINE else train_preset
-    result = run(study, task, model, step_batches, validation)
+    if task.preset == BASELINE:
+        result = train_baseline(study, task, model, step_batches, validation)
+    elif task.preset == OUTER_BASELINE:
+        result = train_outer_baseline(study, task, model, step_batches, validation)
+    else:
+        result = train_preset(study, task, model, step_batches, validation)
     return {
         "preset": task.preset,
         "seed": task.seed,
         "lr": task.lr,
         "momentum": task.momentum,
         **result,
+        "parameters": sum(p.numel() for p in model.parameters()),
         "perplexity": perplexity(result["val_loss"]),
         "seconds": time.perf_counter() - started,
     }
@@ -94,6 +102,25 @@ def divergence(models: Sequence[nn.Module]) -> float:
     return sum(distances) / len(distances) / float(average.norm())
 
 
+def prepare(study: Study, models: Sequence[nn.Module]) -> None:
+    """Compile the models where the study asks for it; they share what is compiled."""
+    if study.compiled:
+        for model in models:
+            model.compile(dynamic=False)  # pyright: ignore[reportUnknownMemberType]
+
+
+def ring_bytes(study: Study, model: nn.Module) -> int:
+    """Return what one all-reduce of fp32 gradients around a ring takes a cluster to send."""
+    num_bytes = sum(4 * p.numel() for p in model.parameters())
+    return 2 * (study.num_clusters - 1) * num_bytes // study.num_clusters
+
+
+def joined(parts: Sequence[Batch]) -> Batch:
+    """Return the clusters' batches of a step as one."""
+    inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
+    return inputs, targets
+
+
 def train_baseline(
     study: Study,
     task: Task,
@@ -103,21 +130,39 @@ def train_baseline(
 ) -> dict[str, Any]:
     """Synchronous data parallel: every step takes the mean gradient of all clusters' batches."""
     optimizers = make_optimizers(model, study)
-    num_bytes = sum(4 * p.numel() for p in model.parameters())
-    ring = 2 * (study.num_clusters - 1) * num_bytes // study.num_clusters
+    prepare(study, [model])
+    ring = ring_bytes(study, model)
     curve: list[tuple[int, float, int]] = []
     accuracy = 0.0
     for step, parts in enumerate(batches, start=1):
-        inputs, targets = (torch.cat(column) for column in zip(*parts, strict=True))
-        take_step(model, optimizers, (inputs, targets), inner_rate(study, step))
+        take_step(model, optimizers, joined(parts), inner_rate(study, step))
         if step in evaluation_steps(study):
             loss, accuracy = evaluate(model, validation)
             curve.append((step, loss, ring * step))
     return {
         "val_loss": curve[-1][1], "accuracy": accuracy, "curve": curve,
-        "bytes_per_cluster": ring * study.num_steps,
+        "bytes_per_cluster": ring * study.num_steps, "average_bytes": 0, "hidden_percent": 0.0,
         "syncs": study.num_steps, "divergence": 0.0, "settings": {},
     }  # fmt: skip
+
+
+def train_outer_baseline(
+    study: Study,
+    task: Task,
+    model: nn.Module,
+    batches: Iterator[list[Batch]],
+    validation: Sequence[Batch],
+) -> dict[str, Any]:
+    """Data parallel with an outer Nesterov step every H, which nobody has to wait for.
+
+    SNOO (Kallusky et al., arXiv:2510.15830): `diloco` of one cluster that has all batches.
+    """
+    alone = replace(study, num_clusters=1)
+    whole = ([joined(parts)] for parts in batches)
+    result = train_preset(alone, replace(task, preset="diloco"), model, whole, validation)
+    ring = ring_bytes(study, model)
+    curve = [(step, loss, ring * step) for step, loss, _ in result["curve"]]
+    return {**result, "curve": curve, "bytes_per_cluster": ring * study.num_steps}
 
 
 def train_preset(
@@ -135,10 +180,21 @@ def train_preset(
     method = dsx.preset(task.preset.partition("+")[0], study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
     optimizers = [make_optimizers(m, study) for m in models]
-    clusters = dsx.SimulatedClusters(models, optimizers, method)
+    prepare(study, models)
+    hidden = [0] * study.num_clusters  # bytes that travelled while training went on
+
+    guard = GuardRecord()
+
+    def note(cluster: int, event: Mapping[str, Any]) -> None:
+        if cluster == 0:
+            guard.note(event)
+        if event["applied_step"] > event["launched_step"]:
+            hidden[cluster] += event["bytes_sent"]
+
+    clusters = dsx.SimulatedClusters(models, optimizers, method, on_sync=note)
     curve: list[tuple[int, float, int]] = []
     distances: list[float] = []
-    sent = evaluated = 0
+    sent = evaluated = average = 0
     accuracy = 0.0
     for step, parts in enumerate(batches, start=1):
         lr = inner_rate(study, step)
@@ -151,13 +207,15 @@ def train_preset(
             clusters.finish()
         sent = max(clusters.bytes_sent) - evaluated
         if step in evaluation_steps(study):
-            with clusters.averaged() as average:  # where that takes a mean, it is sent, too
-                loss, accuracy = evaluate(average, validation)
+            with clusters.averaged() as finished:  # where that takes a mean, it is sent, too
+                loss, accuracy = evaluate(finished, validation)
             curve.append((step, loss, sent))
-            evaluated = max(clusters.bytes_sent) - sent
+            average = max(clusters.bytes_sent) - sent - evaluated  # of the last one, at the end
+            evaluated += average
     fragments = len(clusters.loops[0].adapter.fragments)  # syncs are of whole models
     return {
         "val_loss": curve[-1][1], "accuracy": accuracy, "curve": curve, "bytes_per_cluster": sent,
+        "average_bytes": average, "hidden_percent": 100 * max(hidden) / max(1, sent + average),
         "syncs": clusters.num_syncs / fragments, "settings": axes,
-        "divergence": sum(distances) / max(1, len(distances)),
+        "divergence": sum(distances) / max(1, len(distances)), "guard": guard.summary(),
     }  # fmt: skip

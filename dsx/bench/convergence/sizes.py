@@ -17,9 +17,17 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from dsx.bench.convergence.problems import PROBLEMS
+from dsx.bench.convergence.leaderboard import summarize
 from dsx.bench.convergence.report import spread
-from dsx.bench.convergence.study import Search, choose, require_study, run_chosen
+from dsx.bench.convergence.study import (
+    Search,
+    choose,
+    require_runnable,
+    require_study,
+    run_chosen,
+    run_lengths,
+    tune_baseline,
+)
 from dsx.bench.convergence.task import BASELINE, Study
 
 Size = tuple[int, int, int]  # layers, width, heads
@@ -55,19 +63,28 @@ def compare_sizes(
         replace(study, num_layers=layers, hidden_size=width, num_heads=heads)
         for layers, width, heads in sizes
     ]
-    chosen = choose(studies[0], search, jobs, kept)
+    for own in studies:
+        require_runnable(own, search)
+    first = tune_baseline(studies[0], search, jobs, kept)
+    chosen = choose(first, search, jobs, kept)
+    tries = {name: search.tries(name) for name in (BASELINE, *search.presets)}
     rows: list[dict[str, Any]] = []
-    for size, own in zip(sizes, studies, strict=True):
-        model = PROBLEMS[study.problem].make_model(own, 0)
-        numel = sum(p.numel() for p in model.parameters())
-        named = {"size": "x".join(map(str, size)), "parameters": numel}
+    table: list[dict[str, Any]] = []
+    for size, shape in zip(sizes, studies, strict=True):
+        own = replace(shape, inner_lr=first.inner_lr, rest_rate=first.rest_rate)
+        named = {"size": "x".join(map(str, size))}
         found = run_chosen(own, chosen, search.seeds, jobs, kept)
         rows += [{**named, **row} for row in found]
-    out.write_text(json.dumps(rows, indent=1) + "\n")
+        lengths = run_lengths(own, search.seeds, jobs, kept)
+        table += [{**named, **row} for row in summarize(found, own, tries, lengths)]
+        tries = {}  # nothing is chosen at the others
+    out.write_text(json.dumps(table, indent=1) + "\n")
+    single = out.with_suffix(".single.json")
+    single.write_text(json.dumps(rows, indent=1) + "\n")
     print_trend(rows, f"{study.num_clusters} clusters, H = {study.interval}")
     figure = figure or out.with_suffix(".png")
     plot_trend(rows, figure)
-    print(f"results in {out}, figure in {figure}")
+    print(f"results in {out}, single runs in {single}, figure in {figure}")
 
 
 def print_trend(rows: Sequence[dict[str, Any]], title: str) -> None:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dsx.data.shards import Shards
 
 BASELINE = "data_parallel"
+OUTER_BASELINE = "snoo"  # data parallel with an outer Nesterov step every H: no preset of dsx
 # their outer rule has no rate to choose
 UNTUNED = ("local_sgd", "dreamddp", "plsgd_enp", "cocktail_sgd")
 Inner = Literal["adamw", "muon"]
@@ -45,6 +46,11 @@ CODECS: dict[str, dict[str, Any]] = {
     "random_top_k": {"type": "random_top_k"},
 }
 
+# What "PRESET+VARIANT" means beside codecs. shift: a preset that is one period late stays so, and
+# keeps what a cluster has done meanwhile. serial: the same of a fragment at a time, each late by a
+# quarter of the period.
+VARIANTS = ("shift", "serial")
+
 
 @dataclass(frozen=True)
 class Study:
@@ -71,14 +77,16 @@ class Study:
     inner: Inner = "adamw"
     rest_rate: float = 1.0  # of embeddings, the head and vectors, in the rate of matrices
     final_rate: float = 0.1  # of the largest, at the end
+    compiled: bool = False  # models by torch.compile
 
 
 @dataclass(frozen=True)
 class Task:
     """One run: a preset with an outer rate and momentum (None: as the preset has them).
 
-    `preset` may name a codec, too: "diloco+int4". `choices` are further axes, which go before those
-    of the study key by key; an axis whose type is named is replaced as a whole.
+    `preset` may name a codec and a variant, too: "diloco+int4", "eager+shift". `choices` are
+    further axes, which go before those of the study key by key; an axis whose type is named is
+    replaced as a whole.
     """
 
     preset: str
@@ -94,6 +102,12 @@ class Task:
         return f"{self.preset}/{self.seed}/{self.lr}/{self.momentum}{further}"
 
 
+def without_codec(preset: str) -> str:
+    """Return what an outer rate is chosen for: a preset with its variant, whatever its codec."""
+    first, *further = preset.split("+")
+    return "+".join([first, *(part for part in further if part not in CODECS)])
+
+
 def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
     """Return the axes of a preset in this study: H for all, and links that all can live with.
 
@@ -101,18 +115,22 @@ def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
     DreamDDP's link leaves no idle time to fill; DiLoCoX's lets H fall to about a half. CocktailSGD
     is a method of every step.
     """
-    preset, _, codec = task.preset.partition("+")
+    preset, *further = task.preset.split("+")
     interval, layers = study.interval, study.num_layers
     axes: dict[str, dict[str, Any]] = {"schedule": {"interval": interval}}
     num_fragments = min(4, layers)
     if preset == "cocktail_sgd":
         axes["schedule"] = {"interval": 1}
-    if codec:
+    for codec in CODECS.keys() & {*further}:
         axes["compression"] = CODECS[codec]
     if preset in ("streaming_diloco", "cocodc", "dilocox"):
         axes["fragments"] = {"num_fragments": num_fragments}
     if preset == "recommended":  # on a line that is always busy
-        axes["delay"] = {"steps": max(1, interval // min(layers, 16))}
+        count = min(layers, 16)
+        if layers < 4:  # of few layers each would be late by much of a period
+            count = 4
+            axes["fragments"] = {"by": "size", "num_fragments": count}
+        axes["delay"] = {"steps": max(1, interval // count)}
     if preset == "cocodc":
         seconds = 0.4 * interval / (1.5 * num_fragments)
         axes["schedule"] |= {"gamma": 0.4, "step_seconds": 1.0, "transfer_seconds": seconds}
@@ -124,6 +142,12 @@ def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
             "backward_seconds": [1.0 / layers] * layers,
             "transfer_seconds": [1.0] * layers,
         }
+    if "shift" in further:
+        axes["delay"] = {"type": "shift", "outer_steps": 1}
+    if "serial" in further:
+        axes["schedule"] = {"type": "streaming", "interval": interval}
+        axes["fragments"] = {"by": "size", "num_fragments": 4}
+        axes["delay"] = {"type": "shift", "steps": max(1, interval // 4)}
     if task.lr is not None:
         axes["outer_optimizer"] = {"lr": task.lr, "momentum": task.momentum}
     return merge(axes, task.choices or {})

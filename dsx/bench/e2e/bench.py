@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dsx.bench.e2e.job import Job, Mode, Shape, build_model
 from dsx.bench.e2e.plan import Plan, Situation, plan_presets
@@ -82,8 +82,22 @@ def measure(options: Options, tell: Callable[[str], None]) -> Iterator[Row]:
             yield from Bench(options, ratio, runner, tell).rows()
 
 
+class Place(Protocol):
+    """What a testbed is made for."""
+
+    @property
+    def num_clusters(self) -> int:
+        """How many."""
+        ...
+
+    @property
+    def data(self) -> Path:
+        """A dataset of `dsx data build`."""
+        ...
+
+
 @contextmanager
-def open_runner(options: Options, shares_cores: bool = False) -> Generator[Runner, None, None]:
+def open_runner(options: Place, shares_cores: bool = False) -> Generator[Runner, None, None]:
     """Make the testbed, and remove it at the end; errors as of `measure`.
 
     A core is for one cluster, unless `shares_cores` lets several take turns on it.

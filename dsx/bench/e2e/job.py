@@ -6,7 +6,7 @@ import json
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.nn import functional as F
 _HEAD_SIZE = 32
 _WINDOWS_BY_RATIO = 4096  # a batch of 128 at ratio 32: 1 Mbit/s on a core that takes 0.25 s for it
 _MOST_WINDOWS = 512
+SomeJob = TypeVar("SomeJob", bound="Job")
 Mode = Literal["ceiling", "data_parallel", "dsx", "peer"]  # peer: of another library
 
 
@@ -91,7 +92,7 @@ class Job:
         return path
 
     @classmethod
-    def read(cls, path: Path) -> Job:
+    def read(cls: type[SomeJob], path: Path) -> SomeJob:
         """Read what `write` has written."""
         values: dict[str, Any] = json.loads(path.read_text())
         shape = Shape(**values.pop("shape"))

@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ _LAUNCHER_PORT, _RENDEZVOUS_PORT = 29500, 29400
 _POLL_SECONDS = 0.05
 _LEAVE_SECONDS = 120.0
 _TAIL = 2000  # characters of a failed worker's output
+_WORKER = "dsx.bench.e2e.worker"
 
 
 class RunFailed(RuntimeError):
@@ -128,12 +129,16 @@ def _periods(cumulative: Sequence[float], interval: int) -> list[float]:
 
 
 class Runner:
-    """Starts jobs on a testbed, one after the other."""
+    """Starts jobs on a testbed, one after the other.
+
+    `watch` is called with a run's directory while its clusters train, some times a second.
+    """
 
     def __init__(self, bed: Testbed, cores: Sequence[int], deadline_seconds: float) -> None:
         self._bed = bed
         self._cores = cores
         self._deadline_seconds = deadline_seconds
+        self.watch: Callable[[Path], None] = lambda directory: None
 
     def clusters_block(self) -> dict[str, Any]:
         """Return the "clusters" part of a JSON for this testbed."""
@@ -144,10 +149,10 @@ class Runner:
             "deadline_seconds": self._deadline_seconds,
         }
 
-    def run(self, job: Job, line: Line | None) -> Measured:
+    def run(self, job: Job, line: Line | None, worker: str = _WORKER) -> Measured:
         """Run a job in the directory it names to its end; RunFailed has its output."""
         path, clusters = job.write(), range(self._bed.num_clusters)
-        commands = [self._launcher(cluster, job, path) for cluster in clusters]
+        commands = [self._launcher(cluster, job, path, worker) for cluster in clusters]
         return self.run_commands(path.parent, commands, line)
 
     def run_commands(
@@ -178,7 +183,7 @@ class Runner:
         return Measured([json.loads(_file(directory, "cluster", m, ".json").read_text())
                          for m in clusters])  # fmt: skip
 
-    def _launcher(self, cluster: int, job: Job, path: Path) -> list[str]:
+    def _launcher(self, cluster: int, job: Job, path: Path, worker: str) -> list[str]:
         launcher = shutil.which("deepspeed", path=str(Path(sys.executable).parent)) or "deepspeed"
         command = [launcher, "--master_port", str(_LAUNCHER_PORT)]
         if job.mode == "data_parallel":  # one launcher's world over all clusters
@@ -189,7 +194,7 @@ class Runner:
             command += ["--master_addr", addresses[0]]
         else:
             command += ["--num_gpus", "1"]
-        command += ["--module", "dsx.bench.e2e.worker"]
+        command += ["--module", worker]
         command += ["--job", str(path), "--cluster", str(cluster)]
         if job.mode == "dsx":
             command += ["--dsx-cluster-id", str(cluster)]
@@ -227,6 +232,7 @@ class Runner:
                     f"clusters {sorted(waiting)} of {directory.name} are not {what} within "
                     f"{self._deadline_seconds:g} s; their output is in {directory}"
                 )
+            self.watch(directory)
             time.sleep(_POLL_SECONDS)
 
     def _failed(self, cluster: int, directory: Path) -> RunFailed:

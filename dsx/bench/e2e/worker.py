@@ -121,14 +121,19 @@ class Counters:
         }
 
 
-def main() -> None:
-    """Run the job that the command line names."""
+def parse_arguments() -> argparse.Namespace:
+    """Return what the runner and the launcher tell a rank."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--job", type=Path, required=True)
     parser.add_argument("--cluster", type=int, required=True)
     parser.add_argument("--local_rank", type=int, default=0)
     dsx.add_config_arguments(parser)
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Run the job that the command line names."""
+    arguments = parse_arguments()
     torch.set_num_threads(1)
     run(Job.read(arguments.job), arguments)
     if dist.is_initialized():

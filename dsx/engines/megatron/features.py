@@ -14,17 +14,18 @@ from megatron.core.distributed import DistributedDataParallel
 from dsx.engines.megatron.masters import leaves
 from dsx.engines.megatron.refusals import (
     ABOVE_ONE,
+    LAYER_WISE,
     OF_DATA_PARALLEL,
     OF_MODEL,
     OF_OPTIMIZER,
     OPTIMIZERS,
+    OTHER_OPTIMIZER,
     refuse,
 )
 
 _TYPES = {
-    "LayerWiseDistributedOptimizer": "use adam or sgd, with or without use_distributed_optimizer",
+    "LayerWiseDistributedOptimizer": LAYER_WISE,
     "HybridDeviceOptimizer": "leave optimizer_cpu_offload out",
-    "TensorParallelMuon": "use adam or sgd",
 }
 
 
@@ -44,12 +45,10 @@ def refuse_unsupported(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def _refused_types(chunks: Sequence[Any], optimizer: Any) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for leaf in [optimizer, *leaves(optimizer)]:
-        for one in (leaf, getattr(leaf, "optimizer", None)):
-            name = type(one).__name__
-            if name in _TYPES:
-                found[name] = _TYPES[name]
+    held = leaves(optimizer)  # whose chain has no one optimizer inside
+    inside = [getattr(leaf, "optimizer", None) for leaf in held]
+    kinds = [type(one).__name__ for one in (optimizer, *held, *inside)]
+    found = {name: _TYPES[name] for name in kinds if name in _TYPES}
     for chunk in chunks:
         if not isinstance(chunk, DistributedDataParallel):
             kind = f"a model chunk of type {type(chunk).__name__}"
@@ -83,5 +82,8 @@ def _refused_optimizer(config: Any) -> dict[str, str]:
     found = {f"{n}=True": why for n, why in OF_OPTIMIZER.items() if getattr(config, n, False)}
     kind = getattr(config, "optimizer", "adam")
     if kind not in OPTIMIZERS:
-        found[f"optimizer={kind!r}"] = "use 'adam' or 'sgd'"
+        found[f"optimizer={kind!r}"] = OTHER_OPTIMIZER
+    scalars = getattr(config, "muon_scalar_optimizer", None) or "adam"
+    if scalars not in OPTIMIZERS:
+        found[f"muon_scalar_optimizer={scalars!r}"] = "use 'adam'"
     return found

@@ -13,6 +13,10 @@ _FSDP = "use the distributed optimizer"
 _EXPERTS = "only dense layers are known"
 _ONE_SIZE = "samples are counted per cluster with one batch size; use --global-batch-size"
 _BUFFER = "leave it out"
+LAYER_WISE = (
+    "its masters are parted among ranks by layer; use optimizer 'muon' without "
+    "use_distributed_optimizer, or 'adam' with it"
+)
 OF_OPTIMIZER = {
     "use_precision_aware_optimizer": "its masters are in the fused optimizer; leave it out",
     "overlap_param_gather_with_optimizer_step": (
@@ -21,6 +25,7 @@ OF_OPTIMIZER = {
     "optimizer_cpu_offload": "leave it out",
     "optimizer_cuda_graph": "it would capture the outer step; leave it out",
     "reuse_grad_buf_for_mxfp8_param_ag": _BUFFER,
+    "use_layer_wise_distributed_optimizer": LAYER_WISE,
 }
 OF_DATA_PARALLEL = {
     "use_megatron_fsdp": _FSDP,
@@ -37,7 +42,8 @@ OF_MODEL = {
     "num_moe_experts": _EXPERTS,
     "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
 }
-OPTIMIZERS = ("adam", "sgd")
+OPTIMIZERS = ("adam", "sgd", "muon")
+OTHER_OPTIMIZER = "use 'adam', 'sgd' or 'muon'"
 _OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
     "use_torch_fsdp2": _FSDP,
@@ -64,7 +70,12 @@ def refuse_arguments(arguments: Any) -> None:
             named[f"{_flag(name)} {value}"] = why
     kind = getattr(arguments, "optimizer", None) or "adam"
     if kind not in OPTIMIZERS:
-        named[f"--optimizer {kind}"] = "use 'adam' or 'sgd'"
+        named[f"--optimizer {kind}"] = LAYER_WISE if kind == "dist_muon" else OTHER_OPTIMIZER
+    elif kind == "muon" and getattr(arguments, "use_distributed_optimizer", False):
+        named["--use-distributed-optimizer with --optimizer muon"] = LAYER_WISE
+    scalars = getattr(arguments, "muon_scalar_optimizer", None) or "adam"
+    if kind == "muon" and scalars not in OPTIMIZERS:
+        named[f"--muon-scalar-optimizer {scalars}"] = "use 'adam'"
     refuse(named)
 
 
