@@ -14,6 +14,7 @@ import dsx
 from dsx.bench.command import app as bench_app
 from dsx.bench.net_test.command import net_test
 from dsx.comm.command import rendezvous
+from dsx.comm.links.keys_command import app as keys_app
 from dsx.config.command import app as config_app
 from dsx.data.command import app as data_app
 from dsx.engines.command import export
@@ -39,6 +40,7 @@ app.command(rich_help_panel=BEFORE)(plan)
 app.command(rich_help_panel=BEFORE)(simulate)
 app.add_typer(bench_app, name="bench", rich_help_panel=BEFORE)
 app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
+app.add_typer(keys_app, name="keys", rich_help_panel=BEFORE)
 app.add_typer(data_app, name="data", rich_help_panel=DURING)
 app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)

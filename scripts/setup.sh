@@ -56,8 +56,8 @@ else
     .venv/bin/pip install "${options[@]}" torch \
         || fail "could not install torch; to use your own, install it for $python and run this again"
 fi
-echo "setup: installing dsx with its extras deepspeed, megatron, dev"
-.venv/bin/pip install "${options[@]}" --editable ".[deepspeed,megatron,dev]" \
+echo "setup: installing dsx with its extras deepspeed, links, megatron, dev"
+.venv/bin/pip install "${options[@]}" --editable ".[deepspeed,links,megatron,dev]" \
     || fail "could not install the dependencies named in pyproject.toml"
 if [ ! -e .venv/bin/deepspeed ]; then  # the own Python's DeepSpeed, whose command is not of .venv
     printf '#!/bin/sh\nexec "%s/.venv/bin/python" -m deepspeed.launcher.runner "$@"\n' "$PWD" \

@@ -1,0 +1,1 @@
+"""Secured connections between clusters: keys of members, sockets, frames; never what they mean."""
