@@ -12,7 +12,7 @@ RUN pip install --no-cache-dir "torch>=2.6" --index-url https://download.pytorch
 ARG VERSION
 COPY dist/dsx_train-${VERSION}-py3-none-any.whl /tmp/
 RUN wheel=/tmp/dsx_train-${VERSION}-py3-none-any.whl \
-    && pip install --no-cache-dir "dsx-train[deepspeed,data] @ file://$wheel" \
+    && pip install --no-cache-dir "dsx-train[deepspeed,data,links] @ file://$wheel" \
     && rm "$wheel"
 COPY configs/launch/node.sh /usr/local/bin/dsx-node
 RUN chmod +x /usr/local/bin/dsx-node

@@ -7,7 +7,7 @@ FROM pytorch/pytorch:2.8.0-cuda12.8-cudnn9-devel
 ARG VERSION
 COPY dist/dsx_train-${VERSION}-py3-none-any.whl /tmp/
 RUN wheel=/tmp/dsx_train-${VERSION}-py3-none-any.whl \
-    && pip install --no-cache-dir "dsx-train[deepspeed,data] @ file://$wheel" \
+    && pip install --no-cache-dir "dsx-train[deepspeed,data,links] @ file://$wheel" \
     && rm "$wheel"
 COPY configs/launch/node.sh /usr/local/bin/dsx-node
 RUN chmod +x /usr/local/bin/dsx-node

@@ -97,32 +97,31 @@ class MembersFolder:
 
         Called once a second: where nothing has changed, a `stat` per member.
         """
-        names, problems = self._names()
-        if names is None:  # all stay members; what is revoked is out all the same
-            names = list(self._files)
-        is_new = self._revoked.look() or names != list(self._files)
-        files = {name: self._files.get(name) or self._file(name) for name in names}
-        is_new = any([file.look() for file in files.values()]) or is_new
-        self._files = files
-        problems += [f.problem for f in (self._revoked, *files.values()) if f.problem]
+        try:
+            names, problems = self._names()
+        except OSError as error:  # a file server that is away takes nobody with it
+            folder = self._directory / "members"
+            make = "; `dsx keys new NAME` makes it" if isinstance(error, FileNotFoundError) else ""
+            return [f"cannot read {folder}: {error.strerror}{make}"]
+        is_new = self._revoked.look() or (names is not None and names != list(self._files))
+        if names is not None:
+            files = {name: self._files.get(name) or self._file(name) for name in names}
+            is_new = any([file.look() for file in files.values()]) or is_new
+            self._files = files
+        problems += [f.problem for f in (self._revoked, *self._files.values()) if f.problem]
         if is_new or self._collisions:
             self._collisions = self._combine()
         return problems + self._collisions
 
     def _names(self) -> tuple[list[str] | None, list[str]]:
-        """Return whose files are there, or None where that cannot be told, and what is wrong."""
+        """Return whose files are there, and what is wrong; None where anybody may have put them."""
         folder = self._directory / "members"
         try:
             require_kept_from_others(folder, folder.stat())
-            with os.scandir(folder) as entries:
-                found = sorted(e.name for e in entries if e.name.endswith(".public"))
-        except FileNotFoundError:
-            make = "`dsx keys new NAME` makes it, `dsx keys add` fills it"
-            return None, [f"{folder} is not there: {make}"]
-        except OSError as error:
-            return None, [f"cannot read {folder}: {error.strerror}"]
         except ValueError as error:
             return None, [str(error)]
+        with os.scandir(folder) as entries:
+            found = sorted(e.name for e in entries if e.name.endswith(".public"))
         names: list[str] = []
         problems: list[str] = []
         for file in found:
