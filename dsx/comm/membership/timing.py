@@ -1,0 +1,15 @@
+"""How patient the protocol is, in ticks; whoever drives it says how long a tick is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Safety rests on none of these."""
+
+    patience: int = 20  # of silence after which a linked process counts as gone
+    stagger: int = 3  # between the first candidate and the next
+    retry: int = 12  # until a candidate, or a joiner, tries again
+    near: int = 16  # entries: commits wait for a joiner that is as near as that
