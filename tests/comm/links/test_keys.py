@@ -20,6 +20,7 @@ from zmq.utils import z85
 
 from dsx.comm.links.key_changes import add_key, make_key, revoke_keys
 from dsx.comm.links.key_files import read_secret
+from dsx.comm.links.key_lines import to_base64
 from dsx.comm.links.keys import Keys
 from tests.comm.links.folders import own_key, sites
 from tests.levels import by_default
@@ -175,6 +176,10 @@ def swap_secrets(lines: list[str]) -> list[str]:
     return [*lines[:2], f"curve-secret:{seed} sign-seed:{curve}", *lines[3:]]
 
 
+def another_seed(lines: list[str]) -> list[str]:
+    return [*lines[:2], f"{lines[2].split()[0]} sign-seed:{to_base64(bytes(32))}", ""]
+
+
 B = "members/site-b.public"
 REFUSALS: dict[str, tuple[Change, str]] = {
     "no secret": (remove("site-a.secret"), r"site-a\.secret is not there: `dsx keys new site-a"),
@@ -209,6 +214,7 @@ REFUSALS: dict[str, tuple[Change, str]] = {
     "secret: cut": (lines_of("site-a.secret", lambda x: [*x[:2], ""]), "2 lines, not 3"),
     "secret: half": (lambda f: os.truncate(f / "site-a.secret", 200), "or half written"),
     "secret: swapped": (lines_of("site-a.secret", swap_secrets), "secret:3: .* not belong to the"),
+    "secret: another seed": (lines_of("site-a.secret", another_seed), "secret:3: .* not belong"),
     "secret: no base64": (
         lines_of("site-a.secret", lambda x: [*x[:2], x[2][:-3] + "??=", ""]), "sign-seed: is not 32"
     ),

@@ -7,14 +7,14 @@ import os
 import stat
 import subprocess
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from dsx.comm.links import key_files
-from dsx.comm.links.key_changes import make_key
+from dsx.comm.links.key_changes import make_key, revoke_keys
 from dsx.comm.links.key_files import read_public, read_secret
 from dsx.comm.links.key_lines import read_key
 from dsx.comm.links.keys import Keys
@@ -228,20 +228,12 @@ def test_what_a_crash_leaves_is_mended() -> None:
 
 def test_commands_at_one_time_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     names = [f"site-{i}" for i in range(12)]
-    errors: list[BaseException] = []
-
-    def make(name: str) -> None:
-        try:
-            make_key(Path("keys"), name)
-        except BaseException as error:  # noqa: BLE001 - shown below
-            errors.append(error)
-
-    threads = [threading.Thread(target=make, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert errors == [] and Keys.load("keys", "site-0").names() == sorted(names)
+    with ThreadPoolExecutor(len(names)) as pool:
+        list(pool.map(lambda name: make_key(Path("keys"), name), names))
+        assert Keys.load("keys", "site-0").names() == sorted(names)
+        list(pool.map(lambda name: revoke_keys(Path("keys"), name), names))
+    out = [line.split()[2] for line in Path("keys/members/revoked").read_text().splitlines()]
+    assert sorted(out) == sorted(names), "each adds its line to the one file"
     monkeypatch.setattr(key_files, "_LOCK_SECONDS", 0.2)
     with open("keys/members/.lock") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
