@@ -121,6 +121,8 @@ def merged_history(loop: OuterLoop, origins: Sequence[Sequence[Origin]]) -> Hist
     merged.step = histories[0].step
     merged.step_seconds = max((h.step_seconds or 0.0 for h in histories), default=0.0) or None
     merged.plan = histories[0].plan
+    if rungs := histories[0].guard.get("rungs"):  # the same in all stages
+        merged.guard = {"rungs": rungs}
     if any(history.decisions for history in histories):
         logger.warning(
             "the pipeline stages are cut anew: what dsx.control had measured starts anew, from "

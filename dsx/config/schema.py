@@ -40,6 +40,7 @@ from dsx.config.sections import (
 from dsx.core.checks import nearest
 from dsx.method.choices import AXES, PRESETS, preset_method
 from dsx.method.fragments import at_most
+from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -125,6 +126,17 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     overrides = {axis: getattr(block, axis) for axis in AXES}
     file = None if isinstance(source, Mapping) else str(source)
     method, axes = resolve_method(block.preset, overrides, block.clusters.num_clusters, file)
+    method = dataclasses.replace(
+        method,
+        on_mismatch=block.clusters.on_mismatch,
+        anchor_check_interval=block.clusters.anchor_check_interval,
+        max_idle_rounds=block.clusters.max_idle_rounds,
+        guard=block.guard.action,
+    )
+    try:
+        Ladder(method, None).require_rungs()
+    except ValueError as error:
+        raise ConfigError(f"dsx.{error}") from None
     check_metrics(block.metrics)
     check_divergence(block.divergence)
     check_address(block.clusters)
@@ -137,13 +149,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         checkpoints=block.checkpoints,
         divergence=block.divergence,
         guard=block.guard,
-        method=dataclasses.replace(
-            method,
-            on_mismatch=block.clusters.on_mismatch,
-            anchor_check_interval=block.clusters.anchor_check_interval,
-            max_idle_rounds=block.clusters.max_idle_rounds,
-            guard=block.guard.action,
-        ),
+        method=method,
         axes=axes,
         given=document,
     )

@@ -163,7 +163,8 @@ class GuardConfig(BaseModel):
 
     action: GuardAction = "warn"
     """"warn" says in one sentence which fragment, round and figure are out of bounds, and what to
-    do; "off" measures nothing."""
+    do; "step_down" does so, too, and then takes a lower outer rate, half of H, or no overlap, one
+    after another while it lasts; "off" measures nothing."""
 
 
 class StateConfig(BaseModel):

@@ -171,8 +171,9 @@ class History:
 
     `step_seconds` is the agreed time of one inner step without communication. `plan` belongs to
     the schedule, `decisions` to the controller: JSON values, in checkpoints like everything here.
-    `guard` holds the averages of method/alarms.py, what they have led to, and what outer/guard.py
-    is to forget; a mean that one cluster decodes differently is in its averages until it is found.
+    `guard` holds the averages of method/alarms.py, the rungs of method/ladder.py that they have led
+    to, and what outer/guard.py is to forget; a mean that one cluster decodes differently is in its
+    averages until it is found, and leads to no rung.
     At step `next_settling` the stages of a pipeline agree on H, if it may move.
     """
 

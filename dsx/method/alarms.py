@@ -1,4 +1,4 @@
-"""When the guard's figures are out of bounds, and the ladder that a run may then step down.
+"""When the guard's figures are out of bounds.
 
 Each figure of a fragment is judged as a moving average over rounds, from the fifth on. The bounds
 are from runs that went wrong on purpose, beside sound ones (docs/methods/guard.md). What an alarm
@@ -20,7 +20,7 @@ from dsx.core.types import History
 if TYPE_CHECKING:
     from dsx.method.method import Method
 
-GuardAction = Literal["off", "warn"]
+GuardAction = Literal["off", "warn", "step_down"]
 WEIGHT, FEWEST = 0.2, 5  # of a new round in the averages; rounds before they are judged
 FIRST_PAUSE = 16  # rounds of the fragment until an alarm is told again; then twice as many
 

@@ -20,6 +20,7 @@ from dsx.method.alarms import GuardAction
 from dsx.method.control.base import Control, Fixed
 from dsx.method.delay.base import DelayPolicy, Keeps
 from dsx.method.fragments import Fragmenter, usual_count
+from dsx.method.ladder import Ladder
 from dsx.method.outer_optimizer import OuterOptimizer
 from dsx.method.schedule.base import Schedule
 from dsx.method.stability import largest_stable_rate, too_few_rounds
@@ -171,6 +172,7 @@ class Method:
         self._validate_anchor()
         self._validate_rule()
         self._validate_own_share()
+        Ladder(self, count).require_rungs()
         for text in self._concerns(num_clusters, num_steps):
             warnings.warn(text, SettingWarning, stacklevel=2)
 

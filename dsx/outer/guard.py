@@ -11,6 +11,10 @@ What it remembers is 16 kB per fragment and rank, and in checkpoints. Where clus
 different things all forget: after a mean that was decoded differently, and where one cluster has
 come back without what the others have (`begin_all_anew`). What is to be forgotten is in
 `History.guard`, so it is in checkpoints, too.
+
+With `guard.action` "step_down" an alarm leads down the ladder (method/ladder.py), once the header
+of the fragment's next launch has told that all had decoded the mean alike; behind the ends of the
+configured periods, where the stages of a pipeline tell each other. Then all averages start anew.
 """
 
 from __future__ import annotations
@@ -25,8 +29,9 @@ from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
 from dsx.core.types import History
-from dsx.method.alarms import judge
+from dsx.method.alarms import Alarm, judge
 from dsx.method.health import Figures, Sums, figures_of
+from dsx.method.ladder import LEADS_DOWN, Ladder
 from dsx.method.method import Method
 from dsx.outer.parity_check import ParityResult
 
@@ -66,6 +71,7 @@ class Guard:
     def __init__(self, method: Method, adapter: EngineAdapter, speaks: bool) -> None:
         """`speaks`: whether alarms are told by this rank."""
         self._method, self._adapter = method, adapter
+        self.ladder = Ladder(method, len(adapter.fragments), adapter.stage.count)
         self._speaks = speaks and not adapter.ranks.shard[0]
         self.is_active = method.guards
         self.last = [torch.empty(0) for _ in adapter.fragments]  # samples, by fragment
@@ -140,16 +146,44 @@ class Guard:
         if _was_forgotten(fragment, history):
             before = product = math.nan
         sums = Sums(mean, before, product, clusters)
-        figures = figures_of(sums, self._method.outer_optimizer, self._method.codes_keep_norms)
-        named = _named(figures, ids)
+        outer = self.ladder.outer_optimizer(history)
+        named = _named(figures_of(sums, outer, self._method.codes_keep_norms), ids)
         round = history.rounds[fragment] + 1
-        told = [a for a in judge(fragment, round, named, history, self._method) if a.is_told]
+        alarms = judge(fragment, round, named, history, self._method)
+        told = [alarm for alarm in alarms if alarm.is_told]
         for alarm in told if self._speaks else ():
             name = self._adapter.stage.name_of(fragment)
             logger.warning("%s", alarm.sentence(name, round, named.get("norm_ratio_of")))
         if told:
             named["guard_alarms"] = [alarm.bound.kind for alarm in told]
+        if self.ladder.is_active:
+            _wait_for_agreement(fragment, launch, parity.round, alarms, history)
+        if rungs := self.ladder.taken(history):
+            named["guard_rungs"] = [*rungs]
         return named
+
+    def settle(self, history: History) -> None:
+        """Before the step behind a configured period, take the rung that its alarms lead to.
+
+        In place. Collective over the cluster's ranks then, where it has several stages; not at the
+        boundary itself, which a stage may leave for a checkpoint before another one.
+        """
+        is_end = history.step and not history.step % self._method.schedule.interval
+        if not (self.ladder.is_active and is_end):
+            return
+        stage, due = self._adapter.stage, history.guard.pop("due", [])
+        if stage.count > 1:
+            own = torch.tensor([float(kind in due) for kind in LEADS_DOWN])
+            agreed = self._adapter.ranks.max_over_stages(own).tolist()
+            due = [kind for kind, flag in zip(LEADS_DOWN, agreed, strict=True) if flag]
+        rung = self.ladder.next_rung(history) if due else None
+        if rung is None:
+            return
+        history.guard["rungs"] = [*self.ladder.taken(history), rung]
+        for judged in ("averages", "pending"):
+            history.guard.pop(judged, None)
+        if self._speaks and not stage.index:
+            logger.warning("%s", self.ladder.sentence(due, history))
 
     def _keep(self, fragment: int, sample: Tensor, square: float) -> None:
         self.last[fragment], self._squares[fragment] = sample, square
@@ -160,16 +194,33 @@ def forget(fragment: int, history: History) -> None:
     averages: dict[str, Any] = history.guard.get("averages", {})
     for name in [name for name in averages if name.startswith(f"{fragment}/")]:
         del averages[name]
+    history.guard.get("pending", {}).pop(str(fragment), None)
     history.guard.pop("told", None)
     history.guard["forgotten"] = sorted({fragment, *history.guard.get("forgotten", [])})
 
 
 def begin_all_anew(launched: Sequence[int], history: History) -> None:
-    """Have all clusters forget everything, up to the first mean launched later than any yet.
+    """Have all clusters forget all but the rungs, up to the first mean launched later than any yet.
 
     `launched`: by fragment, the launches of the cluster that has most.
     """
-    history.guard = {"silent": {str(f): launches for f, launches in enumerate(launched)}}
+    kept = {"rungs": rungs} if (rungs := history.guard.get("rungs")) else {}
+    history.guard = {**kept, "silent": {str(f): count for f, count in enumerate(launched)}}
+
+
+def _wait_for_agreement(
+    fragment: int, launch: int, compared: int, alarms: Sequence[Alarm], history: History
+) -> None:
+    """Keep what this mean's figures lead to until it is known that all have decoded it alike.
+
+    `compared`: the launch whose mean this one's headers have compared; that is known now.
+    """
+    pending: dict[str, Any] = history.guard.setdefault("pending", {})
+    of, kinds = pending.pop(str(fragment), (0, []))
+    if of == compared and kinds:
+        history.guard["due"] = sorted({*kinds, *history.guard.get("due", [])})
+    if found := [alarm.bound.kind for alarm in alarms if alarm.bound.kind in LEADS_DOWN]:
+        pending[str(fragment)] = [launch, found]
 
 
 def _was_forgotten(fragment: int, history: History) -> bool:

@@ -25,7 +25,7 @@ from dsx.comm.stop_place import StopPlace
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.core.transport import Transport
-from dsx.core.types import History, SyncParams
+from dsx.core.types import History
 from dsx.method.method import Method
 from dsx.outer.attempt import Attempts
 from dsx.outer.deferral import Deferral
@@ -83,6 +83,7 @@ class OuterLoop:
         )
         self.recovery = Recovery(method, adapter, transport, self.state, self.notices)
         self.guard = Guard(method, adapter, speaks=not seat.position)
+        self._ladder = self.guard.ladder
         self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
         self.beginning = Start(method, adapter, transport, self.state)
         self._launches = Launches(
@@ -94,15 +95,16 @@ class OuterLoop:
         self.deferral = Deferral(adapter)
         self._on_sync = on_sync
         self._trace = trace
-        self._overlap = Overlap(method, adapter.stage)
+        self._overlap = Overlap(method, adapter.stage, self._ladder)
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
         self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
         per_tensor = sharded_tensors(adapter, self.state.scratch)
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(
-            method, adapter, self.state, per_tensor, seat.num_clusters, self.deferral
-        )
+            method, adapter, self.state, per_tensor, seat.num_clusters, self.deferral,
+            self._ladder,
+        )  # fmt: skip
 
     def start(self, keeps_masters: bool = False, waits: bool = False) -> None:
         """Before training, take the first member's masters, or the own, as the first anchor.
@@ -115,7 +117,7 @@ class OuterLoop:
     def starting(self, keeps_masters: bool = False, waits: bool = False) -> Iterator[None]:
         """Start; clusters of one process take turns, as one may take another's masters."""
         yield from self.beginning.taking(keeps_masters, waits)
-        self.method.schedule.advance(self.history, self._sync_params())
+        self.method.schedule.advance(self.history, self._ladder.sync_params(self.history))
         if self.method.schedule.when is not None:
             self.adapter.watch_backward(self.launch_in_backward, self.method.schedule.when)
 
@@ -162,6 +164,7 @@ class OuterLoop:
         self.deferral.require_none(self.history.step)
         self.settle()
         started = time.perf_counter()
+        self.guard.settle(self.history)
         self.totals.skipped_steps += is_skipped
         if not is_skipped:
             self._idle.clear()
@@ -191,7 +194,7 @@ class OuterLoop:
         self.deferral.end()
         self._first_steps.keep(self.history)
         self.measurements.end_boundary(self.history)
-        self.method.schedule.advance(self.history, self._sync_params())
+        self.method.schedule.advance(self.history, self._ladder.sync_params(self.history))
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
 
@@ -254,12 +257,9 @@ class OuterLoop:
             self.guard, allows_unequal_steps,
         )  # fmt: skip
 
-    def _sync_params(self) -> SyncParams:
-        return self.method.control.sync_params(self.method.sync_params, self.history)
-
     def _due(self, step: int) -> list[int]:
         schedule, stage = self.method.schedule, self.adapter.stage
-        return list(schedule.due(step, self.history, self._sync_params(), stage))
+        return list(schedule.due(step, self.history, self._ladder.sync_params(self.history), stage))
 
     def _nothing_yet(self) -> list[Transfer | NothingYet]:
         rounds = self.method.delay.rounds_under_way
@@ -269,7 +269,7 @@ class OuterLoop:
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
         sync_params = self._overlap.sync_params(
-            fragment, self._sync_params(), self.history, shared_by
+            fragment, self._ladder.sync_params(self.history), self.history, shared_by
         )
         is_idle = fragment in self._idle
         transfer = self._launches.make(fragment, step, self.history, sync_params, is_idle)

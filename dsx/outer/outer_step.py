@@ -19,6 +19,7 @@ from torch import Tensor
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import SpanTimer, timed
 from dsx.core.types import History, SyncView
+from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext
 from dsx.outer.deferral import Deferral
@@ -57,8 +58,10 @@ class OuterStep:
         per_tensor: Sequence[ShardedTensors],
         num_clusters: int,
         deferral: Deferral,
+        ladder: Ladder,
     ) -> None:
         self._method = method
+        self._ladder = ladder
         self._deferral = deferral
         self._adapter = adapter
         self._state = state
@@ -110,7 +113,7 @@ class OuterStep:
         gradient = staleness.weigh(
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )
-        update = self._method.outer_optimizer.update(
+        update = self._ladder.outer_optimizer(history).update(
             gradient, slots.outer, self._context(fragment, history)
         )
         staleness.remember(update, slots.staleness, per_tensor)
@@ -138,7 +141,7 @@ class OuterStep:
             own=[kept for kept in own if kept is not None],
             slots=slots,
             scratch=self._state.scratch(fragment, "work"),
-            outer_update=lambda w: self._method.outer_optimizer.update(
+            outer_update=lambda w: self._ladder.outer_optimizer(history).update(
                 w, slots, self._context(fragment, history)
             ),
             per_tensor=self._per_tensor[fragment],

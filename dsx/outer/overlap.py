@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dsx.core.types import History, Stage, SyncParams
+from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 from dsx.outer.transfer import NothingYet, Transfer
 
@@ -23,8 +24,9 @@ logger = logging.getLogger(__name__)
 class Overlap:
     """Decides from what all clusters agree on, never from what has arrived."""
 
-    def __init__(self, method: Method, stage: Stage) -> None:
+    def __init__(self, method: Method, stage: Stage, ladder: Ladder) -> None:
         self._delay = method.delay
+        self._most = ladder.most_overlap
         self._least_interval = method.control.lowest_interval(method.sync_params)
         self._stage = stage
         self._is_warned = False
@@ -39,8 +41,9 @@ class Overlap:
         """
         interval = min(params.interval, self._least_interval)
         overlap = self._delay.overlap(fragment, interval, history, shared_by)
-        if overlap is None:
+        if overlap is None or params.overlap is not None:
             return params
+        overlap = min(overlap, self._most)
         self._warn_of_a_slow_line(fragment, overlap, history, shared_by)
         return replace(params, overlap=overlap)
 

@@ -156,6 +156,7 @@ class Resuming:
                 plans[fragment] = plan = self._plan(index, fragment)
                 if plan.lacking and not trouble:
                     trouble = self._trouble_of(fragment, plan.lacking, index)
+            trouble = trouble or self._trouble_of_rungs()
         agreed = torch.zeros(2 + self._history.num_fragments, dtype=torch.float64)
         agreed[0] = bool(trouble)
         if self._told:
@@ -184,7 +185,8 @@ class Resuming:
             for fragment, of_one in self._transfers.items()
         }
         lacks = self._guard.lacks(held, seat.ids, self._history)
-        own = torch.tensor([self._history.step, *(v for row in rows for v in row), int(lacks)])
+        rungs = len(self._history.guard.get("rungs", ()))
+        own = torch.tensor([self._history.step, *(v for row in rows for v in row), rungs, lacks])
         self._told = [torch.empty_like(own) for _ in seat.ids]
         self._told[seat.position].copy_(own)
         if seat.num_clusters > 1:
@@ -217,6 +219,15 @@ class Resuming:
             return ""
         named = ", ".join(f"cluster {id}: {s}" for id, s in zip(self._seat.ids, steps, strict=True))
         return f"the clusters resume at different steps ({named}); give all of them one checkpoint"
+
+    def _trouble_of_rungs(self) -> str:
+        rungs, lacks = zip(*(told[-2:].tolist() for told in self._told), strict=True)
+        if len({*rungs}) == 1 or not any(lacks):
+            return ""
+        return (
+            "a cluster lacks what the guard of others remembers, and they have taken different "
+            f"numbers of steps down ({', '.join(map(str, rungs))}); {_ADVICE}"
+        )
 
     def _trouble_of(self, fragment: int, round: int, index: int) -> str:
         pairs = list(zip(self._seat.ids, self._holdings(index), strict=True))

@@ -23,6 +23,7 @@ from dsx.method.delay.average import Average
 from dsx.method.delay.delay_compensation import DelayCompensation
 from dsx.method.delay.shift import Shift
 from dsx.method.delay.streaming import StreamingMerge
+from dsx.method.ladder import Ladder
 from dsx.outer.measurements import Measurements
 from dsx.outer.overlap import Overlap
 from tests.simulated import Simulated
@@ -150,7 +151,8 @@ def test_tau_fits_the_least_h_that_a_controller_may_set(transfers_take: dict[int
         delay={"type": "streaming", "steps": "auto"}, compression={"type": "dense"},
         control={"rank": 4, "max_rank": 6, "min_interval": 4},
     )  # fmt: skip
-    assert Overlap(method, Stage()).sync_params(0, SyncParams(12), History(1), 1).overlap == 2
+    overlap = Overlap(method, Stage(), Ladder(method, 1))
+    assert overlap.sync_params(0, SyncParams(12), History(1), 1).overlap == 2
     with pytest.raises(ValueError, match="needs a step between two launches"):
         preset("dilocox", 2, delay={"type": "streaming", "steps": "auto"},
                control={"rank": 4, "max_rank": 6, "min_interval": 1})  # fmt: skip

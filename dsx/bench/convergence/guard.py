@@ -23,7 +23,7 @@ class GuardRecord:
         for name, values in self._found.items():
             if name in event:
                 values.append(event[name])
-        told = ("fragment", "round", *FIGURES, "norm_ratio_of", "guard_alarms")
+        told = ("fragment", "round", *FIGURES, "norm_ratio_of", "guard_alarms", "guard_rungs")
         self.rows.append({name: event[name] for name in told if name in event})
         self._alarms.update(event.get("guard_alarms", ()))
 

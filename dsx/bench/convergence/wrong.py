@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -36,6 +37,7 @@ class Case:
     choices: Mapping[str, Any] | None = None
     wrong: Wrong = ""
     non_iid: bool = False
+    steps_down: bool = False
 
     @property
     def is_sound(self) -> bool:
@@ -52,7 +54,7 @@ SOUND = (
     "local_sgd", "slowmo", "diloco", "opendiloco", "streaming_diloco", "cocodc", "diloco_delayed",
     "eager", "eager_2", "eager_fp4", "dilocox", "co2", "overlap_local_sgd", "recommended",
 )  # fmt: skip
-CASES = (
+_WARNED = (
     *(Case(f"sound: {name}", name) for name in SOUND),
     Case("gain: diloco, lr 2, mu 0.5", "diloco", {"outer_optimizer": _rule(2.0, 0.5)}),
     Case("gain: diloco, lr 1, mu 0.9", "diloco", {"outer_optimizer": _rule(1.0, 0.9)}),
@@ -70,6 +72,17 @@ CASES = (
 )  # fmt: skip
 
 
+_STEPPING = ("diloco, lr 1, mu 0.9", "diloco, lr 2, mu 0.9", "recommended,", "late")
+CASES = (
+    *_WARNED,
+    *(
+        replace(case, name=f"{case.name}, step_down", steps_down=True)
+        for case in _WARNED
+        if not case.is_sound and any(part in case.name for part in _STEPPING)
+    ),
+)
+
+
 def run_case(study: Study, case: Case, seed: int = 0) -> dict[str, Any]:
     """Train a case and return its figures, loss and settings."""
     started = time.perf_counter()
@@ -83,6 +96,8 @@ def run_case(study: Study, case: Case, seed: int = 0) -> dict[str, Any]:
     task = Task(case.preset, seed, choices=case.choices)
     axes = overrides(study, task)
     method = dsx.preset(case.preset, study.num_clusters, **axes)
+    if case.steps_down:
+        method = replace(method, guard="step_down")
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
     optimizers = [make_optimizers(m, study) for m in models]
     record = GuardRecord()
@@ -128,8 +143,13 @@ def line_of(row: Mapping[str, Any]) -> str:
         low, high = judged.get(name, (None, None))
         cells.append("-" if low is None or high is None else f"{low:.2f} to {high:.2f}")
     alarms = row["guard"]["alarms"]
-    cells.append(", ".join(f"{kind} {count}" for kind, count in alarms.items()) or "none")
+    rungs = Counter(row["rounds"][-1].get("guard_rungs", ()))
+    cells.append(_counts(alarms) + (f"; down: {_counts(rungs)}" if rungs else ""))
     return f"| {' | '.join(cells)} |"
+
+
+def _counts(of: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count}" for name, count in of.items()) or "none"
 
 
 def averages_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float]]:
