@@ -233,13 +233,17 @@ class GlooTransport:
         if not all(have_ended):
             given_up = [p.label for p in self._under_way if not p.future.done()]
             logger.warning("closed, giving up what was under way: %s", "; ".join(given_up) or "-")
-            self._sockets.shut_down()
+            self._drop_connections()
             for fifo in fifos:
                 fifo.join(max(until + _END_SECONDS - time.monotonic(), 0.0))
         self._sockets.forget()
         self._groups.clear()
         self._handshake.close()
         self._gathers.close()
+
+    def _drop_connections(self) -> None:
+        """End them at once: whoever waits on one, here or at a peer, gets an error."""
+        self._sockets.shut_down()
 
 
 class Device:

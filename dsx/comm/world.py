@@ -8,40 +8,35 @@ launcher per cluster the world is the launcher's own, and the clusters meet at a
 
 from __future__ import annotations
 
-import os
-from dataclasses import asdict, dataclass
+import atexit
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from dsx.comm.address import parse_address
 from dsx.comm.cluster_world import collective_limit, init_cluster_world
 from dsx.comm.forked_children import end_workers_with_parent
 from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
 from dsx.comm.in_cluster import InCluster
+from dsx.comm.joining import (
+    RendezvousConfig,
+    agree_session,
+    join_by_links,
+    join_one_launcher,
+    join_own_launcher,
+)
 from dsx.comm.launcher_watch import end_with_launcher
-from dsx.comm.rendezvous import Rendezvous, meet, refuse_second_host
+from dsx.comm.rendezvous import Rendezvous
 from dsx.comm.store import open_store
-from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
+from dsx.comm.topology import LauncherEnvironment, RankInfo
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
-
-@dataclass(frozen=True)
-class RendezvousConfig:
-    """How clusters find each other: the "clusters" part of the configuration."""
-
-    num_clusters: int
-    cluster_id: int | None
-    rendezvous: str
-    store: str
-    join_deadline_seconds: float
-    deadline_seconds: float
-    interface: str | None
-    may_differ: tuple[str, ...] = ()
+if TYPE_CHECKING:  # libzmq is an extra
+    from dsx.comm.links.link import Link
 
 
 class World:
@@ -54,6 +49,7 @@ class World:
         rendezvous: Rendezvous,
         cluster_store: dist.Store,
         config: RendezvousConfig,
+        link: Link | None = None,
     ) -> None:
         self.seat = seat
         self.rank_info = rank_info
@@ -64,6 +60,7 @@ class World:
         self._own_stores = 0
         self._handles = 0
         self._in_cluster: InCluster | None = None
+        self._link = link
 
     @property
     def cluster_id(self) -> int:
@@ -107,6 +104,11 @@ class World:
         It may wait for other clusters meanwhile, and is to say so first.
         """
         return 2 * self._config.deadline_seconds + 90
+
+    @property
+    def has_one_launcher(self) -> bool:
+        """Whether all clusters were started by one launcher, and so write to one terminal."""
+        return self._config.rendezvous == "env://" and self._config.cluster_id is None
 
     @property
     def num_handles(self) -> int:
@@ -154,7 +156,17 @@ class World:
         config = self._config
         self._transports += 1
         prefix = f"transport_{self._transports}/rank_{self.rank}"
+        notes = dist.PrefixStore(f"transport_{self._transports}", self._cluster_store)
+        notes = notes if self.world_size > 1 else None
+        if self._link is not None:
+            from dsx.comm.links.meeting import connect_peers
+            from dsx.comm.links.transport import LinkTransport
 
+            store, others = self.rendezvous.group_store("links"), self.seat.others
+            ids = [self.seat.ids[peer] for peer in others]
+            connect_peers(store, self._link, ids, config.join_deadline_seconds)
+            name, deadline = f"{self.session}/{prefix}", config.deadline_seconds
+            return LinkTransport(self._link, name, fragments, self.seat, deadline, stage, notes)
         device = open_device(config.interface)  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
@@ -171,7 +183,6 @@ class World:
                     f"{str(error).splitlines()[0]}"
                 ) from error
 
-        notes = dist.PrefixStore(f"transport_{self._transports}", self._cluster_store)
         return GlooTransport(
             fragments,
             connect,
@@ -179,7 +190,7 @@ class World:
             config.deadline_seconds,
             stage,
             streams,
-            notes if self.world_size > 1 else None,
+            notes,
             device.ports,
         )
 
@@ -211,94 +222,32 @@ def join(config: RendezvousConfig) -> World:
             "deepspeed.initialize or torch.distributed.init_process_group"
         )
     launcher, limit = LauncherEnvironment.read(), collective_limit()
-    if config.rendezvous == "env://":
-        rank_info, launcher_store, shared_store = _join_one_launcher(launcher, config)
+    link: Link | None = None
+    if config.link is not None:
+        pass  # says where to get what is missing
+    if config.link is not None and config.cluster_id is not None:
+        rank_info, launcher_store, shared_store, link = join_by_links(launcher, config.link, config)
+    elif config.rendezvous == "env://":
+        rank_info, launcher_store, shared_store = join_one_launcher(launcher, config)
     else:
-        rank_info, launcher_store, shared_store = _join_own_launcher(launcher, config)
+        rank_info, launcher_store, shared_store = join_own_launcher(launcher, config)
     end_with_launcher()
     end_workers_with_parent()
     own_keys = f"dsx/start_{launcher.restarts}/cluster_{rank_info.cluster_id}"
     cluster_store = dist.PrefixStore(own_keys, launcher_store)
     init_cluster_world(rank_info, cluster_store, config.join_deadline_seconds, limit)
-    session = _agree_session(rank_info, cluster_store, shared_store, config)
+    session = agree_session(rank_info, cluster_store, shared_store, config)
     rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
     seat = Seat.of(rank_info.cluster_id, rank_info.num_clusters)
-    _world = World(seat, rank_info, rendezvous, cluster_store, config)
+    if config.link is not None and link is None and seat.others:
+        from dsx.comm.links.trust import open_link
+
+        link = open_link(config.link, rank_info.cluster_id, rank_info.rank)
+    if link is not None:
+        from dsx.comm.links.meeting import host_to_call, say_where
+
+        atexit.register(link.close)  # what was sent last arrives
+        host = host_to_call(config.link, link, launcher.master_addr)
+        say_where(rendezvous.group_store("links"), link, host)
+    _world = World(seat, rank_info, rendezvous, cluster_store, config, link)
     return _world
-
-
-def _join_one_launcher(
-    launcher: LauncherEnvironment, config: RendezvousConfig
-) -> tuple[RankInfo, dist.Store, dist.Store]:
-    if config.cluster_id is not None:
-        raise ValueError(
-            f"clusters.cluster_id={config.cluster_id} says one launcher per cluster, but no "
-            "rendezvous is given: set clusters.rendezvous (or --dsx-rendezvous) to tcp://host:port"
-        )
-    rank_info = split_world(launcher.rank, launcher.world_size, config.num_clusters)
-    store = _launcher_store(launcher, config)
-    os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank_info.rank), str(rank_info.world_size)
-    return rank_info, store, store
-
-
-def _join_own_launcher(
-    launcher: LauncherEnvironment, config: RendezvousConfig
-) -> tuple[RankInfo, dist.Store, dist.Store]:
-    host, port = parse_address(config.rendezvous)
-    if config.cluster_id is None:
-        raise ValueError(
-            f"clusters.rendezvous={config.rendezvous!r} says one launcher per cluster: say which "
-            f"one this is with --dsx-cluster-id or clusters.cluster_id, 0.."
-            f"{config.num_clusters - 1}"
-        )
-    rank_info = RankInfo(config.cluster_id, config.num_clusters, launcher.rank, launcher.world_size)
-    is_host = config.store == "cluster_0" and rank_info.cluster_id == 0 and rank_info.rank == 0
-    shared = open_store(
-        host,
-        port,
-        is_host=is_host,
-        deadline_seconds=config.join_deadline_seconds,
-        look_at_holder=lambda: refuse_second_host(host, port),
-    )
-    return rank_info, _launcher_store(launcher, config), shared
-
-
-def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:
-    return open_store(
-        launcher.master_addr,
-        launcher.master_port,
-        is_host=launcher.rank == 0 and not launcher.store_is_hosted,
-        deadline_seconds=config.join_deadline_seconds,
-    )
-
-
-def _agree_session(
-    rank_info: RankInfo,
-    cluster_store: dist.Store,
-    shared_store: dist.Store,
-    config: RendezvousConfig,
-) -> str:
-    """Let rank 0 meet the other clusters and pass the session's name, or its error, on."""
-    key = "dsx/session"
-    if rank_info.rank != 0:
-        wait = timedelta(seconds=config.join_deadline_seconds + 30)
-        try:
-            with waiting_for("rank 0, which meets the other clusters", wait.total_seconds()):
-                cluster_store.wait([key], wait)
-            session = cluster_store.get(key).decode()
-        except RuntimeError as error:
-            raise PeerLost(
-                f"cluster {rank_info.cluster_id}: its rank 0, which meets the other clusters, has "
-                f"ended, or has not come back within {wait.total_seconds():g} s: "
-                f"{str(error).splitlines()[0]}"
-            ) from error
-        if session.startswith("error:"):
-            raise PeerLost(session.removeprefix("error:"))
-        return session
-    try:
-        session = meet(shared_store, rank_info, config.join_deadline_seconds, config.may_differ)
-    except (PeerLost, ValueError) as error:
-        cluster_store.set(key, f"error:{error}")
-        raise
-    cluster_store.set(key, session)
-    return session

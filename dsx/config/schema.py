@@ -20,6 +20,7 @@ from pydantic import BaseModel, ValidationError
 from dsx.config.axes import read_choice
 from dsx.config.errors import explain_section, shorten_key, with_advice, word_of
 from dsx.config.files import ConfigError, read_json, shown
+from dsx.config.link import LinkConfig, check_link
 from dsx.config.plain import plain_block
 from dsx.config.renames import with_new_names
 from dsx.config.sections import (
@@ -29,7 +30,6 @@ from dsx.config.sections import (
     ClustersConfig,
     DivergenceConfig,
     GuardConfig,
-    LinkConfig,
     MetricsConfig,
     StateConfig,
     check_address,
@@ -69,7 +69,7 @@ class DsxConfig:
         """Return what of it has to be the same in all clusters."""
         clusters = self.clusters.model_dump(mode="json", include=set(COMMON))
         sections = {
-            "link": self.link.model_dump(),
+            "link": self.link.common(),
             "checkpoints": self.checkpoints.model_dump(),
             "divergence": self.divergence.model_dump(),
             "guard": self.guard.model_dump(),
@@ -140,6 +140,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     check_metrics(block.metrics)
     check_divergence(block.divergence)
     check_address(block.clusters)
+    check_link(block.link, block.clusters.num_clusters, block.clusters.rendezvous)
     return DsxConfig(
         preset=block.preset,
         clusters=block.clusters,

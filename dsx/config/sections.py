@@ -10,8 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dsx.comm.address import parse_address
-from dsx.comm.multistream import MAX_STREAMS
 from dsx.config.files import ConfigError, shown
+from dsx.config.link import LinkConfig
 from dsx.method.alarms import GuardAction
 
 OF_DATA = ("data", "validation")
@@ -175,16 +175,6 @@ class StateConfig(BaseModel):
     device: Literal["masters", "host"] = "masters"
     """With the fp32 masters, sharded as they are, or in pinned host memory: then it takes nothing
     on the accelerator, and the outer step runs at the host's speed."""
-
-
-class LinkConfig(BaseModel):
-    """How a transfer uses the network."""
-
-    model_config = _STRICT
-
-    streams: int = Field(default=1, ge=1, le=MAX_STREAMS)
-    """TCP connections that each message is cut over, for every fragment and peer; the same in all
-    clusters. More of them fill a long or lossy line; no bit of a result depends on them."""
 
 
 class Block(BaseModel):

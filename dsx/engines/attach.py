@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from dsx.comm.world import RendezvousConfig, World, current_world, join
+from dsx.comm.joining import RendezvousConfig
+from dsx.comm.world import World, current_world, join
 from dsx.config.files import require_folder
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import (
@@ -73,7 +74,8 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     clusters = settings.clusters
     meeting = {field.name for field in dataclasses.fields(RendezvousConfig)}
     stall_watch()
-    world = join(RendezvousConfig(**clusters.model_dump(include=meeting)))
+    link = settings.link.settings
+    world = join(RendezvousConfig(**clusters.model_dump(include=meeting), link=link))
     if "deepspeed" in sys.modules:
         from dsx.engines.deepspeed.engine import adopt_world
 

@@ -55,8 +55,7 @@ class Records:
             start_facts(adapter, world, config),
             self._behind,
         )
-        is_shared = world.clusters["rendezvous"] == "env://"
-        speaks = self._writes and not (is_shared and cluster)
+        speaks = self._writes and not (world.has_one_launcher and cluster)
         senders = adapter.ranks.shard[1] * adapter.stage.count
         self.progress = Progress(cluster, config.metrics.progress_seconds, speaks, senders)
         self._advice = Advice(config, adapter.inner_lr, lambda: self.progress.total_steps, speaks)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import dsx
-from tests.comm.test_gloo_equals_in_process import adamw, block, train
+from tests.comm.test_network_equals_in_process import adamw, block, train
 from tests.distributed import run_distributed
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss

@@ -9,7 +9,7 @@ import torch
 
 import dsx
 from dsx.comm.point_to_point import PointToPoint
-from tests.comm.test_gloo_equals_in_process import adamw
+from tests.comm.test_network_equals_in_process import adamw
 from tests.distributed import run_distributed
 
 METHODS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""Real processes over gloo give the numbers of the in-process run, to the bit."""
+"""Real processes over gloo, and over links, give the numbers of one process, to the bit."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import dsx
+from dsx.comm.links.transport import LinkTransport
 from dsx.compress.averaging import ExactMean
 from dsx.core.membership import Seat
 from dsx.core.transport import Submission
@@ -50,13 +51,14 @@ PRESETS = [*CASES]
 COMBINATIONS = [name for name in ALL_CASES if name not in CASES]
 
 
-def train_each(names: list[str], num_clusters: int) -> dict[str, Any]:
-    world = dsx.init_distributed(block("diloco", num_clusters))
+def train_each(names: list[str], num_clusters: int, link: dict[str, Any]) -> dict[str, Any]:
+    world = dsx.init_distributed(block("diloco", num_clusters, link=link))
     results: dict[str, Any] = {}
     for name in names:
         model = TinyNet(seed=world.cluster_id)  # only cluster 0's start counts
         optimizer = adamw(model)
-        handle = dsx.attach(model, optimizer, config=block(name, num_clusters))
+        handle = dsx.attach(model, optimizer, config=block(name, num_clusters, link=link))
+        assert isinstance(handle.loop.transport, LinkTransport) == ("transport" in link)
         train(model, optimizer, world.cluster_id, NUM_STEPS)
         results[name] = {
             "parameters": {n: p.detach().clone().numpy() for n, p in model.named_parameters()},
@@ -97,16 +99,25 @@ def check_export(clusters: list[dict[str, Any]], name: str) -> None:
             assert (np.sort(flat) == np.sort(anchors)).all()
 
 
+LINK = {"transport": "link"}
+
+
 @pytest.mark.parametrize(
-    ("names", "num_clusters"),
+    ("names", "num_clusters", "link"),
     [
-        pytest.param(PRESETS, 2, id="presets"),
-        pytest.param(COMBINATIONS, 2, marks=pytest.mark.ci, id="combinations"),
-        pytest.param(PRESETS, 3, marks=pytest.mark.ci, id="presets with three clusters"),
+        pytest.param(PRESETS, 2, {}, id="presets"),
+        pytest.param(PRESETS, 2, LINK, id="presets over links"),
+        pytest.param(COMBINATIONS, 2, {}, marks=pytest.mark.ci, id="combinations"),
+        pytest.param(COMBINATIONS, 2, LINK, marks=pytest.mark.ci, id="combinations over links"),
+        pytest.param(PRESETS, 3, {}, marks=pytest.mark.ci, id="presets with three clusters"),
+        pytest.param(PRESETS, 3, LINK, marks=pytest.mark.ci, id="three clusters over links"),
     ],
 )
-def test_each_is_that_of_one_process(names: list[str], num_clusters: int) -> None:
-    results = run_distributed(train_each, num_clusters, names, num_clusters, timeout_seconds=120)
+def test_each_is_that_of_one_process(
+    names: list[str], num_clusters: int, link: dict[str, Any]
+) -> None:
+    more = (names, num_clusters, link)
+    results = run_distributed(train_each, num_clusters, *more, timeout_seconds=120)
     for name in names:
         method = ALL_CASES[name].method(num_clusters)
         run = Simulated(TinyNet(), adamw, method, num_clusters)

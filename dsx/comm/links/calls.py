@@ -1,0 +1,106 @@
+"""The connections that this rank opens to others: sockets that call, and call again when cut off.
+
+A peer that changes its key has two for a while; who calls tries them in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from dsx.comm.links import sockets
+from dsx.comm.links.peer import Peer
+
+_NOT_TAKEN = "it does not take this cluster's key"
+_NOT_KNOWN = "who answers there has none of its keys, or is no link"
+
+
+@dataclass(eq=False)
+class Call:
+    """One connection of ours, the `index`-th to its peer; `key` is the peer's, in Z85."""
+
+    peer: Peer
+    index: int
+    address: str
+    key: bytes
+    socket: Any
+    monitor: Any
+    num_shaken: int = 0
+
+
+class Calls:
+    """All of a link's, and the sockets on which libzmq tells of them; in `poller`."""
+
+    def __init__(self, context: zmq.Context[Any], poller: zmq.Poller, trust: sockets.Trust | None):
+        self._context, self._poller, self._trust = context, poller, trust
+        self.by_socket: dict[Any, Call] = {}
+        self.by_monitor: dict[Any, Call] = {}
+
+    def reaches(self, peer: Peer) -> bool:
+        """Whether a peer is called."""
+        return any(call.peer is peer for call in self.by_socket.values())
+
+    def call(self, peer: Peer, index: int, address: str, key: bytes | None = None) -> None:
+        """Call a peer at `host:port`, with a key of its or the first one."""
+        if key is None:
+            key = b"" if self._trust is None else self._trust.keys_of(peer.cluster_id)[0]
+        socket, monitor = sockets.call(self._context, address, self._trust, key)
+        call = Call(peer, index, address, key, socket, monitor)
+        self.by_socket[socket] = self.by_monitor[monitor] = call
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(monitor, zmq.POLLIN)
+
+    def events(self, call: Call) -> Iterator[bool]:
+        """Yield True for each time that a call has come to stand, False for each that it ended."""
+        has_failed = False
+        with suppress(zmq.Again):
+            while True:
+                event = parse_monitor_message(call.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                    call.num_shaken += 1
+                    yield True
+                elif event == zmq.EVENT_DISCONNECTED:
+                    yield False
+                else:
+                    is_auth = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+                    call.peer.trouble = _NOT_TAKEN if is_auth else _NOT_KNOWN
+                    has_failed = True
+        if has_failed:
+            self._try_next_key(call)
+
+    def renew(self, peers: set[int] | None = None) -> None:
+        """Call anew where a key is not one of the peer's any more, and all for None."""
+        assert self._trust is not None
+        for call in [*self.by_socket.values()]:
+            keys = self._trust.keys_of(call.peer.cluster_id)
+            if peers is None or (call.peer.cluster_id in peers and call.key not in keys):
+                self.hang_up(call)
+                if keys and call.peer.error is None:
+                    self.call(call.peer, call.index, call.address)
+
+    def hang_up(self, call: Call) -> None:
+        """End a call for good."""
+        call.peer.close(call.index)
+        del self.by_socket[call.socket], self.by_monitor[call.monitor]
+        self._poller.unregister(call.socket)
+        self._poller.unregister(call.monitor)
+        call.socket.disable_monitor()
+        call.monitor.close(0)
+        call.socket.close(0)
+
+    def end(self) -> None:
+        """End all of them."""
+        for call in [*self.by_socket.values()]:
+            self.hang_up(call)
+
+    def _try_next_key(self, call: Call) -> None:
+        keys = [] if self._trust is None else [*self._trust.keys_of(call.peer.cluster_id)]
+        if len(keys) > 1 or (keys and call.key not in keys):
+            place = keys.index(call.key) + 1 if call.key in keys else 0
+            self.hang_up(call)
+            self.call(call.peer, call.index, call.address, keys[place % len(keys)])

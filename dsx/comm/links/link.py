@@ -1,0 +1,196 @@
+"""A rank's link to processes of other clusters: one thread, one port, one libzmq context.
+
+Other threads post messages here and wait for them. Of two ranks one calls the other, at the address
+it listens on; messages then go both ways, so a site that can only call out is no different.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+
+import zmq
+
+from dsx.comm.links.messages import Ended
+from dsx.comm.links.peer import LinkDown, Peer
+from dsx.comm.links.sockets import Trust
+from dsx.comm.links.switch import LinkOptions, Name, Serve, Switch
+
+_LOOK_SECONDS = 0.05
+_JOIN_SECONDS = 5.0
+_LINGER_SECONDS = 1.0
+logger = logging.getLogger(__name__)
+
+
+class Link:
+    """The connections of one rank to processes of other clusters; for any thread."""
+
+    def __init__(
+        self, cluster_id: int, rank: int, trust: Trust | None, options: LinkOptions
+    ) -> None:
+        self.cluster_id, self.rank = cluster_id, rank
+        self._switch = Switch((cluster_id, rank), trust, options)
+        self.incarnation, self.port = self._switch.incarnation, self._switch.port
+        self.held: list[object] = []  # what is to live as long
+        self._posted: deque[Callable[[], object]] = deque()
+        self._num_asked = 0
+        self._there = threading.Condition()
+        self._wake_up, self._woken = socket.socketpair()
+        self._wake_up.setblocking(False)
+        self._woken.setblocking(False)
+        self._switch.poller.register(self._woken, zmq.POLLIN)
+        self._closing_at: float | None = None
+        self._thread = threading.Thread(target=self._run, name="dsx-link", daemon=True)
+        self._thread.start()
+
+    def expect(
+        self, cluster_id: int, rank: int, address: str | None, incarnation: int | None = None
+    ) -> None:
+        """Exchange messages with a process from now on: call it at `host:port`, or wait for it.
+
+        With `incarnation` only the process that was started then is meant.
+        """
+        self._post(lambda: self._switch.expect((cluster_id, rank), address, incarnation))
+
+    def wait_for(self, cluster_id: int, rank: int, seconds: float) -> None:
+        """Block until a process is there; LinkDown if it has gone, TimeoutError after `seconds`."""
+        until = time.monotonic() + seconds
+        with self._there:
+            while True:
+                peer = self._switch.peers.get((cluster_id, rank))
+                if peer is not None and peer.error is not None:
+                    raise peer.error
+                if peer is not None and peer.is_there:
+                    return
+                left = until - time.monotonic()
+                if left <= 0 or not self._thread.is_alive():
+                    why = f": {peer.trouble}" if peer is not None and peer.trouble else ""
+                    raise TimeoutError(f"no link to cluster {cluster_id}, rank {rank}{why}")
+                self._there.wait(min(left, 1.0))
+
+    def send(self, to: Name, lane: int, tag: int, data: memoryview) -> Future[None]:
+        """Post a message of bytes, which must stay as they are until the future is done."""
+        return self._transfer(to, lambda peer, end: peer.mailbox.send(lane, tag, data, end))
+
+    def receive(self, of: Name, lane: int, tag: int, place: memoryview) -> Future[None]:
+        """Give the next message with a tag on a lane its place."""
+        return self._transfer(of, lambda peer, end: peer.mailbox.receive(lane, tag, place, end))
+
+    def ask(self, whom: Name, body: bytes) -> Future[bytes]:
+        """Send a request to whoever serves there; the future has the answer."""
+        answer: Future[bytes] = Future()
+
+        def post() -> None:
+            switch = self._switch
+            if whom == switch.own and switch.serve is not None:
+                switch.serve(whom, body, answer.set_result)
+                return
+            peer = switch.peer(whom)
+            if peer.error is not None:
+                answer.set_exception(peer.error)
+                return
+            self._num_asked += 1
+            switch.answers[self._num_asked] = answer
+            peer.ask(self._num_asked, body)
+
+        self._post(post)
+        return answer
+
+    def serve(self, serve: Serve) -> None:
+        """Hand requests of others to `serve`, in the link's thread, with a function to answer."""
+        self._post(lambda: setattr(self._switch, "serve", serve))
+
+    def close_lane(self, lane: int) -> None:
+        """End what is under way on a lane, and tell all peers that nothing comes there."""
+        why = LinkDown("this rank has closed its transport")
+
+        def close() -> None:
+            for peer in self._switch.peers.values():
+                if peer.error is None:
+                    peer.mailbox.close_lane(lane, why)
+
+        self._post(close)
+
+    def latency_seconds(self, to: Name) -> float:
+        """Return the least time there and back that was seen, 0 if none was."""
+        peer = self._switch.peers.get(to)
+        return 0.0 if peer is None else peer.latency_seconds
+
+    @property
+    def problems(self) -> Counter[str]:
+        """What was dropped, by its reason."""
+        return self._switch.problems
+
+    def close(self) -> None:
+        """End all connections, once what was sent has arrived, or after a second."""
+        if self._closing_at is None:
+            self._closing_at = time.monotonic()
+            self._wake()
+        self._thread.join(_JOIN_SECONDS)
+
+    def _transfer(self, name: Name, begin: Callable[[Peer, Ended], object]) -> Future[None]:
+        ended: Future[None] = Future()
+
+        def end(error: Exception | None) -> None:
+            ended.set_result(None) if error is None else ended.set_exception(error)
+
+        def post() -> None:
+            peer = self._switch.peer(name)
+            if peer.error is not None:
+                end(peer.error)
+            else:
+                begin(peer, end)
+
+        self._post(post)
+        return ended
+
+    def _post(self, do: Callable[[], object]) -> None:
+        self._posted.append(do)
+        self._wake()
+        if not self._thread.is_alive():  # nobody else does it any more, and it finds peers gone
+            self._do_posted()
+
+    def _do_posted(self) -> None:
+        with suppress(IndexError):
+            while True:
+                self._posted.popleft()()
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # it has been woken already, or has ended
+            self._wake_up.send(b"\0")
+
+    def _run(self) -> None:
+        switch, why = self._switch, "this rank has closed its link"
+        try:
+            while not self._may_close():
+                ready = dict(switch.poller.poll(int(_LOOK_SECONDS * 1000)))
+                if ready.pop(self._woken.fileno(), None):
+                    self._woken.recv(4096)
+                self._do_posted()
+                if switch.take(ready):
+                    self._tell()
+        except Exception as error:
+            logger.exception("the link's thread has ended by an error")
+            why = f"this rank's link has ended by an error: {error}"
+        finally:
+            switch.end(why)
+            self._tell()
+            self._wake_up.close()
+            self._woken.close()
+
+    def _tell(self) -> None:
+        with self._there:
+            self._there.notify_all()
+
+    def _may_close(self) -> bool:
+        if self._closing_at is None:
+            return False
+        peers = self._switch.peers.values()
+        is_sending = bool(self._posted) or any(peer.mailbox.has_outgoing for peer in peers)
+        return not is_sending or time.monotonic() > self._closing_at + _LINGER_SECONDS

@@ -1,0 +1,285 @@
+"""The messages between this rank and one peer: cut in chunks, acknowledged, put together again.
+
+No sockets here: what is to be sent is asked for, what has come is told. A chunk is kept until it
+has been acknowledged, and sent again when the connection that carried it has broken; whatever comes
+twice is acknowledged twice and written once. So a message arrives whole, once, whatever happens to
+connections.
+
+A receiver that has no place yet for a message keeps its first `EAGER_BYTES`; the sender goes on
+once it is told of a place. Messages take turns, a chunk each.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from typing import Any
+
+from dsx.comm.links.frames import CHUNK_BYTES, CLOSED, DATA, READY, Ack, Frame, Key
+from dsx.comm.links.messages import (
+    EAGER_BYTES,
+    TAGS_KEPT,
+    Counters,
+    Early,
+    Ended,
+    Incoming,
+    Outgoing,
+    Serials,
+)
+
+COPIED_BYTES = 1 << 16  # a message so short is copied, and has been sent as soon as it is posted
+EARLY_BYTES = 1 << 26  # of messages without a place, from one peer
+WINDOW_BYTES = 1 << 24  # sent over one connection and not acknowledged
+
+
+class Mailbox:
+    """Messages to and from one peer. Not for several threads.
+
+    `replies` are frames with their bodies, and `acks` chunks, to be sent; whoever sends them takes
+    them out. `problems` are what the peer has sent that does not fit.
+    """
+
+    def __init__(self, cluster_id: int) -> None:
+        self._cluster_id = cluster_id
+        self._sent, self._received = Counters(), Counters()
+        self._outgoing: dict[int, Outgoing] = {}  # by serial
+        self._by_key: dict[Key, Outgoing] = {}
+        self._turns: deque[Outgoing] = deque()
+        self._incoming: dict[Key, Incoming] = {}
+        self._early: dict[Key, Early] = {}
+        self._early_bytes = 0
+        self._awaited: OrderedDict[Key, bool] = OrderedDict()  # places told of before the message
+        self._complete = Serials()
+        self._closing: set[int] = set()  # lanes, here
+        self._closed: dict[int, Exception] = {}  # lanes, by the peer
+        self._closed_here: set[int] = set()
+        self._next_serial = 0
+        self._in_flight: dict[int, int] = {}  # bytes by connection
+        self.replies: list[tuple[Frame, bytes]] = []
+        self.acks: list[Ack] = []
+        self.problems: list[str] = []
+
+    @property
+    def has_outgoing(self) -> bool:
+        """Whether something was sent that has not arrived."""
+        return bool(self._outgoing)
+
+    @property
+    def early_bytes(self) -> int:
+        """Of messages that have no place yet."""
+        return self._early_bytes
+
+    def send(self, lane: int, tag: int, data: memoryview, ended: Ended) -> None:
+        """Post a message, whose bytes must stay until `ended` is called, with None if it is there.
+
+        What is short is copied, and `ended` called at once.
+        """
+        if lane in self._closed or not len(data):
+            ended(self._closed.get(lane))
+            return
+        is_short = len(data) <= COPIED_BYTES
+        if is_short:
+            data = memoryview(bytes(data))
+        outgoing = Outgoing(self._sent.take(lane, tag), self._next_serial, data, ended)
+        self._next_serial += 1
+        outgoing.is_awaited = self._awaited.pop(outgoing.key, False)
+        self._outgoing[outgoing.serial] = self._by_key[outgoing.key] = outgoing
+        self._turns.append(outgoing)
+        if is_short:
+            outgoing.is_short, outgoing.ended = True, lambda error: None
+            ended(None)
+
+    def receive(self, lane: int, tag: int, place: memoryview, ended: Ended) -> None:
+        """Give a message its place, bytes of its length, which is written until `ended`."""
+        if lane in self._closed or not len(place):
+            ended(self._closed.get(lane))
+            return
+        incoming = Incoming(self._received.take(lane, tag), place, ended)
+        self._incoming[incoming.key] = incoming
+        early = self._early.pop(incoming.key, None)
+        is_whole = early is None or early.is_whole
+        if len(place) > EAGER_BYTES or not is_whole:
+            self._reply(READY, incoming.key, start=int(not is_whole))
+        if early is not None:
+            self._early_bytes -= early.num_bytes
+            for chunk, body in early.chunks.items():
+                self._fill(incoming, early.serial, chunk, early.total, body)
+
+    def next_chunk(self, connection: int) -> tuple[Frame, memoryview] | None:
+        """Return what goes out next over a connection; None if nothing may now."""
+        if self._in_flight.get(connection, 0) >= WINDOW_BYTES:
+            return None
+        while self._turns:
+            outgoing = self._turns.popleft()
+            if not outgoing.has_next:
+                continue  # it is in turn again once it has
+            chunk = outgoing.to_send.popleft()
+            self._turns.append(outgoing)
+            outgoing.under_way[chunk] = connection
+            bounds = outgoing.bounds(chunk)
+            body = outgoing.data[bounds]
+            self._in_flight[connection] = self._in_flight.get(connection, 0) + len(body)
+            start, total, serial = bounds.start, len(outgoing.data), outgoing.serial
+            frame = Frame(
+                DATA, self._cluster_id, outgoing.key, serial=serial, start=start, total=total
+            )
+            return frame, body
+        return None
+
+    def take_chunk(self, frame: Frame, body: Any) -> None:
+        """Take a chunk that has come; `body` has a length and can be put into a memoryview."""
+        chunk = frame.start // CHUNK_BYTES
+        length = min(CHUNK_BYTES, frame.total - frame.start)
+        if frame.start % CHUNK_BYTES or len(body) != length:
+            self.problems.append(f"bytes {frame.start} to {frame.start + len(body)} are no chunk")
+        elif frame.serial in self._complete or frame.key.lane in self._closed_here:
+            self.acks.append(Ack(frame.serial, chunk, True))
+        elif frame.key in self._incoming:
+            self._fill(self._incoming[frame.key], frame.serial, chunk, frame.total, body)
+        else:
+            self._keep_early(frame, chunk, body)
+
+    def take_acks(self, acks: list[Ack]) -> None:
+        """Take what the peer has acknowledged."""
+        for ack in acks:
+            outgoing = self._outgoing.get(ack.serial)
+            if outgoing is None:
+                continue
+            if ack.is_awaited:
+                self._go_on(outgoing)
+            if ack.chunk in outgoing.under_way:
+                self._take_back(outgoing, ack.chunk)
+            elif ack.chunk in outgoing.to_send:
+                outgoing.to_send.remove(ack.chunk)  # it came, though its connection broke
+            else:
+                continue
+            outgoing.num_acked += 1
+            if outgoing.is_there:
+                self._forget(outgoing)
+                outgoing.ended(None)
+                self._tell_closed(outgoing.key.lane)
+
+    def take_ready(self, frame: Frame) -> None:
+        """Take the word that a message has a place; with `start` some of it was let go there."""
+        outgoing = self._by_key.get(frame.key)
+        if outgoing is not None:
+            if frame.start:
+                self._send_again(outgoing, [*outgoing.under_way])
+            self._go_on(outgoing)
+        else:
+            self._awaited[frame.key] = True
+            if len(self._awaited) > TAGS_KEPT:
+                self._awaited.popitem(last=False)
+
+    def connection_lost(self, connection: int) -> None:
+        """Send again what a connection has not brought, or whose acknowledgement it has lost."""
+        for outgoing in self._outgoing.values():
+            lost = [c for c, over in outgoing.under_way.items() if over == connection]
+            self._send_again(outgoing, lost)
+        self._in_flight.pop(connection, None)
+        for key in self._incoming:  # a word of their places may have been lost, too
+            self._reply(READY, key)
+
+    def close_lane(self, lane: int, error: Exception) -> None:
+        """End what is under way on a lane, but for what its sender takes for sent.
+
+        The peer is told once that is there.
+        """
+        self._end_lane(lane, error, spares_short=True)
+        self._closing.add(lane)
+        self._closed_here.add(lane)
+        self._tell_closed(lane)
+
+    def take_closed(self, frame: Frame, error: Exception) -> None:
+        """Take the word that the peer has closed a lane: nothing comes there any more."""
+        self._closed[frame.key.lane] = error
+        self._end_lane(frame.key.lane, error, spares_short=False)
+
+    def end(self, error: Exception) -> None:
+        """End all that is under way with an error."""
+        under_way = [*self._outgoing.values(), *self._incoming.values()]
+        self._outgoing.clear()
+        self._by_key.clear()
+        self._incoming.clear()
+        self._early.clear()
+        self._turns.clear()
+        self._in_flight.clear()
+        self._early_bytes = 0
+        for each in under_way:
+            each.ended(error)
+
+    def _end_lane(self, lane: int, error: Exception, spares_short: bool) -> None:
+        for outgoing in [each for each in self._outgoing.values() if each.key.lane == lane]:
+            if spares_short and outgoing.is_short:
+                continue
+            for chunk in [*outgoing.under_way]:
+                self._take_back(outgoing, chunk)
+            outgoing.to_send.clear()
+            self._forget(outgoing)
+            outgoing.ended(error)
+        for incoming in [each for each in self._incoming.values() if each.key.lane == lane]:
+            del self._incoming[incoming.key]
+            incoming.ended(error)
+        for key in [key for key in self._early if key.lane == lane]:
+            self._early_bytes -= self._early.pop(key).num_bytes
+        self._received.forget(lane)
+
+    def _tell_closed(self, lane: int) -> None:
+        if lane in self._closing and all(o.key.lane != lane for o in self._outgoing.values()):
+            self._closing.remove(lane)
+            self._sent.forget(lane)
+            self._reply(CLOSED, Key(lane, 0, 0))
+
+    def _reply(self, kind: int, key: Key, start: int = 0) -> None:
+        self.replies.append((Frame(kind, self._cluster_id, key, start=start), b""))
+
+    def _forget(self, outgoing: Outgoing) -> None:
+        del self._outgoing[outgoing.serial], self._by_key[outgoing.key]
+
+    def _go_on(self, outgoing: Outgoing) -> None:
+        if not outgoing.is_awaited:
+            outgoing.is_awaited = True
+            self._in_turn(outgoing)
+
+    def _take_back(self, outgoing: Outgoing, chunk: int) -> None:
+        """Count a chunk as under way no more."""
+        connection, bounds = outgoing.under_way.pop(chunk), outgoing.bounds(chunk)
+        if connection in self._in_flight:
+            self._in_flight[connection] -= bounds.stop - bounds.start
+
+    def _send_again(self, outgoing: Outgoing, chunks: list[int]) -> None:
+        for chunk in chunks:
+            self._take_back(outgoing, chunk)
+        if chunks:
+            outgoing.to_send.extendleft(sorted(chunks, reverse=True))
+            self._in_turn(outgoing)
+
+    def _in_turn(self, outgoing: Outgoing) -> None:
+        if outgoing not in self._turns:
+            self._turns.append(outgoing)
+
+    def _keep_early(self, frame: Frame, chunk: int, body: Any) -> None:
+        early = self._early.setdefault(frame.key, Early(frame.total, frame.serial))
+        if chunk not in early.chunks:
+            is_too_much = self._early_bytes + len(body) > EARLY_BYTES
+            if is_too_much or frame.start + len(body) > EAGER_BYTES:
+                early.is_whole = False  # it is asked for again, once there is a place
+                return
+            early.chunks[chunk] = body
+            self._early_bytes += len(body)
+        self.acks.append(Ack(frame.serial, chunk, False))
+
+    def _fill(self, incoming: Incoming, serial: int, chunk: int, total: int, body: Any) -> None:
+        if total != len(incoming.place):
+            del self._incoming[incoming.key]
+            incoming.ended(ValueError(f"{total} bytes came for {len(incoming.place)}"))
+            return
+        self.acks.append(Ack(serial, chunk, True))
+        if chunk not in incoming.missing:
+            return
+        start = chunk * CHUNK_BYTES
+        incoming.place[start : start + len(body)] = body
+        incoming.missing.remove(chunk)
+        if not incoming.missing:
+            del self._incoming[incoming.key]
+            self._complete.add(serial)
+            incoming.ended(None)

@@ -1,0 +1,122 @@
+"""How clusters meet over links, and how ranks that have met find each other's.
+
+The store is that of the first member that can be called: its first rank has the values, at the
+address that all have. Of two ranks the later cluster's calls, unless the earlier one's only can.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from dsx.comm.links.link import Link
+from dsx.comm.links.settings import LinkSettings
+from dsx.comm.links.store import LinkStore, Shelf
+from dsx.comm.links.trust import open_link
+from dsx.comm.topology import RankInfo
+from dsx.core.transport import PeerLost
+from dsx.core.waits import waiting_for
+
+
+def open_meeting(
+    settings: LinkSettings, rank_info: RankInfo, master: str, deadline_seconds: float
+) -> tuple[Link, LinkStore]:
+    """Return this rank's link and the store that all meet at; PeerLost if nobody answers there.
+
+    `master` is the host of the own cluster's first rank. ValueError if nobody can be called.
+    """
+    own = rank_info.cluster_id
+    addresses = [settings.address_of(m) for m in range(len(settings.names))]
+    callable_ones = [m for m, address in enumerate(addresses) if address is not None]
+    if not callable_ones:
+        raise ValueError(
+            "link.members: nobody has an address, so nobody can be called: give one member "
+            "NAME=HOST:PORT, or let two that can only call meet at a `dsx relay`"
+        )
+    is_first = rank_info.rank == 0
+    is_called = is_first and addresses[own] is not None
+    link = open_link(settings, own, rank_info.rank, settings.port if is_called else 0)
+    holder = callable_ones[0]
+    address = addresses[holder]
+    if own == holder:
+        address = f"{master}:{settings.port}"
+    if own == holder and is_first:
+        link.serve(Shelf().serve)
+    else:
+        link.expect(holder, 0, address)
+        what = f"the first rank of {settings.names[holder]} (cluster {holder}) at {address}"
+        try:
+            with waiting_for(what, deadline_seconds):
+                link.wait_for(holder, 0, deadline_seconds)
+        except (TimeoutError, RuntimeError) as error:
+            link.close()
+            raise PeerLost(
+                f"{what} did not answer within {deadline_seconds:g} s "
+                f"(clusters.join_deadline_seconds): {error}"
+            ) from error
+    return link, LinkStore(link, (holder, 0))
+
+
+def host_to_call(settings: LinkSettings | None, link: Link, master: str) -> str | None:
+    """Return the host at which others find this rank; None if it can only call."""
+    if settings is not None and settings.members:
+        address = settings.address_of(link.cluster_id)
+        return None if address is None else address.rpartition(":")[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((master, 9))  # sends nothing: the system says which address it would take
+        return towards.getsockname()[0]
+
+
+def say_where(store: dist.Store, link: Link, host: str | None) -> None:
+    """Tell where this rank's link can be called: at `host`, or nowhere (None)."""
+    address = None if host is None else f"{host}:{link.port}"
+    where = {"address": address, "incarnation": link.incarnation}
+    store.set(_key(link.cluster_id, link.rank), json.dumps(where))
+
+
+def connect_peers(
+    store: dist.Store, link: Link, clusters: Sequence[int], deadline_seconds: float
+) -> None:
+    """Connect to the ranks with this one's number in other clusters; PeerLost names who is not.
+
+    The later cluster calls the earlier one, unless that one can only call.
+    """
+    addresses: dict[int, str | None] = {}
+    for cluster in sorted({*clusters, link.cluster_id}):
+        key = _key(cluster, link.rank)
+        what = f"where rank {link.rank} of cluster {cluster} can be called"
+        try:
+            with waiting_for(what, deadline_seconds):
+                store.wait([key], timedelta(seconds=deadline_seconds))
+                where = json.loads(store.get(key))
+        except RuntimeError as error:
+            raise PeerLost(f"{what}: {str(error).splitlines()[0]}") from error
+        addresses[cluster] = where["address"]
+        if cluster != link.cluster_id:
+            address = _address_to_call(link.cluster_id, cluster, addresses)
+            link.expect(cluster, link.rank, address, where["incarnation"])
+    for cluster in clusters:
+        what = f"a link to rank {link.rank} of cluster {cluster}"
+        try:
+            with waiting_for(what, deadline_seconds):
+                link.wait_for(cluster, link.rank, deadline_seconds)
+        except (TimeoutError, RuntimeError) as error:
+            raise PeerLost(
+                f"{what} does not stand within {deadline_seconds:g} s "
+                f"(clusters.join_deadline_seconds): {error}"
+            ) from error
+
+
+def _address_to_call(own: int, other: int, addresses: dict[int, str | None]) -> str | None:
+    """Return where to call another cluster; None if it calls. All before it have said theirs."""
+    if other > own:
+        return addresses[other] if addresses[own] is None else None
+    return addresses[other]
+
+
+def _key(cluster: int, rank: int) -> str:
+    return f"link/{cluster}/{rank}"

@@ -1,0 +1,170 @@
+"""One process of another cluster: its connections, what it is owed, and whether it is there.
+
+Connection 0 is for what is short and must not wait: greetings, acknowledgements, probes, requests.
+The others carry messages. A peer is there while connection 0 is; it has gone when that has been
+closed and not come back within `grace_seconds`, or when nothing was heard for `suspect_seconds`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import zmq
+
+from dsx.comm.links.frames import ACKS, ASK, PROBE, Frame, pack_acks
+from dsx.comm.links.mailbox import Mailbox
+
+_PROBES_PER_SUSPICION = 8
+_MOST_PROBE_SECONDS = 0.25
+_LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
+_ACKS_IN_A_FRAME = 4096
+
+
+class LinkDown(RuntimeError):
+    """A peer has gone; the text says how it was noticed."""
+
+
+class Connection:
+    """A way to a peer that stands: frames go out by `send`, False if it is there no more."""
+
+    def __init__(
+        self, socket: Any, identity: bytes | None, number: int, key: bytes | None = None
+    ) -> None:
+        self._socket = socket
+        self._address = [] if identity is None else [identity]
+        self.number = number  # of the caller's, counted from 1: a higher one replaces a lower
+        self.key = key  # the peer's public one, 32 bytes
+
+    def send(self, head: bytes, body: Any) -> bool:
+        """Hand a frame to libzmq, which copies what is short and keeps a hold of the rest."""
+        try:
+            self._socket.send_multipart([*self._address, head, body], zmq.NOBLOCK, copy=False)
+        except zmq.ZMQError:  # no route any more
+            return False
+        return True
+
+
+class Peer:
+    """A process of another cluster, by its cluster, its rank and when it was started."""
+
+    def __init__(
+        self, own: int, cluster_id: int, rank: int, grace_seconds: float, suspect_seconds: float
+    ) -> None:
+        self._own = own
+        self.cluster_id, self.rank = cluster_id, rank
+        self.incarnation: int | None = None
+        self.mailbox = Mailbox(own)
+        self.connections: dict[int, Connection] = {}
+        self.error: LinkDown | None = None
+        self.trouble = ""  # why it could not be called, the last time
+        self.latency_seconds = 0.0  # there and back, the least seen
+        self.bytes_sent = 0
+        self.asked: dict[int, bytes] = {}  # requests without an answer, by number
+        self._grace_seconds, self._suspect_seconds = grace_seconds, suspect_seconds
+        self._lost_at: float | None = None
+        self._heard_at = time.monotonic()
+        self._probe_at = 0.0
+        self._has_met = False
+
+    def __str__(self) -> str:
+        return f"cluster {self.cluster_id} (rank {self.rank})"
+
+    @property
+    def is_there(self) -> bool:
+        """Whether messages can be exchanged now."""
+        return self.error is None and 0 in self.connections and len(self.connections) > 1
+
+    def open(self, index: int, connection: Connection) -> None:
+        """Take a connection that stands, in place of an earlier one."""
+        self.close(index)
+        self.connections[index] = connection
+        self._heard_at = time.monotonic()
+        if index == 0:
+            self._lost_at = None
+            self._has_met = True
+            for other in [*self.connections]:  # acknowledgements may have been lost with it
+                self.mailbox.connection_lost(other)
+            for number, body in self.asked.items():
+                self._send(Frame(ASK, self._own, serial=number), body)
+
+    def close(self, index: int) -> None:
+        """Forget a connection that is there no more."""
+        if self.connections.pop(index, None) is not None:
+            self.mailbox.connection_lost(index)
+            if index == 0:
+                self._lost_at = time.monotonic()
+
+    def heard(self) -> None:
+        """Note that something has come from it."""
+        self._heard_at = time.monotonic()
+
+    def end(self, why: str) -> None:
+        """Give it up for good: all that waits for it gets the reason."""
+        if self.error is None:
+            self.error = LinkDown(why)
+            self.connections.clear()
+            self.mailbox.end(self.error)
+
+    def look(self, now: float) -> str | None:
+        """Probe it where it is time; return why it has to be given up, if it has."""
+        if self.error is not None or not self._has_met:
+            return None
+        grace = self._grace_seconds + _LATENCIES_TO_RETURN * self.latency_seconds
+        if self._lost_at is not None and now - self._lost_at > grace:
+            return f"its connection was closed and did not come back within {grace:.1f} s"
+        silent = now - self._heard_at
+        if silent > self._suspect_seconds:
+            return f"nothing was heard of it for {silent:.1f} s (link.suspect_seconds)"
+        if now >= self._probe_at:
+            each = min(self._suspect_seconds / _PROBES_PER_SUSPICION, _MOST_PROBE_SECONDS)
+            self._probe_at = now + each
+            self._send(Frame(PROBE, self._own, start=time.monotonic_ns()), b"")
+        return None
+
+    def answer_probe(self, frame: Frame) -> None:
+        """Send a probe back, or take the time of one's own that has come back."""
+        if frame.total:
+            seconds = (time.monotonic_ns() - frame.total) / 1e9
+            self.latency_seconds = min(self.latency_seconds or seconds, seconds)
+        else:
+            self._send(Frame(PROBE, self._own, total=frame.start), b"")
+
+    def ask(self, number: int, body: bytes) -> None:
+        """Send a request, again with each new connection until there is an answer."""
+        self.asked[number] = body
+        self._send(Frame(ASK, self._own, serial=number), body)
+
+    def say(self, frame: Frame, body: bytes) -> None:
+        """Send something short, if there is a connection."""
+        self._send(frame, body)
+
+    def flush(self) -> None:
+        """Send what waits, as far as windows allow."""
+        mailbox = self.mailbox
+        if 0 in self.connections:
+            replies, mailbox.replies = mailbox.replies, []
+            for frame, body in replies:
+                self._send(frame, body)
+            acks, mailbox.acks = mailbox.acks, []
+            for first in range(0, len(acks), _ACKS_IN_A_FRAME):
+                packed = pack_acks(acks[first : first + _ACKS_IN_A_FRAME])
+                self._send(Frame(ACKS, self._own), packed)
+        is_moving = True
+        while is_moving:
+            is_moving = False
+            for index in [i for i in self.connections if i]:
+                found = mailbox.next_chunk(index)
+                if found is None:
+                    continue
+                frame, body = found
+                if self.connections[index].send(frame.pack(len(body)), body):
+                    self.bytes_sent += len(body)
+                    is_moving = True
+                else:
+                    self.close(index)
+
+    def _send(self, frame: Frame, body: bytes) -> None:
+        connection = self.connections.get(0)
+        if connection is not None and not connection.send(frame.pack(len(body)), body):
+            self.close(0)

@@ -1,0 +1,337 @@
+"""What a link's thread does: take frames from sockets to mailboxes, and back.
+
+Who is on the other side is told by its key. A frame that says another sender is dropped, counted
+and named, as all is that does not fit.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import zmq
+
+from dsx.comm.links import sockets
+from dsx.comm.links.calls import Call, Calls
+from dsx.comm.links.frames import (
+    ACKS,
+    ANSWER,
+    ASK,
+    CLOSED,
+    DATA,
+    HELLO,
+    PROBE,
+    READY,
+    BadFrame,
+    Frame,
+    read_acks,
+)  # fmt: skip
+from dsx.comm.links.peer import Connection, LinkDown, Peer
+
+_AT_ONCE = 256  # frames taken from a socket before others have their turn
+_TOLD_PROBLEMS = 5  # of a kind: then they are only counted
+_KEYS_SECONDS = 1.0  # between two looks at the folder of keys
+logger = logging.getLogger(__name__)
+Name = tuple[int, int]  # cluster and rank
+Answer = Callable[[bytes], object]
+Serve = Callable[[Name, bytes, Answer], object]
+
+
+@dataclass(frozen=True)
+class LinkOptions:
+    """How a link is run. `host` is where it listens; `port` 0 takes any.
+
+    `grace_seconds`: a connection that is closed has so long to come back, and some round trips.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    streams: int = 1
+    suspect_seconds: float = 30.0
+    grace_seconds: float = 0.7
+
+
+class Switch:
+    """A link's sockets and peers; used by its thread alone, but for what is said to be read."""
+
+    def __init__(self, own: Name, trust: sockets.Trust | None, options: LinkOptions) -> None:
+        self.own = own
+        self.incarnation = time.time_ns()
+        self._trust, self._options = trust, options
+        self._own_key = None if trust is None else trust.public_key
+        self._context: zmq.Context[Any] = zmq.Context()
+        self.poller = zmq.Poller()
+        self.peers: dict[Name, Peer] = {}  # read by others
+        self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
+        self._calls = Calls(self._context, self.poller, trust)
+        self._keys_at = 0.0
+        self.serve: Serve | None = None
+        self.answers: dict[int, Future[bytes]] = {}
+        self.problems: Counter[str] = Counter()  # what was dropped, by its reason; read by others
+        self._door = None
+        if trust is not None:
+            self._door = sockets.Door(self._context, trust, self._refused)
+            self.poller.register(self._door.socket, zmq.POLLIN)
+        try:
+            self._listen(options.port)
+        except OSError:
+            self._context.destroy(0)
+            raise
+
+    def peer(self, name: Name) -> Peer:
+        """Return a peer, a new one if it is not known yet."""
+        if name not in self.peers:
+            grace, suspect = self._options.grace_seconds, self._options.suspect_seconds
+            self.peers[name] = Peer(self.own[0], *name, grace, suspect)
+        return self.peers[name]
+
+    def expect(self, name: Name, address: str | None, incarnation: int | None) -> None:
+        """Exchange messages with a process: call it, or wait for its call."""
+        peer = self.peer(name)
+        if incarnation is not None:
+            if peer.incarnation not in (None, incarnation):
+                self.give_up(peer, "another process has taken its place")
+            peer.incarnation = incarnation
+        if address is not None and not self._calls.reaches(peer):
+            for index in range(self._options.streams + 1):
+                self._calls.call(peer, index, address)
+
+    def take(self, ready: dict[Any, int]) -> bool:
+        """Take what has come on sockets; return whether a peer may have come or gone."""
+        before = [(peer.is_there, peer.error) for peer in self.peers.values()]
+        for each in ready:
+            if self._door is not None and each is self._door.socket:
+                self._door.answer()
+            elif each is self._listening:
+                self._take_called()
+            elif each in self._calls.by_monitor:
+                call = self._calls.by_monitor[each]
+                for stands in self._calls.events(call):
+                    if stands:
+                        self._greet(self._connection_of(call), call.index)
+                    else:
+                        call.peer.close(call.index)
+            elif each in self._calls.by_socket:
+                self._take_calling(self._calls.by_socket[each])
+        self._look()
+        return before != [(peer.is_there, peer.error) for peer in self.peers.values()]
+
+    def give_up(self, peer: Peer, why: str) -> None:
+        """Count a peer as gone for good: all that waits for it gets the reason."""
+        peer.end(why)
+        for number in peer.asked:
+            waiting = self.answers.pop(number, None)
+            if waiting is not None and peer.error is not None:
+                waiting.set_exception(peer.error)
+        peer.asked.clear()
+
+    def end(self, why: str) -> None:
+        """Give all peers up, and end all connections."""
+        for peer in self.peers.values():
+            self.give_up(peer, why)
+        for answer in self.answers.values():
+            answer.set_exception(LinkDown(why))
+        self._calls.end()
+        self._context.destroy(0)
+
+    def _listen(self, port: int) -> None:
+        host = self._options.host
+        self._listening, self.port = sockets.listen(self._context, host, port, self._trust)
+        self.poller.register(self._listening, zmq.POLLIN)
+
+    def _look(self) -> None:
+        """Look after peers, and after keys now and then."""
+        now = time.monotonic()
+        if self._trust is not None and now >= self._keys_at:
+            self._keys_at = now + _KEYS_SECONDS
+            self._take_keys(self._trust)
+        for peer in [*self.peers.values()]:
+            why = peer.look(now)
+            if why is not None:
+                self.give_up(peer, why)
+            elif peer.error is None:
+                peer.flush()
+            for problem in peer.mailbox.problems:
+                self._drop(problem, f"{peer}")
+            peer.mailbox.problems.clear()
+
+    def _take_keys(self, trust: sockets.Trust) -> None:
+        """Follow what has changed in the folder of keys: also what is revoked, at once."""
+        changed = trust.reload()
+        if not changed:
+            return
+        for peer in [*self.peers.values()]:
+            if peer.cluster_id in changed and not trust.keys_of(peer.cluster_id):
+                self.give_up(peer, "its key has been revoked")
+            for index, connection in [*peer.connections.items()]:
+                if connection.key is not None and trust.cluster_of(connection.key) is None:
+                    peer.close(index)
+        self._calls.renew(changed)
+        if trust.public_key != self._own_key:
+            self._own_key = trust.public_key
+            logger.warning("this cluster's key has changed: its connections are made anew")
+            self.poller.unregister(self._listening)
+            self._listening.close(0)
+            for peer, index in self._routes.values():
+                peer.close(index)
+            self._routes.clear()
+            self._listen(self.port)
+            self._calls.renew()
+
+    def _connection_of(self, call: Call) -> Connection:
+        key = None if self._trust is None else sockets.key_of_text(call.key)
+        return Connection(call.socket, None, call.num_shaken, key)
+
+    def _greet(self, connection: Connection, index: int) -> None:
+        hello = {
+            "rank": self.own[1],
+            "connection": index,
+            "number": connection.number,
+            "incarnation": self.incarnation,
+        }
+        body = json.dumps(hello).encode()
+        connection.send(Frame(HELLO, self.own[0]).pack(len(body)), body)
+
+    def _take_called(self) -> None:
+        """Take what those send who have called here."""
+        for _ in range(_AT_ONCE):
+            try:
+                identity, *parts = self._listening.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            sender, key = None, None
+            if self._trust is not None:
+                key = sockets.key_of_text(parts[-1].get("User-Id").encode())
+                sender = self._trust.cluster_of(key)
+                if sender is None:
+                    self._drop("a frame under a revoked key", "one who had called")
+                    continue
+            frame = self._read(parts, sender)
+            if frame is None:
+                continue
+            known = self._routes.get(identity.bytes)
+            if frame.kind == HELLO:
+                self._take_hello(frame, parts[1].bytes, None, (identity.bytes, key))
+            elif known is None:
+                self._drop("a frame before a greeting", f"cluster {frame.sender}")
+            elif known[1] in known[0].connections:
+                self._give(known[0], frame, parts[1])
+
+    def _take_calling(self, call: Call) -> None:
+        """Take what one sends whom this rank has called."""
+        for _ in range(_AT_ONCE):
+            try:
+                parts = call.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            frame = self._read(parts, call.peer.cluster_id)
+            if frame is None:
+                continue
+            if frame.kind == HELLO:
+                self._take_hello(frame, parts[1].bytes, call, None)
+            elif call.index in call.peer.connections:
+                self._give(call.peer, frame, parts[1])
+
+    def _read(self, parts: list[Any], sender: int | None) -> Frame | None:
+        """Return a frame's head; None for what does not fit."""
+        who = f"cluster {sender}" if sender is not None else "somebody"
+        if len(parts) != 2:
+            self._drop(f"a message of {len(parts)} parts instead of 2", who)
+            return None
+        try:
+            frame = Frame.read(parts[0].buffer, len(parts[1]))
+        except BadFrame as error:
+            self._drop(str(error), who)
+            return None
+        if sender is not None and frame.sender != sender:
+            self._drop("a frame that says another sender", who)
+            return None
+        return frame
+
+    def _give(self, peer: Peer, frame: Frame, body: Any) -> None:
+        """Hand a frame to whom it is for."""
+        peer.heard()
+        mailbox = peer.mailbox
+        try:
+            if frame.kind == DATA:
+                mailbox.take_chunk(frame, body.buffer)
+            elif frame.kind == ACKS:
+                mailbox.take_acks(read_acks(body.buffer))
+            elif frame.kind == READY:
+                mailbox.take_ready(frame)
+            elif frame.kind == CLOSED:
+                mailbox.take_closed(frame, LinkDown(f"{peer} has closed its transport"))
+            elif frame.kind == PROBE:
+                peer.answer_probe(frame)
+            elif frame.kind == ASK:
+                self._take_request(peer, frame.serial, body.bytes)
+            elif frame.kind == ANSWER:
+                peer.asked.pop(frame.serial, None)
+                answer = self.answers.pop(frame.serial, None)
+                if answer is not None:
+                    answer.set_result(body.bytes)
+        except BadFrame as error:
+            self._drop(str(error), f"{peer}")
+
+    def _take_hello(
+        self,
+        frame: Frame,
+        body: bytes,
+        call: Call | None,
+        called: tuple[bytes, bytes | None] | None,
+    ) -> None:
+        """Take a greeting: of who has called, which is answered, or the answer to one's own."""
+        try:
+            hello = json.loads(body)
+            names = ("rank", "connection", "number", "incarnation")
+            rank, index, number, incarnation = (int(hello[name]) for name in names)
+        except (ValueError, KeyError, TypeError):
+            self._drop("a greeting that cannot be read", f"cluster {frame.sender}")
+            return
+        peer = self.peer((frame.sender, rank))
+        if not 0 <= index <= self._options.streams:
+            count = self._options.streams + 1
+            self._drop(f"connection {index}, of {count} by link.streams", f"{peer}")
+            return
+        peer.incarnation = peer.incarnation or incarnation
+        if incarnation != peer.incarnation or peer.error is not None:
+            self._drop("a greeting of another process than the one that is meant", f"{peer}")
+            return
+        if called is None:
+            assert call is not None
+            peer.open(index, self._connection_of(call))
+            return
+        identity, key = called
+        known = peer.connections.get(index)
+        if known is not None and known.number > number:
+            return  # of a connection that has been replaced
+        self._routes = {i: to for i, to in self._routes.items() if to != (peer, index)}
+        self._routes[identity] = (peer, index)
+        connection = Connection(self._listening, identity, number, key)
+        self._greet(connection, index)
+        peer.open(index, connection)
+
+    def _take_request(self, peer: Peer, number: int, body: bytes) -> None:
+        if self.serve is None:
+            self._drop("a request where nobody serves", f"{peer}")
+            return
+
+        def answer(text: bytes) -> None:
+            peer.say(Frame(ANSWER, self.own[0], serial=number), text)
+
+        self.serve((peer.cluster_id, peer.rank), body, answer)
+
+    def _refused(self, address: str) -> None:
+        self._drop("a key of no member", address)
+
+    def _drop(self, what: str, who: str) -> None:
+        """Count what does not fit, and say so the first times."""
+        self.problems[what] += 1
+        if self.problems[what] <= _TOLD_PROBLEMS:
+            logger.warning("dropped: %s, from %s", what, who)

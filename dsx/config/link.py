@@ -1,0 +1,121 @@
+"""The section "link": how messages travel between clusters, and who may take part.
+
+The line of text below a key is what the generated reference and editors say of it.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from dsx.comm.address import parse_address
+from dsx.comm.links.settings import LinkSettings
+from dsx.comm.multistream import MAX_STREAMS
+from dsx.config.files import ConfigError
+
+_LONGEST = 3e7  # seconds, about a year
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class LinkConfig(BaseModel):
+    """How a transfer uses the network."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    streams: int = Field(default=1, ge=1, le=MAX_STREAMS)
+    """TCP connections that each message is cut over, for every fragment and peer; the same in all
+    clusters. More of them fill a long or lossy line; no bit of a result depends on them."""
+
+    security: Literal["curve", "none"] | None = None
+    """Whether what clusters tell each other is encrypted, between members alone ("curve", with keys
+    of `dsx keys`), or neither ("none"). null: "none" where all addresses are of this host; anywhere
+    else it has to be said."""
+
+    transport: Literal["link", "gloo"] | None = None
+    """What moves messages: "link" (libzmq, one port, connections that come back) or "gloo" (without
+    security alone); null: "link" with "curve", "gloo" with "none"."""
+
+    members: tuple[_Text, ...] = ()
+    """The clusters' names, by their ids, as `dsx keys` knows them, each with the address at which
+    its first rank can be called: ["berlin=203.0.113.7:29400", "oslo"]; one without can only call.
+    They meet at the first address, without `clusters.rendezvous`."""
+
+    keys: _Text = "keys"
+    """The folder with this member's secret key and everybody's public ones."""
+
+    group_read: bool = False
+    """Whether the secret key may be readable by its group, as mounted secrets need."""
+
+    host: _Text | None = None
+    """The address to listen on, such as "127.0.0.1"; null: all of this host's, or the loopback
+    alone where all members are on this host."""
+
+    port: int = Field(default=29400, ge=1, le=65535)
+    """The port to listen on."""
+
+    suspect_seconds: float = Field(default=30.0, ge=1.0, le=_LONGEST)
+    """After how long a silent peer counts as lost, in seconds."""
+
+    @property
+    def uses_links(self) -> bool:
+        """Whether messages go over links."""
+        return self.transport == "link" or self.security == "curve"
+
+    @property
+    def settings(self) -> LinkSettings | None:
+        """What a world needs to open links; None where it takes gloo."""
+        if not self.uses_links:
+            return None
+        given = self.model_dump(exclude={"transport", "security"})
+        return LinkSettings(security=self.security or "none", **given)
+
+    def common(self) -> dict[str, Any]:
+        """Return what has to be the same in all clusters."""
+        return self.model_dump(include={"streams", "security", "transport", "members"})
+
+
+def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
+    """Raise ConfigError for a link that cannot be, or that nobody has said may be open."""
+    names = [member.partition("=")[0] for member in link.members]
+    if link.security == "curve" and link.transport == "gloo":
+        raise ConfigError(
+            "dsx.link.transport='gloo' with security='curve': gloo does not encrypt; leave "
+            "transport out"
+        )
+    if link.security == "curve" and not link.members:
+        raise ConfigError(
+            'dsx.link.members is missing: security="curve" needs the names of all clusters, as '
+            '`dsx keys` knows them; write "members": ["berlin=203.0.113.7:29400", "oslo"]'
+        )
+    if link.members and not link.uses_links:
+        raise ConfigError(
+            'dsx.link.members needs "security": "curve" (or "transport": "link" without keys); '
+            "add it, or leave members out"
+        )
+    if link.members and len(names) != num_clusters:
+        raise ConfigError(
+            f"dsx.link.members has {len(names)} names, but num_clusters={num_clusters}: "
+            "name each cluster once, in the order of their ids"
+        )
+    if len(set(names)) != len(names):
+        raise ConfigError(f"dsx.link.members names a cluster twice: {', '.join(names)}")
+    for member in link.members:
+        if "=" in member and not _is_address(member.partition("=")[2]):
+            raise ConfigError(
+                f"dsx.link.members has {member!r}: write NAME=HOST:PORT, or NAME for a cluster "
+                "that can only call"
+            )
+    if link.members and rendezvous != "env://":
+        raise ConfigError(
+            f"dsx.clusters.rendezvous={rendezvous!r} beside dsx.link.members: clusters "
+            "meet at the first member's address; leave rendezvous out"
+        )
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parse_address(f"tcp://{text}")
+    except ValueError:
+        return False
+    return True
