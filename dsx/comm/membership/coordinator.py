@@ -23,10 +23,13 @@ from dsx.comm.membership.roll import Roll
 class Coordinator:
     """Made anew with each ballot: it keeps nothing that the others lack."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: Replica, num_decided: int) -> None:
+        """Take over a log of which the first `num_decided` entries are known to be decided."""
         self._replica = replica
         self.roll = Roll(replica)
         self.replication = Replication(replica, self.roll)
+        while replica.state.index < num_decided:
+            self._apply_next()
         self.head = replica.state  # with what is not applied yet
         for entry in replica.log.tail(replica.state.index):
             self.head = self.head.after(entry)
@@ -177,8 +180,12 @@ class Coordinator:
             processes = self.roll.holders(replica.state.index)
             if not all(replica.is_quorum(view, processes) for view in views):
                 return
-            replica.apply_next()
-            if isinstance(entry, Join):
-                self.replication.offer_copy(entry)
-            elif isinstance(entry, View) and not replica.is_member:
+            self._apply_next()
+            if isinstance(entry, View) and not replica.is_member:
                 replica.is_leading = False  # it has left
+
+    def _apply_next(self) -> None:
+        entry = self._replica.log.at(self._replica.state.index)
+        self._replica.apply_next()
+        if isinstance(entry, Join):
+            self.replication.offer_copy(entry)

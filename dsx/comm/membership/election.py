@@ -26,23 +26,27 @@ class Election:
         """Another one leads."""
         self._campaign = None
 
-    def tick(self) -> bool:
-        """Stand if it is this cluster's turn (P2); return whether it has become coordinator."""
+    def tick(self) -> int | None:
+        """Stand if it is this cluster's turn (P2).
+
+        Returns None, or, once this cluster has become coordinator, how many entries of its log are
+        known to be decided.
+        """
         replica = self._replica
         is_behind = self._behind_in == replica.state.epoch
         can_lead = replica.is_in_last_view and replica.standing.is_whole and not is_behind
         if not can_lead or replica.coordinator_lives:
             self._waiting = 0
-            return False
+            return None
         self._waiting += 1
         me, links = replica.me.id, replica.links
         rank = sum(c.id < me and c.id in links for c in replica.state.contributors)
         if self._waiting <= replica.timing.stagger * rank:
-            return False
+            return None
         self._waiting = -replica.timing.retry
         return self._stand()
 
-    def _stand(self) -> bool:
+    def _stand(self) -> int | None:
         """Ask all for promises: who has no vote may still know that an entry is applied.
 
         Until enough have come, this cluster binds itself to nothing.
@@ -71,10 +75,10 @@ class Election:
         tail = replica.log.tail(start)
         replica.send(peer, Promise(candidate, replica.accepted, index, start, tail))
 
-    def take_promise(self, peer: int, promise: Promise) -> bool:
-        """Count a promise; return whether this cluster has become coordinator."""
+    def take_promise(self, peer: int, promise: Promise) -> int | None:
+        """Count a promise; return what `tick` does."""
         if self._campaign != promise.ballot:
-            return False
+            return None
         self._promises[peer] = (self._replica.links[peer], promise)
         return self._try_to_lead()
 
@@ -84,30 +88,28 @@ class Election:
             self._replica.follow(refusal.promised)
             self._replica.silence, self._campaign = 0, None
 
-    def _try_to_lead(self) -> bool:
+    def _try_to_lead(self) -> int | None:
         """Take the best log promised, if a quorum of each of its views has promised (S3)."""
         replica = self._replica
         if self._campaign is None or self._campaign <= replica.promised:
-            return False
+            return None
         best, log = self._best_log()
         committed = replica.state.index
         for _, promise in self._promises.values():
             if (promise.accepted, promise.index) > best:
-                return False  # it has applied what the best log here may lack
+                return None  # it has applied what the best log here may lack
             committed = max(committed, promise.index)
         views = self._views_concerned(log, committed)
         if not has_process(views[-1], replica.me.id, replica.me.incarnation):
             self._behind_in = replica.state.epoch
-            return False
+            return None
         processes = {peer: incarnation for peer, (incarnation, _) in self._promises.items()}
         processes[replica.me.id] = replica.me.incarnation
         if not all(replica.is_quorum(view, processes) for view in views):
-            return False
+            return None
         replica.promised = replica.accepted = self._campaign
         self._campaign, replica.is_leading, replica.log = None, True, log
-        while replica.state.index < committed:
-            replica.apply_next()
-        return True
+        return committed
 
     def _best_log(self) -> tuple[tuple[Ballot, int], Log]:
         """Return the log accepted under the highest ballot, then the longest, and how it ranks."""

@@ -245,7 +245,7 @@ class Participant:
         standing.asking += 1
         if self._founding.is_due():
             self._founding.found()
-            self._coordinator = Coordinator(replica)
+            self._coordinator = Coordinator(replica, replica.state.index)
             self._coordinator.lead()
             return
         if standing.request and not standing.is_leaving:
@@ -255,12 +255,12 @@ class Participant:
             patience = timing.retry * min(standing.request, 8)
             if is_lost or (not is_answered and standing.asking > patience):
                 replica.ask_again()
-        if self._election.tick():
-            self._take_over()
+        self._take_over(self._election.tick())
 
-    def _take_over(self) -> None:
-        self._coordinator = Coordinator(self._replica)
-        self._coordinator.take_over()
+    def _take_over(self, num_decided: int | None) -> None:
+        if num_decided is not None:
+            self._coordinator = Coordinator(self._replica, num_decided)
+            self._coordinator.take_over()
 
     def _take(self, peer: int, message: Message) -> None:
         replica = self._replica
@@ -270,8 +270,7 @@ class Participant:
         elif isinstance(message, Status):
             self._take_status(peer, message)
         elif isinstance(message, Promise):
-            if self._election.take_promise(peer, message):
-                self._take_over()
+            self._take_over(self._election.take_promise(peer, message))
         elif isinstance(message, Refusal):
             self._election.take_refusal(message)
         elif isinstance(message, AskForLogs):

@@ -153,6 +153,7 @@ def late_promise(seed: int) -> None:
     leader = leader_of(world)
     a, b = sorted(world.nodes.keys() - {leader})
     world.slow = {(leader, a), (leader, b), (b, a)}
+    world.drops = lambda sender, receiver, kind: sender == b and kind == "Prepare"
     world.run_until(
         lambda: any(item[-1].startswith(b'[1,"Promise"') for item in world.queues[b, a]
                     if item[0] == "message"),
@@ -164,6 +165,24 @@ def late_promise(seed: int) -> None:
     world.run_for(100)  # the coordinator is heard again, and would have a quorum
     world.slow = {(leader, a)}
     world.run_for(1000)
+    world.drops = lambda sender, receiver, kind: False
+    goes_on(world)
+
+
+def one_holds(seed: int) -> None:
+    """What a dead coordinator had applied, one member alone holds; another one stands."""
+    world = begin_with(seed, 3)
+    leader = leader_of(world)
+    lacks, holder = sorted(world.nodes.keys() - {leader})  # the first by id stands first
+    world.drops = lambda a, b, kind: b == lacks and kind == "Append"
+    world.nodes[leader].log.say("x", "")
+    log = world.nodes[leader].log
+    world.run_until(lambda: log.state.recalls("x"), "the coordinator has applied it")
+    need(holds(world.replica(holder), "x"), "it was applied without a quorum")
+    world.kill(leader)
+    world.drops = lambda a, b, kind: False
+    world.run_until(lambda: in_view(world, {lacks, holder}), "two go on")
+    need(all(world.nodes[m].log.state.recalls("x") for m in (lacks, holder)), "it is lost")
     goes_on(world)
 
 

@@ -6,8 +6,9 @@ from tests.comm.membership import elections, partitions
 
 SCENARIOS = [
     elections.one_founding, elections.lost_run, elections.old_log, elections.two_copies,
-    elections.one_knows, elections.short_copy, elections.late_promise, elections.forgotten_vote,
-    elections.old_report, elections.silent_member, elections.lying_coordinator,
+    elections.one_knows, elections.short_copy, elections.late_promise, elections.one_holds,
+    elections.forgotten_vote, elections.old_report, elections.silent_member,
+    elections.lying_coordinator,
     partitions.minority_waits, partitions.even_split, partitions.two_without_arbiter,
     partitions.two_with_arbiter, partitions.three_with_arbiter, partitions.leaving,
     partitions.first_saying_wins, partitions.lagging, partitions.the_end,
