@@ -1,28 +1,22 @@
-"""Steps down the ladder: what is computed then, alike everywhere, and in a run that goes on."""
+"""Steps down the ladder: which a method takes, and what is computed then."""
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import dsx
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config, preset
-from dsx.core.types import Stage
-from dsx.method.ladder import Ladder
 from dsx.method.method import Method
 from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
-from tests.checkpoint.half_arrived import assert_same, resume, save_all
 from tests.levels import by_default
-from tests.method.test_control import StageOfTwo
-from tests.outer.test_guard import over_gloo  # noqa: F401 - a fixture
 from tests.outer.test_overlap import transfers_take  # noqa: F401 - a fixture
 from tests.reference import Recipe, train_reference
 from tests.simulated import Simulated
@@ -115,6 +109,41 @@ def test_updates_are_those_of_a_plain_loop_with_a_lower_rate_and_a_shorter_h(
             torch.testing.assert_close(ours[key], value, rtol=0, atol=2e-6)
 
 
+def test_eager_looks_ahead_with_the_rate_that_is_in_force() -> None:
+    """Anchors and look-aheads both have the new one, so nothing is lost or counted twice."""
+    rule = {"type": "sgd", "lr": 0.8}
+    run = started(stepping("eager", 2, schedule={"interval": H}, outer_optimizer=rule))
+    models = [TinyNet() for _ in range(2)]
+    shared = parameters_to_vector(models[0].parameters()).detach()
+    starts, late = [shared.clone() for _ in range(2)], None
+    for step in range(1, 29):
+        if step == 14:
+            for loop in run.loops:
+                loop.history.guard["due"] = ["gain"]  # taken behind the period that ends at 16
+        run.train_step(loss)
+        for m, model in enumerate(models):
+            loss(model, m, step).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= 1e-4 * p.grad
+                    p.grad = None
+        if step % H:
+            continue
+        lr = 0.8 if step <= 16 else 0.4
+        own = [start - parameters_to_vector(m.parameters()).detach()
+               for start, m in zip(starts, models, strict=True)]  # fmt: skip
+        shared = shared if late is None else shared - lr * late
+        late = sum(own) / 2
+        starts = [shared - lr * share / 2 for share in own]
+        for start, model in zip(starts, models, strict=True):
+            vector_to_parameters(start.clone(), model.parameters())
+    assert rungs_of(run) == ["gain"]
+    torch.testing.assert_close(run.loops[0].state.anchor[0], shared, rtol=0, atol=1e-6)
+    for ours, theirs in zip(run.models, models, strict=True):
+        pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+        assert all(torch.allclose(a, b, rtol=0, atol=1e-6) for a, b in pairs)
+
+
 LOW_RANK = {"type": "low_rank", "rank": 2, "error_feedback": "fp32", "dense_rounds": 0}
 METHODS: dict[str, tuple[Callable[[], Method], list[str]]] = {
     **{name: (lambda name=name: overlapped(name, 8), DOWN) for name in DELAYS},
@@ -159,135 +188,6 @@ def test_all_clusters_go_down_together_as_far_as_the_method_can(
     if "blocking" in expected:
         assert events[-1]["applied_step"] == events[-1]["launched_step"]
     assert "guard_rungs" not in events[0]
-
-
-@pytest.mark.usefixtures("over_gloo")
-def test_over_gloo_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    method = overlapped("shift")
-    on_threads = train(started(method), 120)
-    monkeypatch.undo()
-    in_process = train(started(method), 120)
-    assert rungs_of(on_threads) == DOWN
-    assert_same(on_threads, in_process)
-
-
-@pytest.fixture(scope="module")
-def whole() -> Simulated:
-    return train(started(overlapped("shift")), 120)
-
-
-@pytest.mark.parametrize("stop", by_default([23, 27, 28, 29, 30, 52, 53, 77, 93, 100], 28, 29, 93))
-def test_a_run_that_is_stopped_goes_on_as_one_that_is_not(
-    stop: int, whole: Simulated, tmp_path: Path
-) -> None:
-    first = train(started(whole.method), stop)
-    save_all(first, tmp_path)
-    second = started(whole.method)
-    resume(second, first, tmp_path)
-    assert_same(train(second, 120), whole)
-
-
-def test_a_checkpoint_of_another_action_begins_at_the_top(tmp_path: Path) -> None:
-    """And one that has stepped down goes on without, where it is not to."""
-    warning = replace(overlapped("shift"), guard="warn")
-    first = train(started(warning), 40)
-    assert "rungs" not in first.loops[0].history.guard
-    save_all(first, tmp_path / "a")
-    second = started(overlapped("shift"))
-    resume(second, first, tmp_path / "a")
-    assert rungs_of(train(second, 60)) == DOWN[:1]
-    save_all(second, tmp_path / "b")
-    third, events = started(warning), list[Any]()
-    resume(third, second, tmp_path / "b")
-    third.loops[0]._on_sync = events.append
-    train(third, 80)
-    assert events[-1]["effective_gain"] > 40 and "guard_rungs" not in events[-1]
-
-
-def nearly_too_much() -> Method:
-    """5.9 where means point the same way: one that does not is enough for no alarm."""
-    rule = {"type": "nesterov", "lr": 1.0, "momentum": 0.83}
-    return stepping("diloco", 3, schedule={"interval": 2}, outer_optimizer=rule)
-
-
-def turn_round(run: Simulated, cluster: int) -> None:
-    """Let one cluster decode the next mean with its sign the other way."""
-    codec = run.loops[cluster].state.channels[0].codec
-    exchange = codec.exchange
-
-    def turned(x: torch.Tensor, launch: Any) -> Any:
-        codec.exchange = exchange  # type: ignore[method-assign]
-        return (yield from exchange(x, launch)).neg_()
-
-    codec.exchange = turned  # type: ignore[method-assign]
-
-
-@pytest.mark.parametrize("at", [10, 12, 14])
-def test_a_mean_that_one_cluster_decodes_differently_leads_nowhere(at: int) -> None:
-    """Two would go down, and the third would not, or later: all wait until it is known."""
-    run = train(started(nearly_too_much(), 3), at)
-    turn_round(run, 2)
-    seen: list[list[list[str]]] = []
-
-    def look() -> None:
-        seen.append([loop.history.guard.get("rungs", []) for loop in run.loops])
-        if run.loops[0].totals.refused:
-            rungs_of(run)  # of histories that are alike
-
-    train(run, 40, look)
-    assert {loop.totals.refused for loop in run.loops} == {1}
-    assert all(rungs == at_once[0] for at_once in seen for rungs in at_once)
-    assert rungs_of(run) == ["gain"]
-
-
-def test_where_one_cluster_lacks_its_samples_the_rungs_stay_or_a_resume_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    method = overlapped("shift")
-    first = train(started(method), 40)
-    assert rungs_of(first) == ["gain"]
-    save_all(first, tmp_path)
-    for rungs in (["gain"], ["gain", "gain"]):
-        second = started(method)
-        guard = second.loops[1].guard
-        begin_anew = guard.begin_anew
-        monkeypatch.setattr(guard, "begin_anew", lambda f, sample, do=begin_anew: do(f, None))
-        first.loops[1].history.guard["rungs"] = rungs
-        save_all(first, tmp_path)
-        if len(rungs) == 2:
-            with pytest.raises(ValueError, match=r"different numbers of steps down \(1, 2\); resu"):
-                resume(second, first, tmp_path)
-        else:
-            resume(second, first, tmp_path)
-            assert rungs_of(train(second, 120)) == DOWN
-
-
-def test_the_stages_of_a_pipeline_go_down_together() -> None:
-    """What one has seen is told the other behind the end of a period; H stays where they shift."""
-    method = overlapped("shift")
-    shared, meeting = [torch.zeros(0)] * 2, threading.Barrier(2)
-    taken: list[list[str]] = [[], []]
-
-    def run(index: int) -> None:
-        loop = started(method).loops[0]
-        guard, history = loop.guard, loop.history
-        guard.ladder = Ladder(method, 2, 2)
-        adapter: Any = StageOfTwo(Stage(index, 2), shared, meeting)
-        guard._adapter, guard._speaks = adapter, False
-        for step in range(1, 60):
-            history.step = step
-            if step in (7, 12, 30, 50) and index == step % 2:
-                history.guard["due"] = ["gain"]
-            guard.settle(history)
-            taken[index].append(str(history.guard.get("rungs", [])))
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert len(taken[0]) == 59 and taken[0] == taken[1]
-    assert taken[0][6:8] == ["[]", "['gain']"] and taken[0][-1] == "['gain', 'gain', 'blocking']"
 
 
 def test_each_step_is_told_in_one_sentence(caplog: pytest.LogCaptureFixture) -> None:
