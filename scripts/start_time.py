@@ -32,7 +32,7 @@ def main() -> None:
         "rendezvous": given.rendezvous,
         "interface": given.interface,
     }
-    link = {"streams": given.streams}
+    link = {"streams": given.streams, "security": "none"}  # a line of this host
     config = {"dsx": {"preset": "diloco", "clusters": clusters, "link": link}}
     dsx.init_distributed(config)
     torch.manual_seed(given.cluster if given.unequal else 0)

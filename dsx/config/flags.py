@@ -130,6 +130,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     add.add_argument("--dsx-rendezvous", metavar="tcp://HOST:PORT", help="where clusters meet")
     add.add_argument("--dsx-store", help="cluster_0, or standalone for `dsx rendezvous`")
     add.add_argument("--dsx-interface", help="network interface towards the other clusters")
+    add.add_argument("--dsx-link-security", help="curve, or none where nobody else is on the line")
     return parser
 
 

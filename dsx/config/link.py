@@ -5,6 +5,7 @@ The line of text below a key is what the generated reference and editors say of 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -111,6 +112,42 @@ def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
             f"dsx.clusters.rendezvous={rendezvous!r} beside dsx.link.members: clusters "
             "meet at the first member's address; leave rendezvous out"
         )
+
+
+def require_said(link: LinkConfig, rendezvous: str, environ: Mapping[str, str]) -> str | None:
+    """Raise ConfigError where an open line leaves this host and nobody has said that it may.
+
+    Returns what to tell at the start, where somebody has. `environ` is a launcher's.
+    """
+    where = _outside(link, rendezvous, environ)
+    if where is None or link.security == "curve":
+        return None
+    if link.security is None:
+        raise ConfigError(
+            f"dsx.link.security is missing: clusters meet {where}, which is not this host alone, "
+            'and would be neither encrypted nor told from strangers; write "link": {"security": '
+            '"curve", "members": [...]} with keys of `dsx keys new`, or {"security": "none"} '
+            "(--dsx-link-security none) where nobody else reaches that line"
+        )
+    return (
+        f"link.security none: clusters meet {where}; whoever reaches that line reads all that they "
+        "send, and can join or change it"
+    )
+
+
+def _outside(link: LinkConfig, rendezvous: str, environ: Mapping[str, str]) -> str | None:
+    """Return where clusters meet, if that is beyond this host."""
+    addresses = [member.partition("=")[2] for member in link.members if "=" in member]
+    if rendezvous != "env://":
+        addresses = [rendezvous.removeprefix("tcp://")]
+    for address in addresses:
+        host = parse_address(f"tcp://{address}")[0]
+        if not (host in ("localhost", "::1") or host.startswith("127.")):
+            return f"at {address}"
+    local = environ.get("LOCAL_WORLD_SIZE") or environ.get("LOCAL_SIZE")
+    if rendezvous == "env://" and not addresses and local and local != environ.get("WORLD_SIZE"):
+        return "over the hosts of one launcher"
+    return None
 
 
 def _is_address(text: str) -> bool:

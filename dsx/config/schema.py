@@ -199,12 +199,20 @@ def resolve_method(
     return method, axes
 
 
-def with_launch_arguments(config: DsxConfig, given: Mapping[str, Any]) -> DsxConfig:
-    """Return the config with the keys of `clusters` that differ per launcher, where not None."""
+def with_launch_arguments(
+    config: DsxConfig, given: Mapping[str, Any], security: str | None = None
+) -> DsxConfig:
+    """Return the config with what is given per launcher, where not None: keys of `clusters`, and
+    `link.security`.
+    """  # fmt: skip
     values = config.clusters.model_dump() | {k: v for k, v in given.items() if v is not None}
     clusters = _section("dsx.clusters", ClustersConfig, values)
     check_clusters(clusters)
-    return dataclasses.replace(config, clusters=clusters)
+    link = config.link
+    if security is not None:
+        link = _section("dsx.link", LinkConfig, link.model_dump() | {"security": security})
+    check_link(link, clusters.num_clusters, clusters.rendezvous)
+    return dataclasses.replace(config, clusters=clusters, link=link)
 
 
 def _require_count(num_clusters: Any) -> None:

@@ -8,7 +8,6 @@ torch.distributed world per cluster and must run before anything else touches to
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -16,19 +15,17 @@ from typing import Any
 
 import torch
 
-from dsx.comm.joining import RendezvousConfig
 from dsx.comm.world import World, current_world, join
-from dsx.config.files import require_folder
 from dsx.config.flags import add_launch_arguments
 from dsx.config.schema import (
     ConfigError,
     DsxConfig,
     load_config,
     read_json,
-    with_launch_arguments,
 )
 from dsx.engines.data_parallel import bare_parameters, find_placement
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
+from dsx.engines.launch_settings import read_launch
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import (
     Optimizers,
@@ -66,16 +63,9 @@ def init_distributed(config: Config, args: argparse.Namespace | None = None) -> 
     In a script that has imported deepspeed, DeepSpeed takes the same world at once, so that a
     `PipelineModule` can be built next.
     """
-    keys = ("cluster_id", "rendezvous", "store", "interface")
-    given = {key: getattr(args, f"dsx_{key}", None) for key in keys}
-    settings = with_launch_arguments(load_config(config), given)
-    if settings.metrics.dir is not None:
-        require_folder("dsx.metrics.dir", settings.metrics.dir)
-    clusters = settings.clusters
-    meeting = {field.name for field in dataclasses.fields(RendezvousConfig)}
+    meeting = read_launch(config, args)
     stall_watch()
-    link = settings.link.settings
-    world = join(RendezvousConfig(**clusters.model_dump(include=meeting), link=link))
+    world = join(meeting)
     if "deepspeed" in sys.modules:
         from dsx.engines.deepspeed.engine import adopt_world
 

@@ -213,7 +213,8 @@ class Bench:
             "steps_per_print": 10**9,
         }
         if block is not None:
-            config["dsx"] = {**block, "clusters": self._runner.clusters_block()}
+            link = {**block.get("link", {}), "security": "none"}
+            config["dsx"] = {**block, "clusters": self._runner.clusters_block(), "link": link}
         directory = options.directory.resolve() / f"{self._ratio:g}_{name}"
         steps_per_block = steps if interval is None else (options.rounds + 1) * interval
         return Job(

@@ -168,6 +168,7 @@ class Bench:
         if mode == "dsx":
             clusters = self._runner.clusters_block()
             config["dsx"] = {"preset": "recommended", **self._choices(), "clusters": clusters}
+            config["dsx"]["link"] = {"security": "none"}
         options = self._options
         return TrainingJob(
             mode, config, self._shape, steps, steps, options.num_clusters,
