@@ -59,7 +59,9 @@ _WARNED = (
     Case("gain: diloco, lr 2, mu 0.5", "diloco", {"outer_optimizer": _rule(2.0, 0.5)}),
     Case("gain: diloco, lr 1, mu 0.9", "diloco", {"outer_optimizer": _rule(1.0, 0.9)}),
     Case("gain: diloco, lr 2, mu 0.9", "diloco", {"outer_optimizer": _rule(2.0, 0.9)}),
+    Case("gain: diloco, lr 8, mu 0.9", "diloco", {"outer_optimizer": _rule(8.0, 0.9)}),
     Case("gain: recommended, lr 2", "recommended", {"outer_optimizer": _rule(2.0, 0.5)}),
+    Case("gain: recommended, lr 8", "recommended", {"outer_optimizer": _rule(8.0, 0.5)}),
     Case("gain: recommended, mu 0.8", "recommended", {"outer_optimizer": _rule(1.0, 0.8)}),
     Case("gain: recommended, mu 0.9", "recommended", {"outer_optimizer": _rule(1.0, 0.9)}),
     Case("late: diloco_delayed, mu 0.9", "diloco_delayed",
@@ -72,13 +74,12 @@ _WARNED = (
 )  # fmt: skip
 
 
-_STEPPING = ("diloco, lr 1, mu 0.9", "diloco, lr 2, mu 0.9", "recommended,", "late")
 CASES = (
     *_WARNED,
     *(
         replace(case, name=f"{case.name}, step_down", steps_down=True)
         for case in _WARNED
-        if not case.is_sound and any(part in case.name for part in _STEPPING)
+        if case.name.startswith(("gain", "late"))
     ),
 )
 
