@@ -14,7 +14,7 @@ from dsx.comm.membership.entries import (
     View,
     contributor_of,
 )
-from dsx.comm.membership.messages import Outside, Saying, Status
+from dsx.comm.membership.messages import Outside, Status
 from dsx.comm.membership.replica import Replica
 from dsx.comm.membership.replication import Replication
 from dsx.comm.membership.roll import Roll
@@ -88,8 +88,7 @@ class Coordinator:
                 self._commit_agreed()
         for peer, status in list(self.roll.told.items()):
             self._append_join(peer, status)
-            for saying in status.sayings:
-                self._append_said(peer, saying)
+            self._append_said(peer, status)
         if self.roll.have_finished(self.head):
             self._append(End(self.head.epoch))
 
@@ -155,11 +154,18 @@ class Coordinator:
         if joiner not in self.head.joiners:
             self._append(Join(joiner))
 
-    def _append_said(self, peer: int, saying: Saying) -> None:
-        key, value = saying.key, saying.value
-        is_known = self.head.recalls(key)
-        if not is_known and not self._is_full() and self.head.has_room_for(key, value):
-            self._append(Said(key, value, peer, saying.lasts))
+    def _append_said(self, peer: int, status: Status) -> None:
+        if not status.sayings:
+            return
+        log = self._replica.log
+        # one that had not applied an entry when it told us says it still, forgotten or not
+        unseen = log.tail(max(log.base, min(status.index, log.end)))
+        under_way = {entry.key for entry in unseen if isinstance(entry, Said)}
+        for saying in status.sayings:
+            key, value = saying.key, saying.value
+            is_known = key in under_way or self.head.recalls(key)
+            if not is_known and not self._is_full() and self.head.has_room_for(key, value):
+                self._append(Said(key, value, peer, saying.lasts))
 
     def _is_full(self) -> bool:
         """Whether so much is not applied yet that nothing but a view may be added (P6)."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsx.comm.membership.actions import Applied, Copy, Dropped, Send, Stopped
+from dsx.comm.membership.codec import MessageRefused
 from dsx.comm.membership.entries import Commit, Contributor, Join, View
 from dsx.comm.membership.messages import decode, encode
 from dsx.comm.membership.participant import Participant
@@ -150,13 +151,19 @@ class Cluster:
 
     def _take_up(self, action: Any) -> None:
         if isinstance(action, Send):
-            self.out.append((action.peer, None, encode(action.message)))
+            self.out.append((action.peer, None, self._encoded(action)))
         elif isinstance(action, Copy):
             self._begin_copy(action.state, action.request)
         elif isinstance(action, Dropped | Stopped):
             self._abandon()
         else:
             self._follow_entry(action)
+
+    def _encoded(self, action: Send) -> bytes:
+        try:
+            return encode(action.message)
+        except MessageRefused as refused:
+            raise AssertionError(f"{self.me} sends what nobody takes: {refused}") from None
 
     def _follow_entry(self, applied: Applied) -> None:
         self.index, entry = applied.index + 1, applied.entry

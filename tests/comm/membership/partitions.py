@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dsx.comm.membership.entries import contributor_of
+from dsx.comm.membership.actions import Applied
+from dsx.comm.membership.entries import Said, contributor_of
 from tests.comm.membership.directed import (
     begin_with,
     commits_more,
@@ -137,13 +138,33 @@ def first_saying_wins(seed: int) -> None:
     need(len({log.state.said["stop"] for log in logs}) == 1, "it was forgotten")
 
 
+def said_once(seed: int) -> None:
+    """What is soon forgotten is in the log once, though who says it hears late that it is."""
+    world = begin_with(seed, 3)
+    leader = leader_of(world)
+    for m, node in world.nodes.items():
+        for i in range(20):
+            node.log.say(f"{m}/{i}", "", lasts=1)
+    said: list[str] = []
+    follow = world.nodes[leader]._follow_entry
+
+    def listen(applied: Applied) -> None:
+        said.extend([applied.entry.key] if isinstance(applied.entry, Said) else [])
+        follow(applied)
+
+    world.nodes[leader]._follow_entry = listen  # type: ignore[method-assign]
+    world.run_until(lambda: len(set(said)) == 60, "all is said")
+    world.run_for(500)
+    need(len(said) == 60, f"{len(said)} entries say 60 keys")
+
+
 def lagging(seed: int) -> None:
     """One is cut from the coordinator's entries for longer than they are kept: it joins again."""
     world = begin_with(seed, 3)
     leader = leader_of(world)
     slow = next(m for m in world.nodes if m != leader)
     world.drops = lambda a, b, kind: b == slow and kind == "Append"
-    for i in range(400):
+    for i in range(2500):
         world.nodes[leader].log.say(f"x{i}", "-" * 1900, lasts=1)
     log = world.replica(leader).log
     world.run_until(lambda: log.base > world.replica(slow).log.end, "its entries are cut off")

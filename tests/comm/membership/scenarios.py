@@ -11,5 +11,5 @@ SCENARIOS = [
     elections.lying_coordinator,
     partitions.minority_waits, partitions.even_split, partitions.two_without_arbiter,
     partitions.two_with_arbiter, partitions.three_with_arbiter, partitions.leaving,
-    partitions.first_saying_wins, partitions.lagging, partitions.the_end,
+    partitions.first_saying_wins, partitions.said_once, partitions.lagging, partitions.the_end,
 ]  # fmt: skip

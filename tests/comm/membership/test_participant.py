@@ -200,6 +200,33 @@ def test_one_outside_of_the_view_joins_again_with_another_request() -> None:
     assert of_kind(one, Dropped) and one.request == 2
 
 
+def test_a_voter_that_fell_behind_votes_on_but_neither_contributes_nor_stands() -> None:
+    one = follower()
+    state = one.state.after(Commit("a", 0, 2, "d")).after(Commit("a", 1, 2, "e"))
+    one.receive(0, 5, Install(Ballot(1, 0, 5), 0, state, ()))
+    assert of_kind(one, Dropped) and one.state == state
+    assert (one.request, one.is_contributor) == (2, False)
+    receive_entries(one, View(3, BOTH))  # as after digests that differ; it is not whole by that
+    assert (one.request, one.is_contributor) == (2, False)
+    one.down(0)
+    taken(one)
+    one.up(0, 6)  # the coordinator's process has ended, and its next one is there
+    for _ in range(60):
+        one.tick()
+    assert not [a for a in of_kind(one, Send) if isinstance(a.message, Prepare)]
+
+
+def test_a_contributor_stands_when_the_coordinator_has_ended() -> None:
+    one = follower()
+    one.down(0)
+    one.up(0, 6)
+    for _ in range(60):
+        one.tick()
+    sent = [a.message for a in of_kind(one, Send)]
+    assert Prepare(Ballot(2, 1, 7), 3) in sent and one.is_coordinator, "alone: the other restarted"
+    assert [c.id for c in one.state.contributors] == [1]
+
+
 def test_the_log_remembers_the_first_saying_for_as_long_as_asked() -> None:
     state = State().after(View(1, BOTH)).after(Said("k", "first", 0, lasts=2))
     assert state.after(Said("k", "second", 1)).said["k"].value == "first"
