@@ -13,13 +13,22 @@ import torch
 
 from dsx.checkpoint.pipeline_repartition import merged_history
 from dsx.core.types import Stage
+from dsx.engines import simulated
 from dsx.method.ladder import Ladder
 from dsx.method.method import Method
-from tests.checkpoint.half_arrived import assert_same, resume, save_all
+from tests.checkpoint.half_arrived import (
+    HoldingHub,
+    assert_same,
+    catch_up,
+    hold,
+    lacking,
+    resume,
+    save_all,
+)
 from tests.levels import by_default
 from tests.method.test_control import StageOfTwo
 from tests.outer.test_guard import over_gloo  # noqa: F401 - a fixture
-from tests.outer.test_ladder import DOWN, overlapped, rungs_of, started, stepping, train
+from tests.outer.test_ladder import DOWN, loss, overlapped, rungs_of, started, stepping, train
 from tests.simulated import Simulated
 
 
@@ -47,6 +56,25 @@ def test_a_run_that_is_stopped_goes_on_as_one_that_is_not(
     second = started(whole.method)
     resume(second, first, tmp_path)
     assert_same(train(second, 120), whole)
+
+
+@pytest.mark.parametrize("stop", [24, 28])  # of the alarm, and where all know of it
+def test_a_cluster_that_is_stopped_in_a_boundary_goes_down_with_the_others(
+    stop: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has applied the mean, the other has put it off."""
+    monkeypatch.setattr(simulated, "InProcessHub", HoldingHub)
+    method = stepping("diloco", 2, schedule={"interval": 4})
+    first, undisturbed = train(started(method), stop - 1), train(started(method), 60)
+    hold(first, (1,))
+    train(first, stop)
+    assert [bool(indices) for indices in lacking(first)] == [False, True]
+    save_all(first, tmp_path, keeps_last=True)
+    second = started(method)
+    resume(second, first, tmp_path)
+    catch_up(second, loss)
+    assert_same(train(second, 60), undisturbed)
+    assert rungs_of(undisturbed) == DOWN[:2]
 
 
 def test_a_checkpoint_of_another_action_begins_at_the_top(tmp_path: Path) -> None:
