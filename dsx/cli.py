@@ -25,6 +25,7 @@ from dsx.plan.memory.command import memory
 from dsx.plan.published.simulate import simulate
 from dsx.support.command import support
 from dsx.support.doctor.command import doctor
+from dsx.support.keys_check import keys_check
 from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
 
@@ -40,6 +41,7 @@ app.command(rich_help_panel=BEFORE)(plan)
 app.command(rich_help_panel=BEFORE)(simulate)
 app.add_typer(bench_app, name="bench", rich_help_panel=BEFORE)
 app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
+keys_app.command("check")(keys_check)
 app.add_typer(keys_app, name="keys", rich_help_panel=BEFORE)
 app.add_typer(data_app, name="data", rich_help_panel=DURING)
 app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)

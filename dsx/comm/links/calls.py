@@ -17,6 +17,7 @@ from dsx.comm.links import sockets
 from dsx.comm.links.peer import Peer
 
 _NOT_TAKEN = "it does not take this cluster's key"
+_NOBODY = "nobody listens there, or the port is closed on the way"
 _NOT_KNOWN = "who answers there has none of its keys, or is no link"
 
 
@@ -66,6 +67,8 @@ class Calls:
                     yield True
                 elif event == zmq.EVENT_DISCONNECTED:
                     yield False
+                elif event == zmq.EVENT_CONNECT_RETRIED:
+                    call.peer.trouble = call.peer.trouble or _NOBODY
                 else:
                     is_auth = event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
                     call.peer.trouble = _NOT_TAKEN if is_auth else _NOT_KNOWN

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -97,7 +97,7 @@ def connect_peers(
             raise PeerLost(f"{what}: {str(error).splitlines()[0]}") from error
         addresses[cluster] = where["address"]
         if cluster != link.cluster_id:
-            address = _address_to_call(link.cluster_id, cluster, addresses)
+            address = address_to_call(link.cluster_id, cluster, addresses)
             link.expect(cluster, link.rank, address, where["incarnation"])
     for cluster in clusters:
         what = f"a link to rank {link.rank} of cluster {cluster}"
@@ -111,7 +111,7 @@ def connect_peers(
             ) from error
 
 
-def _address_to_call(own: int, other: int, addresses: dict[int, str | None]) -> str | None:
+def address_to_call(own: int, other: int, addresses: Mapping[int, str | None]) -> str | None:
     """Return where to call another cluster; None if it calls. All before it have said theirs."""
     if other > own:
         return addresses[other] if addresses[own] is None else None

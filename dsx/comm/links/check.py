@@ -1,0 +1,114 @@
+"""Whether the sites of a run can meet: keys, ports, clocks and versions, before a run is started.
+
+Each site calls those it would call in a run, at the same time. What one has not answered within the
+deadline is told with the reason as far as it is known here.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitedTooLong
+from dataclasses import dataclass
+
+from dsx.comm.links.link import Link
+from dsx.comm.links.meeting import address_to_call
+from dsx.comm.links.settings import LinkSettings
+from dsx.comm.links.switch import Answer, Name
+from dsx.comm.links.trust import load_trust, open_link
+from dsx.comm.versions import about_me
+
+_ANSWER_SECONDS = 5.0
+_LINGER_SECONDS = 2.0
+_LATE_SECONDS = 2.0  # of a clock: what is told of it
+
+
+@dataclass(frozen=True)
+class Site:
+    """Another site as it was found. `problem` is None where a link stood.
+
+    `clock_seconds`: how far its clock is ahead of this one; `latency_seconds`: there and back.
+    """
+
+    name: str
+    way: str
+    problem: str | None
+    latency_seconds: float = 0.0
+    clock_seconds: float = 0.0
+    version: str = ""
+
+    @property
+    def says(self) -> str:
+        """What there is to say of it."""
+        if self.problem is not None:
+            return self.problem
+        words = f"trusts this site, and is trusted; {1000 * self.latency_seconds:.1f} ms"
+        if abs(self.clock_seconds) > _LATE_SECONDS:
+            ahead = "ahead" if self.clock_seconds > 0 else "behind"
+            words += f"; its clock is {abs(self.clock_seconds):.0f} s {ahead}"
+        if self.version != _version():
+            words += f"; it has dsx {self.version}, this site {_version()}"
+        return words
+
+
+def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
+    """Return the other sites, as they were found; waits up to `seconds` for all of them.
+
+    OSError if the port is taken here; ValueError for what is wrong with keys.
+    """
+    addresses = {m: settings.address_of(m) for m in range(len(settings.names))}
+    load_trust(settings, own)  # says what is wrong, before anything listens
+    port = settings.port if addresses[own] is not None else 0
+    link = open_link(settings, own, 0, port)
+    asked: set[Name] = set()
+
+    def serve(asker: Name, body: bytes, answer: Answer) -> None:
+        asked.add(asker)
+        answer(json.dumps({"time": time.time(), "version": _version()}).encode())
+
+    until = time.monotonic() + seconds
+    try:
+        link.serve(serve)
+        others = [m for m in addresses if m != own]
+        for other in others:
+            link.expect(other, 0, address_to_call(own, other, addresses))
+
+        def look(other: int) -> Site:
+            way = _way(address_to_call(own, other, addresses), settings, own)
+            return _look(link, other, settings.names[other], way, until)
+
+        with ThreadPoolExecutor(len(others)) as threads:
+            found = list(threads.map(look, others))
+        until += _LINGER_SECONDS  # they have to hear from this one, too
+        while len(asked) < sum(s.problem is None for s in found) and time.monotonic() < until:
+            time.sleep(0.05)
+    finally:
+        link.close()
+    return found
+
+
+def _look(link: Link, other: int, name: str, way: str, until: float) -> Site:
+    try:
+        link.wait_for(other, 0, max(until - time.monotonic(), 0.1))
+        before = time.time()
+        answered: Future[bytes] = link.ask((other, 0), b"{}")
+        told = json.loads(answered.result(_ANSWER_SECONDS))
+        after = time.time()
+    except (TimeoutError, WaitedTooLong, RuntimeError) as error:
+        why = str(error).partition(": ")[2] or "nothing was heard of it"
+        if link.problems["a key of no member"] and way.startswith("calls here"):
+            why += "; somebody has called whose key is not known here: dsx keys add its line"
+        return Site(name, way, why)
+    ahead = told["time"] - (before + after) / 2
+    return Site(name, way, None, after - before, ahead, str(told["version"]))
+
+
+def _way(address: str | None, settings: LinkSettings, own: int) -> str:
+    if address is not None:
+        return f"called at {address}"
+    return f"calls here, at {settings.address_of(own) or 'nowhere: neither can be called'}"
+
+
+def _version() -> str:
+    return str(about_me()["versions"].get("dsx", "unknown"))
