@@ -15,6 +15,7 @@ from dsx.bench.command import app as bench_app
 from dsx.bench.net_test.command import net_test
 from dsx.comm.command import rendezvous
 from dsx.comm.links.keys_command import app as keys_app
+from dsx.comm.links.relay_command import relay
 from dsx.config.command import app as config_app
 from dsx.data.command import app as data_app
 from dsx.engines.command import export
@@ -46,6 +47,7 @@ app.add_typer(keys_app, name="keys", rich_help_panel=BEFORE)
 app.add_typer(data_app, name="data", rich_help_panel=DURING)
 app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)
+app.command(rich_help_panel=DURING)(relay)
 app.command(rich_help_panel=AFTER)(export)
 app.command(rich_help_panel=AFTER)(report)
 app.command(rich_help_panel=AFTER)(support)

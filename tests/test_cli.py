@@ -68,7 +68,7 @@ def test_python_m_dsx_shows_the_version() -> None:
 
 def test_completion_in_a_shell() -> None:
     done = run(_DSX_COMPLETE="complete_bash", COMP_WORDS="dsx re", COMP_CWORD="1")
-    assert done.stdout.split() == ["rendezvous", "report"], done.stderr
+    assert done.stdout.split() == ["rendezvous", "relay", "report"], done.stderr
     assert "--install-completion" in run("--help").stdout
 
 
