@@ -58,6 +58,7 @@ NOT_HERE = {  # with the reason
     "source .venv/bin/activate": "changes the reader's shell; tests have the environment already",
     "export CUDA_VISIBLE_DEVICES": "changes the reader's shell; tests have the environment already",
     "bash scripts/test.sh": "runs this test",
+    "dsx relay --keys": "serves until it is ended; as printed in tests/comm/links/test_relay.py",
     "dsx quickstart": "what scripts/quickstart.sh runs; by itself in tests/launch/test_install.py",
     "torchrun --nproc-per-node 8 -m megatron_patches": (
         "needs a Megatron-LM tree and eight GPUs; on the CPU in tests/launch/test_megatron_lm.py"
