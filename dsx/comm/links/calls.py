@@ -5,6 +5,7 @@ A peer that changes its key has two for a while; who calls tries them in turn.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ class Call:
     key: bytes
     socket: Any
     monitor: Any
-    num_shaken: int = 0
+    number: int = 0  # of the connection that stands, or stood last
 
 
 class Calls:
@@ -41,6 +42,7 @@ class Calls:
         self._context, self._poller, self._trust = context, poller, trust
         self.by_socket: dict[Any, Call] = {}
         self.by_monitor: dict[Any, Call] = {}
+        self._numbers = itertools.count(1)  # of connections: a later one replaces an earlier
 
     def reaches(self, peer: Peer) -> bool:
         """Whether a peer is called."""
@@ -63,7 +65,7 @@ class Calls:
             while True:
                 event = parse_monitor_message(call.monitor.recv_multipart(zmq.NOBLOCK))["event"]
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                    call.num_shaken += 1
+                    call.number = next(self._numbers)
                     yield True
                 elif event == zmq.EVENT_DISCONNECTED:
                     yield False
@@ -86,7 +88,7 @@ class Calls:
                 if keys and call.peer.error is None:
                     self.call(call.peer, call.index, call.address)
 
-    def hang_up(self, call: Call) -> None:
+    def hang_up(self, call: Call, linger_milliseconds: int = 0) -> None:
         """End a call for good."""
         call.peer.close(call.index)
         del self.by_socket[call.socket], self.by_monitor[call.monitor]
@@ -94,12 +96,12 @@ class Calls:
         self._poller.unregister(call.monitor)
         call.socket.disable_monitor()
         call.monitor.close(0)
-        call.socket.close(0)
+        call.socket.close(linger_milliseconds)
 
-    def end(self) -> None:
-        """End all of them."""
+    def end(self, linger_milliseconds: int) -> None:
+        """End all of them, within a time in which what was sent goes out."""
         for call in [*self.by_socket.values()]:
-            self.hang_up(call)
+            self.hang_up(call, linger_milliseconds)
 
     def _try_next_key(self, call: Call) -> None:
         keys = [] if self._trust is None else [*self._trust.keys_of(call.peer.cluster_id)]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import address_to_call
+from dsx.comm.links.requests import Answer, Name
 from dsx.comm.links.settings import LinkSettings
-from dsx.comm.links.switch import Answer, Name
 from dsx.comm.links.trust import load_trust, open_link
 from dsx.comm.versions import about_me
 

@@ -14,6 +14,7 @@ from hashlib import blake2b
 VERSION = 1
 CHUNK_BYTES = 1 << 19  # of a message in one frame: what others wait for on a line, at most
 MOST_BODY_BYTES = 1 << 22  # of anything
+MOST_MESSAGE_BYTES = CHUNK_BYTES << 32  # an acknowledgement has four bytes for a chunk's number
 HELLO, DATA, ACKS, READY, PROBE, ASK, ANSWER, REFUSAL, CLOSED = range(1, 10)
 _KINDS = range(HELLO, CLOSED + 1)
 _HEAD = struct.Struct("<BBHIQqIIQQQ")
@@ -76,6 +77,8 @@ class Frame:
             raise BadFrame(f"{body_bytes} bytes where the head says {length}")
         if kind == DATA and not (start < total and 0 < length <= total - start):
             raise BadFrame(f"bytes {start} to {start + length} of {total}")
+        if kind == DATA and total > MOST_MESSAGE_BYTES:
+            raise BadFrame(f"a message of {total} bytes, more than {MOST_MESSAGE_BYTES}")
         return cls(kind, sender, Key(lane, tag, number), attempt, serial, start, total)
 
 

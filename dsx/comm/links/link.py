@@ -19,8 +19,9 @@ import zmq
 
 from dsx.comm.links.messages import Ended
 from dsx.comm.links.peer import LinkDown, Peer
+from dsx.comm.links.requests import Name, Serve
 from dsx.comm.links.sockets import Trust
-from dsx.comm.links.switch import LinkOptions, Name, Serve, Switch
+from dsx.comm.links.switch import LinkOptions, Switch
 
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 5.0
@@ -39,13 +40,14 @@ class Link:
         self.incarnation, self.port = self._switch.incarnation, self._switch.port
         self.held: list[object] = []  # what is to live as long
         self._posted: deque[Callable[[], object]] = deque()
-        self._num_asked = 0
         self._there = threading.Condition()
         self._wake_up, self._woken = socket.socketpair()
         self._wake_up.setblocking(False)
         self._woken.setblocking(False)
         self._switch.poller.register(self._woken, zmq.POLLIN)
         self._closing_at: float | None = None
+        self._has_ended = False
+        self._doing = threading.RLock()
         self._thread = threading.Thread(target=self._run, name="dsx-link", daemon=True)
         self._thread.start()
 
@@ -83,28 +85,28 @@ class Link:
         return self._transfer(of, lambda peer, end: peer.mailbox.receive(lane, tag, place, end))
 
     def ask(self, whom: Name, body: bytes) -> Future[bytes]:
-        """Send a request to whoever serves there; the future has the answer."""
+        """Send a request to whoever serves there; the future has the answer.
+
+        To cancel the future is to give the request up.
+        """
         answer: Future[bytes] = Future()
 
         def post() -> None:
-            switch = self._switch
-            if whom == switch.own and switch.serve is not None:
-                switch.serve(whom, body, answer.set_result)
-                return
-            peer = switch.peer(whom)
-            if peer.error is not None:
-                answer.set_exception(peer.error)
-                return
-            self._num_asked += 1
-            switch.answers[self._num_asked] = answer
-            peer.ask(self._num_asked, body)
+            peer, requests = self._switch.peer(whom), self._switch.requests
+            number = requests.ask(peer, body, answer)
+
+            def forget(answer: Future[bytes]) -> None:
+                if answer.cancelled():
+                    self._post(lambda: requests.forget(peer, number))
+
+            answer.add_done_callback(forget)
 
         self._post(post)
         return answer
 
     def serve(self, serve: Serve) -> None:
         """Hand requests of others to `serve`, in the link's thread, with a function to answer."""
-        self._post(lambda: setattr(self._switch, "serve", serve))
+        self._post(lambda: self._switch.requests.serve(serve))
 
     def close_lane(self, lane: int) -> None:
         """End what is under way on a lane, and tell all peers that nothing comes there."""
@@ -141,11 +143,7 @@ class Link:
             ended.set_result(None) if error is None else ended.set_exception(error)
 
         def post() -> None:
-            peer = self._switch.peer(name)
-            if peer.error is not None:
-                end(peer.error)
-            else:
-                begin(peer, end)
+            begin(self._switch.peer(name), end)
 
         self._post(post)
         return ended
@@ -153,12 +151,12 @@ class Link:
     def _post(self, do: Callable[[], object]) -> None:
         self._posted.append(do)
         self._wake()
-        if not self._thread.is_alive():  # nobody else does it any more, and it finds peers gone
+        if self._has_ended:  # nobody else does it any more, and it finds peers gone
             self._do_posted()
 
     def _do_posted(self) -> None:
-        with suppress(IndexError):
-            while True:
+        with self._doing:
+            while self._posted:
                 self._posted.popleft()()
 
     def _wake(self) -> None:
@@ -180,6 +178,8 @@ class Link:
             why = f"this rank's link has ended by an error: {error}"
         finally:
             switch.end(why)
+            self._has_ended = True
+            self._do_posted()  # what has come meanwhile; later ones see that it has ended
             self._tell()
             self._wake_up.close()
             self._woken.close()

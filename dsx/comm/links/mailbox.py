@@ -52,6 +52,7 @@ class Mailbox:
         self._closing: set[int] = set()  # lanes, here
         self._closed: dict[int, Exception] = {}  # lanes, by the peer
         self._closed_here: set[int] = set()
+        self._ended: Exception | None = None
         self._next_serial = 0
         self._in_flight: dict[int, int] = {}  # bytes by connection
         self.replies: list[tuple[Frame, bytes]] = []
@@ -73,8 +74,8 @@ class Mailbox:
 
         What is short is copied, and `ended` called at once.
         """
-        if lane in self._closed or not len(data):
-            ended(self._closed.get(lane))
+        if self._ended or lane in self._closed or not len(data):
+            ended(self._ended or self._closed.get(lane))
             return
         is_short = len(data) <= COPIED_BYTES
         if is_short:
@@ -89,13 +90,21 @@ class Mailbox:
             ended(None)
 
     def receive(self, lane: int, tag: int, place: memoryview, ended: Ended) -> None:
-        """Give a message its place, bytes of its length, which is written until `ended`."""
-        if lane in self._closed or not len(place):
-            ended(self._closed.get(lane))
+        """Give a message its place, bytes of its length, which is written until `ended`.
+
+        One that had come before its sender has closed the lane, or has gone, is still there.
+        """
+        over = self._ended or self._closed.get(lane)
+        if not len(place):
+            ended(over)
             return
         incoming = Incoming(self._received.take(lane, tag), place, ended)
+        early = self._early.get(incoming.key)
+        if over is not None and (early is None or not early.is_complete):
+            ended(over)
+            return
+        self._early.pop(incoming.key, None)
         self._incoming[incoming.key] = incoming
-        early = self._early.pop(incoming.key, None)
         is_whole = early is None or early.is_whole
         if len(place) > EAGER_BYTES or not is_whole:
             self._reply(READY, incoming.key, start=int(not is_whole))
@@ -127,10 +136,12 @@ class Mailbox:
 
     def take_chunk(self, frame: Frame, body: Any) -> None:
         """Take a chunk that has come; `body` has a length and can be put into a memoryview."""
-        chunk = frame.start // CHUNK_BYTES
+        chunk, early = frame.start // CHUNK_BYTES, self._early.get(frame.key)
         length = min(CHUNK_BYTES, frame.total - frame.start)
         if frame.start % CHUNK_BYTES or len(body) != length:
             self.problems.append(f"bytes {frame.start} to {frame.start + len(body)} are no chunk")
+        elif early is not None and (early.total, early.serial) != (frame.total, frame.serial):
+            self.problems.append("a message that is also said to be another")
         elif frame.serial in self._complete or frame.key.lane in self._closed_here:
             self.acks.append(Ack(frame.serial, chunk, True))
         elif frame.key in self._incoming:
@@ -178,6 +189,8 @@ class Mailbox:
         self._in_flight.pop(connection, None)
         for key in self._incoming:  # a word of their places may have been lost, too
             self._reply(READY, key)
+        for lane in self._closed_here - self._closing:
+            self._reply(CLOSED, Key(lane, 0, 0))
 
     def close_lane(self, lane: int, error: Exception) -> None:
         """End what is under way on a lane, but for what its sender takes for sent.
@@ -185,6 +198,9 @@ class Mailbox:
         The peer is told once that is there.
         """
         self._end_lane(lane, error, spares_short=True)
+        for key in [key for key in self._early if key.lane == lane]:
+            self._early_bytes -= self._early.pop(key).num_bytes
+        self._received.forget(lane)
         self._closing.add(lane)
         self._closed_here.add(lane)
         self._tell_closed(lane)
@@ -196,14 +212,13 @@ class Mailbox:
 
     def end(self, error: Exception) -> None:
         """End all that is under way with an error."""
+        self._ended = self._ended or error
         under_way = [*self._outgoing.values(), *self._incoming.values()]
         self._outgoing.clear()
         self._by_key.clear()
         self._incoming.clear()
-        self._early.clear()
         self._turns.clear()
         self._in_flight.clear()
-        self._early_bytes = 0
         for each in under_way:
             each.ended(error)
 
@@ -219,9 +234,6 @@ class Mailbox:
         for incoming in [each for each in self._incoming.values() if each.key.lane == lane]:
             del self._incoming[incoming.key]
             incoming.ended(error)
-        for key in [key for key in self._early if key.lane == lane]:
-            self._early_bytes -= self._early.pop(key).num_bytes
-        self._received.forget(lane)
 
     def _tell_closed(self, lane: int) -> None:
         if lane in self._closing and all(o.key.lane != lane for o in self._outgoing.values()):

@@ -118,6 +118,11 @@ class Early:
     is_whole: bool = True
 
     @property
+    def is_complete(self) -> bool:
+        """Whether all of it is here."""
+        return len(self.chunks) == num_chunks(self.total)
+
+    @property
     def num_bytes(self) -> int:
         """Of the chunks that are kept."""
         return sum(len(body) for body in self.chunks.values())

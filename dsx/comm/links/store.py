@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.comm.links.link import Link
-from dsx.comm.links.switch import Answer, Name
+from dsx.comm.links.requests import Answer, Name
 
 _KEPT_ANSWERS = 1024  # of each asker, for requests that come again
 _MOST_KEYS = 100_000
@@ -52,7 +52,14 @@ class Shelf:
                 answer(done[number])
                 if len(done) > _KEPT_ANSWERS:
                     done.popitem(last=False)
-        except (ValueError, TypeError, KeyError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            IndexError,
+            RecursionError,
+            OverflowError,
+        ) as error:
             answer(json.dumps({"error": f"a request that cannot be done: {error}"}).encode())
         self._look()
 
@@ -147,6 +154,7 @@ class LinkStore(dist.Store):
         try:
             answer = json.loads(answered.result(seconds))
         except (WaitedTooLong, CancelledError):
+            answered.cancel()
             if verb == "wait":
                 return False
             raise RuntimeError(f"no answer within {seconds:g} s") from None

@@ -6,12 +6,9 @@ and named, as all is that does not fit.
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +29,16 @@ from dsx.comm.links.frames import (
     Frame,
     read_acks,
 )  # fmt: skip
+from dsx.comm.links.hello import Hello
 from dsx.comm.links.peer import Connection, LinkDown, Peer
+from dsx.comm.links.requests import Name, Requests
 
 _AT_ONCE = 256  # frames taken from a socket before others have their turn
 _TOLD_PROBLEMS = 5  # of a kind: then they are only counted
+_LINGER_MILLISECONDS = 500  # for what a socket that is closed has not sent yet
+_PORT_SECONDS = 5.0
 _KEYS_SECONDS = 1.0  # between two looks at the folder of keys
 logger = logging.getLogger(__name__)
-Name = tuple[int, int]  # cluster and rank
-Answer = Callable[[bytes], object]
-Serve = Callable[[Name, bytes, Answer], object]
 
 
 @dataclass(frozen=True)
@@ -71,8 +69,8 @@ class Switch:
         self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
         self._calls = Calls(self._context, self.poller, trust)
         self._keys_at = 0.0
-        self.serve: Serve | None = None
-        self.answers: dict[int, Future[bytes]] = {}
+        self.requests = Requests(own)
+        self._ended = ""  # why
         self.problems: Counter[str] = Counter()  # what was dropped, by its reason; read by others
         self._door = None
         if trust is not None:
@@ -89,6 +87,8 @@ class Switch:
         if name not in self.peers:
             grace, suspect = self._options.grace_seconds, self._options.suspect_seconds
             self.peers[name] = Peer(self.own[0], *name, grace, suspect)
+            if self._ended:
+                self.peers[name].end(self._ended)
         return self.peers[name]
 
     def expect(self, name: Name, address: str | None, incarnation: int | None) -> None:
@@ -98,7 +98,9 @@ class Switch:
             if peer.incarnation not in (None, incarnation):
                 self.give_up(peer, "another process has taken its place")
             peer.incarnation = incarnation
-        if address is not None and not self._calls.reaches(peer):
+        if self._trust is not None and not self._trust.keys_of(name[0]):
+            self.give_up(peer, "it has no key, or its key has been revoked")
+        if address is not None and peer.error is None and not self._calls.reaches(peer):
             for index in range(self._options.streams + 1):
                 self._calls.call(peer, index, address)
 
@@ -125,25 +127,33 @@ class Switch:
     def give_up(self, peer: Peer, why: str) -> None:
         """Count a peer as gone for good: all that waits for it gets the reason."""
         peer.end(why)
-        for number in peer.asked:
-            waiting = self.answers.pop(number, None)
-            if waiting is not None and peer.error is not None:
-                waiting.set_exception(peer.error)
-        peer.asked.clear()
+        self.requests.give_up(peer)
 
     def end(self, why: str) -> None:
         """Give all peers up, and end all connections."""
+        self._ended = why
         for peer in self.peers.values():
+            if peer.error is None:
+                peer.flush()  # acknowledgements, and which lanes are closed
             self.give_up(peer, why)
-        for answer in self.answers.values():
-            answer.set_exception(LinkDown(why))
-        self._calls.end()
-        self._context.destroy(0)
+        self._calls.end(_LINGER_MILLISECONDS)
+        self._context.destroy(_LINGER_MILLISECONDS)
 
     def _listen(self, port: int) -> None:
         host = self._options.host
         self._listening, self.port = sockets.listen(self._context, host, port, self._trust)
         self.poller.register(self._listening, zmq.POLLIN)
+
+    def _listen_again(self, port: int) -> None:
+        """Take a port that this link has let go, which libzmq does a moment later."""
+        until = time.monotonic() + _PORT_SECONDS
+        while True:
+            try:
+                return self._listen(port)
+            except OSError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.01)
 
     def _look(self) -> None:
         """Look after peers, and after keys now and then."""
@@ -181,21 +191,15 @@ class Switch:
             for peer, index in self._routes.values():
                 peer.close(index)
             self._routes.clear()
-            self._listen(self.port)
+            self._listen_again(self.port)
             self._calls.renew()
 
     def _connection_of(self, call: Call) -> Connection:
         key = None if self._trust is None else sockets.key_of_text(call.key)
-        return Connection(call.socket, None, call.num_shaken, key)
+        return Connection(call.socket, None, call.number, key)
 
     def _greet(self, connection: Connection, index: int) -> None:
-        hello = {
-            "rank": self.own[1],
-            "connection": index,
-            "number": connection.number,
-            "incarnation": self.incarnation,
-        }
-        body = json.dumps(hello).encode()
+        body = Hello(self.own[1], index, connection.number, self.incarnation).pack()
         connection.send(Frame(HELLO, self.own[0]).pack(len(body)), body)
 
     def _take_called(self) -> None:
@@ -217,7 +221,7 @@ class Switch:
                 continue
             known = self._routes.get(identity.bytes)
             if frame.kind == HELLO:
-                self._take_hello(frame, parts[1].bytes, None, (identity.bytes, key))
+                self._take_hello(frame.sender, parts[1].bytes, (identity.bytes, key))
             elif known is None:
                 self._drop("a frame before a greeting", f"cluster {frame.sender}")
             elif known[1] in known[0].connections:
@@ -234,7 +238,7 @@ class Switch:
             if frame is None:
                 continue
             if frame.kind == HELLO:
-                self._take_hello(frame, parts[1].bytes, call, None)
+                self._take_hello(frame.sender, parts[1].bytes, call)
             elif call.index in call.peer.connections:
                 self._give(call.peer, frame, parts[1])
 
@@ -270,62 +274,45 @@ class Switch:
             elif frame.kind == PROBE:
                 peer.answer_probe(frame)
             elif frame.kind == ASK:
-                self._take_request(peer, frame.serial, body.bytes)
+                self.requests.take(peer, frame.serial, body.bytes)
             elif frame.kind == ANSWER:
-                peer.asked.pop(frame.serial, None)
-                answer = self.answers.pop(frame.serial, None)
-                if answer is not None:
-                    answer.set_result(body.bytes)
+                self.requests.take_answer(peer, frame.serial, body.bytes)
         except BadFrame as error:
             self._drop(str(error), f"{peer}")
 
-    def _take_hello(
-        self,
-        frame: Frame,
-        body: bytes,
-        call: Call | None,
-        called: tuple[bytes, bytes | None] | None,
-    ) -> None:
-        """Take a greeting: of who has called, which is answered, or the answer to one's own."""
+    def _take_hello(self, sender: int, body: bytes, by: Call | tuple[bytes, bytes | None]) -> None:
+        """Take a greeting: of who has called (identity and key), or the answer to one's own."""
         try:
-            hello = json.loads(body)
-            names = ("rank", "connection", "number", "incarnation")
-            rank, index, number, incarnation = (int(hello[name]) for name in names)
-        except (ValueError, KeyError, TypeError):
-            self._drop("a greeting that cannot be read", f"cluster {frame.sender}")
+            hello = Hello.read(body)
+        except BadFrame as error:
+            self._drop(str(error), f"cluster {sender}")
             return
-        peer = self.peer((frame.sender, rank))
-        if not 0 <= index <= self._options.streams:
+        index, name = hello.connection, (sender, hello.rank)
+        if index > self._options.streams:
             count = self._options.streams + 1
-            self._drop(f"connection {index}, of {count} by link.streams", f"{peer}")
+            self._drop(f"connection {index}, of {count} by link.streams", f"cluster {sender}")
             return
-        peer.incarnation = peer.incarnation or incarnation
-        if incarnation != peer.incarnation or peer.error is not None:
+        if isinstance(by, Call) and (by.peer is not self.peer(name) or by.index != index):
+            by.peer.trouble = f"cluster {sender}, rank {hello.rank} answers at {by.address}"
+            self._drop("an answer of another rank than was called", by.peer.trouble)
+            return
+        peer = self.peer(name)
+        peer.incarnation = peer.incarnation or hello.incarnation
+        if hello.incarnation != peer.incarnation or peer.error is not None:
             self._drop("a greeting of another process than the one that is meant", f"{peer}")
             return
-        if called is None:
-            assert call is not None
-            peer.open(index, self._connection_of(call))
+        if isinstance(by, Call):
+            peer.open(index, self._connection_of(by))
             return
-        identity, key = called
+        identity, key = by
         known = peer.connections.get(index)
-        if known is not None and known.number > number:
+        if known is not None and known.number > hello.number:
             return  # of a connection that has been replaced
         self._routes = {i: to for i, to in self._routes.items() if to != (peer, index)}
         self._routes[identity] = (peer, index)
-        connection = Connection(self._listening, identity, number, key)
+        connection = Connection(self._listening, identity, hello.number, key)
         self._greet(connection, index)
         peer.open(index, connection)
-
-    def _take_request(self, peer: Peer, number: int, body: bytes) -> None:
-        if self.serve is None:
-            self._drop("a request where nobody serves", f"{peer}")
-            return
-
-        def answer(text: bytes) -> None:
-            peer.say(Frame(ANSWER, self.own[0], serial=number), text)
-
-        self.serve((peer.cluster_id, peer.rank), body, answer)
 
     def _refused(self, address: str) -> None:
         self._drop("a key of no member", address)
