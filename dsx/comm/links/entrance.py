@@ -30,8 +30,8 @@ class Limits:
     `dscp`: 0 to 63, the mark on all that is sent outside; None leaves it to the system.
     """
 
-    most_connections: int = 2048
-    most_greeting: int = 1024
+    most_connections: int = 512
+    most_greeting: int = 512
     greeting_seconds: float = 5.0
     dscp: int | None = None
 

@@ -26,6 +26,7 @@ _F_SETPIPE_SZ = 1031
 _BURST_SECONDS = 0.1
 _LEAST_BURST_BYTES = 4096
 _SEGMENT_BYTES = 1448  # of payload in an Ethernet frame: less is not worth one
+_SHARES = 8  # of what the bucket holds, one to each that waits
 _LOOK_SECONDS = 0.01
 _HALF_SECONDS = 30.0
 _FLAGS = 3  # SPLICE_F_MOVE | SPLICE_F_NONBLOCK
@@ -68,7 +69,7 @@ class Bucket:
         self._at = time.monotonic()
         self._waiting: deque[Callable[[], object]] = deque()
         self._is_due = False
-        self._is_serving = False
+        self._is_turn = False
 
     def set_rate(self, bytes_per_second: float | None) -> None:
         """Change the rate, at once and for all."""
@@ -86,9 +87,10 @@ class Bucket:
         if self._rate is None:
             return most
         self._fill()
-        if self._level < _SEGMENT_BYTES or (self._waiting and not self._is_serving):
+        if self._level < _SEGMENT_BYTES or (self._waiting and not self._is_turn):
             return 0
-        taken = min(most, int(self._level))
+        self._is_turn = False
+        taken = min(most, int(self._level), max(_SEGMENT_BYTES, int(self._burst / _SHARES)))
         self._level -= taken
         return taken
 
@@ -119,10 +121,10 @@ class Bucket:
 
     def _serve(self) -> None:
         self._fill()
-        self._is_serving = True
         while self._waiting and (self._rate is None or self._level >= _SEGMENT_BYTES):
+            self._is_turn = True
             self._waiting.popleft()()
-        self._is_serving = False
+        self._is_turn = False
 
 
 class _Direction:

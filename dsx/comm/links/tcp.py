@@ -95,9 +95,8 @@ class Dial:
     def _next(self) -> None:
         while self._left:
             family, address = self._left.pop(0)
-            connection = socket.socket(family, socket.SOCK_STREAM)
-            self._connection = connection
             try:
+                connection = self._connection = socket.socket(family, socket.SOCK_STREAM)
                 prepare(connection, self._dscp)
                 number = connection.connect_ex(address)
                 if number not in (0, errno.EINPROGRESS):

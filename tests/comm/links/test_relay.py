@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 import zmq
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dsx.comm.links import greetings
 from dsx.comm.links.gateway_process import Event, GatewayProcess
@@ -267,6 +269,33 @@ def test_silent_connections_do_not_disturb_a_relay(folders: dict[str, Path], rel
         assert caller.echoes(milliseconds=2000)
 
 
+@pytest.mark.ci
+def test_bytes_of_any_kind_neither_end_a_relay_nor_what_it_joins(
+    folders: dict[str, Path], relay: Relay
+) -> None:
+    with ExitStack() as stack:
+        called = stack.enter_context(Called())
+        a, b = (gateway_of(stack, folders, name) for name in ("site-a", "site-b"))
+        registered(a, relay, called)
+        ways = b.update(ways={THREE: ("127.0.0.1", relay.port)})
+        caller = stack.enter_context(Calling(called, ways[THREE], b""))
+        assert caller.echoes()
+        kinds = st.sampled_from([b"", b"\5", b"\5\1\0", b"DSXR", *messages("RCSKNOTXA")])
+
+        @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @given(kinds, st.binary(min_size=1, max_size=500))
+        def say(first: bytes, rest: bytes) -> None:
+            ask(relay.port, first + rest, b"")
+
+        say()
+        assert caller.echoes() and relay.process.poll() is None
+
+
+def messages(kinds: str) -> list[bytes]:
+    body = {"member": "site-a", "names": [THREE], "token": "0" * 32, "signature": "00"}
+    return [pack_message(kind.encode(), **body) for kind in kinds]
+
+
 def test_what_cannot_be_served_is_said_in_one_line(
     tmp_path: Path, folders: dict[str, Path]
 ) -> None:
@@ -274,7 +303,7 @@ def test_what_cannot_be_served_is_said_in_one_line(
         return subprocess.run([*DSX, "relay", *arguments], capture_output=True, text=True)
 
     done = run("--keys", str(tmp_path / "none"), "--port", "0")
-    assert done.returncode == 2 and "members is not there" in done.stderr
+    assert done.returncode == 2 and "none/members: No such file" in done.stderr
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         done = run("--keys", str(folders["relay-keys"]), "--port", port, "--host", "127.0.0.1")
