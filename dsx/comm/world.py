@@ -242,7 +242,7 @@ def join(config: RendezvousConfig) -> World:
     if config.link is not None and link is None and seat.others:
         from dsx.comm.links.trust import open_link
 
-        link = open_link(config.link, rank_info.cluster_id, rank_info.rank)
+        link = open_link(config.link, rank_info.cluster_id, rank_info.rank, rank_info.world_size)
     if link is not None:
         from dsx.comm.links.meeting import host_to_call, say_where
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dsx.comm.address import parse_address
+from dsx.comm.links.pace import Hours
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.multistream import MAX_STREAMS
 from dsx.config.files import ConfigError
@@ -58,6 +59,15 @@ class LinkConfig(BaseModel):
     suspect_seconds: float = Field(default=30.0, ge=1.0, le=_LONGEST)
     """After how long a silent peer counts as lost, in seconds."""
 
+    rate_mbit: float | None = Field(default=None, gt=0, le=1e7)
+    """The most that a cluster sends over its links, in Mbit/s; null: what the line takes."""
+
+    hours: tuple[_Text, ...] = ()
+    """Other rates at some hours of the host's day: ["08:00-18:00=200"], in Mbit/s."""
+
+    dscp: int = Field(default=0, ge=0, le=63)
+    """The mark of all packets that routers sort traffic by, such as 8 for what may wait (CS1)."""
+
     @property
     def uses_links(self) -> bool:
         """Whether messages go over links."""
@@ -89,6 +99,16 @@ def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
             'dsx.link.members is missing: security="curve" needs the names of all clusters, as '
             '`dsx keys` knows them; write "members": ["berlin=203.0.113.7:29400", "oslo"]'
         )
+    if not link.uses_links and (link.rate_mbit is not None or link.hours or link.dscp):
+        raise ConfigError(
+            'dsx.link.rate_mbit, hours and dscp are of links: add "security": "curve" (or '
+            '"transport": "link"), or leave them out'
+        )
+    for text in link.hours:
+        try:
+            Hours.read(text)
+        except ValueError as error:
+            raise ConfigError(f"dsx.link.hours: {error}") from None
     if link.members and not link.uses_links:
         raise ConfigError(
             'dsx.link.members needs "security": "curve" (or "transport": "link" without keys); '

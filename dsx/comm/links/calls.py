@@ -38,8 +38,14 @@ class Call:
 class Calls:
     """All of a link's, and the sockets on which libzmq tells of them; in `poller`."""
 
-    def __init__(self, context: zmq.Context[Any], poller: zmq.Poller, trust: sockets.Trust | None):
-        self._context, self._poller, self._trust = context, poller, trust
+    def __init__(
+        self,
+        context: zmq.Context[Any],
+        poller: zmq.Poller,
+        trust: sockets.Trust | None,
+        dscp: int = 0,
+    ) -> None:
+        self._context, self._poller, self._trust, self._dscp = context, poller, trust, dscp
         self.by_socket: dict[Any, Call] = {}
         self.by_monitor: dict[Any, Call] = {}
         self._numbers = itertools.count(1)  # of connections: a later one replaces an earlier
@@ -52,7 +58,7 @@ class Calls:
         """Call a peer at `host:port`, with a key of its or the first one."""
         if key is None:
             key = b"" if self._trust is None else self._trust.keys_of(peer.cluster_id)[0]
-        socket, monitor = sockets.call(self._context, address, self._trust, key)
+        socket, monitor = sockets.call(self._context, address, self._trust, key, self._dscp)
         call = Call(peer, index, address, key, socket, monitor)
         self.by_socket[socket] = self.by_monitor[monitor] = call
         self._poller.register(socket, zmq.POLLIN)

@@ -60,7 +60,7 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
     addresses = {m: settings.address_of(m) for m in range(len(settings.names))}
     load_trust(settings, own)  # says what is wrong, before anything listens
     port = settings.port if addresses[own] is not None else 0
-    link = open_link(settings, own, 0, port)
+    link = open_link(settings, own, 0, 1, port)
     asked: set[Name] = set()
 
     def serve(asker: Name, body: bytes, answer: Answer) -> None:

@@ -18,6 +18,7 @@ from contextlib import suppress
 import zmq
 
 from dsx.comm.links.messages import Ended
+from dsx.comm.links.pace import Pace
 from dsx.comm.links.peer import LinkDown, Peer
 from dsx.comm.links.requests import Name, Serve
 from dsx.comm.links.sockets import Trust
@@ -33,10 +34,15 @@ class Link:
     """The connections of one rank to processes of other clusters; for any thread."""
 
     def __init__(
-        self, cluster_id: int, rank: int, trust: Trust | None, options: LinkOptions
+        self,
+        cluster_id: int,
+        rank: int,
+        trust: Trust | None,
+        options: LinkOptions,
+        pace: Pace | None = None,
     ) -> None:
         self.cluster_id, self.rank = cluster_id, rank
-        self._switch = Switch((cluster_id, rank), trust, options)
+        self._switch = Switch((cluster_id, rank), trust, options, pace or Pace(None))
         self.incarnation, self.port = self._switch.incarnation, self._switch.port
         self.held: list[object] = []  # what is to live as long
         self._posted: deque[Callable[[], object]] = deque()
@@ -167,7 +173,8 @@ class Link:
         switch, why = self._switch, "this rank has closed its link"
         try:
             while not self._may_close():
-                ready = dict(switch.poller.poll(int(_LOOK_SECONDS * 1000)))
+                seconds = min(switch.pace.wait_seconds() or _LOOK_SECONDS, _LOOK_SECONDS)
+                ready = dict(switch.poller.poll(max(int(seconds * 1000), 1)))
                 if ready.pop(self._woken.fileno(), None):
                     self._woken.recv(4096)
                 self._do_posted()

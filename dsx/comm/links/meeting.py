@@ -39,7 +39,8 @@ def open_meeting(
         )
     is_first = rank_info.rank == 0
     is_called = is_first and addresses[own] is not None
-    link = open_link(settings, own, rank_info.rank, settings.port if is_called else 0)
+    port = settings.port if is_called else 0
+    link = open_link(settings, own, rank_info.rank, rank_info.world_size, port)
     holder = callable_ones[0]
     address = addresses[holder]
     if own == holder:

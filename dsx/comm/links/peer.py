@@ -14,6 +14,7 @@ import zmq
 
 from dsx.comm.links.frames import ACKS, ASK, PROBE, Frame, pack_acks
 from dsx.comm.links.mailbox import Mailbox
+from dsx.comm.links.pace import Pace
 
 _PROBES_PER_SUSPICION = 8
 _MOST_PROBE_SECONDS = 0.25
@@ -139,8 +140,8 @@ class Peer:
         """Send something short, if there is a connection."""
         self._send(frame, body)
 
-    def flush(self) -> None:
-        """Send what waits, as far as windows allow."""
+    def flush(self, pace: Pace) -> None:
+        """Send what waits, as far as windows and the pace allow."""
         mailbox = self.mailbox
         if 0 in self.connections:
             replies, mailbox.replies = mailbox.replies, []
@@ -154,12 +155,15 @@ class Peer:
         while is_moving:
             is_moving = False
             for index in [i for i in self.connections if i]:
+                if pace.wait_seconds():
+                    return
                 found = mailbox.next_chunk(index)
                 if found is None:
                     continue
                 frame, body = found
                 if self.connections[index].send(frame.pack(len(body)), body):
                     self.bytes_sent += len(body)
+                    pace.sent(len(body))
                     is_moving = True
                 else:
                     self.close(index)

@@ -20,6 +20,9 @@ class LinkSettings:
     port: int = 29400
     streams: int = 1
     suspect_seconds: float = 30.0
+    rate_mbit: float | None = None
+    hours: tuple[str, ...] = ()
+    dscp: int = 0
 
     @property
     def names(self) -> list[str]:

@@ -78,9 +78,11 @@ class Door:
         self.socket.send_multipart([version, request, *verdict])
 
 
-def listen(context: zmq.Context[Any], host: str, port: int, trust: Trust | None) -> tuple[Any, int]:
+def listen(
+    context: zmq.Context[Any], host: str, port: int, trust: Trust | None, dscp: int = 0
+) -> tuple[Any, int]:
     """Return a socket that others call, and its port, a free one for 0. OSError if it is taken."""
-    socket = _socket(context, zmq.ROUTER)
+    socket = _socket(context, zmq.ROUTER, dscp)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to who has gone is an error
     if trust is not None:
         socket.curve_server = True
@@ -99,12 +101,12 @@ def listen(context: zmq.Context[Any], host: str, port: int, trust: Trust | None)
 
 
 def call(
-    context: zmq.Context[Any], address: str, trust: Trust | None, key: bytes
+    context: zmq.Context[Any], address: str, trust: Trust | None, key: bytes, dscp: int = 0
 ) -> tuple[Any, Any]:
     """Return a socket that calls `host:port`, again whenever it is cut off, and one that tells of
     its connections; `key` is theirs.
     """  # fmt: skip
-    socket = _socket(context, zmq.DEALER)
+    socket = _socket(context, zmq.DEALER, dscp)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing lies waiting for a connection
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, _MOST_RECONNECT_MILLISECONDS)
@@ -122,8 +124,9 @@ def key_of_text(key: bytes) -> bytes:
     return z85.decode(key)
 
 
-def _socket(context: zmq.Context[Any], kind: int) -> Any:
+def _socket(context: zmq.Context[Any], kind: int, dscp: int) -> Any:
     socket: Any = context.socket(kind)
+    socket.setsockopt(zmq.TOS, dscp << 2)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by what is not acknowledged

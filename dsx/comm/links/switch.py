@@ -30,6 +30,7 @@ from dsx.comm.links.frames import (
     read_acks,
 )  # fmt: skip
 from dsx.comm.links.hello import Hello
+from dsx.comm.links.pace import Pace
 from dsx.comm.links.peer import Connection, LinkDown, Peer
 from dsx.comm.links.requests import Name, Requests
 
@@ -46,6 +47,7 @@ class LinkOptions:
     """How a link is run. `host` is where it listens; `port` 0 takes any.
 
     `grace_seconds`: a connection that is closed has so long to come back, and some round trips.
+    `dscp` marks all packets.
     """
 
     host: str = "127.0.0.1"
@@ -53,13 +55,16 @@ class LinkOptions:
     streams: int = 1
     suspect_seconds: float = 30.0
     grace_seconds: float = 0.7
+    dscp: int = 0
 
 
 class Switch:
     """A link's sockets and peers; used by its thread alone, but for what is said to be read."""
 
-    def __init__(self, own: Name, trust: sockets.Trust | None, options: LinkOptions) -> None:
-        self.own = own
+    def __init__(
+        self, own: Name, trust: sockets.Trust | None, options: LinkOptions, pace: Pace
+    ) -> None:
+        self.own, self.pace = own, pace
         self.incarnation = time.time_ns()
         self._trust, self._options = trust, options
         self._own_key = None if trust is None else trust.public_key
@@ -67,7 +72,7 @@ class Switch:
         self.poller = zmq.Poller()
         self.peers: dict[Name, Peer] = {}  # read by others
         self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
-        self._calls = Calls(self._context, self.poller, trust)
+        self._calls = Calls(self._context, self.poller, trust, options.dscp)
         self._keys_at = 0.0
         self.requests = Requests(own)
         self._ended = ""  # why
@@ -141,7 +146,8 @@ class Switch:
 
     def _listen(self, port: int) -> None:
         host = self._options.host
-        self._listening, self.port = sockets.listen(self._context, host, port, self._trust)
+        dscp = self._options.dscp
+        self._listening, self.port = sockets.listen(self._context, host, port, self._trust, dscp)
         self.poller.register(self._listening, zmq.POLLIN)
 
     def _listen_again(self, port: int) -> None:
@@ -166,7 +172,7 @@ class Switch:
             if why is not None:
                 self.give_up(peer, why)
             elif peer.error is None:
-                peer.flush()
+                peer.flush(self.pace)
             for problem in peer.mailbox.problems:
                 self._drop(problem, f"{peer}")
             peer.mailbox.problems.clear()

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dsx.comm.links.keys import Keys
 from dsx.comm.links.link import Link
+from dsx.comm.links.pace import Hours, Pace
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.sockets import Trust
 from dsx.comm.links.switch import LinkOptions
@@ -58,8 +59,17 @@ def load_trust(settings: LinkSettings, cluster_id: int) -> MemberTrust | None:
     return MemberTrust(keys, names)
 
 
-def open_link(settings: LinkSettings, cluster_id: int, rank: int, port: int = 0) -> Link:
-    """Return this rank's link, which listens at `port`, any free one by default."""
+def open_link(
+    settings: LinkSettings, cluster_id: int, rank: int, world_size: int, port: int = 0
+) -> Link:
+    """Return this rank's link, which listens at `port`, any free one by default.
+
+    It has its part of the cluster's rate: that by `world_size`.
+    """
     trust: Trust | None = load_trust(settings, cluster_id)
-    options = LinkOptions(settings.listens_at, port, settings.streams, settings.suspect_seconds)
-    return Link(cluster_id, rank, trust, options)
+    options = LinkOptions(
+        settings.listens_at, port, settings.streams, settings.suspect_seconds, dscp=settings.dscp
+    )
+    hours = [Hours.read(text) for text in settings.hours]
+    pace = Pace(settings.rate_mbit, hours, share=1 / world_size)
+    return Link(cluster_id, rank, trust, options, pace)
