@@ -101,10 +101,10 @@ class Launcher:
     def output(self) -> str:
         return self.log.read_text()
 
-    def wait_for(self, text: str, timeout_seconds: float = 60) -> None:
+    def wait_for(self, text: str, timeout_seconds: float = 60, may_end: bool = False) -> None:
         until = time.monotonic() + timeout_seconds
         while text not in self.output():
-            assert self.process.poll() is None, self.output()
+            assert may_end or self.process.poll() is None, self.output()
             assert time.monotonic() < until, self.output()
             time.sleep(0.1)
 

@@ -52,6 +52,7 @@ class Mailbox:
         self._closing: set[int] = set()  # lanes, here
         self._closed: dict[int, Exception] = {}  # lanes, by the peer
         self._closed_here: set[int] = set()
+        self._over: set[int] = set()  # lanes closed on either side: what still comes is let go
         self._ended: Exception | None = None
         self._next_serial = 0
         self._in_flight: dict[int, int] = {}  # bytes by connection
@@ -63,6 +64,16 @@ class Mailbox:
     def has_outgoing(self) -> bool:
         """Whether something was sent that has not arrived."""
         return bool(self._outgoing)
+
+    @property
+    def first_serial(self) -> int:
+        """Of what has not arrived, or of the next message: nothing below it is sent any more."""
+        return next(iter(self._outgoing), self._next_serial)
+
+    @property
+    def num_single_serials(self) -> int:
+        """Of complete messages that are remembered one by one."""
+        return self._complete.num_kept
 
     @property
     def early_bytes(self) -> int:
@@ -134,6 +145,10 @@ class Mailbox:
             return frame, body
         return None
 
+    def forget_below(self, serial: int) -> None:
+        """Take the word that the peer sends nothing any more below one of its `first_serial`s."""
+        self._complete.raise_to(serial)
+
     def take_chunk(self, frame: Frame, body: Any) -> None:
         """Take a chunk that has come; `body` has a length and can be put into a memoryview."""
         chunk, early = frame.start // CHUNK_BYTES, self._early.get(frame.key)
@@ -142,7 +157,7 @@ class Mailbox:
             self.problems.append(f"bytes {frame.start} to {frame.start + len(body)} are no chunk")
         elif early is not None and (early.total, early.serial) != (frame.total, frame.serial):
             self.problems.append("a message that is also said to be another")
-        elif frame.serial in self._complete or frame.key.lane in self._closed_here:
+        elif frame.serial in self._complete or frame.key.lane in self._over:
             self.acks.append(Ack(frame.serial, chunk, True))
         elif frame.key in self._incoming:
             self._fill(self._incoming[frame.key], frame.serial, chunk, frame.total, body)
@@ -198,17 +213,19 @@ class Mailbox:
         The peer is told once that is there.
         """
         self._end_lane(lane, error, spares_short=True)
-        for key in [key for key in self._early if key.lane == lane]:
-            self._early_bytes -= self._early.pop(key).num_bytes
+        self._drop_early([*self._early], lane)
         self._received.forget(lane)
         self._closing.add(lane)
         self._closed_here.add(lane)
+        self._over.add(lane)
         self._tell_closed(lane)
 
     def take_closed(self, frame: Frame, error: Exception) -> None:
         """Take the word that the peer has closed a lane: nothing comes there any more."""
         self._closed[frame.key.lane] = error
+        self._over.add(frame.key.lane)
         self._end_lane(frame.key.lane, error, spares_short=False)
+        self._drop_early([k for k, e in self._early.items() if not e.is_complete], frame.key.lane)
 
     def end(self, error: Exception) -> None:
         """End all that is under way with an error."""
@@ -234,6 +251,11 @@ class Mailbox:
         for incoming in [each for each in self._incoming.values() if each.key.lane == lane]:
             del self._incoming[incoming.key]
             incoming.ended(error)
+
+    def _drop_early(self, keys: list[Key], lane: int) -> None:
+        for key in keys:
+            if key.lane == lane:
+                self._early_bytes -= self._early.pop(key).num_bytes
 
     def _tell_closed(self, lane: int) -> None:
         if lane in self._closing and all(o.key.lane != lane for o in self._outgoing.values()):

@@ -46,10 +46,26 @@ class Serials:
 
     def add(self, serial: int) -> None:
         """Note one that is."""
-        self._above.add(serial)
+        if serial >= self._below:
+            self._above.add(serial)
+            self._advance()
+
+    def _advance(self) -> None:
         while self._below in self._above:
             self._above.remove(self._below)
             self._below += 1
+
+    def raise_to(self, serial: int) -> None:
+        """Count all below one as complete: those of a lane that ended may never come."""
+        if serial > self._below:
+            self._below = serial
+            self._above = {each for each in self._above if each >= serial}
+            self._advance()
+
+    @property
+    def num_kept(self) -> int:
+        """Of single ones."""
+        return len(self._above)
 
     def __contains__(self, serial: int) -> bool:
         return serial < self._below or serial in self._above

@@ -120,8 +120,16 @@ class Peer:
         if now >= self._probe_at:
             each = min(self._suspect_seconds / _PROBES_PER_SUSPICION, _MOST_PROBE_SECONDS)
             self._probe_at = now + each
-            self._send(Frame(PROBE, self._own, start=time.monotonic_ns()), b"")
+            first = self.mailbox.first_serial
+            self._send(Frame(PROBE, self._own, start=time.monotonic_ns(), serial=first), b"")
         return None
+
+    def excuse(self, seconds: float) -> None:
+        """Do not count a time in which this process itself has not looked."""
+        now = time.monotonic()
+        self._heard_at = min(self._heard_at + seconds, now)
+        if self._lost_at is not None:
+            self._lost_at = min(self._lost_at + seconds, now)
 
     def answer_probe(self, frame: Frame) -> None:
         """Send a probe back, or take the time of one's own that has come back."""
@@ -129,7 +137,8 @@ class Peer:
             seconds = (time.monotonic_ns() - frame.total) / 1e9
             self.latency_seconds = min(self.latency_seconds or seconds, seconds)
         else:
-            self._send(Frame(PROBE, self._own, total=frame.start), b"")
+            first = self.mailbox.first_serial
+            self._send(Frame(PROBE, self._own, total=frame.start, serial=first), b"")
 
     def ask(self, number: int, body: bytes) -> None:
         """Send a request, again with each new connection until there is an answer."""

@@ -19,6 +19,8 @@ from dsx.comm.links.frames import MOST_BODY_BYTES
 _HANDSHAKE_MILLISECONDS = 5000
 _RECONNECT_MILLISECONDS = 50
 _MOST_RECONNECT_MILLISECONDS = 1000
+_KEEPALIVE_SECONDS = 5
+_UNANSWERED_MILLISECONDS = 12_000  # of TCP: then a connection ends, and is opened anew
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_DISCONNECTED
@@ -128,6 +130,10 @@ def _socket(context: zmq.Context[Any], kind: int, dscp: int) -> Any:
     socket: Any = context.socket(kind)
     socket.setsockopt(zmq.TOS, dscp << 2)
     socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)  # what is idle for long is forgotten by NATs
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, _KEEPALIVE_SECONDS)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, _KEEPALIVE_SECONDS)
+    socket.setsockopt(zmq.TCP_MAXRT, _UNANSWERED_MILLISECONDS)
     socket.setsockopt(zmq.IPV6, 1)
     socket.setsockopt(zmq.SNDHWM, 0)  # what waits is bounded by what is not acknowledged
     socket.setsockopt(zmq.RCVHWM, 0)

@@ -35,9 +35,11 @@ from dsx.comm.links.peer import Connection, LinkDown, Peer
 from dsx.comm.links.requests import Name, Requests
 
 _AT_ONCE = 256  # frames taken from a socket before others have their turn
+_MOST_PROBLEMS = 64  # kinds that are told apart
 _TOLD_PROBLEMS = 5  # of a kind: then they are only counted
 _LINGER_MILLISECONDS = 500  # for what a socket that is closed has not sent yet
 _PORT_SECONDS = 5.0
+_MOST_PAUSE_SECONDS = 0.2  # between two looks of a thread that gets its turns
 _KEYS_SECONDS = 1.0  # between two looks at the folder of keys
 logger = logging.getLogger(__name__)
 
@@ -74,6 +76,7 @@ class Switch:
         self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
         self._calls = Calls(self._context, self.poller, trust, options.dscp)
         self._keys_at = 0.0
+        self._looked_at = time.monotonic()
         self.requests = Requests(own)
         self._ended = ""  # why
         self.problems: Counter[str] = Counter()  # what was dropped, by its reason; read by others
@@ -164,10 +167,13 @@ class Switch:
     def _look(self) -> None:
         """Look after peers, and after keys now and then."""
         now = time.monotonic()
+        paused, self._looked_at = now - self._looked_at - _MOST_PAUSE_SECONDS, now
         if self._trust is not None and now >= self._keys_at:
             self._keys_at = now + _KEYS_SECONDS
             self._take_keys(self._trust)
         for peer in [*self.peers.values()]:
+            if paused > 0:  # this process stood still: what came meanwhile has not been taken
+                peer.excuse(paused)
             why = peer.look(now)
             if why is not None:
                 self.give_up(peer, why)
@@ -279,6 +285,7 @@ class Switch:
                 mailbox.take_closed(frame, LinkDown(f"{peer} has closed its transport"))
             elif frame.kind == PROBE:
                 peer.answer_probe(frame)
+                mailbox.forget_below(frame.serial)
             elif frame.kind == ASK:
                 self.requests.take(peer, frame.serial, body.bytes)
             elif frame.kind == ANSWER:
@@ -325,6 +332,8 @@ class Switch:
 
     def _drop(self, what: str, who: str) -> None:
         """Count what does not fit, and say so the first times."""
+        if what not in self.problems and len(self.problems) >= _MOST_PROBLEMS:
+            what = "what does not fit in yet another way"
         self.problems[what] += 1
         if self.problems[what] <= _TOLD_PROBLEMS:
             logger.warning("dropped: %s, from %s", what, who)

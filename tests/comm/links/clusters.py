@@ -65,6 +65,7 @@ class Line:
         self._ends: list[socket.socket] = []
         self.is_open = True
         self.passed = bytearray()  # what has gone over it, both ways
+        self.said: list[bytearray] = []  # by those who have called, each connection's
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -90,16 +91,22 @@ class Line:
                 if not self.is_open:
                     near.close()
                     continue
-                far = socket.create_connection(("127.0.0.1", self._to))
+                try:
+                    far = socket.create_connection(("127.0.0.1", self._to))
+                except OSError:  # nobody is there yet
+                    near.close()
+                    continue
                 self._ends += [near, far]
-                for pair in ((near, far), (far, near)):
-                    threading.Thread(target=self._pass, args=pair, daemon=True).start()
+                self.said.append(bytearray())
+                for way in ((near, far, self.said[-1]), (far, near, bytearray())):
+                    threading.Thread(target=self._pass, args=way, daemon=True).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket) -> None:
+    def _pass(self, source: socket.socket, sink: socket.socket, said: bytearray) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 16):
                 if len(self.passed) < 1 << 24:
                     self.passed += data
+                    said += data
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):

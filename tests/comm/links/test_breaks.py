@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from concurrent.futures import Future
@@ -143,3 +144,48 @@ def test_a_request_that_comes_before_who_serves_is_answered() -> None:
         time.sleep(0.3)
         links[0].serve(Shelf().serve)
         assert asked.result(5) == b'{"value": "1"}'
+
+
+def test_messages_that_never_come_leave_nothing_behind() -> None:
+    """Of a lane that was closed while they were under way; others go on and are counted."""
+    with two_links() as (links, _):
+        lasting = groups_of(links, "lasting")
+        for number in range(5):
+            groups = groups_of(links, f"lane {number}")
+            groups[0].send([torch.ones(3 * MB, dtype=torch.uint8)], 1, 0)
+            groups[0].close()
+        for tag in range(200):
+            check(swap(lasting, 1000, tag))
+        until = time.monotonic() + 5
+        for link in links:
+            peers: Any = link.__dict__["_switch"].peers
+            (mailbox,) = [peer.mailbox for peer in peers.values()]
+
+            def left(mailbox: Any = mailbox) -> int:
+                return mailbox.num_single_serials + mailbox.early_bytes + mailbox.has_outgoing
+
+            while left() and time.monotonic() < until:
+                time.sleep(0.05)
+            assert left() == 0
+
+
+def test_what_stands_idle_is_kept_up_by_tcp() -> None:
+    with two_links() as (links, _):
+        port = links[0].port
+        told = subprocess.run(
+            ["ss", "-tno", "state", "established"], capture_output=True, text=True
+        )
+        own = [line for line in told.stdout.splitlines() if f":{port} " in line + " "]
+        assert len(own) >= 4 and all("timer:(" in line for line in own), told.stdout
+
+
+def test_a_pause_of_ones_own_is_not_the_peers() -> None:
+    """The line is cut and comes back while this process stands still for longer than the grace."""
+    with two_links(over_line=True) as (links, line):
+        assert line is not None
+        threads: list[Any] = [*links]
+        threads[1]._post(lambda: (line.cut(), time.sleep(2)))
+        time.sleep(0.1)
+        threads[0]._post(lambda: time.sleep(2))
+        time.sleep(2.5)
+        check(swap(groups_of(links), MB))

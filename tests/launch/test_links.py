@@ -1,0 +1,86 @@
+"""Two launchers that meet over links with keys: the same bits, a cut line, a killed cluster."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsx.comm.links.key_changes import add_key, make_key
+from tests.comm.links.clusters import Line
+from tests.distributed import free_port
+from tests.installed import needs
+from tests.launch.test_launch import launch, results, write_config
+
+pytestmark = [needs("deepspeed"), pytest.mark.ci]
+__all__ = ["launch"]
+NAMES = ("berlin", "oslo")
+
+
+def with_keys(folder: Path, line: Line, port: int) -> list[Path]:
+    """Write each site's configuration, with keys of its own; oslo calls berlin over the line."""
+    made = {name: make_key(folder / name, name)[-1] for name in NAMES}
+    paths: list[Path] = []
+    for name in NAMES:
+        for other in NAMES:
+            if other != name:
+                add_key(folder / name, made[other])
+        path = write_config(folder / f"{name}.json")
+        config: dict[str, Any] = json.loads(path.read_text())
+        config["dsx"]["link"] = {
+            "security": "curve",
+            "members": [f"berlin={line.address}", "oslo"],
+            "keys": str(folder / name),
+            "port": port,
+        }
+        path.write_text(json.dumps(config))
+        paths.append(path)
+    return paths
+
+
+def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
+    launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ["--steps", 30, "--out"]
+    plain = write_config(tmp_path / "gloo.json", rendezvous=f"tcp://127.0.0.1:{free_port()}")
+    own = ["--deepspeed_config", plain, *steps, tmp_path / "gloo", "--dsx-cluster-id"]
+    for cluster in [launch(f"gloo{m}", 2, *own, m) for m in range(2)]:
+        assert cluster.wait() == 0, cluster.output()
+
+    port = free_port()
+    line = Line(port)
+    configs = with_keys(tmp_path, line, port)
+
+    def start(way: str, *args: Any) -> list[Any]:
+        return [
+            launch(f"{way}{m}", 2, "--deepspeed_config", configs[m], *args, "--dsx-cluster-id", m)
+            for m in range(2)
+        ]
+
+    clusters = start("links", *steps, tmp_path / "links", "--step-seconds", 0.1)
+    for step in (5, 12, 20):
+        clusters[0].wait_for(f"step {step}\n")
+        line.cut()
+    for cluster in clusters:
+        assert cluster.wait() == 0, cluster.output()
+    assert results(tmp_path / "links") == results(tmp_path / "gloo")
+    assert b"incarnation" not in line.passed and b"adamw" not in line.passed.lower()
+    assert len(line.passed) > 10_000
+
+    clusters = start("killed", "--steps", 1000, "--step-seconds", 0.1)
+    for cluster in clusters:
+        cluster.wait_for("step 8\n")
+    clusters[1].end()  # its launcher and its ranks, by SIGKILL
+    killed = time.monotonic()
+    clusters[0].wait_for("PeerLost: ", 30, may_end=True)
+    seconds = time.monotonic() - killed
+    assert clusters[0].wait(30) != 0
+    named = [one for one in clusters[0].output().splitlines() if "PeerLost: " in one]
+    assert any("cluster 1" in one for one in named), named
+    assert seconds < 5
+    line.close()
+    with capsys.disabled():
+        print(f"\nto the bit, with 3 cuts; {seconds:.1f} s after the kill: {named[0]}")
