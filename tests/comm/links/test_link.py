@@ -62,7 +62,7 @@ def test_a_place_may_come_long_after_the_message() -> None:
 
 
 def test_a_reset_costs_a_resend_and_no_more() -> None:
-    with two_links(over_line=True) as (links, line):
+    with two_links(over_line=True, grace_seconds=5.0) as (links, line):
         assert line is not None
         groups = groups_of(links)
         for _ in range(4):
