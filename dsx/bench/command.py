@@ -19,6 +19,7 @@ from dsx.bench.convergence.command import convergence
 from dsx.bench.convergence.wrong_command import guard
 from dsx.bench.e2e.command import e2e
 from dsx.bench.examples.command import examples
+from dsx.bench.links.command import links
 from dsx.bench.paper.command import paper
 from dsx.bench.torchft.command import torchft
 from dsx.bench.wall_clock.command import wall_clock
@@ -34,6 +35,7 @@ app.command()(torchft)
 app.command()(paper)
 app.command()(examples)
 app.command()(wall_clock)
+app.command()(links)
 
 
 @app.command()
