@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dsx.bench.line import shared_cores
-from dsx.bench.links.job import KINDS, NAMES, Found, Job, Kind
+from dsx.bench.links.job import FOUND, KINDS, NAMES, Found, Job, Kind
 from dsx.bench.testbed import INTERFACE, Line, Testbed
 from dsx.plan.published.scenario import require_number
 
@@ -186,7 +186,10 @@ def _read(
     text = out.decode(errors="replace").strip()
     if process.returncode:
         raise MeasurementFailed(f"{what} has ended with {process.returncode}: {text[-2000:]}")
-    return Found.read(text.splitlines()[-1])
+    found = [line for line in text.splitlines() if line.startswith(FOUND)]
+    if len(found) != 1:
+        raise MeasurementFailed(f"{what} has found nothing: {text[-2000:]}")
+    return Found.read(found[0].removeprefix(FOUND))
 
 
 def row_of(wire: Wire, kind: Kind, repeats: Sequence[Sequence[Found]]) -> Row:

@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from dsx.bench.connections import Way
+from dsx.comm.connections import Way
 from dsx.comm.links.settings import LinkSettings
 
 NAMES = ("first", "second")  # the members, as their keys are named
+FOUND = "found "  # before the line that an end prints
 
 
 @dataclass(frozen=True)

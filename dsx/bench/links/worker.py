@@ -3,7 +3,7 @@
     python -m dsx.bench.links.worker --job JSON --cluster 0
 
 Batches of messages are posted two deep, so that the line is never without. Cluster 0 says with each
-batch whether one more comes, ahead of its messages. What was found goes to stdout, a line of JSON.
+batch whether one more comes, ahead of its messages. What was found goes to stdout, a line.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsx.bench.links.job import Found, Job, Passed
+from dsx.bench.links.job import FOUND, Found, Job, Passed
 from dsx.bench.testbed import read_traffic
 from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.topology import RankInfo
@@ -184,7 +184,7 @@ def main() -> None:
     store, link = way.meet(rank_info, job.deadline_seconds)
     groups = way.connect(store, link, "bench", seat, 1, job.deadline_seconds)
     found = _measure(job, Stream(job, groups, seat))
-    print(json.dumps(asdict(found)), flush=True)
+    print(FOUND + json.dumps(asdict(found)), flush=True)
     if link is not None:
         link.close()
 
