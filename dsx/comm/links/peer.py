@@ -149,8 +149,8 @@ class Peer:
         """Send something short, if there is a connection."""
         self._send(frame, body)
 
-    def flush(self, pace: Pace) -> None:
-        """Send what waits, as far as windows and the pace allow."""
+    def flush_replies(self) -> None:
+        """Send what is short: acknowledgements, and words of places and lanes."""
         mailbox = self.mailbox
         if 0 in self.connections:
             replies, mailbox.replies = mailbox.replies, []
@@ -160,7 +160,11 @@ class Peer:
             for first in range(0, len(acks), _ACKS_IN_A_FRAME):
                 packed = pack_acks(acks[first : first + _ACKS_IN_A_FRAME])
                 self._send(Frame(ACKS, self._own), packed)
-        is_moving = True
+
+    def flush(self, pace: Pace) -> None:
+        """Send what waits, as far as windows and the pace allow."""
+        self.flush_replies()
+        mailbox, is_moving = self.mailbox, True
         while is_moving:
             is_moving = False
             for index in [i for i in self.connections if i]:

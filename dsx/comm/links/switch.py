@@ -142,7 +142,7 @@ class Switch:
         self._ended = why
         for peer in self.peers.values():
             if peer.error is None:
-                peer.flush(self.pace)  # acknowledgements, and which lanes are closed
+                peer.flush_replies()  # acknowledgements, and which lanes are closed
             self.give_up(peer, why)
         self._calls.end(_LINGER_MILLISECONDS)
         self._context.destroy(_LINGER_MILLISECONDS)
