@@ -18,6 +18,7 @@ from dsx.bench.net_test.advice import Model, plans
 from dsx.bench.net_test.figures import AllReduce, Figures, RoundTrip
 from dsx.bench.net_test.net_test import next_size
 from dsx.cli import app
+from dsx.comm.links.key_changes import add_key, make_key
 from tests.distributed import free_port
 
 COMMAND = [sys.executable, "-c", "from dsx.cli import app; app()", "net-test"]
@@ -56,6 +57,37 @@ def test_two_clusters_over_loopback(tmp_path: Path) -> None:
         assert each["bits_per_second"] == pytest.approx(8 * each["bytes_sent"] / each["seconds"])
     assert len(found["plans"]) == 3
     assert "0 and 1 at once, each" in shown and f"link.streams: {found['streams']}" in shown
+
+
+@pytest.mark.ci
+def test_two_clusters_measure_as_their_run_goes(tmp_path: Path) -> None:
+    names, port, path = ["berlin", "oslo"], free_port(), tmp_path / "net.json"
+    keys = [make_key(tmp_path / name, name)[0] for name in names]
+    processes: list[subprocess.Popen[str]] = []
+    for m, name in enumerate(names):
+        for key in keys:
+            add_key(tmp_path / name, key)
+        link = {
+            "security": "curve",
+            "members": [f"berlin=127.0.0.1:{port}", "oslo"],
+            "keys": str(tmp_path / name),
+            "port": port,
+            "streams": 2,
+        }
+        config = tmp_path / f"{name}.json"
+        config.write_text(
+            json.dumps({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}, "link": link}})
+        )
+        arguments = ["--clusters", "2", "--cluster-id", str(m), "--config", str(config)]
+        arguments += ["--seconds", "0.02", "--json", str(path), "--deadline-seconds", "30"]
+        pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        processes.append(subprocess.Popen(COMMAND + arguments, text=True, **pipes))
+    shown, other = [process.communicate(timeout=90)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], shown + other
+    assert "measured as a run with this goes: transport link, security curve" in shown
+    found = json.loads(path.read_text())
+    assert (found["transport"], found["security"], found["streams"]) == ("link", "curve", 2)
+    assert found["bits_per_second"] > 1e6 and found["latency_seconds"] < 0.5
 
 
 @pytest.mark.parametrize(

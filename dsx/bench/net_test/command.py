@@ -20,7 +20,11 @@ from dsx.config.files import require_place
 Clusters = Annotated[int, typer.Option(help="How many take part, at least 2.")]
 ClusterId = Annotated[int, typer.Option(help="Which one this is, from 0; 0 holds the store.")]
 Address = Annotated[
-    str, typer.Option(metavar="tcp://HOST:PORT", help="Where to meet: a host of cluster 0.")
+    str | None, typer.Option(metavar="tcp://HOST:PORT", help="Where to meet: a host of cluster 0.")
+]
+Config = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help='The run\'s JSON, whose "link" is measured as it stands.'),
 ]
 Interface = Annotated[
     str | None, typer.Option(help="Network interface towards the others, as clusters.interface.")
@@ -42,7 +46,8 @@ Target = Annotated[float, typer.Option(help="For H: percentage of the time spent
 def net_test(
     clusters: Clusters,
     cluster_id: ClusterId,
-    rendezvous: Address,
+    rendezvous: Address = None,
+    config: Config = None,
     interface: Interface = None,
     seconds: Seconds = 3.0,
     streams: Streams = "1,2,4,8",
@@ -57,23 +62,24 @@ def net_test(
 
     Run it once in every cluster. It takes round trips, the bandwidth of every pair, one direction
     at a time and both at once, and that of an all-reduce of all, each over several numbers of TCP
-    connections. Cluster 0 prints them, the best link.streams, and the least H for a model. To try
-    it on one machine, start it twice, in two shells.
+    connections. With --config messages go as in that run: over links, with its security, members,
+    keys and link.streams, where it has them. Cluster 0 prints them, the best link.streams, and the
+    least H for a model. To try it on one machine, start it twice, in two shells.
     """
     from rich.console import Console
 
     from dsx.bench.net_test.advice import Model, plans
-    from dsx.bench.net_test.settings import Settings, read_streams
-    from dsx.comm.address import parse_address
+    from dsx.bench.net_test.settings import Settings, link_of, read_streams
+    from dsx.comm.connections import Way
     from dsx.core.transport import PeerLost
 
     try:
         model = Model(params, layers, step_seconds, target)
-        settings = Settings(
-            clusters, cluster_id, rendezvous, interface, seconds, read_streams(streams),
-            deadline_seconds,
-        )  # fmt: skip
-        parse_address(rendezvous)
+        counts = read_streams(streams)
+        way = Way(rendezvous, None if config is None else link_of(config, clusters), interface)
+        if way.link is not None:
+            counts = [way.link.streams]  # of all connections of a link, made at its start
+        settings = Settings(clusters, cluster_id, way, seconds, counts, deadline_seconds)
         require_place("--json", json_file)
         from dsx.bench.net_test.net_test import measure
 

@@ -7,7 +7,8 @@ The file is one object. What a plan needs is at its top:
     latency_seconds    one way: half the largest median round trip
     streams            the number to give as link.streams
 
-Then `seconds_per_measurement`, and as lists `round_trips` (clusters, median_seconds, min_seconds,
+Then `transport` ("gloo" or "link") and `security` ("none" or "curve"),
+`seconds_per_measurement`, and as lists `round_trips` (clusters, median_seconds, min_seconds,
 count), `pairs` (from_cluster, to_cluster, streams, one_way_bits_per_second, and
 both_ways_bits_per_second: of each direction while both send), `all_reduce` (streams, bytes_sent,
 seconds, bits_per_second), and `plans` (see advice.py).
@@ -61,6 +62,8 @@ class Figures:
     round_trips: list[RoundTrip]
     pairs: list[PairBandwidth]
     all_reduce: list[AllReduce]
+    transport: str = "gloo"
+    security: str = "none"
 
     @property
     def best(self) -> AllReduce:

@@ -26,16 +26,13 @@ from torch import Tensor
 
 from dsx.bench.net_test.figures import AllReduce, Figures, PairBandwidth, RoundTrip
 from dsx.bench.net_test.settings import Settings
-from dsx.comm.address import parse_address
-from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
+from dsx.comm.gloo import FragmentGroups
 from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.rendezvous import Rendezvous, meet
-from dsx.comm.store import open_store
 from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
 from dsx.compress.slices import exact_rounds
 from dsx.core.membership import Seat
-from dsx.core.transport import PeerLost
 from dsx.plan.link import ROUND_ONE_WAYS
 
 _FIRST_BYTES = 64 * 1024
@@ -52,16 +49,17 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Figures:
     not come or is lost.
     """
     deadline = settings.deadline_seconds
-    host, port = parse_address(settings.rendezvous)
-    is_host = settings.cluster_id == 0
-    store = open_store(host, port, is_host=is_host, deadline_seconds=deadline)
-    rank_info = RankInfo(settings.cluster_id, settings.clusters, 0, 1)
+    rank_info, way = RankInfo(settings.cluster_id, settings.clusters, 0, 1), settings.way
+    store, link = way.meet(rank_info, deadline)
     session = meet(store, rank_info, deadline, may_differ=["versions"])
     rendezvous = Rendezvous(store, rank_info, session, deadline)
     seconds, streams = rendezvous.gather(
         "settings of cluster 0", [settings.seconds, settings.streams]
     )[0]
-    links = _connect(rendezvous, settings, max(streams))
+    seat = Seat.of(settings.cluster_id, settings.clusters)
+    shared = rendezvous.group_store("net_test") if link is None else store
+    groups = way.connect(shared, link, "net_test", seat, max(streams), deadline)
+    links = _Links(seat, groups, deadline)
     tell(f"{settings.clusters} clusters have met")
     round_trips = [links.round_trip(a, b, seconds) for a, b in links.pairs]
     links.round_trip_seconds = max(each.median_seconds for each in round_trips)
@@ -70,7 +68,10 @@ def measure(settings: Settings, tell: Callable[[str], None]) -> Figures:
     ]
     all_reduce = list(_of_all(links, seconds, streams, tell))
     rendezvous.gather("end of the measurements", None)  # nobody leaves what others still read
-    return Figures(settings.clusters, seconds, round_trips, pairs, all_reduce)
+    if link is not None:
+        link.close()  # what was said last arrives
+    transport, security = way.transport, way.security
+    return Figures(settings.clusters, seconds, round_trips, pairs, all_reduce, transport, security)
 
 
 def next_size(num_bytes: int, elapsed: float, seconds: float) -> int | None:
@@ -191,23 +192,6 @@ class _Links:
 
     def _less_latency(self, elapsed: float, one_ways: int) -> float:
         return max(elapsed - one_ways / 2 * self.round_trip_seconds, elapsed / 2)
-
-
-def _connect(rendezvous: Rendezvous, settings: Settings, streams: int) -> _Links:
-    seat = Seat.of(settings.cluster_id, settings.clusters)
-    try:
-        device = open_device(settings.interface)
-        groups = connect_gloo(
-            rendezvous.group_store("net_test"), seat, settings.deadline, device, streams
-        )
-    except RuntimeError as error:
-        raise PeerLost(
-            f"cluster {seat.cluster_id} cannot connect to cluster(s) "
-            f"{[seat.ids[m] for m in seat.others]} within "
-            f"{settings.deadline_seconds:g} s: {str(error).splitlines()[0]}; the hosts must reach "
-            "each other on all TCP ports, over the interface that --interface names"
-        ) from error
-    return _Links(seat, groups, settings.deadline_seconds)
 
 
 def _of_pair(

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from datetime import timedelta
+from pathlib import Path
 
+from dsx.comm.address import parse_address
+from dsx.comm.connections import Way
+from dsx.comm.links.settings import LinkSettings
 from dsx.comm.multistream import MAX_STREAMS
+from dsx.config.schema import load_config
 from dsx.plan.published.scenario import require_number
 
 
@@ -16,8 +20,7 @@ class Settings:
 
     clusters: int
     cluster_id: int
-    rendezvous: str
-    interface: str | None
+    way: Way
     seconds: float
     streams: list[int]
     deadline_seconds: float
@@ -27,10 +30,23 @@ class Settings:
         require_number("cluster-id", self.cluster_id, 0, self.clusters - 1)
         require_number("seconds", self.seconds, 0.01, 600)
         require_number("deadline-seconds", self.deadline_seconds, 0.1, 86_400)
-        names = [name for _, name in socket.if_nameindex()]
-        if self.interface is not None and self.interface not in names:
+        if self.way.link is None and self.way.rendezvous is None:
             raise ValueError(
-                f"interface={self.interface!r} must be one of this host's: {', '.join(names)}"
+                "--rendezvous is missing: give tcp://HOST:PORT, a host of cluster 0, or --config "
+                "FILE of a run with link.members"
+            )
+        if self.way.link is not None and self.way.rendezvous is not None:
+            raise ValueError(
+                f"--rendezvous {self.way.rendezvous} beside link.members, at whose first address "
+                "clusters meet; leave it out"
+            )
+        if self.way.rendezvous is not None:
+            parse_address(self.way.rendezvous)
+        names = [name for _, name in socket.if_nameindex()]
+        interface = self.way.interface
+        if interface is not None and interface not in names:
+            raise ValueError(
+                f"interface={interface!r} must be one of this host's: {', '.join(names)}"
             )
         if 4 * self.seconds > self.deadline_seconds:
             raise ValueError(
@@ -38,10 +54,17 @@ class Settings:
                 f"seconds={self.seconds:g}; try {4 * self.seconds:g}"
             )
 
-    @property
-    def deadline(self) -> timedelta:
-        """How long to wait for another cluster."""
-        return timedelta(seconds=self.deadline_seconds)
+
+def link_of(config: Path, clusters: int) -> LinkSettings | None:
+    """Return the links of a run's JSON; None where it takes gloo. ValueError for what is wrong."""
+    settings = load_config(config)
+    link = settings.link.settings
+    if link is not None and len(link.members) != clusters:
+        raise ValueError(
+            f"{config} names {len(link.members)} link.members, but --clusters={clusters}: name "
+            "each cluster of the test there"
+        )
+    return link
 
 
 def read_streams(text: str) -> list[int]:

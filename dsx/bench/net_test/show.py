@@ -13,6 +13,10 @@ def show(figures: Figures, model: Model, plans: list[Plan], console: Console) ->
     """Print round trips, bandwidths, the best number of streams, and what it means for H."""
     console.print(_round_trips(figures))
     console.print(_bandwidths(figures))
+    console.print(
+        f"measured as a run with this goes: transport {figures.transport}, "
+        f"security {figures.security}", highlight=False, soft_wrap=True,
+    )  # fmt: skip
     best = figures.best
     console.print(
         f"link.streams: {best.streams}. An all-reduce then sends {_mbits(best.bits_per_second)} "
