@@ -85,6 +85,7 @@ def test_what_came_before_an_end_is_there_for_who_asks_after_it(how: str) -> Non
             groups[1].recv([place], 0, 3).wait(SOON)
 
 
+@pytest.mark.ci
 def test_the_last_message_is_acknowledged_by_who_closes_at_once() -> None:
     for _ in range(10):
         with two_links() as (links, _):
@@ -98,6 +99,7 @@ def test_the_last_message_is_acknowledged_by_who_closes_at_once() -> None:
             work.wait(SOON)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("who", by_default([0, 1], 1))
 def test_keys_change_after_the_line_was_cut(who: int) -> None:
     """Of who calls (1) and of who is called (0), while messages go."""

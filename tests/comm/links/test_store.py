@@ -48,6 +48,7 @@ def test_a_key_is_waited_for_and_given_up(links: list[Link]) -> None:
     assert store.get("late") == b"here"
 
 
+@pytest.mark.ci
 def test_a_request_is_done_once_though_the_line_is_cut() -> None:
     with two_links(over_line=True) as (links, line):
         assert line is not None
