@@ -82,7 +82,6 @@ class PointToPoint:
         what = "closed its connection"
         if time.monotonic() >= self._until:
             what = f"did not answer within {self._deadline_seconds:g} s (clusters.deadline_seconds)"
-        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
         gone = self._seat.ids[peer]
         lost, told_by = (
             (gone, gone) if self._farewells is None else self._farewells.first_lost(peer)
@@ -96,9 +95,16 @@ class PointToPoint:
             error_told.reason = told
             return error_told
         if lost == gone:
-            return PeerLost(f"{self._label}: cluster {gone} {what} (gloo: {reason or error})")
+            return PeerLost(f"{self._label}: cluster {gone} {what} ({reason_of(error)})")
         by = "another rank here" if told_by == self._seat.cluster_id else f"cluster {told_by}"
         return PeerLost(
             f"{self._label}: cluster {lost} was lost first, says {by}, and cluster {gone} "
-            f"{what} after it (gloo: {reason or error})"
+            f"{what} after it ({reason_of(error)})"
         )
+
+
+def reason_of(error: RuntimeError) -> str:
+    """Return what gloo, or a link, says of a connection, in few words."""
+    text = str(error).splitlines()[0]
+    of_gloo = text.partition("] ")[2].partition(". ")[0]
+    return f"gloo: {of_gloo}" if of_gloo else text

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dsx.comm.farewell import Farewells
+from dsx.comm.point_to_point import reason_of
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 from dsx.core.units import format_bytes
@@ -150,8 +151,7 @@ class Spread:
         if lost != gone:
             by = "another rank here" if told_by == self._seat.cluster_id else f"cluster {told_by}"
             what = f"cluster {lost} was lost first, says {by}, and {what}"
-        reason = str(error).splitlines()[0].partition("] ")[2].partition(". ")[0]
-        return PeerLost(f"{self._describe(number, peer)}: {what} (gloo: {reason or error})")
+        return PeerLost(f"{self._describe(number, peer)}: {what} ({reason_of(error)})")
 
 
 class _Pieces:
