@@ -117,10 +117,12 @@ def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
     if link.members and len(names) != num_clusters:
         raise ConfigError(
             f"dsx.link.members has {len(names)} names, but num_clusters={num_clusters}: "
-            "name each cluster once, in the order of their ids"
+            "give each cluster one, in the order of their ids"
         )
     if len(set(names)) != len(names):
-        raise ConfigError(f"dsx.link.members names a cluster twice: {', '.join(names)}")
+        raise ConfigError(
+            f"dsx.link.members names a cluster twice: {', '.join(names)}; give each its own name"
+        )
     for member in link.members:
         if "=" in member and not _is_address(member.partition("=")[2]):
             raise ConfigError(

@@ -44,9 +44,9 @@ def through(stack: ExitStack, way_out: bool) -> Generator[tuple[list[Link], int]
     yield links, port
 
 
-def name_slot(context: zmq.Context[Any], kind: int) -> Any:
+def name_slot(context: zmq.Context[Any], kind: int, dscp: int) -> Any:
     """Make a socket as links do, with what calling a rank by its slot takes."""
-    socket = made(context, kind)
+    socket = made(context, kind, dscp)
     if kind == zmq.DEALER:
         socket.routing_id = routing_id(5)
     else:
