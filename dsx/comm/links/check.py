@@ -21,6 +21,7 @@ from dsx.comm.versions import about_me
 
 _ANSWER_SECONDS = 5.0
 _LINGER_SECONDS = 2.0
+_LAST_SECONDS = 0.3
 _LATE_SECONDS = 2.0  # of a clock: what is told of it
 
 
@@ -83,6 +84,7 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
         until += _LINGER_SECONDS  # they have to hear from this one, too
         while len(asked) < sum(s.problem is None for s in found) and time.monotonic() < until:
             time.sleep(0.05)
+        time.sleep(_LAST_SECONDS)  # in which the last answer leaves
     finally:
         link.close()
     return found
