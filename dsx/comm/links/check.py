@@ -16,7 +16,7 @@ from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import address_to_call
 from dsx.comm.links.requests import Answer, Name
 from dsx.comm.links.settings import LinkSettings
-from dsx.comm.links.trust import load_trust, open_link
+from dsx.comm.links.trust import open_link
 from dsx.comm.versions import about_me
 
 _ANSWER_SECONDS = 5.0
@@ -59,7 +59,6 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
     OSError if the port is taken here; ValueError for what is wrong with keys.
     """
     addresses = {m: settings.address_of(m) for m in range(len(settings.names))}
-    load_trust(settings, own)  # says what is wrong, before anything listens
     port = settings.port if addresses[own] is not None else 0
     link = open_link(settings, own, 0, 1, port)
     asked: set[Name] = set()

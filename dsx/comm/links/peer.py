@@ -60,7 +60,6 @@ class Peer:
         self.error: LinkDown | None = None
         self.trouble = ""  # why it could not be called, the last time
         self.latency_seconds = 0.0  # there and back, the least seen
-        self.bytes_sent = 0
         self.asked: dict[int, bytes] = {}  # requests without an answer, by number
         self._grace_seconds, self._suspect_seconds = grace_seconds, suspect_seconds
         self._lost_at: float | None = None
@@ -87,7 +86,7 @@ class Peer:
             for other in [*self.connections]:  # acknowledgements may have been lost with it
                 self.mailbox.connection_lost(other)
             for number, body in self.asked.items():
-                self._send(Frame(ASK, self._own, serial=number), body)
+                self.say(Frame(ASK, self._own, serial=number), body)
 
     def close(self, index: int) -> None:
         """Forget a connection that is there no more."""
@@ -121,7 +120,7 @@ class Peer:
             each = min(self._suspect_seconds / _PROBES_PER_SUSPICION, _MOST_PROBE_SECONDS)
             self._probe_at = now + each
             first = self.mailbox.first_serial
-            self._send(Frame(PROBE, self._own, start=time.monotonic_ns(), serial=first), b"")
+            self.say(Frame(PROBE, self._own, start=time.monotonic_ns(), serial=first), b"")
         return None
 
     def excuse(self, seconds: float) -> None:
@@ -138,16 +137,12 @@ class Peer:
             self.latency_seconds = min(self.latency_seconds or seconds, seconds)
         else:
             first = self.mailbox.first_serial
-            self._send(Frame(PROBE, self._own, total=frame.start, serial=first), b"")
+            self.say(Frame(PROBE, self._own, total=frame.start, serial=first), b"")
 
     def ask(self, number: int, body: bytes) -> None:
         """Send a request, again with each new connection until there is an answer."""
         self.asked[number] = body
-        self._send(Frame(ASK, self._own, serial=number), body)
-
-    def say(self, frame: Frame, body: bytes) -> None:
-        """Send something short, if there is a connection."""
-        self._send(frame, body)
+        self.say(Frame(ASK, self._own, serial=number), body)
 
     def flush_replies(self) -> None:
         """Send what is short: acknowledgements, and words of places and lanes."""
@@ -155,11 +150,11 @@ class Peer:
         if 0 in self.connections:
             replies, mailbox.replies = mailbox.replies, []
             for frame, body in replies:
-                self._send(frame, body)
+                self.say(frame, body)
             acks, mailbox.acks = mailbox.acks, []
             for first in range(0, len(acks), _ACKS_IN_A_FRAME):
                 packed = pack_acks(acks[first : first + _ACKS_IN_A_FRAME])
-                self._send(Frame(ACKS, self._own), packed)
+                self.say(Frame(ACKS, self._own), packed)
 
     def flush(self, pace: Pace) -> None:
         """Send what waits, as far as windows and the pace allow."""
@@ -175,13 +170,13 @@ class Peer:
                     continue
                 frame, body = found
                 if self.connections[index].send(frame.pack(len(body)), body):
-                    self.bytes_sent += len(body)
                     pace.sent(len(body))
                     is_moving = True
                 else:
                     self.close(index)
 
-    def _send(self, frame: Frame, body: bytes) -> None:
+    def say(self, frame: Frame, body: bytes) -> None:
+        """Send something short, if there is a connection."""
         connection = self.connections.get(0)
         if connection is not None and not connection.send(frame.pack(len(body)), body):
             self.close(0)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Generator
 from datetime import timedelta
 
 import pytest
@@ -202,15 +204,28 @@ time.sleep(60)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_process_that_has_gone_or_is_silent_is_noticed(how: signal.Signals) -> None:
-    link = Link(0, 0, None, LinkOptions(suspect_seconds=1.5))
+@contextlib.contextmanager
+def another_process(suspect_seconds: float) -> Generator[tuple[Link, subprocess.Popen[str]]]:
+    """Yield a link and a process that it has met, which does nothing."""
+    link = Link(0, 0, None, LinkOptions(suspect_seconds=suspect_seconds))
     link.expect(1, 0, None)
     command = [sys.executable, "-c", SILENT, f"127.0.0.1:{link.port}"]
     other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert other.stdout is not None and other.stdout.readline() == "there\n"
         link.wait_for(1, 0, 20)
+        yield link, other
+    finally:
+        other.kill()
+        other.wait()
+        assert other.stdout is not None
+        other.stdout.close()
+        link.close()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_has_gone_or_is_silent_is_noticed(how: signal.Signals) -> None:
+    with another_process(suspect_seconds=1.5) as (link, other):
         group = LinkGroup(link, "a lane", Seat.of(0, 2))
         work = group.recv([torch.zeros(10, dtype=torch.uint8)], 1, 0)
         os.kill(other.pid, how)
@@ -220,33 +235,15 @@ def test_a_process_that_has_gone_or_is_silent_is_noticed(how: signal.Signals) ->
             work.wait(SOON)
         seconds = time.monotonic() - started
         assert seconds < 8  # 0.7 or 1.5 s, and what a busy machine adds
-    finally:
-        other.kill()
-        other.wait()
-        assert other.stdout is not None
-        other.stdout.close()
-        link.close()
 
 
 def test_silence_that_ends_in_time_changes_nothing() -> None:
-    link = Link(0, 0, None, LinkOptions(suspect_seconds=6))
-    link.expect(1, 0, None)
-    command = [sys.executable, "-c", SILENT, f"127.0.0.1:{link.port}"]
-    other = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert other.stdout is not None and other.stdout.readline() == "there\n"
-        link.wait_for(1, 0, 20)
+    with another_process(suspect_seconds=6) as (link, other):
         os.kill(other.pid, signal.SIGSTOP)
         time.sleep(2)
         os.kill(other.pid, signal.SIGCONT)
         time.sleep(0.5)
         link.wait_for(1, 0, 1)
-    finally:
-        other.kill()
-        other.wait()
-        assert other.stdout is not None
-        other.stdout.close()
-        link.close()
 
 
 def test_another_process_of_the_same_name_is_not_taken() -> None:
