@@ -39,7 +39,7 @@ from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.sockets import listening_since, opened_here
 from dsx.comm.spread import Spread, Way
-from dsx.core.exchange import HEADER, Exchange, ExchangeRound, next_round
+from dsx.core.exchange import COMMIT, HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.fifo import Fifo
 from dsx.core.membership import Seat
 from dsx.core.transport import Pending, Submission
@@ -327,7 +327,9 @@ def _drive(
     while round is not None:
         since = time.perf_counter()
         pending.bytes_sent += group.run(round, label)
-        message_seconds += time.perf_counter() - since
+        message_seconds += (taken := time.perf_counter() - since)
+        if round.what == COMMIT:
+            pending.commit_seconds += taken
         give_sign()
         round, mean = next_round(exchange)
         give_sign()

@@ -19,8 +19,10 @@ if TYPE_CHECKING:  # what only plans is started without torch
 _Result = TypeVar("_Result")
 Exchange = Generator["ExchangeRound", None, "Tensor"]
 HEADER_BYTES = 48  # launch handshake and parity header, int64s, once per exchange and peer
+COMMIT_BYTES = 8  # of one attempt, to each peer
 HASHED_PAIRS = 1 << 16  # of elements, hashed at a time: with weights they stay in a core's cache
 HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in the handshake
+COMMIT = "commit"  # of one int64 to all, behind which what all hold is applied
 
 
 @dataclass(frozen=True)

@@ -91,12 +91,14 @@ class Pending(ABC):
     - `seconds`: from the exchange's start to its end without the launch handshake; 0 before. The
       wait until all have come is so left out, and with it the handshake's two latencies;
     - `coding_seconds`: those of them that were not spent on messages: copies awaited, coding, sums;
+    - `commit_seconds`: those of them until all have told what they hold: the last round trip;
     - `notes`: once it has ended, what clusters told beside it, the own one, too: by id.
     """
 
     bytes_sent = 0
     seconds = 0.0
     coding_seconds = 0.0
+    commit_seconds = 0.0
     notes: Mapping[int, bytes] = MappingProxyType({})
 
     @abstractmethod

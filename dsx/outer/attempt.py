@@ -62,19 +62,24 @@ class Attempt:
         """
         buffers, is_finite = self.buffers, self.is_finite()
         self.anchor = int(self.anchor)
-        if buffers.sent is not buffers.wire:
-            buffers.wire.copy_(buffers.sent)
+        self._begin()
         is_kept = buffers.sent is buffers.wire and buffers.kept is not None
         share = buffers.kept if is_kept else buffers.wire  # what is coded before is kept so
         square = square_of(share) if is_finite and share is not None else 0.0
         buffers.parity = ParityResult(is_idle=self.is_idle, anchor=self.anchor, square=square)
-        buffers.sideband.values.copy_(buffers.posted.values)
         return (
             yield from channel.exchange(
                 buffers.wire, lambda: is_finite, self.launch, buffers.parity, buffers.sideband,
-                measure,
+                measure, self._begin,
             )
         )  # fmt: skip
+
+    def _begin(self) -> None:
+        """Lay out what is sent, where an attempt works on it."""
+        buffers = self.buffers
+        if buffers.sent is not buffers.wire:
+            buffers.wire.copy_(buffers.sent)
+        buffers.sideband.values.copy_(buffers.posted.values)
 
 
 class Attempts:

@@ -16,6 +16,7 @@ from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment
+from dsx.outer.commit import ATTEMPTS, Commit
 from dsx.outer.parity_check import ParityCheck, ParityResult
 from dsx.outer.sideband import Sideband, with_sideband
 from dsx.outer.state_before import StateBefore
@@ -52,6 +53,7 @@ class FragmentChannel:
         self.codec: Channel = open(self._fragment, seat, self._max_rank, *also)
         self.parity_check = ParityCheck(seat, opening.buffers)
         self._sideband_mean = ExactMean(seat, "sideband", opening.buffers)
+        self._commit = Commit(seat)
         changed = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}
         if opening.at_launch:  # those are of the training thread, which encodes
             for name, error in self.codec.errors.items():
@@ -91,10 +93,13 @@ class FragmentChannel:
         parity: ParityResult,
         sideband: Sideband,
         measure: Callable[[Tensor], Tensor] | None,
+        again: Callable[[], object],
     ) -> Exchange:
         """Average `x` in place, with the sideband; zeros, and nothing averaged, if refused.
 
-        `is_finite` is asked first, and returns once `x` is there.
+        `is_finite` is asked first, and returns once `x` is there. What it returns all clusters
+        hold. Where they do not, `again` puts contribution and sideband back for another attempt;
+        after the last one it is as if refused, and `parity.uncommitted` says whose differed.
         """
         if sideband.shape.num_clusters != self.seat.num_clusters:
             raise ValueError(
@@ -102,8 +107,7 @@ class FragmentChannel:
                 f"cluster(s), but the membership of epoch {self.seat.membership.epoch} has "
                 f"{self.seat.num_clusters}; make its buffers anew under a new membership"
             )
-        average = self._checked(x, is_finite, launch, parity)
-        return with_sideband(average, sideband, measure, self._sideband_mean)
+        return self._committed(x, is_finite, launch, parity, sideband, measure, again)
 
     def encode(self, x: Tensor, launch: Launch) -> None:
         """Encode a launch before its exchange; `x`, in place, becomes this cluster's share.
@@ -140,19 +144,49 @@ class FragmentChannel:
         yield from self.parity_check.exchange(True, parity)
         return torch.empty(0)
 
-    def _checked(
-        self, x: Tensor, is_finite: Callable[[], bool], launch: Launch, parity: ParityResult
+    def _committed(
+        self,
+        x: Tensor,
+        is_finite: Callable[[], bool],
+        launch: Launch,
+        parity: ParityResult,
+        sideband: Sideband,
+        measure: Callable[[Tensor], Tensor] | None,
+        again: Callable[[], object],
     ) -> Exchange:
         is_finite_here = is_finite()
         self.before.begin(launch.round)
         yield from self.parity_check.exchange(is_finite_here, parity)
         self.before.met = launch.round
+        if not parity.is_refused:
+            self.before.keep(launch.round)
+        differing: list[int] = []
+        for attempt in range(1, ATTEMPTS + 1):
+            average = self._average(x, launch, parity)
+            mean = yield from with_sideband(average, sideband, measure, self._sideband_mean)
+            mean_hash = self.parity_check.hash_of(mean)
+            differing = yield from self._commit.exchange(mean_hash, sideband.values)
+            if not differing:
+                if not parity.is_refused:
+                    self.parity_check.remember(launch.round, mean_hash)
+                return mean
+            if not parity.is_refused:
+                self.before.undo(launch.round)
+            if attempt < ATTEMPTS:
+                logger.warning(
+                    "fragment %d, launch %d: %s came to another result than the others; nobody "
+                    "applies it, and it is averaged again", self._fragment.id, launch.round,
+                    ", ".join(f"cluster {id}" for id in differing),
+                )  # fmt: skip
+                again()
+        parity.uncommitted, parity.is_refused = differing, True
+        sideband.values.zero_()
+        return x.zero_()
+
+    def _average(self, x: Tensor, launch: Launch, parity: ParityResult) -> Exchange:
         if parity.is_refused:
             return x.zero_()
-        self.before.keep(launch.round)
-        mean = yield from self.codec.exchange(x, launch)
-        self.parity_check.remember(launch.round, mean)
-        return mean
+        return (yield from self.codec.exchange(x, launch))
 
 
 def _carry(before: Channel, after: Channel) -> list[str]:

@@ -52,6 +52,7 @@ class ParityResult:
     is_idle: bool = False  # this cluster's own
     apart: list[list[int]] = field(default_factory=list[list[int]])
     anchor: int | Tensor = 0  # this cluster's own hash; 0 in rounds that do not compare it
+    uncommitted: list[int] = field(default_factory=list[int])  # came to another result, each time
     # of the guard's samples: this cluster's own square, [id, square] of all, sums when applied
     square: float = field(default=0.0, compare=False)
     squares: list[list[float]] = field(default_factory=list[list[float]], compare=False)
@@ -68,9 +69,9 @@ class ParityResult:
             wrong = entry["differing"]
             old = [(*sorted((a, b)), MEAN) for a in wrong for b in ids if b not in wrong]
             apart |= {tuple(pair) for pair in entry.get("apart", old) if {*pair[:2]} <= {*ids}}
-        refused_by, differing, idle_in = (
+        refused_by, differing, idle_in, uncommitted = (
             sorted({m for entry in saved for m in entry.get(key, ()) if m in ids})
-            for key in ("refused_by", "differing", "idle_in")
+            for key in ("refused_by", "differing", "idle_in", "uncommitted")
         )
         own_squares = saved[0].get("squares", []) if len(saved) == 1 else []  # of the same shard
         return cls(
@@ -81,6 +82,7 @@ class ParityResult:
             idle_in,
             apart=[list(pair) for pair in sorted(apart)],
             squares=[list(pair) for pair in own_squares],
+            uncommitted=uncommitted,
         )
 
 
@@ -155,10 +157,9 @@ class ParityCheck:
         if parity.apart:
             self.memory.zero_()  # told, on all sides; the next header starts anew
 
-    def remember(self, round: int, mean: Tensor) -> None:
-        """Keep round and hash of the mean just decoded, for the next header."""
-        self.memory[0] = round
-        self.memory[1] = self.hash_of(mean)
+    def remember(self, round: int, mean_hash: int) -> None:
+        """Keep round and hash of the mean that all have just committed, for the next header."""
+        self.memory[0], self.memory[1] = round, mean_hash
 
     def hash_of(self, x: Tensor) -> int:
         """Return the hash of a vector, fp32 `[n]` on the CPU; allocates nothing after the first."""

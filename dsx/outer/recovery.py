@@ -98,9 +98,11 @@ class Recovery:
         except PeerLost as error:  # a rank of this cluster
             raise PeerLost(f"{what}: {error}") from error
         refusals = history.refusals[fragment]
-        refusals.count(parity.refused_by, launched)
+        refusals.count(parity.refused_by or parity.uncommitted, launched)
         if parity.refused_by:
             self._refuse(what, parity.refused_by, refusals)
+        elif parity.uncommitted:
+            self._leave_out(what, parity.uncommitted, refusals)
         is_from_before = not is_comparison and launched <= history.mended[fragment]
         if is_from_before:
             parity.differing = []
@@ -108,7 +110,7 @@ class Recovery:
             history.mended[fragment] = history.step
             if self._method.guards:
                 forget(fragment, history)
-        is_refused_by_any = bool(parity.refused_by or kinds)
+        is_refused_by_any = bool(parity.refused_by or parity.uncommitted or kinds)
         parity.is_refused = parity.is_refused or is_refused_by_any or is_from_before
 
     def _agree(
@@ -120,23 +122,23 @@ class Recovery:
         """
         ids = self._transport.seat.ids
         place = {id: position for position, id in enumerate(ids)}
-        flags = torch.zeros(4 + len(ids), len(ids), dtype=torch.float64)
-        for row, clusters in enumerate((parity.refused_by, parity.idle_in)):
+        flags = torch.zeros(5 + len(ids), len(ids), dtype=torch.float64)
+        for row, clusters in enumerate((parity.refused_by, parity.idle_in, parity.uncommitted)):
             flags[row, [place[id] for id in clusters]] = 1
-        flags[2], flags[3] = parity.round, self._notices.hear(notes)
+        flags[3], flags[4] = parity.round, self._notices.hear(notes)
         for a, b, kind in parity.apart:
-            flags[4 + place[a], place[b]] = kind
+            flags[5 + place[a], place[b]] = kind
         own = torch.tensor(parity.sums, dtype=torch.float64)
         flags, sums = self._adapter.ranks.max_and_sum(flags, own)
         parity.sums = sums.tolist()
-        if flags[3, 0]:
+        if flags[4, 0]:
             self._notices.agree()
-        parity.refused_by, parity.idle_in = (
-            [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:2].tolist()
+        parity.refused_by, parity.idle_in, parity.uncommitted = (
+            [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:3].tolist()
         )
-        parity.round = int(flags[2, 0])
+        parity.round = int(flags[3, 0])
         kinds = {
-            (ids[a], ids[b]): int(flags[4 + a, b]) for a, b in torch.nonzero(flags[4:]).tolist()
+            (ids[a], ids[b]): int(flags[5 + a, b]) for a, b in torch.nonzero(flags[5:]).tolist()
         }
         parity.differing = Sides.of(ids, kinds, parity.refused_by).wrong
         return kinds
@@ -215,6 +217,20 @@ class Recovery:
             )
         logger.error("%s; all clusters leave this round out", what)
 
+    def _leave_out(self, what: str, differing: list[int], refusals: RoundsInARow) -> None:
+        """Tell of a round that did not come to be; ParityError where that does not end."""
+        what = (
+            f"{what}: {_names(differing)} came to another result than the others, each time that "
+            "it was averaged"
+        )
+        if refusals.in_a_row >= MOST_REFUSALS + self._method.delay.rounds_under_way:
+            raise ParityError(
+                f"{what}, and so it was {refusals.in_a_row} rounds in a row: a machine there, or "
+                "the way to it, changes bytes; test its memory and its network cards, and resume "
+                "from the last checkpoint"
+            )
+        logger.error("%s; nobody applies it, and all clusters leave this round out", what)
+
     def _mends(
         self,
         fragment: int,
@@ -226,7 +242,7 @@ class Recovery:
         ids = self._transport.seat.ids
         sides = Sides.of(ids, kinds, parity.refused_by)
         giver = next((id for id in sides.right if id not in parity.refused_by), sides.right[0])
-        did = f"decoded another mean than cluster {giver} in round {parity.round}"
+        did = f"has applied another mean than cluster {giver} in round {parity.round}"
         if MEAN not in kinds.values():
             did = f"holds another anchor than cluster {giver} after round {parity.round}"
         message = f"{what}: {_names(sides.wrong)} {did}"

@@ -54,6 +54,13 @@ class StateBefore:
                 copy.copy_(self.slots[name])
             self._coded = round
 
+    def undo(self, round: int) -> None:
+        """Make the state what it was when it was kept for a round whose attempt came to nothing."""
+        with self.gate:
+            assert self._coded == round, f"the state before round {round} was not kept"
+            for name, copy in self._copies.items():
+                self.slots[name].copy_(copy)
+
     def of(self, round: int) -> dict[str, Tensor] | None:
         """Return the state before a round, None if it is not known; not to be changed.
 

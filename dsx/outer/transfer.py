@@ -122,6 +122,7 @@ def sync_event(
         "wait_seconds": wait_seconds,
         "transfer_seconds": transfer.pending.seconds,
         "coding_seconds": transfer.pending.coding_seconds,
+        "commit_seconds": transfer.pending.commit_seconds,
         "pseudo_gradient_norm": transfer.contribution_norm,
         **report,
     }
@@ -134,6 +135,8 @@ def sync_event(
     parity = transfer.buffers.parity
     if parity.refused_by:
         event["refused_by"] = parity.refused_by
+    if parity.uncommitted:
+        event["uncommitted_by"] = parity.uncommitted
     if parity.differing:
         event["differed_in"] = parity.differing
     if parity.idle_in:

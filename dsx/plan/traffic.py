@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from dsx.compress.base import Launch
 from dsx.compress.slices import Rounds, exact_rounds
-from dsx.core.exchange import HEADER_BYTES
+from dsx.core.exchange import COMMIT_BYTES, HEADER_BYTES
 from dsx.core.types import Fragment, History, ParameterShape, Slot
 from dsx.method.fragments import Fragmenter, lay_out
 from dsx.method.method import Method
@@ -132,21 +132,25 @@ class Traffic:
         )
 
     def _rounds_of(self, load: Load, number: int) -> Sizes:
-        """Return what a transfer's rounds take of all ranks: the handshake, codes, sideband.
+        """Return what a transfer's rounds take of all ranks: handshake, codes, sideband, commit.
 
         Bytes by round and cluster, sent and received.
         """
         launch, clusters = Launch(number, self._rank), self.num_clusters
-        headers, codes, beside = 0, list[Counted](), list[Counted]()
+        peers_of_ranks, codes, beside = 0, list[Counted](), list[Counted]()
         for fragment, shard, ranks in load.shares:
-            headers += ranks * HEADER_BYTES * (clusters - 1)
+            peers_of_ranks += ranks * (clusters - 1)
             sent = self._method.compression.traffic(fragment, clusters, launch, shard)
             codes.append((ranks, sent))
             numel = sideband_shape(self._method, fragment, load.num_tensors, clusters).numel
             if numel:
                 beside.append((ranks, exact_rounds(numel, clusters)))
-        handshake = np.full((1, clusters, 2), headers)
-        return np.concatenate([handshake, _together(codes, clusters), _together(beside, clusters)])
+        handshake, commit = (
+            np.full((1, clusters, 2), peers_of_ranks * size)
+            for size in (HEADER_BYTES, COMMIT_BYTES)
+        )
+        averaged = [_together(codes, clusters), _together(beside, clusters)]
+        return np.concatenate([handshake, *averaged, commit])
 
 
 def _together(kinds: Sequence[Counted], num_clusters: int) -> Sizes:

@@ -24,7 +24,10 @@ _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e
 
 @dataclass(frozen=True)
 class ClusterReport:
-    """One cluster's totals; None where no record has the field."""
+    """One cluster's totals; None where no record has the field.
+
+    `commit_seconds_mean` is of the rounds that training waited for.
+    """
 
     cluster: int
     steps: int
@@ -38,6 +41,7 @@ class ClusterReport:
     syncs: int
     wait_seconds: float
     transfer_seconds_mean: float | None
+    commit_seconds_mean: float | None
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,8 @@ def summarize_cluster(records: ClusterRun) -> ClusterReport:
     tokens, token_seconds = _sums(records.steps, "tokens", "seconds")
     blocked, blocked_of = _sums(records.steps, "blocked_seconds", "seconds")
     transfers = [s["transfer_seconds"] for s in records.syncs if s.get("transfer_seconds")]
+    waited_for = [s for s in records.syncs if s.get("launched_step") == s.get("applied_step")]
+    commits = [s["commit_seconds"] for s in waited_for if s.get("commit_seconds")]
     return ClusterReport(
         cluster=records.cluster,
         steps=int(records.rows[-1]["step"]),
@@ -155,6 +161,7 @@ def summarize_cluster(records: ClusterRun) -> ClusterReport:
         syncs=len(records.syncs),
         wait_seconds=_sums(records.syncs, "wait_seconds")[0],
         transfer_seconds_mean=_mean(transfers),
+        commit_seconds_mean=_mean(commits),
     )
 
 
@@ -276,6 +283,12 @@ def _closing_lines(totals: RunReport) -> list[str]:
         ratio = totals.bytes_sent_synchronous / totals.bytes_sent
         sent = format_bytes(totals.bytes_sent_synchronous)
         lines.append(f"synchronous data parallel would have sent {sent}: {ratio:.1f} times as much")
+    commits = [c.commit_seconds_mean for c in totals.clusters if c.commit_seconds_mean]
+    if commits:
+        lines.append(
+            f"training waits {max(commits) * 1e3:.2g} ms a round for the commit: the round trip in "
+            "which clusters tell each other that they hold the same mean"
+        )
     return [*totals.about, *lines]
 
 

@@ -279,39 +279,55 @@ def test_a_stop_is_agreed() -> None:
         assert asked_at < step <= asked_at + 5 * interval
 
 
-def end_with_a_wrong_bit() -> tuple[Any, Any, int]:
-    """Cluster 1 decodes one bit of the last mean differently; return its model and anchor."""
-    config = block("diloco", 2)
-    config["dsx"]["clusters"]["on_mismatch"] = "resend"
-    world = dsx.init_distributed(config)
+def decode_wrong_bits(times: int) -> tuple[Any, Any, dict[str, Any], int]:
+    """Cluster 1 decodes one bit of the last mean differently, so often."""
+    world = dsx.init_distributed(block("diloco", 2))
     model = TinyNet()
     optimizer = adamw(model)
-    handle = dsx.attach(model, optimizer, config=config)
+    handle = dsx.attach(model, optimizer, config=block("diloco", 2))
     interval = handle.method.schedule.interval
+    events: list[Any] = []
+    handle.loop._on_sync = events.append
     train(model, optimizer, world.cluster_id, 2 * interval - 1)
     if world.cluster_id == 1:
-        channel = handle.loop.state.channels[0].codec
-        exchange = channel.exchange
-
-        def corrupted(x: torch.Tensor, launch: Any) -> Any:
-            mean = yield from exchange(x, launch)
-            mean.view(torch.int32)[3] ^= 1 << 20
-            return mean
-
-        channel.exchange = corrupted  # type: ignore[method-assign]
+        corrupt_means(handle.loop.state.channels[0].codec, times)
     train(model, optimizer, world.cluster_id, 1)
-    before = handle.loop.state.anchor[0].clone()
+    anchor = handle.loop.state.anchor[0].clone()
     handle.finish()
     parameters = [p.detach().numpy() for p in model.parameters()]
-    return before.numpy(), parameters, handle.totals.bytes_sent
+    told = {key: events[-1].get(key) for key in ("uncommitted_by", "commit_seconds")}
+    return anchor.numpy(), parameters, told, handle.totals.bytes_sent
 
 
-def test_the_last_mean_is_compared_and_the_model_mended() -> None:
-    (right, first, sent), (wrong, second, _) = run_distributed(end_with_a_wrong_bit, 2)
-    assert (right != wrong).sum() == 1
-    assert all((a == b).all() for a, b in zip(first, second, strict=True))
-    numel = sum(p.size for p in first)
-    assert sent == 2 * 4 * numel + 3 * 48  # two rounds and the last comparison, with handshakes
+def corrupt_means(codec: Any, times: int) -> None:
+    exchange, left = codec.exchange, times
+
+    def corrupted(x: torch.Tensor, launch: Any) -> Any:
+        nonlocal left
+        mean = yield from exchange(x, launch)
+        if left:
+            mean.view(torch.int32)[3] ^= 1 << 20
+            left -= 1
+        return mean
+
+    codec.exchange = corrupted
+
+
+def test_a_mean_is_applied_once_all_hold_the_same() -> None:
+    """Averaged again where they do not; left out where that does not help."""
+    undisturbed, again, left_out = (
+        run_distributed(decode_wrong_bits, 2, times) for times in (0, 1, 2)
+    )
+    numel = sum(p.size for p in undisturbed[0][1])
+    rounds = 2 * (4 * numel + 48 + 8) + 48  # handshakes, commits, and the last comparison
+    for clusters, sent in ((undisturbed, rounds), (again, rounds + 4 * numel + 8)):
+        for own in clusters:
+            assert (own[0] == undisturbed[0][0]).all() and own[3] == sent
+            assert all((a == b).all() for a, b in zip(own[1], undisturbed[0][1], strict=True))
+            assert own[2]["uncommitted_by"] is None and own[2]["commit_seconds"] > 0
+    (first, *_), (second, *_) = left_out
+    assert (first == second).all() and (first != undisturbed[0][0]).any()
+    assert [own[2]["uncommitted_by"] for own in left_out] == [[1], [1]]
 
 
 def skip_in_one_cluster() -> list[tuple[int, bool]]:

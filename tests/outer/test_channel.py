@@ -37,6 +37,10 @@ def members(epoch: int, ids: Sequence[int]) -> Membership:
     return Membership(epoch, tuple(Member(id) for id in ids))
 
 
+def never() -> None:
+    raise AssertionError("another attempt, though all came to the same")
+
+
 @dataclass
 class Told:
     """What one cluster has after a transfer."""
@@ -86,7 +90,7 @@ class Channels:
 
             exchange = self.by_id[id].exchange(
                 told[id].mean, told[id].mean.isfinite().all().item,
-                Launch(self.round, RANK), told[id].parity, sideband, measure,
+                Launch(self.round, RANK), told[id].parity, sideband, measure, never,
             )  # fmt: skip
             pending.append(transport.submit(Submission(0, self.round), exchange))
         for transfer in pending:
@@ -255,5 +259,5 @@ def test_a_sideband_of_another_membership_is_refused() -> None:
     with pytest.raises(ValueError, match=r"sideband for 2 cluster\(s\), .* epoch 1 has 3; make"):
         channel.exchange(
             torch.zeros(NUMEL), lambda: True, Launch(1), ParityResult(),
-            Sideband(shape, torch.zeros(shape.numel)), None,
+            Sideband(shape, torch.zeros(shape.numel)), None, never,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dsx.config.schema import preset
-from dsx.core.exchange import HEADER_BYTES
+from dsx.core.exchange import COMMIT_BYTES, HEADER_BYTES
 from dsx.core.membership import Membership
 from dsx.outer.recovery import NonFiniteError
 from dsx.outer.transfer import Transfer
@@ -133,7 +133,7 @@ def test_bytes_are_those_of_the_direct_exchange() -> None:
         run.train_step(mean_loss)
     numel = sum(p.numel() for p in run.models[0].parameters())
     sent = [loop.totals.bytes_sent for loop in run.loops]
-    headers = 3 * (3 - 1) * HEADER_BYTES
+    headers = 3 * (3 - 1) * (HEADER_BYTES + COMMIT_BYTES)
     assert sum(sent) == 2 * (3 - 1) * numel * 4 + headers  # both legs, over all clusters
     assert max(sent) - min(sent) <= 4 * 3
 

@@ -18,7 +18,7 @@ from dsx.outer.bit_hash import BitHash
 from dsx.outer.parity_check import ANCHOR, MEAN, ParityResult, Sides
 from dsx.outer.recovery import ParityError
 from tests.levels import by_default
-from tests.outer.test_parity_check import corrupt_once, lose_a_weight, sgd
+from tests.outer.test_parity_check import come_apart, lose_a_weight, sgd
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -84,9 +84,9 @@ def test_more_than_half_are_right(
 def test_the_first_cluster_does_not_win_against_two(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its mean was decoded wrongly; the others' model goes on, whatever `on_mismatch`."""
+    """It has another model; the others' model goes on, whatever `on_mismatch`."""
     run = started(ALL_CASES[name].method(3), num_steps=4)
-    corrupt_once(run, 0, slice(3, 4))
+    come_apart(run, 0)
     was_equal = []
     with caplog.at_level(logging.ERROR):
         for _ in range(24):
@@ -98,7 +98,7 @@ def test_the_first_cluster_does_not_win_against_two(
                 wrong = anchors(run, 0)[0].clone()
     assert not all(was_equal) and was_equal[-1]
     assert not torch.equal(wrong, two[0])
-    assert "cluster 0 decoded another mean than cluster 1 in round" in caplog.text
+    assert "cluster 0 has applied another mean than cluster 1 in round" in caplog.text
     assert "2 of 3 agree: taking cluster 1's outer state of the fragment" in caplog.text
 
 

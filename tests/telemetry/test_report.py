@@ -87,6 +87,28 @@ def test_totals_per_cluster(run_dir: Path) -> None:
     assert first.transfer_seconds_mean == pytest.approx(6.0)
 
 
+def test_the_commits_that_training_waits_for_are_told(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a round that is applied where it was launched; a later one's is hidden."""
+    from dsx.telemetry.report import report
+
+    assert summarize(run_dir).clusters[0].commit_seconds_mean is None
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    sync = next(r for r in map(json.loads, lines) if r["kind"] == "sync")
+    sync |= {"round": 99, "launched_step": 20, "applied_step": 20, "commit_seconds": 0.04}
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        print(
+            json.dumps(sync),
+            json.dumps({**sync, "round": 100, "applied_step": 22}),
+            sep="\n",
+            file=file,
+        )
+    assert summarize(run_dir).clusters[0].commit_seconds_mean == pytest.approx(0.04)
+    report(run_dir)
+    assert "training waits 40 ms a round for the commit" in capsys.readouterr().out
+
+
 def test_synchronous_baseline_is_a_full_exchange_per_step(run_dir: Path) -> None:
     totals = summarize(run_dir)
     assert totals.bytes_sent == 10 * STEP_BYTES

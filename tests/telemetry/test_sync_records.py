@@ -24,6 +24,7 @@ def event(numel: int, norm: float, sent: int, seconds: float, round: int = 1) ->
         "wait_seconds": seconds,
         "transfer_seconds": 2 * seconds,
         "coding_seconds": seconds / 2,
+        "commit_seconds": seconds / 4,
         "pseudo_gradient_norm": torch.tensor(norm),
         "mean_norm": torch.tensor(norm / 2),
     }
