@@ -131,6 +131,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         on_mismatch=block.clusters.on_mismatch,
         anchor_check_interval=block.clusters.anchor_check_interval,
         max_idle_rounds=block.clusters.max_idle_rounds,
+        max_norm_ratio=block.clusters.max_norm_ratio,
         guard=block.guard.action,
     )
     try:

@@ -15,7 +15,12 @@ from dsx.config.link import LinkConfig
 from dsx.method.alarms import GuardAction
 
 OF_DATA = ("data", "validation")
-_DECIDING = ("on_mismatch", "anchor_check_interval", "max_idle_rounds")  # what is done, by all
+_DECIDING = (  # what is done, by all
+    "on_mismatch",
+    "anchor_check_interval",
+    "max_idle_rounds",
+    "max_norm_ratio",
+)
 COMMON = ("num_clusters", *_DECIDING, "may_differ", *OF_DATA)  # of "clusters"
 MOST_CLUSTERS = 10_000
 _LONGEST = 3e7  # about a year, which torch's and gloo's timeouts can hold
@@ -65,6 +70,11 @@ class ClustersConfig(BaseModel):
     """After how many rounds in a row in which a cluster took no inner step all clusters stop, with
     NonFiniteError. A round lasts from a launch of a fragment to its next one; an optimizer skips
     steps whose gradients are not finite. null: 3, or as many as 50 steps take; 0: never."""
+
+    max_norm_ratio: float | None = Field(default=1000.0, gt=1)
+    """The largest norm of what a cluster sends of a fragment, in the median one of all, of two the
+    smaller one. What is larger is left out by all, like what is not finite, and its cluster goes on
+    from the outer parameters. Of samples, which are compared in any case; null: any will do."""
 
     data: Literal["auto", "split", "own"] = "auto"
     """Whose training data is: "split" divides what all clusters share between them, "own" lets each

@@ -63,7 +63,8 @@ class Method:
     """After how many rounds of a fragment clusters compare their anchors; 0: never."""
     max_idle_rounds: int | None = None
     """Rounds in a row without an inner step of a cluster, after which all stop; 0: never."""
-
+    max_norm_ratio: float | None = 1000.0
+    """The largest norm of what a cluster sends, in that of the others; None: any."""
     guard: GuardAction = "warn"
     """What is done where outer training goes wrong by its own figures (outer/guard.py)."""
 

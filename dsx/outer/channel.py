@@ -38,11 +38,13 @@ class FragmentChannel:
         max_rank: int,
         seat: Seat,
         opening: Callable[[], Opening] = Opening,
+        max_norm_ratio: float | None = None,
     ) -> None:
         self._compressor = compressor
         self._fragment = fragment
         self._max_rank = max_rank
         self._opening = opening
+        self._max_norm_ratio = max_norm_ratio
         self._open(seat)
 
     def _open(self, seat: Seat) -> None:
@@ -51,7 +53,7 @@ class FragmentChannel:
         takes_it = "opening" in signature(open).parameters
         also = (opening,) if takes_it else ()
         self.codec: Channel = open(self._fragment, seat, self._max_rank, *also)
-        self.parity_check = ParityCheck(seat, opening.buffers)
+        self.parity_check = ParityCheck(seat, opening.buffers, self._max_norm_ratio)
         self._sideband_mean = ExactMean(seat, "sideband", opening.buffers)
         self._commit = Commit(seat)
         changed = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}

@@ -104,20 +104,25 @@ class HandOver:
 
 
 def _told(parity: ParityResult, seat: Seat, remembers: bool) -> Tensor:
-    """Return what headers have told as int64 `[5 + C, C]`, by position.
+    """Return what headers have told as int64 `[6 + C, C]`, by position.
 
     `remembers`: the next header tells of this round's mean, or a later one's; of shards that are
     others than they were it tells nothing.
     """
     place = {id: position for position, id in enumerate(seat.ids)}
-    table = torch.zeros(5 + len(place), max(len(place), 3), dtype=torch.int64)
-    named = {0: parity.refused_by, 1: parity.idle_in, 3: parity.uncommitted}
+    table = torch.zeros(6 + len(place), max(len(place), 3), dtype=torch.int64)
+    named = {
+        0: parity.refused_by,
+        1: parity.idle_in,
+        3: parity.uncommitted,
+        4: parity.too_large,
+    }
     for row, clusters in named.items():
         table[row, [place[id] for id in clusters]] = 1
     table[2, 0], table[2, 1] = parity.round, parity.is_refused
     table[2, 2] = remembers and not parity.is_refused
     for a, b, kind in parity.apart:
-        table[4 + place[a], place[b]] = kind
+        table[5 + place[a], place[b]] = kind
     squares = {id: bits_of(square) for id, square in parity.squares}
     is_of_all = squares.keys() == place.keys()  # not of other clusters
     table[-1, : len(place)] = torch.tensor([squares[id] if is_of_all else -1 for id in place])
@@ -127,12 +132,12 @@ def _told(parity: ParityResult, seat: Seat, remembers: bool) -> Tensor:
 def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
     """Return what `_told` was given, as it is here."""
     ids, rows = seat.ids, table.tolist()
-    refused_by, idle_in, uncommitted = (
-        [id for id, flag in zip(ids, rows[row], strict=False) if flag] for row in (0, 1, 3)
+    refused_by, idle_in, uncommitted, too_large = (
+        [id for id, flag in zip(ids, rows[row], strict=False) if flag] for row in (0, 1, 3, 4)
     )
     apart = [
         [ids[a], ids[b], kind]
-        for a, row in enumerate(rows[4:-1])
+        for a, row in enumerate(rows[5:-1])
         for b, kind in enumerate(row)
         if kind
     ]
@@ -148,4 +153,5 @@ def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
         int(attempt.anchor),
         squares=[[id, of_bits(bits)] for id, bits in zip(ids, rows[-1], strict=False)],
         uncommitted=uncommitted,
+        too_large=too_large,
     )

@@ -5,8 +5,8 @@ cluster's values are finite and it took a step at all, how large they are (for g
 and a 64-bit hash of the mean it decoded last, and every few rounds a hash of its anchor at the
 launch. Everyone so knows the same:
 
-- a cluster with a NaN or an infinity: the round is refused by all, nothing is applied, and the
-  message names it;
+- a cluster with a NaN or an infinity, or with values so much larger than the others' that no
+  training makes them: the round is refused by all, nothing is applied, and the message names it;
 - a cluster that skipped every inner step of the round, its gradients not being finite: it has
   nothing new, and recovery.py tells of it;
 - a different hash: a mean was decoded differently, or a bit of an anchor has flipped, so outer
@@ -21,6 +21,7 @@ import math
 import struct
 from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -53,6 +54,7 @@ class ParityResult:
     apart: list[list[int]] = field(default_factory=list[list[int]])
     anchor: int | Tensor = 0  # this cluster's own hash; 0 in rounds that do not compare it
     uncommitted: list[int] = field(default_factory=list[int])  # came to another result, each time
+    too_large: list[int] = field(default_factory=list[int])  # of `refused_by`, finite though
     # of the guard's samples: this cluster's own square, [id, square] of all, sums when applied
     square: float = field(default=0.0, compare=False)
     squares: list[list[float]] = field(default_factory=list[list[float]], compare=False)
@@ -69,9 +71,9 @@ class ParityResult:
             wrong = entry["differing"]
             old = [(*sorted((a, b)), MEAN) for a in wrong for b in ids if b not in wrong]
             apart |= {tuple(pair) for pair in entry.get("apart", old) if {*pair[:2]} <= {*ids}}
-        refused_by, differing, idle_in, uncommitted = (
+        refused_by, differing, idle_in, uncommitted, too_large = (
             sorted({m for entry in saved for m in entry.get(key, ()) if m in ids})
-            for key in ("refused_by", "differing", "idle_in", "uncommitted")
+            for key in ("refused_by", "differing", "idle_in", "uncommitted", "too_large")
         )
         own_squares = saved[0].get("squares", []) if len(saved) == 1 else []  # of the same shard
         return cls(
@@ -83,6 +85,7 @@ class ParityResult:
             apart=[list(pair) for pair in sorted(apart)],
             squares=[list(pair) for pair in own_squares],
             uncommitted=uncommitted,
+            too_large=too_large,
         )
 
 
@@ -115,8 +118,14 @@ class Sides:
 class ParityCheck:
     """One fragment's headers; `memory` `[round, hash]` int64 belongs to the checkpoint."""
 
-    def __init__(self, seat: Seat, buffers: Buffers | None = None) -> None:
+    def __init__(
+        self,
+        seat: Seat,
+        buffers: Buffers | None = None,
+        max_norm_ratio: float | None = None,
+    ) -> None:
         self._seat = seat
+        self._max_norm_ratio = max_norm_ratio
         self.memory = torch.zeros(2, dtype=torch.int64)
         self._own = torch.zeros(3, dtype=torch.int64)
         self._theirs = [torch.zeros(3, dtype=torch.int64) for _ in range(seat.num_clusters)]
@@ -142,6 +151,8 @@ class ParityCheck:
             header[0] &= (1 << _LOW_BITS) - 1
         parity.refused_by = [id for id, header in headers.items() if not header[0] & _IS_FINITE]
         parity.idle_in = [id for id, header in headers.items() if header[0] & _IS_IDLE]
+        parity.too_large = too_large(parity, self._max_norm_ratio)
+        parity.refused_by = sorted({*parity.refused_by, *parity.too_large})
         means = {id: (header[0] >> _FLAG_BITS, header[1]) for id, header in headers.items()}
         anchors = {id: header[2] for id, header in headers.items()}
         parity.apart = [
@@ -164,6 +175,21 @@ class ParityCheck:
     def hash_of(self, x: Tensor) -> int:
         """Return the hash of a vector, fp32 `[n]` on the CPU; allocates nothing after the first."""
         return int(self._hash.of(x))
+
+
+def too_large(parity: ParityResult, max_norm_ratio: float | None) -> list[int]:
+    """Return the clusters whose norm is more than so many times the median of all; of two, the
+    smaller one.
+
+    Of those that are finite, have taken a step and have sent more than zeros: others say nothing of
+    what is usual.
+    """
+    silent = {*parity.refused_by, *parity.idle_in}
+    squares = [(int(id), s) for id, s in parity.squares if s > 0 and id not in silent]
+    if max_norm_ratio is None or not squares:
+        return []
+    most = max_norm_ratio**2 * median_low(square for _, square in squares)
+    return [id for id, square in squares if square > most]
 
 
 def bits_of(square: float) -> int:

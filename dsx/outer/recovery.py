@@ -100,7 +100,7 @@ class Recovery:
         refusals = history.refusals[fragment]
         refusals.count(parity.refused_by or parity.uncommitted, launched)
         if parity.refused_by:
-            self._refuse(what, parity.refused_by, refusals)
+            self._refuse(what, parity, refusals)
         elif parity.uncommitted:
             self._leave_out(what, parity.uncommitted, refusals)
         is_from_before = not is_comparison and launched <= history.mended[fragment]
@@ -122,23 +122,24 @@ class Recovery:
         """
         ids = self._transport.seat.ids
         place = {id: position for position, id in enumerate(ids)}
-        flags = torch.zeros(5 + len(ids), len(ids), dtype=torch.float64)
-        for row, clusters in enumerate((parity.refused_by, parity.idle_in, parity.uncommitted)):
+        flags = torch.zeros(6 + len(ids), len(ids), dtype=torch.float64)
+        named = (parity.refused_by, parity.idle_in, parity.uncommitted, parity.too_large)
+        for row, clusters in enumerate(named):
             flags[row, [place[id] for id in clusters]] = 1
-        flags[3], flags[4] = parity.round, self._notices.hear(notes)
+        flags[4], flags[5] = parity.round, self._notices.hear(notes)
         for a, b, kind in parity.apart:
-            flags[5 + place[a], place[b]] = kind
+            flags[6 + place[a], place[b]] = kind
         own = torch.tensor(parity.sums, dtype=torch.float64)
         flags, sums = self._adapter.ranks.max_and_sum(flags, own)
         parity.sums = sums.tolist()
-        if flags[4, 0]:
+        if flags[5, 0]:
             self._notices.agree()
-        parity.refused_by, parity.idle_in, parity.uncommitted = (
-            [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:3].tolist()
+        parity.refused_by, parity.idle_in, parity.uncommitted, parity.too_large = (
+            [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:4].tolist()
         )
-        parity.round = int(flags[3, 0])
+        parity.round = int(flags[4, 0])
         kinds = {
-            (ids[a], ids[b]): int(flags[5 + a, b]) for a, b in torch.nonzero(flags[5:]).tolist()
+            (ids[a], ids[b]): int(flags[6 + a, b]) for a, b in torch.nonzero(flags[6:]).tolist()
         }
         parity.differing = Sides.of(ids, kinds, parity.refused_by).wrong
         return kinds
@@ -201,9 +202,17 @@ class Recovery:
     def _has_anchor(self) -> bool:
         return self._method.outer_optimizer.keeps_anchor
 
-    def _refuse(self, what: str, refused_by: list[int], refusals: RoundsInARow) -> None:
+    def _refuse(self, what: str, parity: ParityResult, refusals: RoundsInARow) -> None:
         """Tell of a refusal; NonFiniteError where the cluster is not going to recover."""
-        what = f"{what}: {_names(refused_by)} sent values that are not finite"
+        too_large = parity.too_large
+        not_finite = [id for id in parity.refused_by if id not in too_large]
+        said = [f"{_names(not_finite)} sent values that are not finite"] if not_finite else []
+        if too_large:
+            said.append(
+                f"{_names(too_large)} sent values of more than {self._method.max_norm_ratio:g} "
+                "times the norm of the others' (clusters.max_norm_ratio)"
+            )
+        what = f"{what}: {', and '.join(said)}"
         if not self._has_anchor:
             raise NonFiniteError(
                 f"{what}, and there is no anchor to go on from; resume from a checkpoint, with a "

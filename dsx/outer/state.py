@@ -90,7 +90,14 @@ class StateStore:
         ]
         self._shared_work = SharedWork(self.allocator.on_host("channels"))
         self.channels = [
-            FragmentChannel(method.compression, f, method.control.largest_rank, seat, self._opening)
+            FragmentChannel(
+                method.compression,
+                f,
+                method.control.largest_rank,
+                seat,
+                self._opening,
+                method.max_norm_ratio,
+            )
             for f in on_the_wire
         ]
         self._longest = max(self._numel, default=0)
