@@ -132,7 +132,7 @@ def test_a_latency_is_planned_for_with_the_seconds_of_a_step(tmp_path: Path) -> 
     assert (fast.step_seconds, far.step_seconds) == (1.0, pytest.approx(0.02))
     assert far.link.latency_seconds == 0.5
     assert far.link.bits_per_second == pytest.approx(fast.link.bits_per_second / 0.02)
-    one_ways = 4  # handshake and mean, two each: 2 s, which more steps have to hide
+    one_ways = 6  # handshake, mean and commit, two each: 3 s, which more steps have to hide
     assert planned_interval(far, 1.0) == planned_interval(fast, 1.0) + one_ways * 0.5 / 0.02
 
 

@@ -48,13 +48,19 @@ def messages_of_two_rounds(num_clusters: int) -> dict[str, list[int]]:
 def test_of_two_clusters() -> None:
     for counts in run_distributed(messages_of_two_rounds, 2, 2):
         assert counts == {
-            "dense": [2, 2],  # the handshake with the parity check's header, then the vectors
-            "codes": [2, 2],
-            "factors": [9, 5],  # P to its owner, its mean, Q, its mean; twice at first
+            "dense": [
+                3,
+                3,
+            ],  # the handshake with the parity check's header, the vectors, the commit
+            "codes": [3, 3],
+            "factors": [10, 6],  # P to its owner, its mean, Q, its mean; twice at first
         }
 
 
 def test_of_three_clusters() -> None:
     for counts in run_distributed(messages_of_two_rounds, 3, 3):
-        assert counts["dense"] == [6, 6]  # to each of two: handshake, slice, mean of the own
-        assert counts["codes"] == [4, 4]
+        assert counts["dense"] == [
+            8,
+            8,
+        ]  # to each of two: handshake, slice, mean of the own, commit
+        assert counts["codes"] == [6, 6]

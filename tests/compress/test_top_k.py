@@ -18,7 +18,7 @@ from dsx.compress.top_k import SparseFormat, TopK
 from dsx.compress.top_k_channel import RATIO
 from dsx.compress.wire.formats import FORMATS
 from dsx.config.schema import ConfigError, load_config, preset
-from dsx.core.exchange import HEADER_BYTES
+from dsx.core.exchange import COMMIT_BYTES, HEADER_BYTES
 from dsx.core.membership import Membership, Seat
 from dsx.core.transport import Submission
 from dsx.core.types import Fragment, Slot
@@ -297,4 +297,4 @@ def test_a_simulated_run_trains_and_keeps_anchors_equal(outer: dict[str, Any]) -
         final = float(loss(model, 9, 1))
     assert final < 0.5 * losses[0], (losses[::20], final)
     codes, biases = TopK(chunk=1024).format.num_bytes(2 * 48 * 48), 2 * (48 + 48)
-    assert run.bytes_sent == [40 * 2 * (codes + biases + HEADER_BYTES)] * 3
+    assert run.bytes_sent == [40 * 2 * (codes + biases + HEADER_BYTES + COMMIT_BYTES)] * 3

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dsx.core.exchange import HEADER_BYTES
+from dsx.core.exchange import COMMIT_BYTES, HEADER_BYTES
 from tests.distributed import run_distributed
 from tests.engines.engines import (
     RANKS_PER_CLUSTER,
@@ -152,7 +152,9 @@ def test_replicas_share_out_what_crosses_between_clusters(outcomes: Any) -> None
     for result in results:
         pairs = zip(result["rounds"], result["numel"], strict=True)
         # C = 2: each element of the share once each way; and the comparison
-        sent = sum(k * (4 * share + HEADER_BYTES) + HEADER_BYTES for k, share in pairs)
+        sent = sum(
+            k * (4 * share + HEADER_BYTES + COMMIT_BYTES) + HEADER_BYTES for k, share in pairs
+        )
         assert result["bytes_sent"] == sent
 
 
