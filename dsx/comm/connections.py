@@ -46,11 +46,12 @@ class Way:
             is_host = rank_info.cluster_id == 0
             store = open_store(host, port, is_host=is_host, deadline_seconds=deadline_seconds)
             return store, None
-        from dsx.comm.links.meeting import host_to_call, open_meeting, say_where
+        from dsx.comm.links.host_port import open_on_host
+        from dsx.comm.links.meeting import open_meeting, say_where
 
-        link, shared = open_meeting(self.link, rank_info, "127.0.0.1", deadline_seconds)
-        store: Any = shared
-        say_where(store, link, host_to_call(self.link, link, "127.0.0.1"))
+        link, where = open_on_host(self.link, rank_info, None, "127.0.0.1", deadline_seconds)
+        store: Any = open_meeting(self.link, rank_info, link, "127.0.0.1", deadline_seconds)
+        say_where(store, link, where)
         return store, link
 
     def connect(

@@ -22,6 +22,7 @@ from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
+    from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
 
 
@@ -83,16 +84,21 @@ def join_own_launcher(
 
 def join_by_links(
     launcher: LauncherEnvironment, settings: LinkSettings, config: RendezvousConfig
-) -> tuple[RankInfo, dist.Store, dist.Store, Link]:
-    """Meet the other launchers' clusters over links; returns as the one above, and the link."""
+) -> tuple[RankInfo, dist.Store, dist.Store, Link, Where]:
+    """Meet the other launchers' clusters over links.
+
+    Returns as the one above, this rank's link, and where others call it.
+    """
+    from dsx.comm.links.host_port import open_on_host
     from dsx.comm.links.meeting import open_meeting
 
     assert config.cluster_id is not None
     rank_info = RankInfo(config.cluster_id, config.num_clusters, launcher.rank, launcher.world_size)
-    link, store = open_meeting(
-        settings, rank_info, launcher.master_addr, config.join_deadline_seconds
-    )
-    return rank_info, _launcher_store(launcher, config), store, link
+    own, seconds = _launcher_store(launcher, config), config.join_deadline_seconds
+    of_ports = dist.PrefixStore(f"dsx/start_{launcher.restarts}/host_port", own)
+    link, where = open_on_host(settings, rank_info, of_ports, launcher.master_addr, seconds)
+    store = open_meeting(settings, rank_info, link, launcher.master_addr, seconds)
+    return rank_info, own, store, link, where
 
 
 def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:

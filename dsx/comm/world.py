@@ -36,6 +36,7 @@ from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
+    from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
 
 
@@ -223,10 +224,11 @@ def join(config: RendezvousConfig) -> World:
         )
     launcher, limit = LauncherEnvironment.read(), collective_limit()
     link: Link | None = None
-    if config.link is not None:
-        pass  # says where to get what is missing
+    where: Where | None = None
     if config.link is not None and config.cluster_id is not None:
-        rank_info, launcher_store, shared_store, link = join_by_links(launcher, config.link, config)
+        rank_info, launcher_store, shared_store, link, where = join_by_links(
+            launcher, config.link, config
+        )
     elif config.rendezvous == "env://":
         rank_info, launcher_store, shared_store = join_one_launcher(launcher, config)
     else:
@@ -244,10 +246,11 @@ def join(config: RendezvousConfig) -> World:
 
         link = open_link(config.link, rank_info.cluster_id, rank_info.rank, rank_info.world_size)
     if link is not None:
-        from dsx.comm.links.meeting import host_to_call, say_where
+        from dsx.comm.links.host_port import where_alone
+        from dsx.comm.links.meeting import say_where
 
         atexit.register(link.close)  # what was sent last arrives
-        host = host_to_call(config.link, link, launcher.master_addr)
-        say_where(rendezvous.group_store("links"), link, host)
+        where = where or where_alone(link, launcher.master_addr)
+        say_where(rendezvous.group_store("links"), link, where)
     _world = World(seat, rank_info, rendezvous, cluster_store, config, link)
     return _world

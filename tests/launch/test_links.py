@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +44,17 @@ def with_keys(folder: Path, line: Line, port: int) -> list[Path]:
     return paths
 
 
+def gateways_at(port: int) -> list[int]:
+    """The processes that hold a host's port for its ranks."""
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            if b"dsx.comm.links.gateway" in words and str(port).encode() in words:
+                found.append(int(folder.name))
+    return found
+
+
 def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,9 +78,14 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
     for step in (5, 12, 20):
         clusters[0].wait_for(f"step {step}\n")
         line.cut()
+    clusters[0].wait_for("step 25\n")
+    (gateway,) = gateways_at(port)  # of two ranks: the one port that is open
+    os.kill(gateway, signal.SIGKILL)
     for cluster in clusters:
         assert cluster.wait() == 0, cluster.output()
     assert results(tmp_path / "links") == results(tmp_path / "gloo")
+    assert f"it listens at port {port} again" in clusters[0].output()
+    assert not gateways_at(port)
     assert b"incarnation" not in line.passed and b"adamw" not in line.passed.lower()
     assert len(line.passed) > 10_000
 
@@ -81,6 +100,10 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
     named = [one for one in clusters[0].output().splitlines() if "PeerLost: " in one]
     assert any("cluster 1" in one for one in named), named
     assert seconds < 5
+    assert not gateways_at(port)
     line.close()
     with capsys.disabled():
-        print(f"\nto the bit, with 3 cuts; {seconds:.1f} s after the kill: {named[0]}")
+        print(
+            f"\nto the bit, with 3 cuts and a killed gateway; {seconds:.1f} s after the kill: "
+            f"{named[0]}"
+        )

@@ -28,7 +28,7 @@ class Call:
 
     peer: Peer
     index: int
-    address: str
+    address: tuple[str, int]  # host:port, and the rank's slot there
     key: bytes
     socket: Any
     monitor: Any
@@ -54,8 +54,10 @@ class Calls:
         """Whether a peer is called."""
         return any(call.peer is peer for call in self.by_socket.values())
 
-    def call(self, peer: Peer, index: int, address: str, key: bytes | None = None) -> None:
-        """Call a peer at `host:port`, with a key of its or the first one."""
+    def call(
+        self, peer: Peer, index: int, address: tuple[str, int], key: bytes | None = None
+    ) -> None:
+        """Call a peer at `host:port` and a slot there, with a key of its or the first one."""
         if key is None:
             key = b"" if self._trust is None else self._trust.keys_of(peer.cluster_id)[0]
         socket, monitor = sockets.call(self._context, address, self._trust, key, self._dscp)

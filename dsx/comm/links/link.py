@@ -58,13 +58,19 @@ class Link:
         self._thread.start()
 
     def expect(
-        self, cluster_id: int, rank: int, address: str | None, incarnation: int | None = None
+        self,
+        cluster_id: int,
+        rank: int,
+        address: str | None,
+        incarnation: int | None = None,
+        slot: int = 0,
     ) -> None:
         """Exchange messages with a process from now on: call it at `host:port`, or wait for it.
 
-        With `incarnation` only the process that was started then is meant.
+        With `incarnation` only the process that was started then is meant. `slot` is its place
+        among those that a gateway there hands callers to.
         """
-        self._post(lambda: self._switch.expect((cluster_id, rank), address, incarnation))
+        self._post(lambda: self._switch.expect((cluster_id, rank), address, incarnation, slot))
 
     def wait_for(self, cluster_id: int, rank: int, seconds: float) -> None:
         """Block until a process is there; LinkDown if it has gone, TimeoutError after `seconds`."""

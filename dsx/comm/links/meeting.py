@@ -7,25 +7,25 @@ address that all have. Of two ranks the later cluster's calls, unless the earlie
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from dsx.comm.links.host_port import Where
 from dsx.comm.links.link import Link
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.store import LinkStore, Shelf
-from dsx.comm.links.trust import open_link
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 
 def open_meeting(
-    settings: LinkSettings, rank_info: RankInfo, master: str, deadline_seconds: float
-) -> tuple[Link, LinkStore]:
-    """Return this rank's link and the store that all meet at; PeerLost if nobody answers there.
+    settings: LinkSettings, rank_info: RankInfo, link: Link, master: str, deadline_seconds: float
+) -> LinkStore:
+    """Return the store that all meet at; PeerLost, and the link closed, if nobody answers there.
 
     `master` is the host of the own cluster's first rank. ValueError if nobody can be called.
     """
@@ -33,19 +33,16 @@ def open_meeting(
     addresses = [settings.address_of(m) for m in range(len(settings.names))]
     callable_ones = [m for m, address in enumerate(addresses) if address is not None]
     if not callable_ones:
+        link.close()
         raise ValueError(
             "link.members: nobody has an address, so nobody can be called: give one member "
             "NAME=HOST:PORT, or let two that can only call meet at a `dsx relay`"
         )
-    is_first = rank_info.rank == 0
-    is_called = is_first and addresses[own] is not None
-    port = settings.port if is_called else 0
-    link = open_link(settings, own, rank_info.rank, rank_info.world_size, port)
     holder = callable_ones[0]
     address = addresses[holder]
     if own == holder:
         address = f"{master}:{settings.port}"
-    if own == holder and is_first:
+    if own == holder and rank_info.rank == 0:
         link.serve(Shelf().serve)
     else:
         link.expect(holder, 0, address)
@@ -59,24 +56,13 @@ def open_meeting(
                 f"{what} did not answer within {deadline_seconds:g} s "
                 f"(clusters.join_deadline_seconds): {error}"
             ) from error
-    return link, LinkStore(link, (holder, 0))
+    return LinkStore(link, (holder, 0))
 
 
-def host_to_call(settings: LinkSettings | None, link: Link, master: str) -> str | None:
-    """Return the host at which others find this rank; None if it can only call."""
-    if settings is not None and settings.members:
-        address = settings.address_of(link.cluster_id)
-        return None if address is None else address.rpartition(":")[0]
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((master, 9))  # sends nothing: the system says which address it would take
-        return towards.getsockname()[0]
-
-
-def say_where(store: dist.Store, link: Link, host: str | None) -> None:
-    """Tell where this rank's link can be called: at `host`, or nowhere (None)."""
-    address = None if host is None else f"{host}:{link.port}"
-    where = {"address": address, "incarnation": link.incarnation}
-    store.set(_key(link.cluster_id, link.rank), json.dumps(where))
+def say_where(store: dist.Store, link: Link, where: Where) -> None:
+    """Tell where this rank's link can be called."""
+    said = {**asdict(where), "incarnation": link.incarnation}
+    store.set(_key(link.cluster_id, link.rank), json.dumps(said))
 
 
 def connect_peers(
@@ -99,7 +85,7 @@ def connect_peers(
         addresses[cluster] = where["address"]
         if cluster != link.cluster_id:
             address = address_to_call(link.cluster_id, cluster, addresses)
-            link.expect(cluster, link.rank, address, where["incarnation"])
+            link.expect(cluster, link.rank, address, where["incarnation"], where["slot"])
     for cluster in clusters:
         what = f"a link to rank {link.rank} of cluster {cluster}"
         try:

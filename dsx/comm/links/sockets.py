@@ -15,6 +15,7 @@ import zmq
 from zmq.utils import z85
 
 from dsx.comm.links.frames import MOST_BODY_BYTES
+from dsx.comm.links.greetings import routing_id
 
 _HANDSHAKE_MILLISECONDS = 5000
 _RECONNECT_MILLISECONDS = 50
@@ -86,6 +87,7 @@ def listen(
     """Return a socket that others call, and its port, a free one for 0. OSError if it is taken."""
     socket = _socket(context, zmq.ROUTER, dscp)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to who has gone is an error
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # who comes again may be ahead of its own end
     if trust is not None:
         socket.curve_server = True
         socket.curve_secretkey = trust.secret_key
@@ -103,11 +105,16 @@ def listen(
 
 
 def call(
-    context: zmq.Context[Any], address: str, trust: Trust | None, key: bytes, dscp: int = 0
+    context: zmq.Context[Any],
+    address: tuple[str, int],
+    trust: Trust | None,
+    key: bytes,
+    dscp: int = 0,
 ) -> tuple[Any, Any]:
     """Return a socket that calls `host:port`, again whenever it is cut off, and one that tells of
-    its connections; `key` is theirs.
+    its connections; `key` is theirs. By the slot a gateway there knows which rank is meant.
     """  # fmt: skip
+    place, slot = address
     socket = _socket(context, zmq.DEALER, dscp)
     socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing lies waiting for a connection
     socket.setsockopt(zmq.RECONNECT_IVL, _RECONNECT_MILLISECONDS)
@@ -117,7 +124,8 @@ def call(
         socket.curve_publickey = trust.public_key
         socket.curve_secretkey = trust.secret_key
     monitor = socket.get_monitor_socket(_EVENTS)  # first: what happens before is not told
-    socket.connect(f"tcp://{address}")
+    socket.routing_id = routing_id(slot)
+    socket.connect(f"tcp://{place}")
     return socket, monitor
 
 

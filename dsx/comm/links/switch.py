@@ -99,7 +99,9 @@ class Switch:
                 self.peers[name].end(self._ended)
         return self.peers[name]
 
-    def expect(self, name: Name, address: str | None, incarnation: int | None) -> None:
+    def expect(
+        self, name: Name, address: str | None, incarnation: int | None, slot: int = 0
+    ) -> None:
         """Exchange messages with a process: call it, or wait for its call."""
         peer = self.peer(name)
         if incarnation is not None:
@@ -110,7 +112,7 @@ class Switch:
             self.give_up(peer, "it has no key, or its key has been revoked")
         if address is not None and peer.error is None and not self._calls.reaches(peer):
             for index in range(self._options.streams + 1):
-                self._calls.call(peer, index, address)
+                self._calls.call(peer, index, (address, slot))
 
     def take(self, ready: dict[Any, int]) -> bool:
         """Take what has come on sockets; return whether a peer may have come or gone."""
@@ -306,7 +308,7 @@ class Switch:
             self._drop(f"connection {index}, of {count} by link.streams", f"cluster {sender}")
             return
         if isinstance(by, Call) and (by.peer is not self.peer(name) or by.index != index):
-            by.peer.trouble = f"cluster {sender}, rank {hello.rank} answers at {by.address}"
+            by.peer.trouble = f"cluster {sender}, rank {hello.rank} answers at {by.address[0]}"
             self._drop("an answer of another rank than was called", by.peer.trouble)
             return
         peer = self.peer(name)

@@ -60,15 +60,25 @@ def load_trust(settings: LinkSettings, cluster_id: int) -> MemberTrust | None:
 
 
 def open_link(
-    settings: LinkSettings, cluster_id: int, rank: int, world_size: int, port: int = 0
+    settings: LinkSettings,
+    cluster_id: int,
+    rank: int,
+    world_size: int,
+    port: int = 0,
+    host: str | None = None,
 ) -> Link:
-    """Return this rank's link, which listens at `port`, any free one by default.
+    """Return this rank's link, which listens at `port`, any free one by default, of `host`.
 
-    It has its part of the cluster's rate: that by `world_size`.
+    That is where the settings have it by default. It has its part of the cluster's rate: that by
+    `world_size`.
     """
     trust: Trust | None = load_trust(settings, cluster_id)
     options = LinkOptions(
-        settings.listens_at, port, settings.streams, settings.suspect_seconds, dscp=settings.dscp
+        host or settings.listens_at,
+        port,
+        settings.streams,
+        settings.suspect_seconds,
+        dscp=settings.dscp,
     )
     hours = [Hours.read(text) for text in settings.hours]
     pace = Pace(settings.rate_mbit, hours, share=1 / world_size)

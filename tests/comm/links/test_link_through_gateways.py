@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import pytest
-import zmq
 
-from dsx.comm.links import sockets
 from dsx.comm.links.gateway_process import GatewayProcess
-from dsx.comm.links.greetings import rank_name, routing_id
+from dsx.comm.links.greetings import rank_name
 from dsx.comm.links.link import Link
 from dsx.comm.links.switch import LinkOptions
 from tests.comm.links.clusters import KnownKeys, check, groups_of, pairs_of, swap
@@ -38,32 +35,17 @@ def through(stack: ExitStack, way_out: bool) -> Generator[tuple[list[Link], int]
         stack.callback(own.stop)
         port = own.update(ways={NAME: ("127.0.0.1", port)})[NAME]
     links[0].expect(1, 0, None)
-    links[1].expect(0, 0, f"127.0.0.1:{port}")
+    links[1].expect(0, 0, f"127.0.0.1:{port}", slot=5)
     for m in range(2):
         links[m].wait_for(1 - m, 0, 20)
     yield links, port
 
 
-def name_slot(context: zmq.Context[Any], kind: int, dscp: int) -> Any:
-    """Make a socket as links do, with what calling a rank by its slot takes."""
-    socket = made(context, kind, dscp)
-    if kind == zmq.DEALER:
-        socket.routing_id = routing_id(5)
-    else:
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-    return socket
-
-
-made = sockets._socket  # pyright: ignore[reportPrivateUsage]
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("way_out", [False, True], ids=["slot", "way"])
 def test_messages_come_as_they_were_and_a_reset_costs_a_resend(
-    monkeypatch: pytest.MonkeyPatch, way_out: bool
+    way_out: bool,
 ) -> None:
-    if not way_out:
-        monkeypatch.setattr(sockets, "_socket", name_slot)
     with ExitStack() as stack, through(stack, way_out) as (links, port):
         groups = groups_of(links)
         check([work for n in (1, 65_537, 40 * MB) for work in swap(groups, n)])

@@ -1,0 +1,223 @@
+"""The one port of a host: who of its ranks listens there, or starts the gateway that does.
+
+A host whose cluster can be called has one port open (`link.port`), however many ranks it runs. One
+rank listens there itself. Several listen on loopback, each at a port of the system's choice; the
+first of them starts the gateway, which hands each caller to the rank it names, and starts it anew
+where it has ended. Ranks of a cluster that only calls out listen on loopback, where nobody calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from dsx.comm.links.entrance import Limits
+from dsx.comm.links.gateway_process import Event, GatewayLost, GatewayProcess
+from dsx.comm.links.greetings import rank_name
+from dsx.comm.links.link import Link
+from dsx.comm.links.settings import LinkSettings
+from dsx.comm.links.trust import open_link
+from dsx.comm.topology import RankInfo
+from dsx.core.transport import PeerLost
+from dsx.core.waits import waiting_for
+
+_LOOPBACK = "127.0.0.1"
+_STARTS = 5  # of a gateway that ends, one after another
+_FIRST_PAUSE_SECONDS = 0.05  # and twice as long each time
+_STEADY_SECONDS = 60.0  # after which a start counts as having succeeded
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Where:
+    """Where others call a rank: at `host:port`, None for nowhere, by its place on its host."""
+
+    address: str | None
+    slot: int = 0
+
+
+def open_on_host(
+    settings: LinkSettings,
+    rank_info: RankInfo,
+    store: dist.Store | None,
+    master: str,
+    deadline_seconds: float,
+) -> tuple[Link, Where]:
+    """Return this rank's link, listening as its host has it, and where others call it.
+
+    `store` is the cluster's own, where its ranks meet; None for one of one rank. `master` is the
+    host of its first one. PeerLost if a rank does not say where it listens; OSError if the port is
+    taken, and who has it.
+    """
+    own, rank, world_size = rank_info.cluster_id, rank_info.rank, rank_info.world_size
+    address = settings.address_of(own)
+    if address is None:
+        return open_link(settings, own, rank, world_size, host=_LOOPBACK), Where(None)
+    here = [rank]
+    if store is not None and world_size > 1:
+        here = _ranks_of_this_host(store, rank_info, deadline_seconds)
+    if here[0] != 0:
+        address = f"{_own_address(master)}:{settings.port}"
+    if len(here) == 1:
+        return open_link(settings, own, rank, world_size, settings.port), Where(address)
+    assert store is not None
+    link = open_link(settings, own, rank, world_size, host=_LOOPBACK)
+    try:
+        _hand_over(settings, rank_info, here, link, store, deadline_seconds)
+    except BaseException:
+        link.close()
+        raise
+    return link, Where(address, here.index(rank))
+
+
+def where_alone(link: Link, master: str) -> Where:
+    """Return where a rank is called that listens by itself, as seen from a host's network."""
+    return Where(f"{_own_address(master)}:{link.port}")
+
+
+class HostGateway:
+    """A host's gateway, which is started anew where it has ended; `ranks` are by name."""
+
+    def __init__(self, settings: LinkSettings, ranks: Mapping[str, tuple[int, str, int]]) -> None:
+        self._settings, self._ranks = settings, dict(ranks)
+        others = len(settings.names) - 1
+        at_once = 4 * len(ranks) * others * (settings.streams + 1)  # old ones beside new ones
+        most = max(Limits().most_connections, at_once)
+        self._limits = Limits(most_connections=most, dscp=settings.dscp or None)
+        self._gateway: GatewayProcess | None = None
+        self._lock = threading.Lock()
+        self._started_at = 0.0
+        self._num_starts = 0
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process that listens now."""
+        return None if self._gateway is None else self._gateway.pid
+
+    def start(self) -> None:
+        """Listen; OSError where that cannot be."""
+        settings = self._settings
+        gateway = GatewayProcess(settings.listens_at, settings.port, self._limits, told=self._told)
+        gateway.start()
+        gateway.update(ranks=self._ranks)
+        with self._lock:
+            self._gateway, self._started_at = gateway, time.monotonic()
+            is_late = self._is_closed
+        if is_late:
+            gateway.stop()
+
+    def close(self) -> None:
+        """End it; connections through it with it."""
+        with self._lock:
+            self._is_closed = True
+            gateway = self._gateway
+        if gateway is not None:
+            gateway.stop()
+
+    def _told(self, event: Event) -> None:
+        if event["event"] == "ended" and not self._is_closed:
+            threading.Thread(target=self._start_anew, name="dsx-gateway", daemon=True).start()
+
+    def _start_anew(self) -> None:
+        if time.monotonic() - self._started_at > _STEADY_SECONDS:
+            self._num_starts = 0
+        while self._num_starts < _STARTS and not self._is_closed:
+            time.sleep(_FIRST_PAUSE_SECONDS * 2**self._num_starts)
+            self._num_starts += 1
+            try:
+                self.start()
+            except (OSError, GatewayLost) as error:
+                logger.error("the gateway of this host does not start again: %s", error)
+                continue
+            logger.warning(
+                "the gateway of this host had ended; it listens at port %d again, and cut "
+                "connections come back", self._settings.port,
+            )  # fmt: skip
+            return
+        if not self._is_closed:
+            logger.error(
+                "the gateway of this host is given up after %d starts: nobody can call its ranks "
+                "at port %d any more, and connections that end do not come back", _STARTS,
+                self._settings.port,
+            )  # fmt: skip
+
+
+def _hand_over(
+    settings: LinkSettings,
+    rank_info: RankInfo,
+    here: list[int],
+    link: Link,
+    store: dist.Store,
+    deadline_seconds: float,
+) -> None:
+    """Have callers handed to the ranks of this host, this one with them."""
+    rank, name = rank_info.rank, settings.names[rank_info.cluster_id]
+    store.set(f"port/{rank}", str(link.port))
+    started = f"gateway/{here[0]}"
+    if rank != here[0]:
+        said = _get(store, started, f"the gateway that rank {here[0]} starts", deadline_seconds)
+        if said:
+            raise PeerLost(f"rank {here[0]} of this host cannot start its gateway: {said}")
+        return
+    ports = {
+        r: int(_get(store, f"port/{r}", f"the port of rank {r}", deadline_seconds)) for r in here
+    }
+    ranks = {rank_name(name, r): (slot, _LOOPBACK, ports[r]) for slot, r in enumerate(here)}
+    gateway = HostGateway(settings, ranks)
+    try:
+        gateway.start()
+    except (OSError, GatewayLost) as error:
+        store.set(started, str(error) or repr(error))
+        raise
+    atexit.register(gateway.close)  # behind the link, which is registered later
+    link.held.append(gateway)
+    store.set(started, "")
+    logger.info(
+        "ranks %s of cluster %s are called at port %d of this host", here, name, settings.port
+    )
+
+
+def _ranks_of_this_host(
+    store: dist.Store, rank_info: RankInfo, deadline_seconds: float
+) -> list[int]:
+    """Return the cluster's ranks that run here, this one with them, in order."""
+    network = os.stat("/proc/self/ns/net").st_ino if os.path.exists("/proc/self/ns/net") else 0
+    own = json.dumps([socket.gethostname(), network])  # containers may share either
+    store.set(f"host/{rank_info.rank}", own)
+    hosts = [
+        _get(store, f"host/{r}", f"rank {r} of this cluster", deadline_seconds)
+        for r in range(rank_info.world_size)
+    ]
+    return [r for r, host in enumerate(hosts) if host == own]
+
+
+def _get(store: dist.Store, key: str, what: str, seconds: float) -> str:
+    try:
+        with waiting_for(what, seconds):
+            store.wait([key], timedelta(seconds=seconds))
+            value: Any = store.get(key)
+    except RuntimeError as error:
+        raise PeerLost(
+            f"{what} did not come within {seconds:g} s (clusters.join_deadline_seconds): "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _own_address(master: str) -> str:
+    """Return this host's address in the network in which `master` is."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
+        towards.connect((master, 9))  # sends nothing: the system says which address it would take
+        return towards.getsockname()[0]

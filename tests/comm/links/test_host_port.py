@@ -1,0 +1,163 @@
+"""All ranks of a host are called at one port."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dsx.comm.links import host_port
+from dsx.comm.links.host_port import HostGateway, Where, open_on_host
+from dsx.comm.links.link import Link
+from dsx.comm.links.settings import LinkSettings
+from dsx.comm.topology import RankInfo
+from dsx.core.transport import PeerLost
+from tests.distributed import free_port
+
+SECONDS = 20.0
+
+
+def settings_at(port: int) -> LinkSettings:
+    return LinkSettings(members=(f"berlin=127.0.0.1:{port}", "oslo"), port=port)
+
+
+@pytest.fixture
+def stack() -> Generator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def open_ranks(
+    stack: ExitStack, settings: LinkSettings, size: int, elsewhere: tuple[int, ...] = ()
+) -> list[tuple[Link, Where] | Exception]:
+    """Open berlin's ranks, as their processes would; those `elsewhere` only say that they are."""
+    store: Any = dist.HashStore()
+    for rank in elsewhere:
+        store.set(f"host/{rank}", json.dumps(["another host", 1]))
+
+    def open_one(rank: int) -> tuple[Link, Where] | Exception:
+        try:
+            info = RankInfo(0, 2, rank, size)
+            return open_on_host(settings, info, store, "127.0.0.1", SECONDS)
+        except (OSError, PeerLost) as error:
+            return error
+
+    here = [rank for rank in range(size) if rank not in elsewhere]
+    with ThreadPoolExecutor(len(here)) as threads:
+        opened = list(threads.map(open_one, here))
+    for each in opened:
+        if isinstance(each, tuple):
+            stack.callback(each[0].close)
+            for held in each[0].held:
+                if isinstance(held, HostGateway):
+                    stack.callback(held.close)
+    return opened
+
+
+def oslo(stack: ExitStack, settings: LinkSettings, rank: int) -> Link:
+    link, where = open_on_host(settings, RankInfo(1, 2, rank, 3), None, "127.0.0.1", SECONDS)
+    stack.callback(link.close)
+    assert where == Where(None)  # it only calls
+    return link
+
+
+def ask(caller: Link, rank: int, where: Where, called: Link) -> bytes:
+    """Call a rank, and return who answers."""
+    called.serve(lambda asker, body, answer: answer(str(called.rank).encode()))
+    called.expect(1, caller.rank, None)
+    caller.expect(0, rank, where.address, slot=where.slot)
+    caller.wait_for(0, rank, SECONDS)
+    return caller.ask((0, rank), b"who").result(SECONDS)
+
+
+def test_callers_reach_the_rank_that_they_mean_at_the_only_port(stack: ExitStack) -> None:
+    settings = settings_at(free_port())
+    opened: Any = open_ranks(stack, settings, 3)
+    address = settings.address_of(0)
+    assert [where for _, where in opened] == [Where(address, slot) for slot in range(3)]
+    for rank, (link, where) in enumerate(opened):
+        assert ask(oslo(stack, settings, rank), rank, where, link) == str(rank).encode()
+    for link, _ in opened:  # ranks themselves are not to be called from elsewhere
+        assert link.port != settings.port
+
+
+def test_one_rank_listens_itself(stack: ExitStack) -> None:
+    settings = settings_at(free_port())
+    link, where = open_on_host(settings, RankInfo(0, 2, 0, 1), None, "127.0.0.1", SECONDS)
+    stack.callback(link.close)
+    assert (link.port, where) == (settings.port, Where(settings.address_of(0)))
+
+
+def test_a_second_host_is_called_at_its_own_address_and_the_same_port(stack: ExitStack) -> None:
+    settings = settings_at(free_port())
+    opened: Any = open_ranks(stack, settings, 4, elsewhere=(0, 1))
+    assert [where for _, where in opened] == [
+        Where(f"127.0.0.1:{settings.port}", slot) for slot in range(2)
+    ]
+    caller = oslo(stack, settings, 2)
+    assert ask(caller, 3, opened[1][1], opened[1][0]) == b"3"
+
+
+def test_a_port_that_is_taken_is_named_by_all(stack: ExitStack) -> None:
+    settings = settings_at(free_port())
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", settings.port))
+        other.listen()
+        first, second = open_ranks(stack, settings, 2)
+    assert isinstance(first, OSError) and str(settings.port) in str(first)
+    assert f"process {os.getpid()}" in str(first)
+    assert isinstance(second, PeerLost) and "rank 0 of this host cannot start" in str(second)
+
+
+def test_a_rank_that_does_not_come_is_named(stack: ExitStack) -> None:
+    store: Any = dist.HashStore()
+    with pytest.raises(PeerLost, match=r"rank 1 of this cluster did not come within 0.2 s"):
+        open_on_host(settings_at(free_port()), RankInfo(0, 2, 0, 2), store, "127.0.0.1", 0.2)
+
+
+def wait_for(what: Any) -> None:
+    until = time.monotonic() + SECONDS
+    while not what():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+def test_a_gateway_that_ends_is_started_anew(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = settings_at(free_port())
+    opened: Any = open_ranks(stack, settings, 2)
+    caller = oslo(stack, settings, 1)
+    ask(caller, 1, opened[1][1], opened[1][0])
+    (gateway,) = (held for held in opened[0][0].held if isinstance(held, HostGateway))
+    first = gateway.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert caller.ask((0, 1), b"who").result(SECONDS) == b"1"
+    wait_for(lambda: gateway.pid != first)
+    assert f"listens at port {settings.port} again" in caplog.text
+    gateway.close()
+    time.sleep(0.3)
+    assert gateway.pid is not None and not os.path.exists(f"/proc/{gateway.pid}")
+
+
+def test_one_that_never_starts_again_is_given_up(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(host_port, "_FIRST_PAUSE_SECONDS", 0.001)
+    settings = settings_at(free_port())
+    opened: Any = open_ranks(stack, settings, 2)
+    (gateway,) = (held for held in opened[0][0].held if isinstance(held, HostGateway))
+    monkeypatch.setattr(gateway, "start", lambda: (_ for _ in ()).throw(OSError("port is taken")))
+    os.kill(gateway.pid or 0, signal.SIGKILL)
+    wait_for(lambda: "given up" in caplog.text)
+    assert caplog.text.count("does not start again: port is taken") == 5
