@@ -282,7 +282,7 @@ def test_bytes_of_any_kind_neither_end_a_relay_nor_what_it_joins(
         assert caller.echoes()
         kinds = st.sampled_from([b"", b"\5", b"\5\1\0", b"DSXR", *messages("RCSKNOTXA")])
 
-        @settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+        @settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
         @given(kinds, st.binary(min_size=1, max_size=500))
         def say(first: bytes, rest: bytes) -> None:
             ask(relay.port, first + rest, b"")
