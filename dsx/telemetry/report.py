@@ -26,7 +26,7 @@ _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e
 class ClusterReport:
     """One cluster's totals; None where no record has the field.
 
-    `commit_seconds_mean` is of the rounds that training waited for.
+    `commit_seconds_mean` is of the rounds that training waited for, where most were.
     """
 
     cluster: int
@@ -146,7 +146,7 @@ def summarize_cluster(records: ClusterRun) -> ClusterReport:
     tokens, token_seconds = _sums(records.steps, "tokens", "seconds")
     blocked, blocked_of = _sums(records.steps, "blocked_seconds", "seconds")
     transfers = [s["transfer_seconds"] for s in records.syncs if s.get("transfer_seconds")]
-    waited_for = [s for s in records.syncs if s.get("launched_step") == s.get("applied_step")]
+    waited_for = [s for s in records.syncs if s.get("launched_step", -1) == s.get("applied_step")]
     commits = [s["commit_seconds"] for s in waited_for if s.get("commit_seconds")]
     return ClusterReport(
         cluster=records.cluster,
@@ -161,7 +161,7 @@ def summarize_cluster(records: ClusterRun) -> ClusterReport:
         syncs=len(records.syncs),
         wait_seconds=_sums(records.syncs, "wait_seconds")[0],
         transfer_seconds_mean=_mean(transfers),
-        commit_seconds_mean=_mean(commits),
+        commit_seconds_mean=_mean(commits) if 2 * len(waited_for) > len(records.syncs) else None,
     )
 
 

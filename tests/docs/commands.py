@@ -50,6 +50,9 @@ _SITES = "needs what a site has; with stand-ins in tests/launch/test_where_it_ru
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
 _FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_folders.py"
 NOT_HERE = {  # with the reason
+    "for n in berlin oslo; do ip netns": "two sites in namespaces, as root",
+    "ip ": "two sites in namespaces, as root",
+    "ip netns exec": "two sites in namespaces, as root",
     "dsx keys check ds.json": "needs a second site; with two in tests/comm/links/test_check.py",
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config docs/examples": _FOLDER,
     "deepspeed --num_gpus 4 --module dsx.run docs/examples": _FOLDER,

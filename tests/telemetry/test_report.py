@@ -97,13 +97,11 @@ def test_the_commits_that_training_waits_for_are_told(
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     sync = next(r for r in map(json.loads, lines) if r["kind"] == "sync")
     sync |= {"round": 99, "launched_step": 20, "applied_step": 20, "commit_seconds": 0.04}
-    with (run_dir / "metrics.jsonl").open("a") as file:
-        print(
-            json.dumps(sync),
-            json.dumps({**sync, "round": 100, "applied_step": 22}),
-            sep="\n",
-            file=file,
-        )
+    later = {**sync, "round": 100, "applied_step": 22, "commit_seconds": 9.0}
+    for added in ([sync, later], [{**sync, "round": 101 + n} for n in range(12)]):
+        assert summarize(run_dir).clusters[0].commit_seconds_mean is None  # most are not
+        with (run_dir / "metrics.jsonl").open("a") as file:
+            print(*map(json.dumps, added), sep="\n", file=file)
     assert summarize(run_dir).clusters[0].commit_seconds_mean == pytest.approx(0.04)
     report(run_dir)
     assert "training waits 40 ms a round for the commit" in capsys.readouterr().out

@@ -297,6 +297,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m dsx.comm.links.gateway")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--listener", type=int, default=None, help="a listening socket's number")
     parser.add_argument("--most-connections", type=int, default=Limits.most_connections)
     parser.add_argument("--most-greeting", type=int, default=Limits.most_greeting)
     parser.add_argument("--greeting-seconds", type=float, default=Limits.greeting_seconds)
@@ -311,7 +312,10 @@ def main(arguments: list[str]) -> int:
         raise_file_limit(limits.most_files, f"{limits.most_connections} connections")
         loop = EventLoop()
         lines = Lines(loop, sys.stdin.fileno(), sys.stdout.fileno())
-        listener = listen(given.host, given.port, limits.dscp)
+        if given.listener is None:
+            listener = listen(given.host, given.port, limits.dscp)
+        else:
+            listener = socket.socket(fileno=given.listener)
     except (ValueError, OSError) as error:
         text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         sys.stdout.write(json.dumps({"event": "error", "text": text}) + "\n")

@@ -15,6 +15,7 @@ import contextlib
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -39,7 +40,8 @@ class GatewayProcess:
     """The process that holds a host's port; safe for several threads.
 
     `sign` is `Keys.sign`, for registering at relays. `told` gets, in the thread that reads, what
-    nobody asked for: {"event": "registered" | "unregistered" | "ended", "text": ...}.
+    nobody asked for: {"event": "registered" | "unregistered" | "ended", "text": ...}. `listener` is
+    one that is open already, and stays so: who calls while no gateway runs waits for the next.
     """
 
     def __init__(
@@ -49,8 +51,9 @@ class GatewayProcess:
         limits: Limits | None = None,
         sign: Callable[[bytes], bytes] | None = None,
         told: Callable[[Event], object] | None = None,
+        listener: socket.socket | None = None,
     ) -> None:
-        self._host, self._port = host, port
+        self._host, self._port, self._listener = host, port, listener
         self._limits = limits or Limits()
         self._sign, self._told = sign, told
         self._process: subprocess.Popen[bytes] | None = None
@@ -78,12 +81,15 @@ class GatewayProcess:
         ]  # fmt: skip
         if limits.dscp is not None:
             command += ["--dscp", str(limits.dscp)]
+        inherited = () if self._listener is None else (self._listener.fileno(),)
+        for number in inherited:
+            command += ["--listener", str(number)]
         package = str(Path(__file__).parents[3])
         path = os.environ.get("PYTHONPATH")
         environment = os.environ | {"PYTHONPATH": f"{package}:{path}" if path else package}
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
-            start_new_session=True,
+            start_new_session=True, pass_fds=inherited,
         )  # fmt: skip
         self._reader = threading.Thread(target=self._read, name="dsx-gateway", daemon=True)
         self._reader.start()

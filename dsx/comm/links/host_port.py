@@ -27,6 +27,7 @@ from dsx.comm.links.gateway_process import Event, GatewayLost, GatewayProcess
 from dsx.comm.links.greetings import rank_name
 from dsx.comm.links.link import Link
 from dsx.comm.links.settings import LinkSettings
+from dsx.comm.links.tcp import listen
 from dsx.comm.links.trust import open_link
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
@@ -34,7 +35,7 @@ from dsx.core.waits import waiting_for
 
 _LOOPBACK = "127.0.0.1"
 _STARTS = 5  # of a gateway that ends, one after another
-_FIRST_PAUSE_SECONDS = 0.05  # and twice as long each time
+_PAUSE_SECONDS = 0.1  # for each one before
 _STEADY_SECONDS = 60.0  # after which a start counts as having succeeded
 logger = logging.getLogger(__name__)
 
@@ -95,6 +96,7 @@ class HostGateway:
         at_once = 4 * len(ranks) * others * (settings.streams + 1)  # old ones beside new ones
         most = max(Limits().most_connections, at_once)
         self._limits = Limits(most_connections=most, dscp=settings.dscp or None)
+        self._listener: socket.socket | None = None
         self._gateway: GatewayProcess | None = None
         self._lock = threading.Lock()
         self._started_at = 0.0
@@ -107,9 +109,11 @@ class HostGateway:
         return None if self._gateway is None else self._gateway.pid
 
     def start(self) -> None:
-        """Listen; OSError where that cannot be."""
-        settings = self._settings
-        gateway = GatewayProcess(settings.listens_at, settings.port, self._limits, told=self._told)
+        """Listen; OSError where that cannot be. The port stays open while no gateway runs."""
+        host, port = self._settings.listens_at, self._settings.port
+        if self._listener is None:
+            self._listener = listen(host, port, self._limits.dscp)
+        gateway = GatewayProcess(host, port, self._limits, told=self._told, listener=self._listener)
         gateway.start()
         gateway.update(ranks=self._ranks)
         with self._lock:
@@ -125,6 +129,11 @@ class HostGateway:
             gateway = self._gateway
         if gateway is not None:
             gateway.stop()
+        self._stop_listening()
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
 
     def _told(self, event: Event) -> None:
         if event["event"] == "ended" and not self._is_closed:
@@ -134,7 +143,7 @@ class HostGateway:
         if time.monotonic() - self._started_at > _STEADY_SECONDS:
             self._num_starts = 0
         while self._num_starts < _STARTS and not self._is_closed:
-            time.sleep(_FIRST_PAUSE_SECONDS * 2**self._num_starts)
+            time.sleep(_PAUSE_SECONDS * self._num_starts)
             self._num_starts += 1
             try:
                 self.start()
@@ -146,6 +155,7 @@ class HostGateway:
                 "connections come back", self._settings.port,
             )  # fmt: skip
             return
+        self._stop_listening()
         if not self._is_closed:
             logger.error(
                 "the gateway of this host is given up after %d starts: nobody can call its ranks "

@@ -313,7 +313,10 @@ class Switch:
             return
         peer = self.peer(name)
         peer.incarnation = peer.incarnation or hello.incarnation
-        if hello.incarnation != peer.incarnation or peer.error is not None:
+        if peer.error is not None and hello.incarnation == peer.incarnation:
+            self._drop("a greeting of a process that has been given up", f"{peer}")
+            return
+        if hello.incarnation != peer.incarnation:
             self._drop("a greeting of another process than the one that is meant", f"{peer}")
             return
         if isinstance(by, Call):

@@ -153,7 +153,7 @@ def test_a_gateway_that_ends_is_started_anew(
 def test_one_that_never_starts_again_is_given_up(
     stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host_port, "_FIRST_PAUSE_SECONDS", 0.001)
+    monkeypatch.setattr(host_port, "_PAUSE_SECONDS", 0.001)
     settings = settings_at(free_port())
     opened: Any = open_ranks(stack, settings, 2)
     (gateway,) = (held for held in opened[0][0].held if isinstance(held, HostGateway))
