@@ -146,6 +146,7 @@ def resume_then_differ_then_lose_a_peer(directory: str) -> tuple[Any, str, str]:
     return is_equal, str(refused.value), str(lost.value)
 
 
+@pytest.mark.ci
 def test_resumes_under_another_number_but_clusters_have_one(tmp_path: Path) -> None:
     results = run_distributed(
         resume_then_differ_then_lose_a_peer, 2, str(tmp_path), ends_together=False
