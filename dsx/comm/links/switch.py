@@ -74,21 +74,24 @@ class Switch:
         self.poller = zmq.Poller()
         self.peers: dict[Name, Peer] = {}  # read by others
         self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
+        try:
+            self._open(trust, options)
+        except BaseException:  # a context that is left to the garbage collector may block it
+            self._context.destroy(0)
+            raise
+
+    def _open(self, trust: sockets.Trust | None, options: LinkOptions) -> None:
         self._calls = Calls(self._context, self.poller, trust, options.dscp)
         self._keys_at = 0.0
         self._looked_at = time.monotonic()
-        self.requests = Requests(own)
+        self.requests = Requests(self.own)
         self._ended = ""  # why
         self.problems: Counter[str] = Counter()  # what was dropped, by its reason; read by others
         self._door = None
         if trust is not None:
             self._door = sockets.Door(self._context, trust, self._refused)
             self.poller.register(self._door.socket, zmq.POLLIN)
-        try:
-            self._listen(options.port)
-        except OSError:
-            self._context.destroy(0)
-            raise
+        self._listen(options.port)
 
     def peer(self, name: Name) -> Peer:
         """Return a peer, a new one if it is not known yet."""

@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Generator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import zmq
 
+from dsx.comm.links import sockets
 from dsx.comm.links.frames import DATA, HELLO, Frame
 from dsx.comm.links.group import LinkGroup
 from dsx.comm.links.link import Link
@@ -270,3 +272,26 @@ def test_a_port_that_is_taken_is_named() -> None:
             Link(1, 0, None, LinkOptions(port=link.port))
     finally:
         link.close()
+
+
+@pytest.mark.parametrize("step", ["Door", "listen"])
+def test_a_link_that_cannot_be_made_leaves_nothing_to_the_garbage_collector(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """It would wait there for sockets that nobody closes, in whatever runs then."""
+    made: list[Any] = []
+
+    class Noted(zmq.Context):  # type: ignore[type-arg]
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(self)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("cannot")
+
+    monkeypatch.setattr(zmq, "Context", Noted)
+    monkeypatch.setattr(sockets, step, fail)
+    pairs = pairs_of(1)
+    with pytest.raises(RuntimeError, match="cannot"):
+        Link(0, 0, KnownKeys(0, pairs), LinkOptions())
+    assert [context.closed for context in made] == [True]
