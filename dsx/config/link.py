@@ -43,6 +43,10 @@ class LinkConfig(BaseModel):
     its first rank can be called: ["berlin=203.0.113.7:29400", "oslo"]; one without can only call.
     They meet at the first address, without `clusters.rendezvous`."""
 
+    relay: _Text | None = None
+    """The address of a `dsx relay`, HOST:PORT, at which members without an address reach each
+    other; null: there is none."""
+
     keys: _Text = "keys"
     """The folder with this member's secret key and everybody's public ones."""
 
@@ -129,6 +133,12 @@ def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
                 f"dsx.link.members has {member!r}: write NAME=HOST:PORT, or NAME for a cluster "
                 "that can only call"
             )
+    if link.relay is not None and link.security != "curve":
+        raise ConfigError(
+            'dsx.link.relay takes the members\' keys; set "security": "curve", or leave it out'
+        )
+    if link.relay is not None and not _is_address(link.relay):
+        raise ConfigError(f"dsx.link.relay={link.relay!r} is no address; write HOST:PORT")
     if link.members and rendezvous != "env://":
         raise ConfigError(
             f"dsx.clusters.rendezvous={rendezvous!r} beside dsx.link.members: clusters "

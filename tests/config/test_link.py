@@ -31,6 +31,11 @@ def said(given: DsxConfig, environ: dict[str, str] = ONE_HOST) -> str | None:
         ({"security": "curve", "members": ["a", "b"], "transport": "gloo"}, "does not encrypt"),
         ({"members": ["a=h:1", "b"]}, 'members needs "security": "curve"'),
         ({"security": "tls"}, "dsx.link.security"),
+        ({"relay": "r.example:29500"}, 'takes the members\' keys; set "security": "curve"'),
+        (
+            {"security": "curve", "members": ["a", "b"], "relay": "nowhere"},
+            "relay='nowhere' is no address; write HOST:PORT",
+        ),
         ({"port": 0}, "dsx.link.port"),
         ({"suspect_seconds": 0.5}, "dsx.link.suspect_seconds"),
     ],
@@ -80,3 +85,17 @@ def test_one_launcher_over_several_hosts_does(name: str) -> None:
     with pytest.raises(ConfigError, match="over the hosts of one launcher"):
         said(config(), {"WORLD_SIZE": "4", name: "2"})
     assert said(config({"security": "none"}), {"WORLD_SIZE": "4", name: "2"}) is not None
+
+
+@pytest.mark.parametrize(
+    ("members", "relayed"),
+    [
+        (["a", "b"], [0, 1]),
+        (["a=10.0.0.1:1", "b", "c"], [1, 2]),
+        (["a=10.0.0.1:1", "b"], []),
+    ],
+)
+def test_those_who_only_call_meet_at_the_relay(members: list[str], relayed: list[int]) -> None:
+    link = {"security": "curve", "members": members, "relay": "r.example:1"}
+    settings = config(link, num_clusters=len(members)).link.settings
+    assert settings is not None and settings.through_relay == relayed

@@ -108,7 +108,10 @@ def _look(link: Link, other: int, name: str, way: str, until: float) -> Site:
 def _way(address: str | None, settings: LinkSettings, own: int) -> str:
     if address is not None:
         return f"called at {address}"
-    return f"calls here, at {settings.address_of(own) or 'nowhere: neither can be called'}"
+    nowhere = "nowhere: neither can be called"
+    if settings.relay is not None:
+        nowhere = f"relay {settings.relay}, which is not tried here"
+    return f"calls here, at {settings.address_of(own) or nowhere}"
 
 
 def _version() -> str:

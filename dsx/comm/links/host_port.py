@@ -3,7 +3,9 @@
 A host whose cluster can be called has one port open (`link.port`), however many ranks it runs. One
 rank listens there itself. Several listen on loopback, each at a port of the system's choice; the
 first of them starts the gateway, which hands each caller to the rank it names, and starts it anew
-where it has ended. Ranks of a cluster that only calls out listen on loopback, where nobody calls.
+where it has ended. Ranks of a cluster that only calls out listen on loopback, where nobody calls;
+but where several clusters only call out, and there is a relay, their gateways register there, and
+have a port on loopback for each rank that is called through it.
 """
 
 from __future__ import annotations
@@ -15,20 +17,22 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
+from dsx.comm.address import parse_address
 from dsx.comm.links.entrance import Limits
 from dsx.comm.links.gateway_process import Event, GatewayLost, GatewayProcess
 from dsx.comm.links.greetings import rank_name
 from dsx.comm.links.link import Link
+from dsx.comm.links.requests import Name
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.tcp import listen
-from dsx.comm.links.trust import open_link
+from dsx.comm.links.trust import load_trust, open_link
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
@@ -62,17 +66,16 @@ def open_on_host(
     taken, and who has it.
     """
     own, rank, world_size = rank_info.cluster_id, rank_info.rank, rank_info.world_size
-    address = settings.address_of(own)
-    if address is None:
+    address, is_relayed = settings.address_of(own), own in settings.through_relay
+    if address is None and not is_relayed:
         return open_link(settings, own, rank, world_size, host=_LOOPBACK), Where(None)
     here = [rank]
     if store is not None and world_size > 1:
         here = _ranks_of_this_host(store, rank_info, deadline_seconds)
-    if here[0] != 0:
+    if here[0] != 0 and not is_relayed:
         address = f"{_own_address(master)}:{settings.port}"
-    if len(here) == 1:
+    if len(here) == 1 and not is_relayed:
         return open_link(settings, own, rank, world_size, settings.port), Where(address)
-    assert store is not None
     link = open_link(settings, own, rank, world_size, host=_LOOPBACK)
     try:
         _hand_over(settings, rank_info, here, link, store, deadline_seconds)
@@ -90,8 +93,17 @@ def where_alone(link: Link, master: str) -> Where:
 class HostGateway:
     """A host's gateway, which is started anew where it has ended; `ranks` are by name."""
 
-    def __init__(self, settings: LinkSettings, ranks: Mapping[str, tuple[int, str, int]]) -> None:
-        self._settings, self._ranks = settings, dict(ranks)
+    def __init__(
+        self,
+        settings: LinkSettings,
+        ranks: Mapping[str, tuple[int, str, int]],
+        own: int,
+        called: Sequence[Name] = (),
+    ) -> None:
+        """`called` are ranks of other clusters that cluster `own` calls through the relay."""
+        self._settings, self._ranks, self._own = settings, dict(ranks), own
+        self._called = {rank_name(settings.names[m], r): (m, r) for m, r in called}
+        self.ways: dict[Name, str] = {}  # where to call them
         others = len(settings.names) - 1
         at_once = 4 * len(ranks) * others * (settings.streams + 1)  # old ones beside new ones
         most = max(Limits().most_connections, at_once)
@@ -113,9 +125,17 @@ class HostGateway:
         host, port = self._settings.listens_at, self._settings.port
         if self._listener is None:
             self._listener = listen(host, port, self._limits.dscp)
-        gateway = GatewayProcess(host, port, self._limits, told=self._told, listener=self._listener)
+        relay = self._relay()
+        trust = load_trust(self._settings, self._own) if relay is not None else None
+        sign = None if trust is None else trust.sign
+        gateway = GatewayProcess(host, port, self._limits, sign, self._told, self._listener)
         gateway.start()
-        gateway.update(ranks=self._ranks)
+        if relay is None:
+            gateway.update(ranks=self._ranks)
+        else:
+            name = self._settings.names[self._own]
+            ways = gateway.update(self._ranks, dict.fromkeys(self._called, relay), [(*relay, name)])
+            self.ways = {self._called[n]: f"{_LOOPBACK}:{port}" for n, port in ways.items()}
         with self._lock:
             self._gateway, self._started_at = gateway, time.monotonic()
             is_late = self._is_closed
@@ -135,8 +155,21 @@ class HostGateway:
         if self._listener is not None:
             self._listener.close()
 
+    def _relay(self) -> tuple[str, int] | None:
+        relay = self._settings.relay
+        if relay is None or self._own not in self._settings.through_relay:
+            return None
+        return parse_address(f"tcp://{relay}")
+
     def _told(self, event: Event) -> None:
-        if event["event"] == "ended" and not self._is_closed:
+        if event["event"] != "ended":
+            logger.log(
+                logging.INFO if event["event"] == "registered" else logging.WARNING,
+                "relay %s: %s", self._settings.relay, event["text"],
+            )  # fmt: skip
+        elif self.ways:  # the next one would have them elsewhere
+            logger.error("its ways through relay %s are gone with it", self._settings.relay)
+        elif not self._is_closed:
             threading.Thread(target=self._start_anew, name="dsx-gateway", daemon=True).start()
 
     def _start_anew(self) -> None:
@@ -169,31 +202,37 @@ def _hand_over(
     rank_info: RankInfo,
     here: list[int],
     link: Link,
-    store: dist.Store,
+    store: dist.Store | None,
     deadline_seconds: float,
 ) -> None:
-    """Have callers handed to the ranks of this host, this one with them."""
-    rank, name = rank_info.rank, settings.names[rank_info.cluster_id]
+    """Have callers handed to the ranks of this host, this one with them; note ways in the link."""
+    own, rank = rank_info.cluster_id, rank_info.rank
+    store = dist.HashStore() if store is None else store  # of one rank
     store.set(f"port/{rank}", str(link.port))
     started = f"gateway/{here[0]}"
     if rank != here[0]:
-        said = _get(store, started, f"the gateway that rank {here[0]} starts", deadline_seconds)
-        if said:
+        what = f"the gateway that rank {here[0]} starts"
+        said = json.loads(_get(store, started, what, deadline_seconds))
+        if isinstance(said, str):
             raise PeerLost(f"rank {here[0]} of this host cannot start its gateway: {said}")
+        link.ways = {(m, r): address for m, r, address in said}
         return
     ports = {
         r: int(_get(store, f"port/{r}", f"the port of rank {r}", deadline_seconds)) for r in here
     }
+    name, relayed = settings.names[own], settings.through_relay
+    others = [m for m in relayed if m != own] if own in relayed else []
     ranks = {rank_name(name, r): (slot, _LOOPBACK, ports[r]) for slot, r in enumerate(here)}
-    gateway = HostGateway(settings, ranks)
+    gateway = HostGateway(settings, ranks, own, [(m, r) for m in others for r in {0, *here}])
     try:
         gateway.start()
     except (OSError, GatewayLost) as error:
-        store.set(started, str(error) or repr(error))
+        store.set(started, json.dumps(str(error) or repr(error)))
         raise
+    link.ways = gateway.ways
     atexit.register(gateway.close)  # behind the link, which is registered later
     link.held.append(gateway)
-    store.set(started, "")
+    store.set(started, json.dumps([[m, r, address] for (m, r), address in link.ways.items()]))
     logger.info(
         "ranks %s of cluster %s are called at port %d of this host", here, name, settings.port
     )

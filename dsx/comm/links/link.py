@@ -45,6 +45,7 @@ class Link:
         self._switch = Switch((cluster_id, rank), trust, options, pace or Pace(None))
         self.incarnation, self.port = self._switch.incarnation, self._switch.port
         self.held: list[object] = []  # what is to live as long
+        self.ways: dict[Name, str] = {}  # where to call those who are called through a relay
         self._posted: deque[Callable[[], object]] = deque()
         self._there = threading.Condition()
         self._wake_up, self._woken = socket.socketpair()

@@ -32,14 +32,14 @@ def open_meeting(
     own = rank_info.cluster_id
     addresses = [settings.address_of(m) for m in range(len(settings.names))]
     callable_ones = [m for m, address in enumerate(addresses) if address is not None]
-    if not callable_ones:
+    if not callable_ones and own not in settings.through_relay:
         link.close()
         raise ValueError(
             "link.members: nobody has an address, so nobody can be called: give one member "
-            "NAME=HOST:PORT, or let two that can only call meet at a `dsx relay`"
+            "NAME=HOST:PORT, or give link.relay, the address of a `dsx relay`"
         )
-    holder = callable_ones[0]
-    address = addresses[holder]
+    holder = callable_ones[0] if callable_ones else 0
+    address = addresses[holder] or link.ways.get((holder, 0))
     if own == holder:
         address = f"{master}:{settings.port}"
     if own == holder and rank_info.rank == 0:
@@ -85,6 +85,8 @@ def connect_peers(
         addresses[cluster] = where["address"]
         if cluster != link.cluster_id:
             address = address_to_call(link.cluster_id, cluster, addresses)
+            if address is None and cluster < link.cluster_id:
+                address = link.ways.get((cluster, link.rank))
             link.expect(cluster, link.rank, address, where["incarnation"], where["slot"])
     for cluster in clusters:
         what = f"a link to rank {link.rank} of cluster {cluster}"

@@ -23,6 +23,7 @@ class LinkSettings:
     rate_mbit: float | None = None
     hours: tuple[str, ...] = ()
     dscp: int = 0
+    relay: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -32,6 +33,12 @@ class LinkSettings:
     def address_of(self, cluster_id: int) -> str | None:
         """Return where a cluster's first rank can be called; None if it only calls."""
         return self.members[cluster_id].partition("=")[2] or None if self.members else None
+
+    @property
+    def through_relay(self) -> list[int]:
+        """Return the clusters that reach each other at a relay: those that only call."""
+        silent = [m for m in range(len(self.members)) if self.address_of(m) is None]
+        return silent if self.relay is not None and len(silent) > 1 else []
 
     @property
     def listens_at(self) -> str:

@@ -37,6 +37,11 @@ class MemberTrust:
         """Return the public keys a cluster may have now."""
         return self._keys.curve_keys_of(self._names[cluster_id])
 
+    def sign(self, data: bytes) -> bytes:
+        """Return the signature of this member, with the key that it has now."""
+        self._keys.reload()
+        return self._keys.sign(data)
+
     def reload(self) -> set[int]:
         """Return the clusters whose keys have changed in the folder."""
         changed = self._keys.reload()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,12 +19,15 @@ import torch.distributed as dist
 from dsx.comm.links import host_port
 from dsx.comm.links.host_port import HostGateway, Where, open_on_host
 from dsx.comm.links.link import Link
+from dsx.comm.links.meeting import connect_peers, open_meeting, say_where
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
+from tests.comm.links.test_relay import Relay, folders, relay
 from tests.distributed import free_port
 
 SECONDS = 20.0
+__all__ = ["folders", "relay"]
 
 
 def settings_at(port: int) -> LinkSettings:
@@ -122,6 +126,38 @@ def test_a_rank_that_does_not_come_is_named(stack: ExitStack) -> None:
     store: Any = dist.HashStore()
     with pytest.raises(PeerLost, match=r"rank 1 of this cluster did not come within 0.2 s"):
         open_on_host(settings_at(free_port()), RankInfo(0, 2, 0, 2), store, "127.0.0.1", 0.2)
+
+
+def test_clusters_that_only_call_reach_each_other_at_a_relay(
+    stack: ExitStack, folders: dict[str, Path], relay: Relay
+) -> None:
+    """Two ranks each, by their names; the meeting, and the peers."""
+    names, at = ("site-a", "site-b"), f"127.0.0.1:{relay.port}"
+
+    def run(place: tuple[int, int]) -> bytes:
+        cluster, rank = place
+        keys = str(folders[names[cluster]])
+        settings = LinkSettings("curve", names, keys, port=ports[cluster], relay=at)
+        info = RankInfo(cluster, 2, rank, 2)
+        link, where = open_on_host(settings, info, own[cluster], "127.0.0.1", SECONDS)
+        stack.callback(link.close)
+        for held in link.held:
+            if isinstance(held, HostGateway):
+                stack.callback(held.close)
+        assert where == Where(None, rank)
+        store: Any = open_meeting(settings, info, link, "127.0.0.1", SECONDS)
+        say_where(store, link, where)
+        connect_peers(store, link, [1 - cluster], SECONDS)
+        if rank == 0:  # one of them serves the meeting
+            return b""
+        link.serve(lambda asker, body, answer: answer(str(asker).encode()))
+        return link.ask((1 - cluster, rank), b"who").result(SECONDS)
+
+    ports, own = (free_port(), free_port()), (dist.HashStore(), dist.HashStore())
+    places = [(m, r) for m in range(2) for r in range(2)]
+    with ThreadPoolExecutor(len(places)) as threads:
+        assert list(threads.map(run, places)) == [b"", b"(0, 1)", b"", b"(1, 1)"]
+    assert relay.has_said("site-a has registered from 127.0.0.1: rank-0.site-a.dsx, rank-1.site-a")
 
 
 def wait_for(what: Any) -> None:
