@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -210,10 +211,10 @@ def test_co2s_own_clip_leaves_a_healthy_run_alone() -> None:
 def test_co2s_own_clip_bounds_what_an_outlier_does_to_the_anchor() -> None:
     moved = dict[bool, float]()
     for is_clipped in (True, False):
-        overrides: dict[str, Any] = {"clusters": {"max_norm_ratio": None}}  # so that it counts
-        if not is_clipped:
-            overrides["outer_optimizer"] = {"clip": None}
-        run = Simulated(TinyNet(), adamw, preset("co2", schedule=EVERY_4, **overrides), 2)
+        overrides = {} if is_clipped else {"outer_optimizer": {"clip": None}}
+        method = preset("co2", schedule=EVERY_4, **overrides)
+        method = replace(method, max_norm_ratio=None)  # so that the outlier counts
+        run = Simulated(TinyNet(), adamw, method, 2)
         steps = list[float]()
         for step in range(1, 17):
             before = run.loops[0].state.anchor[0].clone()
