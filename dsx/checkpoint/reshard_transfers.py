@@ -131,7 +131,7 @@ class ReshardedTransfers:
         ]
         if seconds:
             largest = torch.stack(seconds).amax(0).tolist()
-            posted.post(self._loop.transport.seat.position, largest)
+            posted.post(self._loop.transport.seat.place, largest)
         if buffers.sent is not buffers.wire:
             self._vector(fragment, wire, buffers.sent, "wire", f"sent/{index}")
         elif self._loop.state.is_sent(fragment.id):

@@ -115,6 +115,7 @@ def take_stock(loop: OuterLoop) -> Generator[Stock, None, None]:
         if isinstance(transfer, Transfer) and loop.state.is_sent(transfer.fragment):
             transfer.attempt.is_finite()
     with ExitStack() as gates:
+        gates.enter_context(loop.state.gate)
         for channel in loop.state.channels:
             gates.enter_context(channel.before.gate)
         own = [not isinstance(t, Transfer) or t.pending.has_arrived for t in loop.in_flight]

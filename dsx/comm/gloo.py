@@ -159,8 +159,10 @@ class GlooTransport:
             self._groups[fragment] = FragmentGroups(groups, seat, deadline_seconds, self._farewells)
             self._fifos[fragment] = Fifo(f"dsx-fragment-{fragment}")
 
-    def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
-        """Run the exchange on the fragment's thread and return at once."""
+    def submit(
+        self, what: Submission, exchange: Exchange, again: Callable[[], Exchange] | None = None
+    ) -> GlooPending:
+        """Run the exchange on the fragment's thread and return at once; once, as members stay."""
         group = self._groups[what.fragment]
         fifo, label = self._fifos[what.fragment], what.on(self._stage)
         pending = GlooPending(fifo, label, self._deadline_seconds)
@@ -218,6 +220,9 @@ class GlooTransport:
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Nothing to do: every cluster is waited for."""
+
+    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
+        """Nothing to do: the membership stays."""
 
     def close(self) -> None:
         """Let running exchanges end, if they do so within a second, and drop the connections.

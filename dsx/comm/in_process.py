@@ -145,7 +145,9 @@ class InProcessTransport:
     def farewells(self) -> None:
         """Nobody leaves a process alone."""
 
-    def submit(self, what: Submission, exchange: Exchange) -> InProcessPending:
+    def submit(
+        self, what: Submission, exchange: Exchange, again: Callable[[], Exchange] | None = None
+    ) -> InProcessPending:
         """Queue the exchange and return at once."""
         pending = InProcessPending(self.seat, what, exchange)
         self._hub.submit(what.fragment, pending)
@@ -174,6 +176,9 @@ class InProcessTransport:
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Tell what a fragment's outer state is."""
         self._hub.offers[self.seat.position] = shared
+
+    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
+        """Nothing to do: the membership stays."""
 
     def close(self) -> None:
         """Nothing to release."""

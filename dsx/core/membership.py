@@ -29,10 +29,15 @@ class Member:
 
 @dataclass(frozen=True)
 class Membership:
-    """The clusters that average from some `epoch` on, ids ascending; C = `num_clusters`."""
+    """The clusters that average from some `epoch` on, ids ascending; C = `num_clusters`.
+
+    `everyone` are the ids of all that the run may ever have, these ones if empty: what outlives a
+    membership has a place for each.
+    """
 
     epoch: int
     members: tuple[Member, ...]
+    everyone: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_integer("the epoch of a membership", self.epoch)
@@ -47,6 +52,8 @@ class Membership:
                 f"{what} has members {list(self.ids)}: ids must be at least 0, ascending and "
                 "different from each other"
             )
+        if self.everyone and not {*self.ids} <= {*self.everyone}:
+            raise ValueError(f"{what} has members {list(self.ids)}, not all of {self.everyone}")
         for member in self.members:
             if not (math.isfinite(member.weight) and member.weight > 0):
                 raise ValueError(
@@ -71,6 +78,11 @@ class Membership:
     def ids(self) -> tuple[int, ...]:
         """The members' ids, by position."""
         return tuple(member.id for member in self.members)
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """The ids of all clusters that the run may have, in their order: the same in all epochs."""
+        return tuple(sorted(self.everyone)) or self.ids
 
     def position_of(self, cluster_id: int) -> int:
         """Return the place of a cluster among the members; ValueError if it is none of them."""
@@ -134,9 +146,18 @@ class Seat:
         return self.membership.position_of(self.cluster_id)
 
     @cached_property
+    def place(self) -> int:
+        """The place of the own cluster among all that the run may have."""
+        return self.membership.places.index(self.cluster_id)
+
+    @cached_property
     def others(self) -> list[int]:
         """The places of the other clusters, in order."""
         return [m for m in range(self.num_clusters) if m != self.position]
+
+    def under(self, membership: Membership) -> Seat:
+        """Return the place of the same rank in another membership, which the cluster is in."""
+        return replace(self, membership=membership)
 
     def of_shard(self, shard: int) -> Seat:
         """Return the place of another rank of the same cluster."""

@@ -127,11 +127,22 @@ class Transport(Protocol):
         """This cluster among those that average."""
         ...
 
-    def submit(self, what: Submission, exchange: Exchange) -> Pending:
+    def submit(
+        self, what: Submission, exchange: Exchange, again: Callable[[], Exchange] | None = None
+    ) -> Pending:
         """Start averaging and return at once.
 
         Tensors that the exchange yields must not be touched until `wait` has returned. Peers
         whose submissions differ are told so, instead of averaging what does not belong together.
+        `again` makes the exchange anew, from the same contribution, for an attempt under another
+        membership (`follow_views`); without it, what is under way when that changes is lost.
+        """
+        ...
+
+    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
+        """Have `reopen` called where the membership changes, before anything goes on under it.
+
+        On another thread than training's, while no exchange is under way.
         """
         ...
 

@@ -62,7 +62,8 @@ class Attempt:
         """
         buffers, is_finite = self.buffers, self.is_finite()
         self.anchor = int(self.anchor)
-        self._begin()
+        num_members = channel.seat.num_clusters
+        self._begin(num_members)
         is_kept = buffers.sent is buffers.wire and buffers.kept is not None
         share = buffers.kept if is_kept else buffers.wire  # what is coded before is kept so
         square = square_of(share) if is_finite and share is not None else 0.0
@@ -70,16 +71,16 @@ class Attempt:
         return (
             yield from channel.exchange(
                 buffers.wire, lambda: is_finite, self.launch, buffers.parity, buffers.sideband,
-                measure, self._begin,
+                measure, lambda: self._begin(num_members),
             )
         )  # fmt: skip
 
-    def _begin(self) -> None:
+    def _begin(self, num_members: int) -> None:
         """Lay out what is sent, where an attempt works on it."""
         buffers = self.buffers
         if buffers.sent is not buffers.wire:
             buffers.wire.copy_(buffers.sent)
-        buffers.sideband.values.copy_(buffers.posted.values)
+        buffers.sideband.lay_out(buffers.posted, num_members)
 
 
 class Attempts:
@@ -100,6 +101,7 @@ class Attempts:
         self._measurements = measurements
         self._trace = trace
         self._notices = notices
+        transport.follow_views(state.reopen)
 
     def encode(self, attempt: Attempt) -> None:
         """Encode at the launch, and keep what the wire carries of this cluster.
@@ -119,12 +121,19 @@ class Attempts:
         if not self._state.is_sent(fragment):
             attempt.buffers.parity = ParityResult(is_idle=attempt.is_idle)
             return Arrived(attempt.buffers.wire)
-        channel = self._state.channels[fragment]
-        measure = self._measurements.owner_measure(fragment, sync_params, channel.codec)
-        exchange = attempt.exchange(channel, measure)
-        followed = self._trace.follow(exchange, fragment, attempt.what.step)
+
+        def begin() -> Exchange:
+            channel = self._state.channels[fragment]
+            measure = self._measurements.owner_measure(
+                fragment, sync_params, channel.codec, channel.seat
+            )
+            exchange = attempt.exchange(channel, measure)
+            return self._trace.follow(exchange, fragment, attempt.what.step)
+
         what = replace(attempt.what, notes=self._notices.to_say())
-        return self._transport.submit(what, followed)
+        # codes of a launch are kept by a channel that a view would open anew
+        again = None if self._method.encodes_at_launch else begin
+        return self._transport.submit(what, begin(), again)
 
     def take_back(self, attempt: Attempt) -> None:
         """Give what a refused round carried back to the residuals, if it was encoded before."""

@@ -67,11 +67,14 @@ class FragmentChannel:
         """Go on under another membership; between two transfers, none being under way.
 
         What is of the same shape and the same elements there is carried: residuals, warm starts,
-        what the parity check remembers. The rest starts from zero. Sidebands of later transfers
-        have the shape of the new membership.
+        what the parity check remembers. The rest starts from zero. What an attempt has changed that
+        did not end is undone before.
         """
+        next_round = self.before.ended + 1
+        self.before.put_back(next_round)
         codec, memory = self.codec, self.parity_check.memory
         self._open(seat)
+        self.before.restored(next_round)
         self.parity_check.memory.copy_(memory)
         not_carried = _carry(codec, self.codec)
         if not_carried:
@@ -103,11 +106,12 @@ class FragmentChannel:
         hold. Where they do not, `again` puts contribution and sideband back for another attempt;
         after the last one it is as if refused, and `parity.uncommitted` says whose differed.
         """
-        if sideband.shape.num_clusters != self.seat.num_clusters:
+        places = len(self.seat.membership.places)
+        if sideband.shape.num_clusters != places:
             raise ValueError(
                 f"fragment {self._fragment.id}: a sideband for {sideband.shape.num_clusters} "
-                f"cluster(s), but the membership of epoch {self.seat.membership.epoch} has "
-                f"{self.seat.num_clusters}; make its buffers anew under a new membership"
+                f"cluster(s), but the run of the membership of epoch {self.seat.membership.epoch} "
+                f"has {places}; make its buffers for that number"
             )
         return self._committed(x, is_finite, launch, parity, sideband, measure, again)
 
@@ -171,6 +175,7 @@ class FragmentChannel:
             if not differing:
                 if not parity.is_refused:
                     self.parity_check.remember(launch.round, mean_hash)
+                self.before.ended = launch.round
                 return mean
             if not parity.is_refused:
                 self.before.undo(launch.round)
@@ -182,6 +187,7 @@ class FragmentChannel:
                 )  # fmt: skip
                 again()
         parity.uncommitted, parity.is_refused = differing, True
+        self.before.ended = launch.round
         sideband.values.zero_()
         return x.zero_()
 

@@ -106,18 +106,23 @@ class Guard:
         are_known = [parity.is_refused or _are_known(parity, ids) for parity in parities]
         return not (all(is_new) and all(are_known))
 
-    def look(self, fragment: int, mean: Tensor, parity: ParityResult, ids: Sequence[int]) -> None:
-        """Put this rank's sums of a mean that has come into `parity.sums`, to be added up."""
+    def look(
+        self, fragment: int, mean: Tensor, parity: ParityResult, places: Sequence[int]
+    ) -> None:
+        """Put this rank's sums of a mean that has come into `parity.sums`, to be added up.
+
+        `places` are the ids of all clusters that the run may have: 0 for who has not averaged.
+        """
         if not self.is_active:
             return
         found, last = sample_of(mean).clone(), self.last[fragment]
         self._found = found
         if not found.numel():
-            parity.sums = [0.0] * (3 + len(ids))
+            parity.sums = [0.0] * (3 + len(places))
             return
-        squares = [square for _, square in parity.squares]
-        if not _are_known(parity, ids):  # of other clusters, or as others had it
-            squares = [math.nan] * len(ids)
+        squares = [{id: square for id, square in parity.squares}.get(id, 0.0) for id in places]
+        if not _are_known(parity, parity.ids):  # of other clusters, or as others had it
+            squares = [math.nan] * len(places)
         is_known = last.numel() == found.numel()
         product = product_of(found, last) if is_known else math.nan
         before = self._squares[fragment] if is_known else math.nan
@@ -129,7 +134,7 @@ class Guard:
         fragment: int,
         launch: int,
         parity: ParityResult,
-        ids: Sequence[int],
+        places: Sequence[int],
         history: History,
     ) -> dict[str, Any]:
         """Return the figures for a record, once the cluster's ranks have added up; of no refusal.
@@ -142,12 +147,13 @@ class Guard:
         self._found = None
         if _is_silent(fragment, launch, history):
             return {}
-        mean, before, product, *clusters = parity.sums
+        mean, before, product, *squares = parity.sums
+        clusters = [s for id, s in zip(places, squares, strict=True) if id in parity.ids]
         if _was_forgotten(fragment, history):
             before = product = math.nan
         sums = Sums(mean, before, product, clusters)
         outer = self.ladder.outer_optimizer(history)
-        named = _named(figures_of(sums, outer, self._method.codes_keep_norms), ids)
+        named = _named(figures_of(sums, outer, self._method.codes_keep_norms), parity.ids)
         round = history.rounds[fragment] + 1
         alarms = judge(fragment, round, named, history, self._method)
         told = [alarm for alarm in alarms if alarm.is_told]

@@ -78,6 +78,8 @@ class HandOver:
             yield self._round([wire[start : start + PIECE]], seat)
         if taken is not None and table[2, 2]:
             channel.parity_check.remember(self.round, channel.parity_check.hash_of(wire))
+        if taken is not None:
+            channel.before.ended = self.round
         return wire
 
     def _round(self, tensors: Sequence[Tensor], seat: Seat) -> ExchangeRound:
@@ -154,4 +156,5 @@ def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
         squares=[[id, of_bits(bits)] for id, bits in zip(ids, rows[-1], strict=False)],
         uncommitted=uncommitted,
         too_large=too_large,
+        ids=[*ids],
     )

@@ -76,7 +76,7 @@ class OuterLoop:
         self.history = History(len(fragments), list(adapter.fragment_numel))
         self.in_flight: list[Transfer | NothingYet] = self._nothing_yet()
         self.totals = Totals()
-        self.measurements = Measurements(method, adapter, seat)
+        self.measurements = Measurements(method, adapter, seat.place)
         self.notices = NoticeCarrier(adapter.ranks)
         self.attempts = Attempts(
             method, self.state, transport, self.measurements, trace, self.notices
@@ -102,8 +102,8 @@ class OuterLoop:
         per_tensor = sharded_tensors(adapter, self.state.scratch)
         self._first_steps = FirstSteps(method, adapter, self.state, per_tensor)
         self._outer_step = OuterStep(
-            method, adapter, self.state, per_tensor, seat.num_clusters, self.deferral,
-            self._ladder,
+            method, adapter, self.state, per_tensor, lambda: transport.seat.num_clusters,
+            self.deferral, self._ladder,
         )  # fmt: skip
 
     def start(self, keeps_masters: bool = False, waits: bool = False) -> None:
@@ -315,8 +315,8 @@ class OuterLoop:
         parity = transfer.buffers.parity
         waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
-        told, ids = transfer.pending.notes, self.transport.seat.ids
-        self.guard.look(fragment, mean_on_wire, parity, ids)
+        told, places = transfer.pending.notes, self.transport.seat.membership.places
+        self.guard.look(fragment, mean_on_wire, parity, places)
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.recovery.count_idle(transfer, self.history)
         mean = self.state.scratch(fragment, "mean")
@@ -328,7 +328,7 @@ class OuterLoop:
             parity.is_refused,
         )  # fmt: skip
         launch = transfer.attempt.round
-        arrival.report.update(self.guard.take(fragment, launch, parity, ids, self.history))
+        arrival.report.update(self.guard.take(fragment, launch, parity, places, self.history))
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1

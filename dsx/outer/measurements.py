@@ -30,10 +30,11 @@ _STEPS_KEPT = 15
 class Measurements:
     """One rank's measurements, on their way to being agreed."""
 
-    def __init__(self, method: Method, adapter: EngineAdapter, seat: Seat) -> None:
+    def __init__(self, method: Method, adapter: EngineAdapter, place: int) -> None:
+        """`place`: of the own cluster among all that the run may have."""
         self._method = method
         self._adapter = adapter
-        self._seat = seat
+        self._place = place
         measures = (
             method.control.sideband_numel(method.sync_params) > 0 or method.schedule.uses_norms
         )
@@ -60,10 +61,10 @@ class Measurements:
                 self._transfer_seconds.get(fragment),
                 self._adapter.backward_seconds(fragment),
             )
-            sideband.post(self._seat.position, [seconds or 0.0 for seconds in own])
+            sideband.post(self._place, [seconds or 0.0 for seconds in own])
 
     def owner_measure(
-        self, fragment: int, sync_params: SyncParams, channel: Channel
+        self, fragment: int, sync_params: SyncParams, channel: Channel, seat: Seat
     ) -> Callable[[Tensor], Tensor] | None:
         """Return what this cluster adds to the sideband: of a mean it owns, or of its matrices.
 
@@ -75,8 +76,8 @@ class Measurements:
             control.sideband_numel(self._method.sync_params),
             self._adapter.fragments[fragment],
         )
-        num_clusters = self._seat.num_clusters
-        is_owner = fragment % num_clusters == self._seat.position
+        num_clusters = seat.num_clusters
+        is_owner = fragment % num_clusters == seat.position
         tells_spectrum = self._method.compression.captures_spectrum and numel > 0
         if not tells_spectrum and not (is_owner and (numel or uses_norms)):
             return None

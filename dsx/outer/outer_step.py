@@ -10,7 +10,7 @@ communicates between clusters; who watches the time does so around it, by `timed
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,7 +56,7 @@ class OuterStep:
         adapter: EngineAdapter,
         state: StateStore,
         per_tensor: Sequence[ShardedTensors],
-        num_clusters: int,
+        num_clusters: Callable[[], int],
         deferral: Deferral,
         ladder: Ladder,
     ) -> None:
@@ -145,7 +145,7 @@ class OuterStep:
                 w, slots, self._context(fragment, history)
             ),
             per_tensor=self._per_tensor[fragment],
-            num_clusters=self._num_clusters,
+            num_clusters=self._num_clusters(),
             age=age,
             interval=launched.interval if launched else 0,
             is_current=age <= 0 and not (launched and launched.was_sent_before_update),

@@ -55,6 +55,7 @@ class ParityResult:
     anchor: int | Tensor = 0  # this cluster's own hash; 0 in rounds that do not compare it
     uncommitted: list[int] = field(default_factory=list[int])  # came to another result, each time
     too_large: list[int] = field(default_factory=list[int])  # of `refused_by`, finite though
+    ids: list[int] = field(default_factory=list[int], compare=False)  # who has averaged
     # of the guard's samples: this cluster's own square, [id, square] of all, sums when applied
     square: float = field(default=0.0, compare=False)
     squares: list[list[float]] = field(default_factory=list[list[float]], compare=False)
@@ -86,6 +87,7 @@ class ParityResult:
             squares=[list(pair) for pair in own_squares],
             uncommitted=uncommitted,
             too_large=too_large,
+            ids=sorted({m for entry in saved for m in entry.get("ids", ids) if m in ids}),
         )
 
 
@@ -146,6 +148,7 @@ class ParityCheck:
         headers = {
             id: header.tolist() for id, header in zip(self._seat.ids, self._theirs, strict=True)
         }
+        parity.ids = [*self._seat.ids]
         parity.squares = [[id, of_bits(header[0] >> _LOW_BITS)] for id, header in headers.items()]
         for header in headers.values():
             header[0] &= (1 << _LOW_BITS) - 1

@@ -118,17 +118,20 @@ class Recovery:
     ) -> dict[tuple[int, int], int]:
         """Make a result the whole cluster's, in place; return which clusters differ, and in what.
 
-        Two clusters hold the same where all shards do.
+        Two clusters hold the same where all shards do. Shards may have been averaged by other
+        members, where one was lost meanwhile: so there is a place for each that may ever be one.
         """
-        ids = self._transport.seat.ids
+        seat = self._transport.seat
+        ids = seat.membership.places
         place = {id: position for position, id in enumerate(ids)}
-        flags = torch.zeros(6 + len(ids), len(ids), dtype=torch.float64)
+        flags = torch.zeros(7 + len(ids), len(ids), dtype=torch.float64)
         named = (parity.refused_by, parity.idle_in, parity.uncommitted, parity.too_large)
         for row, clusters in enumerate(named):
             flags[row, [place[id] for id in clusters]] = 1
         flags[4], flags[5] = parity.round, self._notices.hear(notes)
+        flags[6, [place[id] for id in parity.ids]] = 1
         for a, b, kind in parity.apart:
-            flags[6 + place[a], place[b]] = kind
+            flags[7 + place[a], place[b]] = kind
         own = torch.tensor(parity.sums, dtype=torch.float64)
         flags, sums = self._adapter.ranks.max_and_sum(flags, own)
         parity.sums = sums.tolist()
@@ -139,9 +142,11 @@ class Recovery:
         )
         parity.round = int(flags[4, 0])
         kinds = {
-            (ids[a], ids[b]): int(flags[6 + a, b]) for a, b in torch.nonzero(flags[6:]).tolist()
+            (ids[a], ids[b]): int(flags[7 + a, b]) for a, b in torch.nonzero(flags[7:]).tolist()
         }
-        parity.differing = Sides.of(ids, kinds, parity.refused_by).wrong
+        averaged = [id for id, flag in zip(ids, flags[6].tolist(), strict=True) if flag]
+        parity.ids = averaged or [*seat.ids]  # no rank of this cluster sends anything of it
+        parity.differing = Sides.of(parity.ids, kinds, parity.refused_by).wrong
         return kinds
 
     def count_idle(self, transfer: Transfer, history: History) -> None:
@@ -248,7 +253,7 @@ class Recovery:
         what: str,
     ) -> bool:
         """Let those that are wrong take what the others hold, or end the run; True if they did."""
-        ids = self._transport.seat.ids
+        ids, members = parity.ids, self._transport.seat.ids
         sides = Sides.of(ids, kinds, parity.refused_by)
         giver = next((id for id in sides.right if id not in parity.refused_by), sides.right[0])
         did = f"has applied another mean than cluster {giver} in round {parity.round}"
@@ -267,7 +272,7 @@ class Recovery:
             "%s; %s: taking cluster %d's outer state of the fragment, and leaving out this round "
             "and those under way", message, agree, giver,
         )  # fmt: skip
-        self._repair(fragment, [ids.index(id) for id in (giver, *sides.wrong)])
+        self._repair(fragment, [members.index(id) for id in (giver, *sides.wrong)])
         return True
 
     def _repair(self, fragment: int, chain: Sequence[int]) -> None:

@@ -27,7 +27,10 @@ if TYPE_CHECKING:  # what only plans is started without torch
 
 @dataclass(frozen=True)
 class SidebandShape:
-    """How many values of each kind a fragment's transfers carry."""
+    """How many values of each kind a fragment's transfers carry.
+
+    `num_clusters` are all that the run may have: the shape is that of every membership.
+    """
 
     averages: int
     by_cluster: int
@@ -63,11 +66,17 @@ class Sideband:
         self.by_cluster = buffer[shape.averages : stop].view(shape.by_cluster, shape.num_clusters)
         self.of_owner = buffer[stop:]
 
-    def post(self, position: int, values: list[float]) -> None:
+    def post(self, place: int, values: list[float]) -> None:
         """Set this cluster's column of the values by cluster, and clear the others'."""
         self.by_cluster.zero_()
         own = self.by_cluster.new_tensor(values) * self.shape.num_clusters
-        self.by_cluster[:, position] = own
+        self.by_cluster[:, place] = own
+
+    def lay_out(self, posted: Sideband, num_members: int) -> None:
+        """Take what was posted, for a mean over so many clusters."""
+        self.values.copy_(posted.values)
+        if num_members != self.shape.num_clusters:
+            self.by_cluster.mul_(num_members / self.shape.num_clusters)
 
     def largest(self) -> Tensor:
         """Return the largest of every value by cluster `[by_cluster]`, once averaged."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from threading import Lock
 
 import torch
 from torch import Tensor
@@ -72,7 +73,7 @@ class StateStore:
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         shapes = [
-            sideband_shape(method, f, count, seat.num_clusters)
+            sideband_shape(method, f, count, len(seat.membership.places))
             for f, count in zip(fragments, num_tensors, strict=True)
         ]
         self._shapes, self._wire_numel = shapes, [wire.numel for wire in on_the_wire]
@@ -100,6 +101,7 @@ class StateStore:
             )
             for f in on_the_wire
         ]
+        self.gate = Lock()  # while channels are opened anew, or looked at
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
         self._work_space = self.allocator.buffers("work_space")
@@ -120,6 +122,12 @@ class StateStore:
         )
         of_policy = None if kept is None else kept.zeros(self._numel[fragment])
         return TransferBuffers(wire, sent, sideband, posted, of_policy)
+
+    def reopen(self, seat: Seat) -> None:
+        """Go on under another membership; no exchange is under way. Any thread."""
+        with self.gate:
+            for channel in self.channels:
+                channel.open(seat.of_shard(channel.seat.shard))
 
     def more_buffers(self, fragment: int) -> TransferBuffers:
         """Return buffers beyond those that are taken in turn, for as long as they are held."""

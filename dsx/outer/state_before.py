@@ -39,6 +39,7 @@ class StateBefore:
         self._first = 1  # the first round whose state of before is known
         self._begun = self._coded = 0
         self.met = 0  # the last round whose headers have come from all
+        self.ended = 0  # the last round whose result all hold
 
     def begin(self, round: int) -> None:
         """Keep what the parity check remembers: headers are about to be exchanged."""
@@ -89,7 +90,7 @@ class StateBefore:
             for name, slot in (*self.slots.items(), ("parity_check.memory", self._memory)):
                 slot.copy_(before[name])
             self._memories.clear()
-            self._begun = self._coded = round - 1
+            self._begun = self._coded = self.ended = round - 1
             self._first = round
 
     def restored(self, next_round: int, earlier: Mapping[str, Tensor] | None = None) -> None:
@@ -99,7 +100,7 @@ class StateBefore:
         """
         with self.gate:
             self._memories.clear()
-            self._begun = self._coded = self.met = next_round - 1
+            self._begun = self._coded = self.met = self.ended = next_round - 1
             self._first = next_round
             if earlier is not None:
                 for name, copy in self._copies.items():

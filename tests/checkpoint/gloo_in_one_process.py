@@ -35,7 +35,7 @@ class HeldTransport(GlooTransport):
         self.is_held = Event()
         self.goes_on = Event()
 
-    def submit(self, what: Submission, exchange: Exchange) -> GlooPending:
+    def submit(self, what: Submission, exchange: Exchange, again: Any = None) -> GlooPending:
         """As over gloo; a launch is held."""
         if what.purpose == TRAINING:
             exchange = self._held(exchange)

@@ -296,11 +296,12 @@ def test_where_one_cluster_comes_back_without_its_samples_all_begin_anew(
 
 def test_squares_of_other_clusters_are_not_taken_for_those_of_these() -> None:
     run = new_run(None, 2)
-    guard, parity = run.loops[0].guard, ParityResult(squares=[[0, 1.0], [2, 1.0]])
-    guard.look(0, torch.ones(8), parity, [0, 1])
+    guard, parity = run.loops[0].guard, ParityResult(squares=[[0, 1.0], [2, 1.0]], ids=[0, 1])
+    guard.look(0, torch.ones(8), parity, [0, 1, 2])
     assert all(math.isnan(square) for square in parity.sums[3:])
-    guard.look(0, torch.ones(8), parity, [0, 2])
-    assert parity.sums[3:] == [1.0, 1.0]
+    parity.ids = [0, 2]
+    guard.look(0, torch.ones(8), parity, [0, 1, 2])
+    assert parity.sums[3:] == [1.0, 0.0, 1.0]
 
 
 def test_coarse_codes_are_not_taken_for_overshoot() -> None:

@@ -44,7 +44,7 @@ def transfers_take(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, float]
     steps: dict[int, float] = {}
 
     def post(self: Measurements, sideband: Any, fragment: int, history: History) -> None:
-        position = self._seat.position
+        position = self._place
         if not self._method.uses_seconds:
             return
         sideband.post(position, [0.5, 0.5 * steps[position], 0.0])
