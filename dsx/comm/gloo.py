@@ -224,6 +224,17 @@ class GlooTransport:
     def follow_views(self, reopen: Callable[[Seat], object]) -> None:
         """Nothing to do: the membership stays."""
 
+    @property
+    def last_sign(self) -> float:
+        """When a thread of its transfers has given its last sign of life."""
+        return max((fifo.last_sign for fifo in self._fifos.values()), default=0.0)
+
+    def abort(self) -> None:
+        """Give up at once what is under way; afterwards no exchange goes on."""
+        self._farewells.close()
+        self._drop_connections()
+        self.close()
+
     def close(self) -> None:
         """Let running exchanges end, if they do so within a second, and drop the connections.
 

@@ -86,6 +86,11 @@ class PointToPoint:
         lost, told_by = (
             (gone, gone) if self._farewells is None else self._farewells.first_lost(peer)
         )
+        error_told = self._told(gone, lost, told_by, what, error)
+        error_told.cluster = lost
+        return error_told
+
+    def _told(self, gone: int, lost: int, told_by: int, what: str, error: RuntimeError) -> PeerLost:
         told = None if self._farewells is None else self._farewells.heard_reason()
         if told is not None:
             error_told = PeerPreempted(

@@ -40,6 +40,11 @@ class Fifo:
         """Run `task` after those before it; its result or error goes to `future`."""
         self._queue.put((future, task))
 
+    @property
+    def last_sign(self) -> float:
+        """When it has last told that it goes on, by time.monotonic()."""
+        return self._sign
+
     def give_sign(self) -> None:
         """Tell that the thread goes on; called on it."""
         self._sign = time.monotonic()

@@ -28,6 +28,8 @@ TRAINING, EXPORT, COMPARISON, START, HAND_OVER, RESUMING = range(6)
 class PeerLost(RuntimeError):
     """Another cluster closed its connection or missed a deadline; the message names both."""
 
+    cluster: int | None = None  # which, if it is known
+
 
 class PeerPreempted(PeerLost):
     """Another cluster has ended because it was told to, and this one is to save and end, too."""

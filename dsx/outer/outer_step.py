@@ -145,13 +145,20 @@ class OuterStep:
                 w, slots, self._context(fragment, history)
             ),
             per_tensor=self._per_tensor[fragment],
-            num_clusters=self._num_clusters(),
+            num_clusters=self._num_averaged(launched),
             age=age,
             interval=launched.interval if launched else 0,
             is_current=age <= 0 and not (launched and launched.was_sent_before_update),
             report=arrival.report,
         )
         return delay.merge(view)
+
+    def _num_averaged(self, launched: Transfer | None) -> int:
+        """Return who is behind what has come: what is under way counts on the same, not on who is
+        there at this moment, which is another one in each cluster.
+        """
+        ids = launched.buffers.parity.ids if launched is not None else []
+        return len(ids) or self._num_clusters()
 
     @timed("write")
     def _write(self, arrival: Arrival, merged: Tensor) -> None:

@@ -1,0 +1,186 @@
+"""Clusters as threads of one process, over links, whose members may be lost."""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsx.comm.elastic import ElasticTransport
+from dsx.comm.gloo import GlooPending
+from dsx.comm.links.link import Link
+from dsx.comm.links.switch import LinkOptions
+from dsx.comm.links.transport import LinkTransport
+from dsx.core.exchange import COMMIT, Exchange, ExchangeRound
+from dsx.core.membership import Member, Membership, Seat
+from dsx.core.transport import TRAINING, PeerLost, Submission
+from dsx.core.types import Stage
+from dsx.engines.torch import TorchAdapter
+from dsx.method.method import Method
+from dsx.outer.loop import OuterLoop
+
+Fate = Callable[[Submission], int | None]  # after how many rounds of it a cluster ends
+NEVER: Fate = lambda what: None  # noqa: E731
+BUT_ONE = -1  # at the commit, having told it to the first of the others alone
+
+
+def members(epoch: int, ids: Sequence[int], num_clusters: int = 3) -> Membership:
+    return Membership(epoch, tuple(Member(id) for id in ids), tuple(range(num_clusters)))
+
+
+class ToldViews:
+    """Whoever tests says who is left."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[Membership | PeerLost] = queue.Queue()
+        self.reported: list[PeerLost] = []
+
+    def put(self, view: Membership | PeerLost) -> None:
+        self._queue.put(view)
+
+    def next(self, epoch: int, seconds: float) -> Membership | None:
+        try:
+            found = self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return None
+        if isinstance(found, PeerLost):
+            raise found
+        return found
+
+    def report(self, lost: PeerLost) -> None:
+        self.reported.append(lost)
+
+    def close(self) -> None:
+        pass
+
+
+class Doomed(LinkTransport):
+    """Ends its link in the middle of an exchange, if that is its fate."""
+
+    def __init__(self, site: Site, seat: Seat, fate: Fate, fragments: Sequence[int]) -> None:
+        self._site, self._fate = site, fate
+        name = f"a run/view {seat.membership.epoch}"
+        super().__init__(site.link, name, fragments, seat, 20.0, Stage())
+
+    def submit(self, what: Submission, exchange: Exchange, again: Any = None) -> GlooPending:
+        rounds = self._fate(what) if what.purpose == TRAINING else None
+        return super().submit(
+            what, exchange if rounds is None else self._cut(exchange, rounds, what.step)
+        )
+
+    def _cut(
+        self, exchange: Exchange, rounds: int, step: int
+    ) -> Generator[ExchangeRound, None, Tensor]:
+        for number, round in enumerate(exchange):
+            if round.what == COMMIT and rounds == BUT_ONE:
+                told = [sent if m == self.seat.others[0] else () for m, sent in
+                        enumerate(round.outgoing)]  # fmt: skip
+                yield ExchangeRound(told, round.incoming, COMMIT)
+                number = rounds = 0
+            if number == rounds:
+                self._site.cut_at = min(self._site.cut_at, step)
+                time.sleep(0.2)  # what was sent before arrives
+                self._site.end()
+                raise PeerLost("this site has been killed")
+            yield round
+        raise AssertionError("its fate was not reached")
+
+
+class Site:
+    """One cluster: its link, its views, its model."""
+
+    def __init__(self, id: int, model: nn.Module, method: Method, **options: Any) -> None:
+        self.id, self.model, self.method = id, copy.deepcopy(model), method
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+        self.link = Link(id, 0, None, LinkOptions(**options))
+        self.views = ToldViews()
+        self.is_over = threading.Event()
+        self.transport: ElasticTransport | None = None
+        self.loop: OuterLoop | None = None
+        self.cut_at = 1 << 30  # the step of the first launch that its end has cut short
+        self.epochs: list[int] = []  # at each step, by the end of it
+
+    def end(self) -> None:
+        """As a kill does: the connections are closed, nothing is said."""
+        self.is_over.set()
+        self.views.put(PeerLost("this site has been killed"))
+        self.link.close()
+
+    def train(
+        self,
+        num_steps: int,
+        compute_loss: Callable[[nn.Module, int, int], Tensor],
+        num_clusters: int,
+        fate: Fate,
+        before: Callable[[Site, int], object],
+    ) -> None:
+        """Train until the end, or until this site is killed."""
+        adapter = TorchAdapter(
+            self.model, self.optimizer, self.method.fragments, self.method.schedule.backwards
+        )
+        numbers = [fragment.id for fragment in adapter.fragments]
+        seat = Seat(members(0, range(num_clusters), num_clusters), self.id)
+        self.transport = ElasticTransport(
+            lambda seat: Doomed(self, seat, fate, numbers), seat, self.views, 20.0
+        )
+        self.loop = OuterLoop(self.method, adapter, self.transport)
+        try:
+            self.loop.start()
+            for step in range(1, num_steps + 1):
+                before(self, step)
+                self.optimizer.zero_grad()
+                compute_loss(self.model, self.id, step).backward()
+                self.optimizer.step()
+                self.loop.after_inner_step()
+                adapter.end_inner_step()
+                self.epochs.append(self.transport.seat.membership.epoch)
+            self.loop.drain()
+        except PeerLost:
+            if not self.is_over.is_set():
+                raise
+        finally:
+            self.transport.close()
+
+
+def run(
+    method: Method,
+    model: nn.Module,
+    compute_loss: Callable[[nn.Module, int, int], Tensor],
+    num_steps: int,
+    num_clusters: int = 3,
+    fates: dict[int, Fate] | None = None,
+    before: Callable[[Site, int], object] = lambda site, step: None,
+    watch: Callable[[list[Site]], object] = lambda sites: None,
+) -> list[Site]:
+    """Train all, each on a thread of its own; `watch` runs beside them."""
+    sites = [Site(m, model, method, grace_seconds=0.2) for m in range(num_clusters)]
+    for site in sites:
+        for other in sites:
+            if other is not site:
+                called = other.id < site.id
+                address = f"127.0.0.1:{other.link.port}" if called else None
+                site.link.expect(other.id, 0, address)
+    try:
+        with ThreadPoolExecutor(num_clusters + 1) as threads:
+            watching = threads.submit(watch, sites)
+            done = [
+                threads.submit(
+                    site.train, num_steps, compute_loss, num_clusters,
+                    (fates or {}).get(site.id, NEVER), before,
+                )
+                for site in sites
+            ]  # fmt: skip
+            for one in done:
+                one.result(120)
+            watching.result(10)
+    finally:
+        for site in sites:
+            site.link.close()
+    return sites

@@ -1,0 +1,172 @@
+"""A cluster is lost in the middle of a round: those who are left go on, and lose no round."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from dsx.core.transport import PeerLost, Submission
+from tests.comm.links.sites import BUT_ONE, Site, members, run
+from tests.tiny import ALL_CASES, TinyNet, mean_loss
+
+NUM_STEPS, LAST = 24, 10  # the launch of no earlier step than that is cut short
+ROUNDS = [0, 1, BUT_ONE]
+QUICK = ("diloco", "recommended")
+IN_CI = ("streaming_diloco", "cocodc", "eager", "dilocox", "co2", "dreamddp", "overlap_local_sgd")
+CARRIED = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.ci if name in IN_CI else
+                 pytest.mark.slow) for name in ALL_CASES
+]  # fmt: skip
+
+
+def tell_the_rest(sites: list[Site]) -> None:
+    """Take the place of the log: once one has ended, the others are the members."""
+    victim = sites[-1]
+    assert victim.is_over.wait(60)
+    for site in sites[:-1]:
+        site.views.put(members(1, [s.id for s in sites[:-1]]))
+
+
+def lose(method: Any, rounds: int) -> list[Site]:
+    """Kill the last one in its first launch of a step from LAST on, after so many rounds."""
+
+    def fate(what: Submission) -> int | None:
+        return rounds if what.step >= LAST else None
+
+    return run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: fate}, watch=tell_the_rest)
+
+
+def leave(method: Any, launch: int) -> list[Site]:
+    """Let the last one go between two steps: before the first of those of that step."""
+    meeting = threading.Barrier(3)
+
+    def before(site: Site, step: int) -> None:
+        if step != launch:
+            return
+        meeting.wait(20)
+        time.sleep(0.3)  # what was launched before is committed
+        if site.id == 2:
+            site.end()
+            raise PeerLost("it has left")
+        assert site.transport is not None
+        site.views.put(members(1, [0, 1]))
+        until = time.monotonic() + 20
+        while site.transport.seat.membership.epoch != 1 or not site.transport.is_settled:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    return run(method, TinyNet(), mean_loss, NUM_STEPS, before=before)
+
+
+def anchors(site: Site) -> list[torch.Tensor]:
+    assert site.loop is not None
+    return [anchor.clone() for anchor in site.loop.state.anchor]
+
+
+def parameters(site: Site) -> list[torch.Tensor]:
+    return [parameter.detach() for parameter in site.model.parameters()]
+
+
+def are_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def check(sites: list[Site], epoch: int = 1) -> None:
+    """Two are left, and hold the same; no round was left out."""
+    first, second = sites[0].loop, sites[1].loop
+    assert first is not None and second is not None
+    assert first.history == second.history and first.totals.refused == 0
+    assert are_equal(anchors(sites[0]), anchors(sites[1]))
+    assert sites[0].epochs[-1] == sites[1].epochs[-1] == epoch
+    launches = [*first.history.launches]
+    assert first.history.rounds == launches
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+@pytest.mark.parametrize("name", CARRIED)
+def test_those_who_are_left_go_on_and_hold_the_same(name: str, rounds: int) -> None:
+    sites = lose(ALL_CASES[name].method(3), rounds)
+    assert sites[2].is_over.is_set()
+    check(sites)
+
+
+@pytest.mark.parametrize("name", CARRIED)
+def test_a_redo_has_the_bits_of_a_run_in_which_that_cluster_took_no_part(name: str) -> None:
+    """All that the lost one has a part in is what was committed before."""
+    method = ALL_CASES[name].method(3)
+    cut = lose(method, 1)
+    left = leave(method, cut[2].cut_at)
+    check(left)
+    for mine, other in zip(cut[:2], left[:2], strict=True):
+        assert are_equal(parameters(mine), parameters(other))
+        assert are_equal(anchors(mine), anchors(other))
+
+
+def test_one_after_another_may_be_lost_and_one_while_the_others_agree() -> None:
+    """Of four; the third ends while the others wait for it, to hear what it has committed."""
+
+    def fate(what: Submission) -> int | None:
+        return 1 if what.step >= LAST else None
+
+    def tell(sites: list[Site]) -> None:
+        assert sites[3].is_over.wait(60)
+        for site in sites[:2]:
+            site.views.put(members(1, [0, 1, 2], 4))
+        time.sleep(0.3)
+        sites[2].end()
+        time.sleep(0.5)
+        for site in sites[:2]:
+            site.views.put(members(2, [0, 1], 4))
+
+    method = ALL_CASES["recommended"].method(4)
+    sites = run(method, TinyNet(), mean_loss, NUM_STEPS, 4, {3: fate}, watch=tell)
+    check(sites, epoch=2)
+
+
+def test_who_is_left_out_is_told_so() -> None:
+    """Its own part of a cut line does not go on."""
+
+    def tell(sites: list[Site]) -> None:
+        assert sites[2].is_over.wait(60)
+        sites[0].views.put(members(1, [1]))
+        sites[1].views.put(members(1, [1]))
+
+    def fate(what: Submission) -> int | None:
+        return 1 if what.step >= LAST else None
+
+    method = ALL_CASES["diloco"].method(3)
+    with pytest.raises(PeerLost, match=r"have gone on without cluster 0 \(view 1: cluster 1\)"):
+        run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: fate}, watch=tell)
+
+
+def test_what_three_and_then_two_do_is_that_of_plain_torch() -> None:
+    """DiLoCo with Nesterov: rounds to LAST are means of three, the others of two."""
+    method = ALL_CASES["diloco"].method(3)
+    sites = lose(method, 1)
+    rate, momentum = method.outer_optimizer.lr, method.outer_optimizer.momentum  # pyright: ignore
+    models = [TinyNet() for _ in range(3)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in models]
+    anchor = [p.detach().clone() for p in models[0].parameters()]
+    velocity = [torch.zeros_like(p) for p in anchor]
+    for step in range(1, NUM_STEPS + 1):
+        for m, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+            optimizer.zero_grad()
+            mean_loss(model, m, step).backward()
+            optimizer.step()
+        if step % method.schedule.interval:
+            continue
+        here = models if step < LAST else models[:2]
+        with torch.no_grad():
+            for i, (a, v) in enumerate(zip(anchor, velocity, strict=True)):
+                own = [a - [*model.parameters()][i] for model in here]
+                gradient = sum(own[1:], own[0]) / len(own)
+                v.mul_(momentum).add_(gradient)
+                a.sub_(rate * (gradient + momentum * v))
+                for model in models:
+                    [*model.parameters()][i].copy_(a)
+    for expected, found in zip(anchor, parameters(sites[0]), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
