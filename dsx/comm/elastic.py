@@ -242,6 +242,8 @@ class ElasticTransport:
                 launched.fail(told)
             self._under_way.clear()
             self._settled.notify_all()
+        if isinstance(error, PeerPreempted):
+            self.farewells.note_reason(error.reason)
 
     def _regroup(self, membership: Membership) -> None:
         """Go on under another membership."""

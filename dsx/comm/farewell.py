@@ -60,6 +60,7 @@ class Farewells:
         self._second: dict[int, Tensor] = {}  # words of those that had said why they end
         self._said: list[Tensor] = []
         self._is_closed = False
+        self._noted_reason: Reason | None = None
         for peer in others:
             self._listen(peer, self._heard[peer])
 
@@ -79,7 +80,10 @@ class Farewells:
         return self._first
 
     def heard_reason(self) -> Reason | None:
-        """Return why a peer is about to end, if one has said so. Does not wait; any thread."""
+        """Return why a peer is about to end, if one has said so, or why this cluster has to.
+
+        Does not wait; any thread.
+        """
         said = {peer: _value(word) or 0 for peer, word in self._heard.items()}
         ending = [peer for peer, value in said.items() if value < 0]
         with self._hearing:
@@ -87,7 +91,11 @@ class Farewells:
                 if peer not in self._second:
                     self._second[peer] = torch.zeros(2, dtype=torch.int64)
                     self._listen(peer, self._second[peer])
-        return Reason.unpack(-said[ending[0]]) if ending else None
+        return Reason.unpack(-said[ending[0]]) if ending else self._noted_reason
+
+    def note_reason(self, reason: Reason) -> None:
+        """Have `heard_reason` tell why this cluster has to end, which no peer says."""
+        self._noted_reason = reason
 
     def say_reason(self, reason: Reason) -> None:
         """Tell all peers why this cluster is about to end. Does not wait."""

@@ -143,7 +143,7 @@ class StopPlace:
     def _explain(self) -> str:
         reason = self._asked.result()
         return (
-            f"told to end by {reason.name}, but the ranks of this cluster have not all said within "
+            f"{reason.sentence}, but the ranks of this cluster have not all said within "
             f"{self._deadline_seconds:g} s (clusters.grace_seconds) at which step they can stop: "
             "nothing is saved; resume from the last checkpoint"
         )

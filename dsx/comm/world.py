@@ -31,13 +31,16 @@ from dsx.comm.rendezvous import Rendezvous
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo
 from dsx.core.membership import Seat
-from dsx.core.transport import PeerLost
+from dsx.core.transport import PeerLost, Transport
 from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
+    from dsx.comm.elastic import Views
+    from dsx.comm.links.clerk import Clerk
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
+    from dsx.comm.links.rank_views import Board
 
 
 class World:
@@ -62,6 +65,9 @@ class World:
         self._handles = 0
         self._in_cluster: InCluster | None = None
         self._link = link
+        self._board: Board | None = None  # of the first rank
+        self._clerk: Clerk | None = None
+        self._num_finished = 0
 
     @property
     def cluster_id(self) -> int:
@@ -140,15 +146,22 @@ class World:
         Every rank of the cluster makes the same ones.
         """
         self._own_stores += 1
+        return self._connect_own(f"{name}_{self._own_stores}")
+
+    def _connect_own(self, name: str) -> dist.Store:
         store: Any = self._cluster_store
         beneath = store.underlying_store
         deadline = self._config.join_deadline_seconds
         own = open_store(beneath.host, beneath.port, is_host=False, deadline_seconds=deadline)
-        return dist.PrefixStore(
-            f"dsx/{self.session}/cluster_{self.cluster_id}/{name}_{self._own_stores}", own
-        )
+        return dist.PrefixStore(f"dsx/{self.session}/cluster_{self.cluster_id}/{name}", own)
 
-    def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> GlooTransport:
+    def finish(self) -> None:
+        """Note that an engine has done its work in all clusters; after the last, all may leave."""
+        self._num_finished += 1
+        if self._clerk is not None and self._num_finished >= self._handles:
+            self._clerk.finish()
+
+    def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> Transport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.
 
         `fragments` are the ids of those of its `stage` that this rank has to do with; each has
@@ -160,14 +173,7 @@ class World:
         notes = dist.PrefixStore(f"transport_{self._transports}", self._cluster_store)
         notes = notes if self.world_size > 1 else None
         if self._link is not None:
-            from dsx.comm.links.meeting import connect_peers
-            from dsx.comm.links.transport import LinkTransport
-
-            store, others = self.rendezvous.group_store("links"), self.seat.others
-            ids = [self.seat.ids[peer] for peer in others]
-            connect_peers(store, self._link, ids, config.join_deadline_seconds)
-            name, deadline = f"{self.session}/{prefix}", config.deadline_seconds
-            return LinkTransport(self._link, name, fragments, self.seat, deadline, stage, notes)
+            return self._connect_links(self._link, fragments, stage, prefix, notes)
         device = open_device(config.interface)  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
@@ -194,6 +200,48 @@ class World:
             notes,
             device.ports,
         )
+
+    def _connect_links(
+        self, link: Link, fragments: list[int], stage: Stage, prefix: str, notes: Any
+    ) -> Transport:
+        from dsx.comm.elastic import ElasticTransport
+        from dsx.comm.links.meeting import connect_peers
+        from dsx.comm.links.transport import LinkTransport
+
+        config = self._config
+        store, deadline = self.rendezvous.group_store("links"), config.deadline_seconds
+        ids = [self.seat.ids[peer] for peer in self.seat.others]
+        incarnations = connect_peers(store, link, ids, config.join_deadline_seconds)
+
+        def make(seat: Seat) -> GlooTransport:
+            view = f"view_{seat.membership.epoch}"
+            of_view = None if notes is None else dist.PrefixStore(view, notes)
+            name = f"{self.session}/{prefix}/{view}"
+            return LinkTransport(link, name, fragments, seat, deadline, stage, of_view)
+
+        if config.link is None or not config.link.members or not ids:
+            return make(self.seat)
+        views = self._follow_views(link, incarnations)
+        return ElasticTransport(make, self.seat, views, deadline, lambda what: what.on(stage))
+
+    def _follow_views(self, link: Link, incarnations: dict[int, int]) -> Views:
+        """Return what tells who the members are; the first rank's first call starts its clerk."""
+        from dsx.comm.links.clerk import Clerk
+        from dsx.comm.links.rank_views import Board, FirstRankViews, OtherRankViews
+
+        if self.rank != 0:
+            return OtherRankViews(self._connect_own("views"), link)
+        if self._board is None:
+            store = self._connect_own("views") if self.world_size > 1 else None
+            assert self._config.link is not None
+            self._board = Board(store, self.seat.ids, self.cluster_id)
+            settings, board = self._config.link, self._board
+            self._clerk = Clerk(
+                link, incarnations, settings.arbiter_id, settings.suspect_seconds, board.tell,
+                board.lost,
+            )  # fmt: skip
+            atexit.register(self._clerk.close)  # before the link, which is registered earlier
+        return FirstRankViews(self._board, link)
 
 
 _world: World | None = None

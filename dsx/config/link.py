@@ -47,6 +47,10 @@ class LinkConfig(BaseModel):
     """The address of a `dsx relay`, HOST:PORT, at which members without an address reach each
     other; null: there is none."""
 
+    arbiter: _Text | None = None
+    """The member whose half goes on where a cut leaves two halves: with two members it goes on
+    alone, and the other one never does. null: neither half does, both save and end."""
+
     keys: _Text = "keys"
     """The folder with this member's secret key and everybody's public ones."""
 
@@ -87,7 +91,7 @@ class LinkConfig(BaseModel):
 
     def common(self) -> dict[str, Any]:
         """Return what has to be the same in all clusters."""
-        return self.model_dump(include={"streams", "security", "transport", "members"})
+        return self.model_dump(include={"streams", "security", "transport", "members", "arbiter"})
 
 
 def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
@@ -133,6 +137,11 @@ def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
                 f"dsx.link.members has {member!r}: write NAME=HOST:PORT, or NAME for a cluster "
                 "that can only call"
             )
+    if link.arbiter is not None and link.arbiter not in names:
+        raise ConfigError(
+            f"dsx.link.arbiter={link.arbiter!r} is none of link.members; use one of: "
+            f"{', '.join(names) or 'there are none'}"
+        )
     if link.relay is not None and link.security != "curve":
         raise ConfigError(
             'dsx.link.relay takes the members\' keys; set "security": "curve", or leave it out'

@@ -259,6 +259,7 @@ class Handle:
                 "cluster the same number of batches"
             )
         self.is_finished = True
+        self._world.finish()
         # all clusters hold the average while any saves again: some may have nothing to save
         with self.averaged() if any(again for _, again in told) else nullcontext():
             self._saving.save_again()

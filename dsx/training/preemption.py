@@ -227,7 +227,7 @@ class Preemption:
                 pass  # what comes now cannot be agreed on, which is said then
         self._told_at = time.monotonic()
         reason, farewells = self._reason, self._loop.transport.farewells
-        if farewells is not None:
+        if farewells is not None and not reason.is_loss:
             farewells.say_reason(reason)
         try:
             self.place.agree()
@@ -237,10 +237,7 @@ class Preemption:
                 _end_now(128 + reason.signal)  # as if nobody had handled it
             return
         if self._world.rank == 0:
-            logger.warning(
-                "told to end by %s (cluster %d): saving at the end of this step", reason.name,
-                reason.cluster,
-            )  # fmt: skip
+            logger.warning("%s: saving at the end of this step", reason.sentence)
         self._has_saved.result()
         self._meet_in_cluster()
 
@@ -300,13 +297,13 @@ class Preemption:
     def _tell(self, path: Path | None, seconds: float) -> str:
         """Say how the run ends, and return it."""
         step, reason = self._loop.history.step, self._reason
-        how = f"step {step}: told to end by {reason.name} (cluster {reason.cluster}); "
+        how = f"step {step}: {reason.sentence}; "
         if path is None:
             how += "nothing is saved"
         else:
             since = time.monotonic() - self._told_at
             how += (
-                f"saved in {seconds:.1f} s, {since:.1f} s after it was told: {path}; to go on, "
+                f"saved in {seconds:.1f} s, {since:.1f} s after that: {path}; to go on, "
                 f"start the same command again and load {path.parents[1]}"
             )
         if self._world.rank == 0:
@@ -315,7 +312,8 @@ class Preemption:
 
     def _wait_for_others(self, until: float) -> None:
         """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
-        if (farewells := self._loop.transport.farewells) is not None:
+        farewells = self._loop.transport.farewells
+        if farewells is not None and not self._reason.is_loss:
             farewells.say_saved()
             while not farewells.have_saved() and time.monotonic() < until:
                 time.sleep(0.02)

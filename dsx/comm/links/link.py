@@ -117,9 +117,22 @@ class Link:
         self._post(post)
         return answer
 
-    def serve(self, serve: Serve) -> None:
-        """Hand requests of others to `serve`, in the link's thread, with a function to answer."""
-        self._post(lambda: self._switch.requests.serve(serve))
+    def serve(self, serve: Serve, first: bytes = b"[") -> None:
+        """Hand requests of others to `serve`, in the link's thread, with a function to answer.
+
+        Those that begin with the byte `first`: by default a list in JSON.
+        """
+        self._post(lambda: self._switch.requests.serve(serve, first))
+
+    def process_at(self, name: Name) -> int | None:
+        """Return the incarnation of a process that has been met and is not given up, else None."""
+        peer = self._switch.peers.get(name)
+        return None if peer is None or not peer.is_met or peer.error else peer.incarnation
+
+    def why_gone(self, name: Name) -> str:
+        """Return why a process has been given up; empty if it has not."""
+        peer = self._switch.peers.get(name)
+        return "" if peer is None or peer.error is None else str(peer.error)
 
     def close_lane(self, lane: int) -> None:
         """End what is under way on a lane, and tell all peers that nothing comes there."""

@@ -67,12 +67,15 @@ def say_where(store: dist.Store, link: Link, where: Where) -> None:
 
 def connect_peers(
     store: dist.Store, link: Link, clusters: Sequence[int], deadline_seconds: float
-) -> None:
+) -> dict[int, int]:
     """Connect to the ranks with this one's number in other clusters; PeerLost names who is not.
+
+    Returns the incarnations of all, the own one with them, by cluster.
 
     The later cluster calls the earlier one, unless that one can only call.
     """
     addresses: dict[int, str | None] = {}
+    incarnations: dict[int, int] = {}
     for cluster in sorted({*clusters, link.cluster_id}):
         key = _key(cluster, link.rank)
         what = f"where rank {link.rank} of cluster {cluster} can be called"
@@ -83,6 +86,7 @@ def connect_peers(
         except RuntimeError as error:
             raise PeerLost(f"{what}: {str(error).splitlines()[0]}") from error
         addresses[cluster] = where["address"]
+        incarnations[cluster] = where["incarnation"]
         if cluster != link.cluster_id:
             address = address_to_call(link.cluster_id, cluster, addresses)
             if address is None and cluster < link.cluster_id:
@@ -98,6 +102,7 @@ def connect_peers(
                 f"{what} does not stand within {deadline_seconds:g} s "
                 f"(clusters.join_deadline_seconds): {error}"
             ) from error
+    return incarnations
 
 
 def address_to_call(own: int, other: int, addresses: Mapping[int, str | None]) -> str | None:

@@ -75,6 +75,11 @@ class Peer:
         """Whether messages can be exchanged now."""
         return self.error is None and 0 in self.connections and len(self.connections) > 1
 
+    @property
+    def is_met(self) -> bool:
+        """Whether it has ever been there."""
+        return self._has_met
+
     def open(self, index: int, connection: Connection) -> None:
         """Take a connection that stands, in place of an earlier one."""
         self.close(index)

@@ -20,7 +20,7 @@ class Requests:
 
     def __init__(self, own: Name) -> None:
         self._own = own
-        self._serve: Serve | None = None
+        self._serves: dict[bytes, Serve] = {}  # by how requests begin
         self._unserved: list[tuple[Peer, int, bytes]] = []
         self._answers: dict[int, Future[bytes]] = {}
         self._num_asked = 0
@@ -30,9 +30,9 @@ class Requests:
         """Of those without an answer."""
         return len(self._answers)
 
-    def serve(self, serve: Serve) -> None:
-        """Hand requests to `serve`, also those that have come already."""
-        self._serve = serve
+    def serve(self, serve: Serve, first: bytes) -> None:
+        """Hand requests that begin with a byte to `serve`, also those that have come already."""
+        self._serves[first] = serve
         unserved, self._unserved = self._unserved, []
         for request in unserved:
             self.take(*request)
@@ -42,8 +42,8 @@ class Requests:
         self._num_asked += 1
         if peer.error is not None:
             end_future(answer, peer.error)
-        elif (peer.cluster_id, peer.rank) == self._own and self._serve is not None:
-            self._serve(self._own, body, lambda text: end_future(answer, text))
+        elif (peer.cluster_id, peer.rank) == self._own and body[:1] in self._serves:
+            self._serves[body[:1]](self._own, body, lambda text: end_future(answer, text))
         else:
             self._answers[self._num_asked] = answer
             peer.ask(self._num_asked, body)
@@ -60,8 +60,8 @@ class Requests:
         def answer(text: bytes) -> None:
             peer.say(Frame(ANSWER, self._own[0], serial=number), text)
 
-        if self._serve is not None:
-            self._serve((peer.cluster_id, peer.rank), body, answer)
+        if body[:1] in self._serves:
+            self._serves[body[:1]]((peer.cluster_id, peer.rank), body, answer)
         elif len(self._unserved) < _MOST_UNSERVED:
             self._unserved.append((peer, number, body))
         else:

@@ -24,6 +24,7 @@ class LinkSettings:
     hours: tuple[str, ...] = ()
     dscp: int = 0
     relay: str | None = None
+    arbiter: str | None = None
 
     @property
     def names(self) -> list[str]:
@@ -33,6 +34,11 @@ class LinkSettings:
     def address_of(self, cluster_id: int) -> str | None:
         """Return where a cluster's first rank can be called; None if it only calls."""
         return self.members[cluster_id].partition("=")[2] or None if self.members else None
+
+    @property
+    def arbiter_id(self) -> int | None:
+        """The cluster whose half of an even split goes on, if one is to."""
+        return None if self.arbiter is None else self.names.index(self.arbiter)
 
     @property
     def through_relay(self) -> list[int]:

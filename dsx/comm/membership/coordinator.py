@@ -35,6 +35,7 @@ class Coordinator:
             self.head = self.head.after(entry)
         self._differed: dict[tuple[str, int], int] = {}  # transfer: attempts that differed
         self._held_for: dict[Joiner, int] = {}  # ticks
+        self._hopeless_for = 0  # ticks in which a view under way had no quorum of its own
 
     def take_over(self) -> None:
         """Begin with a view: attempts in flight end, as their reports went to the old one."""
@@ -50,6 +51,12 @@ class Coordinator:
             replica.silence = 0
         elif replica.silence > replica.timing.patience:
             replica.is_leading = False
+            return
+        under_way = replica.log.views(replica.state.index)
+        may_come = all(replica.is_quorum(view, replica.here) for view in under_way)
+        self._hopeless_for = 0 if may_come else self._hopeless_for + 1
+        if self._hopeless_for > replica.timing.patience:
+            replica.is_leading = False  # and stands anew, without that view (S3)
             return
         self.replication.tick()
         self._held_for = {joiner: ticks + 1 for joiner, ticks in self._held_for.items()}

@@ -112,10 +112,18 @@ class Election:
         return committed
 
     def _best_log(self) -> tuple[tuple[Ballot, int], Log]:
-        """Return the log accepted under the highest ballot, then the longest, and how it ranks."""
-        replica = self._replica
+        """Return the log accepted under the highest ballot, then the longest, and how it ranks.
+
+        What is accepted under an own ballot and not applied here has not been decided, as nobody
+        else could, and will not be: it is left out.
+        """
+        replica, me = self._replica, self._replica.me
         best, log = (replica.accepted, replica.log.end), replica.log
+        if replica.accepted.is_of(me.id, me.incarnation):
+            best, log = (replica.accepted, replica.state.index), log.joined(replica.state.index, ())
         for _, promise in self._promises.values():
+            if promise.accepted.is_of(me.id, me.incarnation):
+                continue
             rank = (promise.accepted, promise.start + len(promise.tail))
             # joined only at what is applied here: what lies between would be taken for applied
             if promise.start <= replica.state.index and rank > best:

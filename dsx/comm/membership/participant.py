@@ -16,7 +16,7 @@ from dsx.comm.membership.actions import Action
 from dsx.comm.membership.bounds import CLUSTERS, LANES
 from dsx.comm.membership.coordinator import Coordinator
 from dsx.comm.membership.election import Election
-from dsx.comm.membership.entries import Contributor
+from dsx.comm.membership.entries import Contributor, Contributors, View, has_process
 from dsx.comm.membership.founding import Founding
 from dsx.comm.membership.messages import (
     Append,
@@ -64,6 +64,19 @@ class Participant:
         self._election = Election(self._replica)
         self._coordinator: Coordinator | None = None
         self._have_ended: set[int] = set()  # peers that have applied the end
+
+    def begin(self, contributors: Contributors) -> None:
+        """Begin with a first view that all of its contributors have agreed on, with equal states.
+
+        In place of a founding, before the first event: while they agreed all of them lived, and
+        none had a log (S8). ValueError if this process is not among them.
+        """
+        replica = self._replica
+        if replica.log.end or not has_process(contributors, replica.me.id, replica.me.incarnation):
+            raise ValueError(f"{replica.me} cannot begin with {contributors}")
+        replica.standing.found()
+        replica.log.append(View(1, contributors))
+        replica.apply_next()
 
     # what whoever drives it may look at
 

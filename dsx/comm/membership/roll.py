@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from dsx.comm.membership.entries import Contributor, Contributors, contributor_of
 from dsx.comm.membership.messages import Status
@@ -17,12 +17,20 @@ class Roll:
         self._replica = replica
         self.told: dict[int, Status] = {}  # the last of each
         self._quiet = dict.fromkeys(replica.links, 0)  # ticks since
+        self._apart: dict[
+            tuple[int, int], int
+        ] = {}  # ticks in which two have not reached each other
         self.to_drop: set[int] = set()  # whose digest differed from most others'
 
     def tick(self) -> None:
         """One tick more without a status."""
         for peer in self._quiet:
             self._quiet[peer] += 1
+        links = {id: set(status.links) for id, status in self.told.items()}
+        apart = [
+            (a, b) for a in links for b in links if a < b and not (b in links[a] and a in links[b])
+        ]
+        self._apart = {pair: self._apart.get(pair, 0) + 1 for pair in apart}
 
     def meet(self, peer: int, is_new: bool) -> None:
         """A peer is linked; what an earlier process of it has told does not count."""
@@ -75,11 +83,10 @@ class Roll:
         me, old = self._replica.me.id, {c.id for c in head.contributors}
         order = sorted(candidates.values(), key=lambda c: (c.id != me, c.id not in old, c.id))
         here = [one for one in order if self._is_here(one, head)]
-        links = {id: set(status.links) for id, status in self.told.items()}
         for may_leave in (True, False):  # the last ones cannot
             wanted: dict[int, Contributor] = {}
             for one in here:
-                if not (may_leave and self._leaves(one.id)) and _meets_all(one.id, wanted, links):
+                if not (may_leave and self._leaves(one.id)) and self._meets_all(one.id, wanted):
                     wanted[one.id] = one
             processes = {c.id: c.incarnation for c in wanted.values()}
             if self._replica.is_quorum(head.contributors, processes):
@@ -111,13 +118,15 @@ class Roll:
         is_linked = self._replica.links.get(one.id) == one.incarnation
         return is_linked and self._quiet[one.id] <= self._replica.timing.patience
 
+    def _meets_all(self, id: int, others: Iterable[int]) -> bool:
+        """Whether it reaches each of the others and each of them reaches it, as far as they told.
+
+        Where one of two is gone, the other may know it first: it is not to be the one who is
+        dropped, so both stay until it shows (`Timing.doubt`).
+        """
+        counts = (self._apart.get((min(id, p), max(id, p)), 0) for p in others)
+        return all(count <= self._replica.timing.doubt for count in counts)
+
     def _leaves(self, id: int) -> bool:
         status = self.told.get(id)
         return id in self.to_drop or (status is not None and status.is_leaving)
-
-
-def _meets_all(id: int, others: Iterable[int], links: Mapping[int, set[int]]) -> bool:
-    """Whether it reaches each of the others and each of them reaches it, as far as they told."""
-    return all(
-        (id not in links or p in links[id]) and (p not in links or id in links[p]) for p in others
-    )

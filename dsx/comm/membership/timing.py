@@ -12,4 +12,5 @@ class Timing:
     patience: int = 20  # of silence after which a linked process counts as gone
     stagger: int = 3  # between the first candidate and the next
     retry: int = 12  # until a candidate, or a joiner, tries again
+    doubt: int = 8  # in which one that two do not reach alike may turn out to be gone
     near: int = 16  # entries: commits wait for a joiner that is as near as that

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 
 from dsx.comm.elastic import ElasticTransport
 from dsx.comm.gloo import GlooPending
+from dsx.comm.links.clerk import Clerk
 from dsx.comm.links.link import Link
+from dsx.comm.links.rank_views import Board, FirstRankViews
 from dsx.comm.links.switch import LinkOptions
 from dsx.comm.links.transport import LinkTransport
 from dsx.core.exchange import COMMIT, Exchange, ExchangeRound
@@ -100,7 +102,8 @@ class Site:
         self.id, self.model, self.method = id, copy.deepcopy(model), method
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
         self.link = Link(id, 0, None, LinkOptions(**options))
-        self.views = ToldViews()
+        self.views: Any = ToldViews()
+        self.clerk: Clerk | None = None
         self.is_over = threading.Event()
         self.transport: ElasticTransport | None = None
         self.loop: OuterLoop | None = None
@@ -110,8 +113,18 @@ class Site:
     def end(self) -> None:
         """As a kill does: the connections are closed, nothing is said."""
         self.is_over.set()
-        self.views.put(PeerLost("this site has been killed"))
+        if self.clerk is None:
+            self.views.put(PeerLost("this site has been killed"))
+        else:
+            self.clerk.close()  # it has not finished, so nobody hears of it
+            self.board.tell(PeerLost("this site has been killed"))
         self.link.close()
+
+    def follow_log(self, incarnations: dict[int, int], arbiter: int | None, suspect: float) -> None:
+        """Let a clerk say who the members are."""
+        self.board = board = Board(None, [*incarnations], self.id)
+        self.clerk = Clerk(self.link, incarnations, arbiter, suspect, board.tell, board.lost)
+        self.views = FirstRankViews(board, self.link)
 
     def train(
         self,
@@ -146,6 +159,8 @@ class Site:
             if not self.is_over.is_set():
                 raise
         finally:
+            if self.clerk is not None:
+                self.clerk.close()
             self.transport.close()
 
 
@@ -158,15 +173,25 @@ def run(
     fates: dict[int, Fate] | None = None,
     before: Callable[[Site, int], object] = lambda site, step: None,
     watch: Callable[[list[Site]], object] = lambda sites: None,
+    by_log: bool = False,
+    arbiter: int | None = None,
+    suspect_seconds: float = 30.0,
 ) -> list[Site]:
-    """Train all, each on a thread of its own; `watch` runs beside them."""
-    sites = [Site(m, model, method, grace_seconds=0.2) for m in range(num_clusters)]
+    """Train all, each on a thread of its own; `watch` runs beside them.
+
+    `by_log`: clerks say who the members are, else whoever watches does.
+    """
+    options = {"grace_seconds": 0.2, "suspect_seconds": suspect_seconds}
+    sites = [Site(m, model, method, **options) for m in range(num_clusters)]
     for site in sites:
         for other in sites:
             if other is not site:
                 called = other.id < site.id
                 address = f"127.0.0.1:{other.link.port}" if called else None
                 site.link.expect(other.id, 0, address)
+    for site in sites if by_log else ():
+        incarnations = {other.id: other.link.incarnation for other in sites}
+        site.follow_log(incarnations, arbiter, suspect_seconds)
     try:
         with ThreadPoolExecutor(num_clusters + 1) as threads:
             watching = threads.submit(watch, sites)

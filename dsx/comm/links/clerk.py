@@ -1,0 +1,212 @@
+"""What drives a cluster's part in the log: a thread of its first rank, over that rank's link.
+
+It tells the participant of links, messages and time, sends what it wants sent, and hands on what
+concerns the cluster: who the members are, one membership after another (`told`), and why there will
+be none. Views of the same processes are one membership: an election changes nothing for a mean.
+
+A process that its link has given up, or that another rank of this cluster has lost its connection
+to, is gone for good: what comes back is another one.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dsx.comm.links.link import Link
+from dsx.comm.links.requests import Answer, Name
+from dsx.comm.membership.actions import Applied, Dropped, Send, Stopped
+from dsx.comm.membership.codec import MessageRefused
+from dsx.comm.membership.entries import Contributor, End, View
+from dsx.comm.membership.messages import decode, encode
+from dsx.comm.membership.participant import Participant
+from dsx.comm.membership.timing import Timing
+from dsx.core.leaving import LOST, Reason
+from dsx.core.membership import Member, Membership
+from dsx.core.transport import PeerLost, PeerPreempted
+
+_LOG = b"L"  # how the log's messages begin
+_TICK_SECONDS = 0.1
+_MOST_WAITING = 10_000  # messages of others
+_END_SECONDS = 2.0  # in which the others may hear of the end
+Told = Membership | PeerLost
+logger = logging.getLogger(__name__)
+
+
+class Clerk:
+    """One cluster's; `told` is called in its thread, with each membership and at the end of all."""
+
+    def __init__(
+        self,
+        link: Link,
+        incarnations: Mapping[int, int],
+        arbiter: int | None,
+        suspect_seconds: float,
+        told: Callable[[Told], object],
+        lost_elsewhere: Callable[[], Mapping[int, str]] = dict[int, str],
+    ) -> None:
+        """`incarnations` are those of the first ranks of all clusters, which have met.
+
+        `lost_elsewhere`: the clusters that other ranks of this one have lost, and what they say.
+        """
+        self._link, self._told, self._lost_elsewhere = link, told, lost_elsewhere
+        self._everyone = tuple(sorted(incarnations))
+        everyone = tuple(Contributor(id, incarnations[id]) for id in self._everyone)
+        patience = max(Timing.patience, round(suspect_seconds / _TICK_SECONDS))
+        self._log = Participant(
+            Contributor(link.cluster_id, incarnations[link.cluster_id]),
+            incarnations,
+            arbiter,
+            Timing(patience=patience),
+        )
+        self._members = everyone
+        self._inbox: queue.Queue[tuple[Name, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._gone: dict[int, str] = {}
+        self._has_finished = False  # this cluster has done its work
+        self._is_over = False  # all have
+        self._has_told_end = self._is_closed = False
+        self._log.begin(everyone)
+        link.serve(self._receive, _LOG)
+        self._thread = threading.Thread(target=self._run, name="dsx-clerk", daemon=True)
+        self._thread.start()
+
+    @property
+    def gone(self) -> Mapping[int, str]:
+        """The clusters that have been given up, and why."""
+        return self._gone
+
+    def finish(self) -> None:
+        """This cluster has done its work; once all have, nobody who leaves is missed."""
+        self._post(None)
+
+    def close(self) -> None:
+        """End, once the others know that the run has, if it has."""
+        self._is_closed = True
+        self._thread.join(_END_SECONDS + 2 * _TICK_SECONDS)
+
+    def _receive(self, asker: Name, body: bytes, answer: Answer) -> None:
+        """Take a message, in the link's thread; the log makes up for one that is let go."""
+        answer(b"")
+        self._post((asker, body[len(_LOG) :]))
+
+    def _post(self, event: tuple[Name, bytes] | None) -> None:
+        try:
+            self._inbox.put_nowait(event)
+        except queue.Full:
+            logger.warning("the log's messages come faster than they are taken; one is let go")
+
+    def _run(self) -> None:
+        try:
+            closes_at = float("inf")
+            while not (self._is_closed and (self._log.is_over or not self._has_finished)):
+                if self._is_closed:
+                    closes_at = min(closes_at, time.monotonic() + _END_SECONDS)
+                if time.monotonic() > closes_at:
+                    return
+                self._take_messages()
+                self._look_at_links()
+                self._log.tick()
+                self._act()
+        except Exception as error:
+            logger.exception("the clerk has ended by an error")
+            self._told(PeerLost(f"this cluster's clerk has ended by an error: {error}"))
+
+    def _take_messages(self) -> None:
+        """Take what comes until the next tick."""
+        until = time.monotonic() + _TICK_SECONDS
+        while True:
+            try:
+                event = self._inbox.get(timeout=max(until - time.monotonic(), 0.0))
+            except queue.Empty:
+                return
+            if event is None:
+                self._has_finished = True
+                self._log.finish()
+            else:
+                (cluster, rank), body = event
+                incarnation = self._log.links.get(cluster)
+                if rank == 0 and incarnation is not None:
+                    self._take(cluster, incarnation, body)
+            self._act()
+
+    def _take(self, cluster: int, incarnation: int, body: bytes) -> None:
+        try:
+            self._log.receive(cluster, incarnation, decode(body))
+        except MessageRefused as error:
+            logger.warning("a message of the log from cluster %d is let go: %s", cluster, error)
+
+    def _look_at_links(self) -> None:
+        elsewhere = self._lost_elsewhere()
+        for cluster in self._everyone:
+            if cluster == self._link.cluster_id or cluster in self._gone:
+                continue
+            why = self._link.why_gone((cluster, 0)) or elsewhere.get(cluster, "")
+            incarnation = self._link.process_at((cluster, 0))
+            if why:
+                self._gone[cluster] = why
+                self._log.down(cluster)
+            elif incarnation is not None and self._log.links.get(cluster) != incarnation:
+                self._log.up(cluster, incarnation)
+            self._act()
+        self._require_quorum()
+
+    def _require_quorum(self) -> None:
+        """Say so where too few are left for a majority: those who are gone do not come back."""
+        if self._is_over and self._gone:  # who trains on with others after the end goes no further
+            left = [*self._gone]
+            self._end(PeerLost(f"{_names(left)} gone, after the end of the run"))
+        missing = [id for id in self._log.waits_for if id in self._gone]
+        if missing and not self._is_over:
+            self._end(self._without_majority(missing))
+
+    def _without_majority(self, missing: list[int]) -> PeerPreempted:
+        members = [c.id for c in self._log.state.contributors]
+        whys = "; ".join(f"cluster {id}: {self._gone[id]}" for id in missing)
+        error = PeerPreempted(
+            f"{_names(missing)} lost ({whys}), and no more than half of {_listed(members)} are "
+            "left to go on alone: the others could, too"
+        )
+        error.reason = Reason(missing[0], LOST)
+        error.cluster = missing[0]
+        return error
+
+    def _act(self) -> None:
+        while self._log.actions:
+            action = self._log.actions.popleft()
+            if isinstance(action, Send):
+                self._link.ask((action.peer, 0), _LOG + encode(action.message))
+            elif isinstance(action, Applied):
+                self._take_up(action.entry)
+            elif isinstance(action, Dropped):
+                self._end(PeerLost(
+                    f"the others have gone on without cluster {self._link.cluster_id}: it has to "
+                    "join them again, from a checkpoint"
+                ))  # fmt: skip
+            elif isinstance(action, Stopped):
+                self._end(PeerLost(action.reason))
+
+    def _take_up(self, entry: Any) -> None:
+        self._is_over = self._is_over or isinstance(entry, End)
+        if not isinstance(entry, View) or entry.contributors == self._members:
+            return
+        self._members = entry.contributors
+        members = tuple(Member(c.id, c.weight) for c in entry.contributors)
+        self._told(Membership(entry.epoch, members, self._everyone))
+
+    def _end(self, error: PeerLost) -> None:
+        if not self._has_told_end:
+            self._has_told_end = True
+            self._told(error)
+
+
+def _listed(clusters: list[int]) -> str:
+    named = ", ".join(map(str, clusters))
+    return f"cluster {named}" if len(clusters) == 1 else f"clusters {named}"
+
+
+def _names(clusters: list[int]) -> str:
+    return f"{_listed(clusters)} {'is' if len(clusters) == 1 else 'are'}"
