@@ -31,7 +31,7 @@ from dsx.comm.launched import Launched
 from dsx.core.exchange import Exchange
 from dsx.core.fifo import SLACK_SECONDS
 from dsx.core.membership import Membership, Seat
-from dsx.core.transport import PeerLost, PeerPreempted, Pending, Submission
+from dsx.core.transport import TRAINING, PeerLost, PeerPreempted, Pending, Submission
 from dsx.core.waits import waiting_for
 
 _LOOK_SECONDS = 0.5
@@ -82,7 +82,7 @@ class ElasticTransport:
         self._lost_at = 0.0
         self._error: PeerLost | None = None
         self._sign = time.monotonic()
-        self._is_closed = False
+        self._is_closed = self._has_warned = False
         self._thread = threading.Thread(target=self._run, name="dsx-views", daemon=True)
         self._thread.start()
 
@@ -106,6 +106,12 @@ class ElasticTransport:
     ) -> Pending:
         """Start averaging; what cannot be made again is lost where the membership changes."""
         if again is None:
+            if what.purpose == TRAINING and not self._has_warned:
+                self._has_warned = True
+                logger.warning(
+                    "if a cluster is lost this run ends: what this method has encoded at a launch "
+                    "cannot be sent to others; only methods without codes at the launch go on"
+                )
             return self._now().submit(what, exchange)
         launched = Launched(what, again, self._result, self._may_begin)
         with self._lock:

@@ -121,7 +121,7 @@ class Farewells:
     def _look(self, peer: int) -> tuple[int, int]:
         own = self._seat.cluster_id
         until = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < until:
+        while time.monotonic() < until and not self._is_closed:
             for other in (peer, *self._heard):
                 lost = _unpack(self._heard[other])
                 if lost not in (None, own):

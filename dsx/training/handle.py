@@ -253,7 +253,8 @@ class Handle:
         skipped = self.totals.skipped_steps
         self.log("finish", bytes_sent=self._syncs.bytes_sent, skipped_steps=skipped)
         if len(set(steps)) > 1:
-            taken = ", ".join(f"cluster {m}: {n}" for m, n in enumerate(steps))
+            ids = self.loop.transport.seat.ids
+            taken = ", ".join(f"cluster {m}: {n}" for m, n in zip(ids, steps, strict=True))
             raise ValueError(
                 f"the clusters took different numbers of inner steps ({taken}); give every "
                 "cluster the same number of batches"
@@ -295,7 +296,10 @@ class Handle:
         return self.averaged() if self.is_finished else nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return one small JSON value per cluster, in cluster order, on every rank."""
+        """Return one small JSON value per cluster, in cluster order, on every rank.
+
+        Of the clusters that train: one that was lost has none.
+        """
         with self._saving.naming_last():
             return self._gathering.gather("gather()", value)
 

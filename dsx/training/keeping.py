@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
@@ -24,19 +24,20 @@ _DEADLINE_SECONDS = 60.0
 class Keeping:
     """One rank's part: the first of a cluster tells and deletes, the others listen.
 
-    `keep` is how many stay; None: all. `forget` is told of each that is deleted.
+    `keep` is how many stay; None: all. `members` are the clusters that train, `forget` is told of
+    each one that is deleted.
     """
 
     def __init__(
         self,
         notices: Notices,
-        num_clusters: int,
+        members: Callable[[], Collection[int]],
         is_first: bool,
         keep: int | None,
         forget: Callable[[Path], None],
     ) -> None:
         self._notices = notices
-        self._num_clusters = num_clusters
+        self._members = members
         self._is_first = is_first
         self._keep = keep
         self._forget = forget
@@ -64,7 +65,7 @@ class Keeping:
             key = (notice.payload["tag"], notice.payload["step"])
             self._having.setdefault(key, set()).add(notice.cluster)
             directory = self._directories.get(key)
-            if directory is not None and len(self._having[key]) == self._num_clusters:
+            if directory is not None and self._having[key] >= {*self._members()}:
                 self._common.setdefault(directory, set()).add(key[0])
                 self._begin(directory)
 

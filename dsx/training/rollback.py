@@ -117,7 +117,11 @@ class Rollback:
             return ""
         what, can = "whether training can go back", self.load is not None or bool(self.callback)
         of_cluster = all(self._in_cluster.gather(what, can))
-        clusters = enumerate(self._gathering.gather(what, of_cluster))
+        seat = self._loop.transport.seat
+        clusters = zip(seat.ids, self._gathering.gather(what, of_cluster), strict=True)
+        if gone := [id for id in seat.membership.places if id not in seat.ids]:
+            named = ", ".join(f"cluster {id}" for id in gone)
+            return f"{named} has been lost, and a checkpoint is gone back to by all"
         lacking = ", ".join(f"cluster {m}" for m, can in clusters if not can)
         return f"handle.on_rollback(callback) has not been called in {lacking}" if lacking else ""
 

@@ -45,7 +45,9 @@ class Saving:
         notices: Notices,
     ) -> None:
         keep, is_first = config.checkpoints.keep, world.rank == 0
-        self.keeping = Keeping(notices, world.num_clusters, is_first, keep, records.deleted)
+        self.keeping = Keeping(
+            notices, lambda: loop.transport.seat.ids, is_first, keep, records.deleted
+        )
         self.tracked: dict[str, Resumable] = {}
         self._loop = loop
         self._world = world

@@ -113,7 +113,8 @@ class Board:
 def test_a_cluster_deletes_nothing_before_all_have_what_is_newer(tmp_path: Path) -> None:
     board, forgotten = Board(), list[str]()
     clusters = [
-        Keeping(board.of(m), 2, True, 2, lambda path: forgotten.append(f"{path}")) for m in range(2)
+        Keeping(board.of(m), lambda: (0, 1), True, 2, lambda path: forgotten.append(f"{path}"))
+        for m in range(2)
     ]
 
     def save(cluster: int, step: int) -> None:
@@ -143,7 +144,7 @@ def test_a_cluster_deletes_nothing_before_all_have_what_is_newer(tmp_path: Path)
 @pytest.mark.parametrize("what", ["trouble", "doubt"])
 def test_what_is_not_good_in_another_cluster_does_not_count_here(what: str, tmp_path: Path) -> None:
     board = Board()
-    clusters = [Keeping(board.of(m), 2, True, 2, lambda path: None) for m in range(2)]
+    clusters = [Keeping(board.of(m), lambda: (0, 1), True, 2, lambda path: None) for m in range(2)]
     for step in (10, 20, 30, 40, 50):
         for cluster, keeping in enumerate(clusters):
             is_bad = cluster == 1 and step in (30, 40)
@@ -162,7 +163,7 @@ def test_a_deletion_that_fails_is_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     board = Board()
-    keeping = Keeping(board.of(0), 1, True, 1, lambda path: None)
+    keeping = Keeping(board.of(0), lambda: (0,), True, 1, lambda path: None)
     for step in (10, 20):
         write(tmp_path, 0, step)
         keeping.saved(tmp_path / "cluster_0" / f"step{step}", step)

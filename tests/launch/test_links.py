@@ -89,21 +89,59 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
     assert b"incarnation" not in line.passed and b"adamw" not in line.passed.lower()
     assert len(line.passed) > 10_000
 
-    clusters = start("killed", "--steps", 1000, "--step-seconds", 0.1)
+    saves = ["--step-seconds", 0.1, "--save-dir", tmp_path / "saved", "--steps"]
+    clusters = start("killed", *saves, 1000)
     for cluster in clusters:
+        cluster.wait_for("saved 5\n")
         cluster.wait_for("step 8\n")
     clusters[1].end()  # its launcher and its ranks, by SIGKILL
     killed = time.monotonic()
-    clusters[0].wait_for("PeerLost: ", 30, may_end=True)
+    clusters[0].wait_for("; to go on, start", 30, may_end=True)
     seconds = time.monotonic() - killed
-    assert clusters[0].wait(30) != 0
-    named = [one for one in clusters[0].output().splitlines() if "PeerLost: " in one]
-    assert any("cluster 1" in one for one in named), named
+    assert clusters[0].wait(30) == 1
+    assert "cluster 1 is lost, and too few are left to go on; saved in" in clusters[0].output()
     assert seconds < 5
     assert not gateways_at(port)
     line.close()
     with capsys.disabled():
-        print(
-            f"\nto the bit, with 3 cuts and a killed gateway; {seconds:.1f} s after the kill: "
-            f"{named[0]}"
-        )
+        print(f"\nto the bit, with 3 cuts and a killed gateway; saved {seconds:.1f} s after a kill")
+
+
+def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
+    launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks each; the first one is killed, which has led the log, and by which all had met."""
+    names = ("berlin", "oslo", "rome")
+    ports = dict.fromkeys(names, 0) | {name: free_port() for name in names[:2]}
+    made = {name: make_key(tmp_path / name, name)[-1] for name in names}
+    clusters: list[Any] = []
+    for m, name in enumerate(names):
+        for other in names:
+            if other != name:
+                add_key(tmp_path / name, made[other])
+        path = write_config(tmp_path / f"{name}.json", num_clusters=3)
+        config: dict[str, Any] = json.loads(path.read_text())
+        config["dsx"]["link"] = {
+            "security": "curve",
+            "members": [f"{n}=127.0.0.1:{ports[n]}" if ports[n] else n for n in names],
+            "keys": str(tmp_path / name),
+            "port": ports[name] or 29400,
+        }
+        path.write_text(json.dumps(config))
+        args = ["--deepspeed_config", path, "--steps", 60, "--step-seconds", 0.1]
+        out = ["--out", tmp_path / "out", "--dsx-cluster-id", m]
+        clusters.append(launch(name, 2, *args, *out))
+    for cluster in clusters:
+        cluster.wait_for("step 10\n")
+    clusters[0].end()
+    for cluster in clusters[1:]:
+        assert cluster.wait() == 0, cluster.output()
+        assert "cluster 0 is lost: going on with clusters 1, 2" in cluster.output()
+    first, second = ([one["checksum"] for one in told] for told in _results(tmp_path / "out"))
+    assert first == second and len(first) == 2 and first[0] == first[1]
+    with capsys.disabled():
+        print(f"\n{[x for x in clusters[1].output().splitlines() if 'going on' in x]}")
+
+
+def _results(out: Path) -> list[Any]:
+    return [json.loads(Path(f"{out}.{m}").read_text()) for m in (1, 2)]

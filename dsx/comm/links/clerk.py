@@ -156,8 +156,8 @@ class Clerk:
 
     def _require_quorum(self) -> None:
         """Say so where too few are left for a majority: those who are gone do not come back."""
-        if self._is_over and self._gone:  # who trains on with others after the end goes no further
-            left = [*self._gone]
+        left = [c.id for c in self._log.state.contributors if c.id in self._gone]
+        if self._is_over and left:  # who trains on with others after the end goes no further
             self._end(PeerLost(f"{_names(left)} gone, after the end of the run"))
         missing = [id for id in self._log.waits_for if id in self._gone]
         if missing and not self._is_over:
@@ -200,6 +200,8 @@ class Clerk:
     def _end(self, error: PeerLost) -> None:
         if not self._has_told_end:
             self._has_told_end = True
+            if not self._is_over:
+                logger.error("%s", error)
             self._told(error)
 
 

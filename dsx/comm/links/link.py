@@ -117,10 +117,10 @@ class Link:
         self._post(post)
         return answer
 
-    def serve(self, serve: Serve, first: bytes = b"[") -> None:
+    def serve(self, serve: Serve, first: bytes = b"") -> None:
         """Hand requests of others to `serve`, in the link's thread, with a function to answer.
 
-        Those that begin with the byte `first`: by default a list in JSON.
+        Those that begin with the byte `first`; b"": all for which nobody else is there.
         """
         self._post(lambda: self._switch.requests.serve(serve, first))
 

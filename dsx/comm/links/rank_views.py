@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -133,14 +132,13 @@ class OtherRankViews:
         """Nothing to do: waits are short."""
 
     def _is_there(self, key: str, seconds: float) -> bool:
+        """Look, and look again after so long; the store's own waits print what they miss."""
         try:
-            if seconds:
-                self._store.wait([key], timedelta(seconds=seconds))
+            if self._store.check([key]):
                 return True
-            return self._store.check([key])
+            time.sleep(min(seconds, _LOOK_SECONDS))
+            return seconds > 0 and self._store.check([key])
         except RuntimeError as error:
-            if "timeout" in str(error).lower():
-                return False
             raise PeerLost(
                 "this cluster's store, by which its first rank tells who the members are, does not "
                 f"answer: {str(error).splitlines()[0]}"

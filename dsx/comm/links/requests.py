@@ -31,7 +31,10 @@ class Requests:
         return len(self._answers)
 
     def serve(self, serve: Serve, first: bytes) -> None:
-        """Hand requests that begin with a byte to `serve`, also those that have come already."""
+        """Hand requests that begin with a byte to `serve`, also those that have come already.
+
+        b"": those for which nobody else is there.
+        """
         self._serves[first] = serve
         unserved, self._unserved = self._unserved, []
         for request in unserved:
@@ -42,8 +45,8 @@ class Requests:
         self._num_asked += 1
         if peer.error is not None:
             end_future(answer, peer.error)
-        elif (peer.cluster_id, peer.rank) == self._own and body[:1] in self._serves:
-            self._serves[body[:1]](self._own, body, lambda text: end_future(answer, text))
+        elif (peer.cluster_id, peer.rank) == self._own and (serve := self._server_of(body)):
+            serve(self._own, body, lambda text: end_future(answer, text))
         else:
             self._answers[self._num_asked] = answer
             peer.ask(self._num_asked, body)
@@ -60,12 +63,15 @@ class Requests:
         def answer(text: bytes) -> None:
             peer.say(Frame(ANSWER, self._own[0], serial=number), text)
 
-        if body[:1] in self._serves:
-            self._serves[body[:1]]((peer.cluster_id, peer.rank), body, answer)
+        if serve := self._server_of(body):
+            serve((peer.cluster_id, peer.rank), body, answer)
         elif len(self._unserved) < _MOST_UNSERVED:
             self._unserved.append((peer, number, body))
         else:
             raise BadFrame("a request where nobody serves")
+
+    def _server_of(self, body: bytes) -> Serve | None:
+        return self._serves.get(body[:1]) or self._serves.get(b"")
 
     def take_answer(self, peer: Peer, number: int, body: bytes) -> None:
         """Take an answer, which counts from whom was asked."""

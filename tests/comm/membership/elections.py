@@ -275,3 +275,37 @@ def lost_run(seed: int) -> None:
     world.begin(third)
     goes_on(world)
     need(world.count["founded_again"] == 1, "no run was founded again")
+
+
+def hopeless_view(seed: int) -> None:
+    """Of two that do not reach each other one is dropped; the other one ends before it hears so."""
+    world = begin_with(seed, 3)
+    leader = leader_of(world)
+    kept, dropped = sorted(set(world.nodes) - {leader})
+    replica = world.replica(leader)
+    world.drops = lambda a, b, kind: kind == "Append" and b == kept
+    world.cut({frozenset((kept, dropped))})
+    world.run_until(lambda: len(replica.views()) > 1, "a view without one of the two is under way")
+    need(contributor_of(replica.views()[-1], dropped) is None, "it is the higher one's")
+    world.kill(kept)
+    world.drops = lambda a, b, kind: False
+    world.run_until(lambda: in_view(world, {leader, dropped}), "the two who are left go on")
+    world.heal()
+    world.begin(kept)
+    goes_on(world)
+
+
+def found_by_one(seed: int) -> None:
+    """One of three knows first that another is gone: nobody but that one is dropped."""
+    world = begin_with(seed, 3)
+    leader = leader_of(world)
+    others = sorted(set(world.nodes) - {leader})
+    for gone, first in (others, others[::-1]):
+        world.cut({frozenset(others)})
+        world.run_for(40)
+        world.kill(gone)
+        rest = {leader, first}
+        world.run_until(lambda rest=rest: in_view(world, rest), "the two who are left go on")
+        world.heal()
+        world.begin(gone)
+        world.run_until(lambda: in_view(world, {0, 1, 2}), "all are back")

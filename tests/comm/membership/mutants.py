@@ -73,8 +73,25 @@ MUTANTS = [
     ),
     Mutant(
         "a log that has no joint with one's own is taken on", LOG + "election",
-        "if promise.start <= replica.state.index and rank", "if promise.start <= log.end and rank",
+        "if promise.start <= replica.state.index and rank",
+        "if promise.start <= replica.log.end and rank",
         ("two_copies", 1),
+    ),
+    Mutant(
+        "a coordinator waits for ever for a view that has no quorum", LOG + "coordinator",
+        "if self._hopeless_for > replica.timing.patience:", "if False:",
+        ("hopeless_view", 0),
+    ),
+    Mutant(
+        "what a coordinator has not decided is taken for what may be", LOG + "election",
+        "            if promise.accepted.is_of(me.id, me.incarnation):\n                continue\n",
+        "",
+        ("hopeless_view", 0),
+    ),
+    Mutant(
+        "who does not reach one that is gone is dropped with it", LOG + "roll",
+        "count <= self._replica.timing.doubt", "count <= 0",
+        ("found_by_one", 0),
     ),
     Mutant(
         "a candidate hears nothing from who has no vote", LOG + "election",

@@ -8,7 +8,7 @@ SCENARIOS = [
     elections.one_founding, elections.lost_run, elections.old_log, elections.two_copies,
     elections.one_knows, elections.short_copy, elections.late_promise, elections.one_holds,
     elections.forgotten_vote, elections.old_report, elections.silent_member,
-    elections.lying_coordinator,
+    elections.lying_coordinator, elections.hopeless_view, elections.found_by_one,
     partitions.minority_waits, partitions.even_split, partitions.two_without_arbiter,
     partitions.two_with_arbiter, partitions.three_with_arbiter, partitions.leaving,
     partitions.first_saying_wins, partitions.said_once, partitions.lagging, partitions.the_end,
