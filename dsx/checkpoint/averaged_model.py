@@ -38,6 +38,7 @@ from dsx.checkpoint.tags import (
     cluster_directory,
     complete_tags,
     newest_first,
+    offered,
     require_readable,
     same_content,
 )
@@ -175,8 +176,10 @@ def find_model(base: Path, tag: str | None) -> SavedModel:
             require_readable(table, tag)
         damaged = (one[DAMAGED] for one in table.values() if DAMAGED in one)
         skipped += [f"cluster {m}: {why}" for why in damaged]
-    for name, manifest in newest_first(tables[found[0]], tag):
-        members = [m for m in found if m < manifest["num_clusters"]]  # others are of another run
+    reach = [[table, {}] for table in tables.values()]
+    for name, manifest in newest_first(offered(reach), tag):
+        trained = manifest.get("members") or range(manifest["num_clusters"])
+        members = [m for m in found if m in trained]  # others are of another run
         held = [(m, same_content(tables[m], name, manifest)) for m in members]
         lacking = [m for m, same in held if same is None]
         if lacking:
@@ -211,7 +214,7 @@ def bare_model(directory: Path) -> SavedModel:
         base = directory.parents[1]
         clusters = [
             cluster_directory(base, m) / directory.name
-            for m in range(own["rank_info"]["num_clusters"])
+            for m in own.get("members", range(own["rank_info"]["num_clusters"]))
         ]
         found = [path for path in clusters if path == directory or _is_of(path, own)]
     return SavedModel(found)

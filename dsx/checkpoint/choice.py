@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import DAMAGED
-from dsx.checkpoint.tags import Manifests, held_by, newest_first, sources_of
+from dsx.checkpoint.tags import held_by, newest_first, offered, sources_of, tags_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Passed:
 
 
 def candidates(
-    found: Sequence[Sequence[Manifests]], base: str | Path
+    found: Sequence[Sequence[Mapping[str, Any]]], base: str | Path
 ) -> tuple[list[Candidate], list[Passed]]:
     """Return what may be taken, the best first, and what may not.
 
@@ -50,7 +50,8 @@ def candidates(
     """
     good: list[Candidate] = []
     passed: list[Passed] = []
-    for tag, manifest in newest_first(found[0][0], None):
+    tags = offered(found)
+    for tag, manifest in newest_first(tags, None):
         sources, lacking = sources_of(found, base, tag, manifest)
         why = lacking if sources is None else _trouble(found, sources)
         if sources is None or why:
@@ -61,14 +62,14 @@ def candidates(
         for tag, manifest in own.items():
             if DAMAGED in manifest:
                 passed.append(Passed(tag, None, f"cluster {cluster}: {manifest[DAMAGED]}"))
-            elif cluster and tag not in found[0][0]:
+            elif cluster and tag not in tags:
                 why = "cluster 0 does not hold it complete"
                 passed.append(Passed(tag, manifest["step"], why, True))
     return good, passed
 
 
 def newest_good(
-    found: Sequence[Sequence[Manifests]],
+    found: Sequence[Sequence[Mapping[str, Any]]],
     base: str | Path,
     examine: Callable[[Candidate], Sequence[str | None]],
     tells: bool,
@@ -105,12 +106,13 @@ def newest_good(
     )
 
 
-def _trouble(found: Sequence[Sequence[Manifests]], sources: Sequence[tuple[int, str]]) -> str:
+def _trouble(
+    found: Sequence[Sequence[Mapping[str, Any]]], sources: Sequence[tuple[int, str]]
+) -> str:
     """Return what the manifests say against a tag, by cluster."""
     told: list[Any] = []
     for cluster, (source, tag) in enumerate(sources):
-        own, first = found[cluster]
-        manifest: Mapping[str, Any] = (own if source == cluster else first)[tag]
+        manifest: Mapping[str, Any] = tags_of(found[cluster], cluster, source)[tag]
         told.append(manifest.get("trouble"))
     return _by_cluster(told)
 

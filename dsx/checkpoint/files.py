@@ -180,6 +180,8 @@ class SavedCluster:
         self._first = SavedRank(rank_file(directory, 0), names)
         self.num_ranks: int = self._first.meta["rank_info"]["world_size"]
         self.num_clusters: int = self._first.meta["rank_info"]["num_clusters"]
+        first = self._first.meta
+        self.members: list[int] = first.get("members", list(range(self.num_clusters)))
         self.has_average: bool = self._first.meta["engine_holds"] == "average"  # in its own files
         for rank in range(self.num_ranks):
             if not rank_file(directory, rank).exists():

@@ -75,7 +75,8 @@ def save_state(
                 tensors[f"{name}/{fragment.id}"] = tensor
         meta = {
             "format": FORMAT,
-            "rank_info": asdict(rank_info),
+            "rank_info": asdict(rank_info) | {"num_clusters": loop.transport.seat.num_clusters},
+            "members": [*loop.transport.seat.ids],
             "session": session,
             "step": loop.history.step,
             "engine_holds": "local" if own_masters is None else "average",
@@ -222,6 +223,8 @@ def _is_of_this_layout(
 ) -> bool:
     ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
     theirs = reference.meta["rank_info"]
+    if saved.members != [*loop.transport.seat.ids]:
+        return False
     if ours != (theirs["rank"], saved.num_ranks, saved.num_clusters):
         return False
     return all(reference.meta[key] == value for key, value in _layouts(loop).items())

@@ -64,7 +64,7 @@ class Resharding:
         self._reference = saved.reference(rank_info.rank)
         self._saved = saved
         self._rank_info = rank_info
-        self._is_new = rank_info.cluster_id >= saved.num_clusters
+        self._is_new = rank_info.cluster_id not in saved.members
         self._is_first = loop.adapter.ranks.shard[0] == 0
         fragments = loop.adapter.fragments
         self._origins = [[Origin(self._ranks, fragment.id)] for fragment in fragments]
@@ -121,11 +121,11 @@ class Resharding:
         )  # fmt: skip
         if self._loop.method.compression.is_exact:
             return
-        if rank_info.cluster_id == 0 and rank_info.num_clusters < saved.num_clusters:
+        dropped = [m for m in saved.members if m not in self._loop.transport.seat.ids]
+        if rank_info.cluster_id == 0 and dropped:
             logger.warning(
-                "the residuals of cluster(s) %d to %d are dropped: what coding has lost of their "
-                "progress will not be sent",
-                rank_info.num_clusters, saved.num_clusters - 1,
+                "the residuals of cluster(s) %s are dropped: what coding has lost of their "
+                "progress will not be sent", ", ".join(map(str, dropped)),
             )  # fmt: skip
         if self._is_new and any(meta for meta in self._reference.meta["codec_errors"]):
             logger.warning("cluster %d is new: its residuals start from zero", rank_info.cluster_id)

@@ -46,6 +46,7 @@ class Manifest:
     trouble: str = ""  # why a run should not go on from it: what is not finite, what is refused
     is_preempted: bool = False  # whether the run was told to end: each cluster at a step of its own
     is_doubtful: bool = False  # whether the last losses were beyond a bound, too few to tell yet
+    members: tuple[int, ...] = ()  # the clusters that trained on, where others had been lost
 
 
 def cluster_directory(base: str | Path, cluster_id: int) -> Path:
@@ -112,24 +113,57 @@ def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, dict[str, Any]]]:
-    """Return what a cluster finds complete: its own tags, and those of cluster 0."""
-    return [complete_tags(cluster_directory(base, m)) for m in (cluster_id, 0)]
+def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, Any]]:
+    """Return what a cluster finds complete: its own tags, and those of others that it lacks.
+
+    The latter by cluster, as text; of what several hold, the first one's.
+    """
+    own = complete_tags(cluster_directory(base, cluster_id))
+    held = {_content(manifest) for manifest in own.values()}
+    others: dict[str, dict[str, Any]] = {}
+    for other in sorted(_clusters_below(Path(base)) - {cluster_id}):
+        tags = complete_tags(cluster_directory(base, other))
+        lacking = {tag: m for tag, m in tags.items() if DAMAGED in m or _content(m) not in held}
+        held |= {_content(manifest) for manifest in lacking.values()}
+        if lacking:
+            others[str(other)] = lacking
+    return [own, others]
+
+
+def _clusters_below(base: Path) -> set[int]:
+    names = [path.name.removeprefix("cluster_") for path in base.glob("cluster_*")]
+    return {int(name) for name in names if name.isdecimal()}
+
+
+def tags_of(reach: Sequence[Mapping[str, Any]], own: int, source: int) -> Manifests:
+    """Return a cluster's tags as another one, `own`, finds them; see `tags_within_reach`."""
+    return reach[0] if source == own else reach[1].get(str(source), {})
+
+
+def offered(found: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
+    """Return the manifests of what may be loaded: what cluster 0 has, or is said to have left."""
+    tags = dict(found[0][0])
+    for own, _ in found[1:]:
+        for tag, manifest in own.items():
+            is_without = 0 not in (manifest.get("members") or [0])
+            if is_without and tags.get(tag, {}).get("step", -1) < manifest["step"]:
+                tags[tag] = manifest
+    return tags
 
 
 def common_tag(
-    found: Sequence[Sequence[Manifests]], base: str | Path, wanted: str
+    found: Sequence[Sequence[Mapping[str, Any]]], base: str | Path, wanted: str
 ) -> list[tuple[int, str]]:
     """Return `(source cluster, its tag)` per cluster for the tag that is `wanted`.
 
     `found` is `tags_within_reach` of every cluster. FileNotFoundError lists what each holds, or
     names the directory it misses; ValueError names a manifest that is damaged.
     """
-    for own, first in found:
-        require_readable(own, wanted)
-        require_readable(first, wanted)
+    for own, others in found:
+        for tags in (own, *others.values()):
+            require_readable(tags, wanted)
     missing = ""
-    for tag, manifest in newest_first(found[0][0], wanted):
+    for tag, manifest in newest_first(offered(found), wanted):
         sources, lacking = sources_of(found, base, tag, manifest)
         if sources is not None:
             return sources
@@ -140,32 +174,42 @@ def common_tag(
     )
 
 
-def held_by(found: Sequence[Sequence[Manifests]]) -> str:
+def held_by(found: Sequence[Sequence[Mapping[str, Any]]]) -> str:
     """Say which tags each cluster holds."""
     return "; ".join(f"cluster {m}: {sorted(own) or 'none'}" for m, (own, _) in enumerate(found))
 
 
 def sources_of(
-    found: Sequence[Sequence[Manifests]], base: str | Path, tag: str, manifest: Mapping[str, Any]
+    found: Sequence[Sequence[Mapping[str, Any]]],
+    base: str | Path,
+    tag: str,
+    manifest: Mapping[str, Any],
 ) -> tuple[list[tuple[int, str]] | None, str]:
     """Return `(source cluster, its tag)` per cluster for a tag of cluster 0's, or who lacks it.
 
-    All clusters of the run that wrote it must hold it from that same run, as far as they take part
-    now; a cluster that it did not have takes cluster 0's.
+    All clusters that trained when it was written must hold it from that same run, as far as they
+    take part now; a cluster that it did not have, or had lost, takes the first one's.
     """
     count = manifest.get("num_clusters", len(found))
+    members = list(manifest.get("members") or range(count))
     sources: list[tuple[int, str]] = []
-    for cluster, (own, first) in enumerate(found):
-        same = same_content(own if cluster < count else first, tag, manifest)
-        if same is None and cluster < count:
-            return None, f"cluster {cluster} does not hold it complete from the same run"
-        if same is None:
+    for cluster, reach in enumerate(found):
+        if cluster in members:
+            same = same_content(reach[0], tag, manifest)
+            if same is None:
+                return None, f"cluster {cluster} does not hold it complete from the same run"
+            sources.append((cluster, same))
+            continue
+        held = {m: same_content(tags_of(reach, cluster, m), tag, manifest) for m in members}
+        source = next((m for m, same in held.items() if same is not None), None)
+        if source is None:
+            how = f"is new to that run of {count}" if cluster >= count else "had left that run"
             return None, (
-                f"cluster {cluster} is new to that run of {count} and takes cluster 0's "
-                f"state: it looked for {cluster_directory(base, 0) / tag}, which is not "
+                f"cluster {cluster} {how} and takes cluster {members[0]}'s "
+                f"state: it looked for {cluster_directory(base, members[0]) / tag}, which is not "
                 "complete there (is the directory on a file system that it shares?)"
             )
-        sources.append((cluster if cluster < count else 0, same))
+        sources.append((source, str(held[source])))
     return sources, ""
 
 

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.health import tensors_of
-from dsx.checkpoint.tags import Manifest, cluster_directory, complete_tag
+from dsx.checkpoint.tags import cluster_directory, complete_tag
 from dsx.comm.world import World
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
@@ -43,11 +42,7 @@ class EndOfScript:
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
         with saving.part():
             if world.rank == 0:
-                manifest = Manifest(
-                    FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                    False, next((why for why, _ in judged if why), ""), True,
-                    any(doubt for _, doubt in judged),
-                )  # fmt: skip
+                manifest = handle.manifest(judged, is_preempted=True)
                 complete_tag(directory, tag, manifest)
         saving.agree()
         handle.saved(directory / tag)

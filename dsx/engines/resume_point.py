@@ -14,7 +14,7 @@ from typing import Any
 
 from dsx.checkpoint.checksums import find_damage
 from dsx.checkpoint.choice import Candidate, newest_good
-from dsx.checkpoint.tags import Manifests, cluster_directory, common_tag, tags_within_reach
+from dsx.checkpoint.tags import cluster_directory, common_tag, tags_of, tags_within_reach
 from dsx.comm.world import World
 from dsx.engines.cluster_collectives import gather_objects
 
@@ -48,8 +48,8 @@ def choose(
         if why:
             raise ValueError(f"cluster {cluster}: {why}; {_others(found, wanted)}")
     source, tag = sources[world.cluster_id]
-    own, first = found[world.cluster_id]
-    trouble = (own if source == world.cluster_id else first)[tag].get("trouble")
+    own = world.cluster_id
+    trouble = tags_of(found[own], own, source)[tag].get("trouble")
     if trouble and world.rank == 0:
         logger.warning("checkpoint %s is loaded as it was named, although %s", wanted, trouble)
     return source, tag
@@ -70,7 +70,7 @@ def _examine(
     return gather(next((trouble for trouble in ours if trouble), None))
 
 
-def _others(found: list[list[Manifests]], wanted: str) -> str:
+def _others(found: list[list[dict[str, Any]]], wanted: str) -> str:
     there = sorted({tag for own, _ in found for tag in own} - {wanted})
     return (
         f"load an earlier checkpoint, in all clusters (there: {', '.join(there) or 'none'}), leave "

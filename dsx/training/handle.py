@@ -7,13 +7,15 @@ has the verbs a script needs: `log_step`, `track`, `finish`, `averaged`, `saving
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from dsx.checkpoint.files import FORMAT
+from dsx.checkpoint.tags import Manifest
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
@@ -326,6 +328,27 @@ class Handle:
         """
         self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
         self.preemption.loaded(directory)
+
+    def manifest(
+        self, judged: Sequence[tuple[str, bool]], is_preempted: bool | None = None
+    ) -> Manifest:
+        """Return what is to be said of a checkpoint of this step, as ranks have `judged` it.
+
+        `is_preempted` is known here where an engine saves because the run is told to end.
+        """
+        world, ids = self._world, self.loop.transport.seat.ids
+        return Manifest(
+            FORMAT,
+            self.step,
+            world.session,
+            world.num_clusters,
+            world.world_size,
+            self.is_finished,
+            next((why for why, _ in judged if why), ""),
+            self.preemption.is_saving if is_preempted is None else is_preempted,
+            any(doubt for _, doubt in judged),
+            self.preemption.members or (ids if len(ids) < world.num_clusters else ()),
+        )
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""

@@ -33,6 +33,7 @@ _LOG = b"L"  # how the log's messages begin
 _TICK_SECONDS = 0.1
 _MOST_WAITING = 10_000  # messages of others
 _END_SECONDS = 2.0  # in which the others may hear of the end
+_TOLD_REFUSALS = 5
 Told = Membership | PeerLost
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class Clerk:
         self._members = everyone
         self._inbox: queue.Queue[tuple[Name, bytes] | None] = queue.Queue(_MOST_WAITING)
         self._gone: dict[int, str] = {}
+        self._num_refused = 0
         self._has_finished = False  # this cluster has done its work
         self._is_over = False  # all have
         self._has_told_end = self._is_closed = False
@@ -137,7 +139,9 @@ class Clerk:
         try:
             self._log.receive(cluster, incarnation, decode(body))
         except MessageRefused as error:
-            logger.warning("a message of the log from cluster %d is let go: %s", cluster, error)
+            self._num_refused += 1
+            if self._num_refused <= _TOLD_REFUSALS:
+                logger.warning("a message of the log from cluster %d is let go: %s", cluster, error)
 
     def _look_at_links(self) -> None:
         elsewhere = self._lost_elsewhere()

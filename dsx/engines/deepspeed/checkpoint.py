@@ -23,11 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS
-from dsx.checkpoint.files import FORMAT, SavedCluster
+from dsx.checkpoint.files import SavedCluster
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.pipeline_repartition import is_cut_anew, own_cut, saved_cut
 from dsx.checkpoint.tags import (
-    Manifest,
     cluster_directory,
     complete_tag,
     write_durably,
@@ -173,11 +172,7 @@ def _complete(
     with saving.part():
         if world.rank == 0:
             write_durably(saving.unfinished / MODULE_FACTS, facts)
-            manifest = Manifest(
-                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                handle.is_finished, next((why for why, _ in judged if why), ""),
-                handle.preemption.is_saving, any(doubt for _, doubt in judged),
-            )  # fmt: skip
+            manifest = handle.manifest(judged)
             complete_tag(directory, tag, manifest)
             if is_latest:
                 write_durably(directory / "latest", tag)

@@ -18,10 +18,9 @@ from typing import Any
 
 import torch
 
-from dsx.checkpoint.files import FORMAT, SavedCluster
+from dsx.checkpoint.files import SavedCluster
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import (
-    Manifest,
     cluster_directory,
     common_tag,
     complete_tag,
@@ -57,11 +56,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     with saving.part():
         if world.rank == 0:
             write_durably(saving.unfinished / MASTERS, json.dumps(sums))
-            manifest = Manifest(
-                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                handle.is_finished, next((why for why, _ in judged if why), ""),
-                handle.preemption.is_saving, any(doubt for _, doubt in judged),
-            )  # fmt: skip
+            manifest = handle.manifest(judged)
             complete_tag(base, tag, manifest)
     saving.agree()
     handle.saved(base / tag)

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import MANIFEST, read_manifest
-from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.health import tensors_of
-from dsx.checkpoint.tags import Manifest, cluster_directory, complete_tag, complete_tags
+from dsx.checkpoint.tags import cluster_directory, complete_tag, complete_tags
 from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
@@ -114,11 +113,7 @@ def _complete(saving: AgreedSave, trained: list[Trained], world: World) -> None:
     judged = gather_objects(handle.rollback.judge(tensors_of(moments)))
     with saving.part():
         if world.rank == 0:
-            manifest = Manifest(
-                FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                handle.is_finished, next((why for why, _ in judged if why), ""),
-                is_doubtful=any(doubt for _, doubt in judged),
-            )  # fmt: skip
+            manifest = handle.manifest(judged, is_preempted=False)
             complete_tag(saving.final.parent, TAG, manifest)
     saving.agree()
 

@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.checksums import MANIFEST
-from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.health import tensors_of
-from dsx.checkpoint.tags import Manifest, complete_tag
+from dsx.checkpoint.tags import complete_tag
 from dsx.config.files import ConfigError
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
@@ -127,11 +126,7 @@ class _Tag:
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
         with saving.part():
             if world.rank == 0:
-                manifest = Manifest(
-                    FORMAT, handle.step, world.session, world.num_clusters, world.world_size,
-                    handle.is_finished, next((why for why, _ in judged if why), ""),
-                    handle.preemption.is_saving, any(doubt for _, doubt in judged),
-                )  # fmt: skip
+                manifest = handle.manifest(judged)
                 complete_tag(directory, tag, manifest)
                 if not writes_folder(strategy):
                     _link(directory / tag / FILE, self._path)
