@@ -110,12 +110,15 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
 def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two ranks each; the first one is killed, which has led the log, and by which all had met."""
+    """Two ranks each; the first one is killed, which has led the log, and by which all had met.
+
+    What the two save, all three go on from: the first one takes the state of the second.
+    """
     names = ("berlin", "oslo", "rome")
     ports = dict.fromkeys(names, 0) | {name: free_port() for name in names[:2]}
     made = {name: make_key(tmp_path / name, name)[-1] for name in names}
-    clusters: list[Any] = []
-    for m, name in enumerate(names):
+    configs: list[Path] = []
+    for name in names:
         for other in names:
             if other != name:
                 add_key(tmp_path / name, made[other])
@@ -128,20 +131,32 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
             "port": ports[name] or 29400,
         }
         path.write_text(json.dumps(config))
-        args = ["--deepspeed_config", path, "--steps", 60, "--step-seconds", 0.1]
-        out = ["--out", tmp_path / "out", "--dsx-cluster-id", m]
-        clusters.append(launch(name, 2, *args, *out))
+        configs.append(path)
+
+    def start(way: str, *args: Any) -> list[Any]:
+        saved = ["--save-dir", tmp_path / "saved", "--out", tmp_path / way]
+        return [
+            launch(f"{way}_{name}", 2, "--deepspeed_config", configs[m], *saved, *args,
+                   "--step-seconds", 0.1, "--dsx-cluster-id", m)
+            for m, name in enumerate(names)
+        ]  # fmt: skip
+
+    clusters = start("first", "--steps", 30)
     for cluster in clusters:
-        cluster.wait_for("step 10\n")
+        cluster.wait_for("step 11\n")
     clusters[0].end()
     for cluster in clusters[1:]:
         assert cluster.wait() == 0, cluster.output()
         assert "cluster 0 is lost: going on with clusters 1, 2" in cluster.output()
-    first, second = ([one["checksum"] for one in told] for told in _results(tmp_path / "out"))
-    assert first == second and len(first) == 2 and first[0] == first[1]
+    told = [json.loads((tmp_path / f"first.{m}").read_text()) for m in (1, 2)]
+    assert told[0] == told[1] and [one["cluster"] for one in told[0]] == [1, 2]
+    assert told[0][0]["checksum"] == told[0][1]["checksum"]
     with capsys.disabled():
         print(f"\n{[x for x in clusters[1].output().splitlines() if 'going on' in x]}")
 
-
-def _results(out: Path) -> list[Any]:
-    return [json.loads(Path(f"{out}.{m}").read_text()) for m in (1, 2)]
+    clusters = start("second", "--steps", 36, "--resume")
+    for cluster in clusters:
+        assert cluster.wait() == 0, cluster.output()
+    (told,) = {(tmp_path / f"second.{m}").read_text() for m in range(3)}
+    assert [one["started_at"] for one in json.loads(told)] == [30, 30, 30]
+    assert len({one["checksum"] for one in json.loads(told)}) == 1
