@@ -27,14 +27,16 @@ def write(
     is_finished: bool = False,
     trouble: str = "",
     is_doubtful: bool = False,
+    members: tuple[int, ...] = (),
 ) -> None:
     directory = cluster_directory(base, cluster)
     unfinished = begin_tag(directory, f"step{step}")
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
     mark = Manifest(
-        5, step, session, num_clusters, 1, is_finished, trouble, is_doubtful=is_doubtful
-    )
+        5, step, session, num_clusters, 1, is_finished, trouble, is_doubtful=is_doubtful,
+        members=members,
+    )  # fmt: skip
     complete_tag(directory, f"step{step}", mark)
 
 
@@ -98,6 +100,28 @@ def test_new_clusters_take_cluster_0s_tag(tmp_path: Path) -> None:
     found[2][1].clear()  # no file system is shared with cluster 0
     with pytest.raises(FileNotFoundError, match=r"cluster 2 is new .*for .*cluster_0/step10"):
         newest_good(found, tmp_path, lambda one: [], tells=True)
+
+
+@pytest.mark.parametrize("lost", [0, 1, 2])
+def test_a_cluster_that_was_lost_takes_the_tag_of_the_first_that_was_not(
+    lost: int, tmp_path: Path
+) -> None:
+    left = tuple(m for m in range(3) if m != lost)
+    for cluster in range(3):
+        write(tmp_path, cluster, 10, num_clusters=3)
+    for cluster in left:
+        write(tmp_path, cluster, 20, num_clusters=3, members=left)
+    expected = [(m if m in left else left[0], "step20") for m in range(3)]
+    for wanted in (None, "step20"):
+        assert chosen(tmp_path, wanted, 3) == expected
+    assert chosen(tmp_path, "step10", 3) == [(m, "step10") for m in range(3)]
+    found = [tags_within_reach(tmp_path, m) for m in range(3)]
+    found[lost][1].clear()  # no file system is shared with the others
+    assert newest_good(found, tmp_path, lambda one: [], tells=True).tag == "step10"
+    with pytest.raises(FileNotFoundError, match=f"cluster {lost} had left that run and takes"):
+        common_tag(found, tmp_path, "step20")
+    write(tmp_path, left[1], 30, num_clusters=3, members=left)  # the other one has not saved
+    assert chosen(tmp_path, None, 3) == expected
 
 
 def test_what_is_unfinished_is_not_complete(tmp_path: Path) -> None:

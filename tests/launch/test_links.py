@@ -102,6 +102,14 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
     assert "cluster 1 is lost, and too few are left to go on; saved in" in clusters[0].output()
     assert seconds < 5
     assert not gateways_at(port)
+    clusters = start("resumed", *saves, 20, "--resume", "--out", tmp_path / "resumed")
+    for cluster in clusters:
+        assert cluster.wait() == 0, cluster.output()
+    (first,), (second,) = (
+        {(one["started_at"], one["checksum"]) for one in told}
+        for told in map(json.loads, ((tmp_path / f"resumed.{m}").read_text() for m in range(2)))
+    )
+    assert first == second and first[0] >= 8  # the one that was killed takes what is saved
     line.close()
     with capsys.disabled():
         print(f"\nto the bit, with 3 cuts and a killed gateway; saved {seconds:.1f} s after a kill")
