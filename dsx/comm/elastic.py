@@ -66,10 +66,13 @@ class ElasticTransport:
         seat: Seat,
         views: Views,
         deadline_seconds: float,
+        view_seconds: float,
         describe: Callable[[Submission], str] = str,
     ) -> None:
+        """`view_seconds`: how long after a loss the next membership may take to be known."""
         self._make, self._views = make, views
         self._deadline_seconds, self._describe = deadline_seconds, describe
+        self._view_seconds = min(view_seconds, deadline_seconds)
         self._members = make(seat)
         self._reopen: list[Callable[[Seat], object]] = []
         self._offered: Callable[[int], Sequence[Tensor]] | None = None
@@ -161,6 +164,8 @@ class ElasticTransport:
                 self._settled.wait(_LOOK_SECONDS)
             if self._error is not None:
                 raise self._error
+            if self._era is None:
+                raise self._lost or PeerLost("the next membership is not known in time")
             return self._members
 
     def _result(self, launched: Launched) -> Tensor:
@@ -228,7 +233,7 @@ class ElasticTransport:
                     return
                 if membership is not None:
                     self._regroup(membership)
-                elif self._lost and time.monotonic() > self._lost_at + self._deadline_seconds:
+                elif self._lost and time.monotonic() > self._lost_at + self._view_seconds:
                     raise self._lost
             except PeerLost as error:
                 if self._era is None and isinstance(error, _NotAll):

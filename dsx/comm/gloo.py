@@ -40,9 +40,9 @@ from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.sockets import listening_since, opened_here
 from dsx.comm.spread import Spread, Way
 from dsx.core.exchange import COMMIT, HEADER, Exchange, ExchangeRound, next_round
-from dsx.core.fifo import Fifo
+from dsx.core.fifo import SLACK_SECONDS, Fifo
 from dsx.core.membership import Seat
-from dsx.core.transport import Pending, Submission
+from dsx.core.transport import PeerLost, Pending, Submission
 from dsx.core.types import Stage
 
 _WHOLE = Stage()
@@ -144,6 +144,7 @@ class GlooTransport:
         self._groups: dict[int, FragmentGroups] = {}
         self._fifos: dict[int, Fifo] = {}
         self._under_way: list[GlooPending] = []
+        self._is_given_up = False
         is_alone = seat.num_clusters == 1
         with opened_here(ports) as self._sockets:
             group = None if is_alone else connect("launch handshake", 1)[0]
@@ -230,10 +231,17 @@ class GlooTransport:
         return max((fifo.last_sign for fifo in self._fifos.values()), default=0.0)
 
     def abort(self) -> None:
-        """Give up at once what is under way; afterwards no exchange goes on."""
+        """Give up what is under way; afterwards no exchange goes on, and no buffer is written.
+
+        Waits for what is computed between two messages. PeerLost if a thread does not come back.
+        """
+        self._is_given_up = True
         self._farewells.close()
         self._drop_connections()
         self.close()
+        for fifo in self._fifos.values():
+            if not fifo.join(self._deadline_seconds + SLACK_SECONDS):
+                raise PeerLost("a thread of the membership before does not end; resume the run")
 
     def close(self) -> None:
         """Let running exchanges end, if they do so within a second, and drop the connections.
@@ -246,7 +254,7 @@ class GlooTransport:
         until = time.monotonic() + _END_SECONDS
         have_ended = [fifo.join(max(until - time.monotonic(), 0.0)) for fifo in fifos]
         self._farewells.close()
-        if not all(have_ended):
+        if not all(have_ended) and not self._is_given_up:
             given_up = [p.label for p in self._under_way if not p.future.done()]
             logger.warning("closed, giving up what was under way: %s", "; ".join(given_up) or "-")
             self._drop_connections()

@@ -42,6 +42,8 @@ if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.link import Link
     from dsx.comm.links.rank_views import Board
 
+_VIEW_SECONDS = 15.0  # for a view, once who is silent counts as lost
+
 
 class World:
     """This process's place, its cluster's world, and the way to the other clusters."""
@@ -222,7 +224,10 @@ class World:
         if config.link is None or not config.link.members or not ids:
             return make(self.seat)
         views = self._follow_views(link, incarnations)
-        return ElasticTransport(make, self.seat, views, deadline, lambda what: what.on(stage))
+        patience = config.link.suspect_seconds + _VIEW_SECONDS
+        return ElasticTransport(
+            make, self.seat, views, deadline, patience, lambda what: what.on(stage)
+        )
 
     def _follow_views(self, link: Link, incarnations: dict[int, int]) -> Views:
         """Return what tells who the members are; the first rank's first call starts its clerk."""

@@ -104,6 +104,7 @@ class Handle:
         self._records.more_of_start = self.loop.beginning.record
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
+        self._noted_members = self.members
         self.preemption = Preemption(world, config.clusters, self.loop, self._records)
 
     @property
@@ -115,6 +116,11 @@ class Handle:
     def num_clusters(self) -> int:
         """C."""
         return self._world.num_clusters
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ids of the clusters that train: all, but for those that have been lost."""
+        return self.loop.transport.seat.ids
 
     @property
     def method(self) -> Method:
@@ -168,6 +174,7 @@ class Handle:
             self.notices.pass_boundary(self.step)
             self.rollback.pass_boundary()
         self.is_finished = False
+        self._note_members()
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
         self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
@@ -371,6 +378,12 @@ class Handle:
         self._records.close()
         self._syncs.close()
         self.loop.transport.close()
+
+    def _note_members(self) -> None:
+        """Write a record where other clusters train than at the last step."""
+        if self.members != self._noted_members:
+            self._noted_members = self.members
+            self.log("members", members=[*self.members])
 
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)

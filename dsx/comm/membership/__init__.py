@@ -24,7 +24,8 @@ Safety
 Progress
   P1 A coordinator is sticky: no promise to others while it lives. One without a quorum resigns.
   P2 Candidates stand one after the other, by id; one that is too far behind does not stand.
-  P3 A view keeps who is heard from and linked with all others; who is silent or cut off is dropped.
+  P3 A view keeps who is heard from and linked with all others; who is silent or cut off is dropped,
+     where two do not reach each other a moment later, as one may be gone (`Timing.doubt`).
   P4 Commits wait a moment for a joiner that is near: from farther and longer with each try.
   P5 A status says all there is to know of a cluster, so a lost message costs time, nothing else.
   P6 All that travels or is kept has a bound; who lags by more than the log keeps joins again.

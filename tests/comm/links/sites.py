@@ -141,7 +141,7 @@ class Site:
         numbers = [fragment.id for fragment in adapter.fragments]
         seat = Seat(members(0, range(num_clusters), num_clusters), self.id)
         self.transport = ElasticTransport(
-            lambda seat: Doomed(self, seat, fate, numbers), seat, self.views, 20.0
+            lambda seat: Doomed(self, seat, fate, numbers), seat, self.views, 20.0, 20.0
         )
         self.loop = OuterLoop(self.method, adapter, self.transport)
         try:
