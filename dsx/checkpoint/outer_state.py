@@ -75,8 +75,8 @@ def save_state(
                 tensors[f"{name}/{fragment.id}"] = tensor
         meta = {
             "format": FORMAT,
-            "rank_info": asdict(rank_info) | {"num_clusters": loop.transport.seat.num_clusters},
-            "members": [*loop.transport.seat.ids],
+            "rank_info": asdict(rank_info) | {"num_clusters": len(ids := loop.transport.seat.ids)},
+            "members": [*ids],
             "session": session,
             "step": loop.history.step,
             "engine_holds": "local" if own_masters is None else "average",
@@ -222,12 +222,9 @@ def _is_of_this_layout(
     loop: OuterLoop, saved: SavedCluster, reference: SavedRank, rank_info: RankInfo
 ) -> bool:
     ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
-    theirs = reference.meta["rank_info"]
-    if saved.members != [*loop.transport.seat.ids]:
-        return False
-    if ours != (theirs["rank"], saved.num_ranks, saved.num_clusters):
-        return False
-    return all(reference.meta[key] == value for key, value in _layouts(loop).items())
+    theirs = (reference.meta["rank_info"]["rank"], saved.num_ranks, saved.num_clusters)
+    is_same = ours == theirs and saved.members == [*loop.transport.seat.ids]
+    return is_same and all(reference.meta[k] == value for k, value in _layouts(loop).items())
 
 
 def _layouts(loop: OuterLoop) -> dict[str, Any]:

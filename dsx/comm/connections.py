@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
-from dsx.comm.gloo import connect_gloo, open_device
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.store import open_store
 from dsx.comm.topology import RankInfo

@@ -236,8 +236,6 @@ class ElasticTransport:
                 elif self._lost and time.monotonic() > self._lost_at + self._view_seconds:
                     raise self._lost
             except PeerLost as error:
-                if self._era is None and isinstance(error, _NotAll):
-                    continue  # the next membership is another one
                 return self._fail(error)
             except Exception as error:
                 logger.exception("the thread that follows the membership has ended by an error")
@@ -257,7 +255,7 @@ class ElasticTransport:
             self.farewells.note_reason(error.reason)
 
     def _regroup(self, membership: Membership) -> None:
-        """Go on under another membership."""
+        """Go on under another membership; nothing goes on yet if not all of it have come."""
         began, before = time.monotonic(), self.seat
         with self._lock:
             self._era = None
@@ -276,6 +274,8 @@ class ElasticTransport:
                     self._commit(launched, inner.wait())
         self._members = self._make(before.under(membership))
         tops = self._agree_on_commits(membership)
+        if tops is None:
+            return  # another view follows
         with self._lock:
             for number, launched in [*self._under_way.items()]:
                 fragment = launched.what.fragment
@@ -304,23 +304,22 @@ class ElasticTransport:
             _names(membership.ids), membership.epoch, len(again), time.monotonic() - began,
         )  # fmt: skip
 
-    def _agree_on_commits(self, membership: Membership) -> dict[int, int]:
-        """Return the last launch of each fragment that any member knows to be committed."""
+    def _agree_on_commits(self, membership: Membership) -> dict[int, int] | None:
+        """Return the last launch of each fragment that any member knows to be committed.
+
+        None if a member is lost before it has told.
+        """
         what = f"what was committed before view {membership.epoch}"
         try:
             told = self._members.gather(what, [*self._committed.items()])()
         except PeerLost as error:
             self._note_loss(error)
-            raise _NotAll(str(error)) from error
+            return None
         tops: dict[int, int] = {}
         for each in told:
             for fragment, number in each:
                 tops[fragment] = max(tops.get(fragment, 0), number)
         return tops
-
-
-class _NotAll(PeerLost):
-    """Not all members of a view have come; another view follows, or the deadline."""
 
 
 def _names(ids: Sequence[int]) -> str:

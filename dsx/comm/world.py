@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from dsx.comm.cluster_world import collective_limit, init_cluster_world
 from dsx.comm.forked_children import end_workers_with_parent
-from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import GlooTransport
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.joining import (
     RendezvousConfig,

@@ -20,6 +20,7 @@ from dsx.comm.world import World
 from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.handle import Handle
+from dsx.training.manifest import manifest_of
 
 
 class EndOfScript:
@@ -42,7 +43,7 @@ class EndOfScript:
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
         with saving.part():
             if world.rank == 0:
-                manifest = handle.manifest(judged, is_preempted=True)
+                manifest = manifest_of(handle, world, judged, is_preempted=True)
                 complete_tag(directory, tag, manifest)
         saving.agree()
         handle.saved(directory / tag)

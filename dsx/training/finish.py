@@ -49,6 +49,17 @@ def end_comparison(loop: OuterLoop, started: list[tuple[ParityResult, Pending]])
             loop.adapter.write(fragment, loop.state.anchor[fragment])
 
 
+def require_same_steps(members: Sequence[int], steps: Sequence[int]) -> None:
+    """Raise ValueError unless all clusters, by id, have taken the same number of steps."""
+    if len(set(steps)) > 1:
+        pairs = zip(members, steps, strict=True)
+        taken = ", ".join(f"cluster {m}: {n}" for m, n in pairs)
+        raise ValueError(
+            f"the clusters took different numbers of inner steps ({taken}); give every cluster the "
+            "same number of batches"
+        )
+
+
 @contextmanager
 def exported(loop: OuterLoop) -> Generator[list[Tensor], None, None]:
     """Hold the exported model in masters and weights; yield the cluster's own.

@@ -7,15 +7,13 @@ has the verbs a script needs: `log_step`, `track`, `finish`, `averaged`, `saving
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from dsx.checkpoint.files import FORMAT
-from dsx.checkpoint.tags import Manifest
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
@@ -27,10 +25,10 @@ from dsx.outer.start import SETTLING
 from dsx.outer.transfer import Totals
 from dsx.outer.whole_matrices import plan_matrix_gathers
 from dsx.telemetry.sync_records import SyncRecords
+from dsx.training import finish
 from dsx.training.agreement import layout_of, require_alike, require_number_of_clusters
 from dsx.training.divergence import Divergence, refuse_stages
 from dsx.training.early_stop import StopAgreement
-from dsx.training.finish import begin_comparison, end_comparison, exported, require_own
 from dsx.training.gathering import Gathering
 from dsx.training.memory import memory_of
 from dsx.training.notices import Notices
@@ -58,9 +56,8 @@ class Handle:
         settings: Mapping[str, Any] | None = None,
         waits: bool = False,
     ) -> None:
-        """Compare and connect. All clusters must have equal `facts`, and equal `settings`, too,
-        but for those that `clusters.may_differ` names. With `waits` weights that differ between
-        clusters stay as they are until `settle`, for a checkpoint may be loaded first.
+        """Compare and connect. All clusters must have equal `facts`, and `settings` but for what
+        `clusters.may_differ` names. With `waits` weights that differ stay so until `settle`.
         """
         require_number_of_clusters(config.clusters.num_clusters, world.num_clusters)
         self._world = world
@@ -104,7 +101,6 @@ class Handle:
         self._records.more_of_start = self.loop.beginning.record
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
-        self._noted_members = self.members
         self.preemption = Preemption(world, config.clusters, self.loop, self._records)
 
     @property
@@ -162,7 +158,7 @@ class Handle:
 
     def after_inner_step(self, is_skipped: bool = False) -> bool:
         """Pass one step boundary; the engines call it. Returns whether masters were written."""
-        require_own(self._own, "an inner step")
+        finish.require_own(self._own, "an inner step")
         self.preemption.begin_boundary()
         with self._saving.naming_last():
             try:
@@ -174,10 +170,9 @@ class Handle:
             self.notices.pass_boundary(self.step)
             self.rollback.pass_boundary()
         self.is_finished = False
-        self._note_members()
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
-        self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent)
+        self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent, self.members)
         self.preemption.pass_boundary()
         return was_written
 
@@ -245,7 +240,7 @@ class Handle:
         clusters have finished; ValueError if they took different numbers of steps.
         """
         self.preemption.end_if_due()
-        require_own(self._own, "finish()")
+        finish.require_own(self._own, "finish()")
         self.settle()
         with self._saving.naming_last():
             self.preemption.begin_finish()
@@ -255,19 +250,13 @@ class Handle:
             told = self._gathering.gather("end of training", [self.step, again])
             steps = [step for step, _ in told]
             if len(set(steps)) == 1:
-                end_comparison(self.loop, begin_comparison(self.loop))
+                finish.end_comparison(self.loop, finish.begin_comparison(self.loop))
             # whatever this stage had under way: all stages take part
             self.loop.adapter.sync_model_weights()
         self._records.confirm()
         skipped = self.totals.skipped_steps
         self.log("finish", bytes_sent=self._syncs.bytes_sent, skipped_steps=skipped)
-        if len(set(steps)) > 1:
-            ids = self.loop.transport.seat.ids
-            taken = ", ".join(f"cluster {m}: {n}" for m, n in zip(ids, steps, strict=True))
-            raise ValueError(
-                f"the clusters took different numbers of inner steps ({taken}); give every "
-                "cluster the same number of batches"
-            )
+        finish.require_same_steps(self.members, steps)
         self.is_finished = True
         self._world.finish()
         # all clusters hold the average while any saves again: some may have nothing to save
@@ -288,7 +277,7 @@ class Handle:
             return
         self.settle()
         with self._saving.naming_last():
-            context = exported(self.loop)
+            context = finish.exported(self.loop)
             self._own = context.__enter__()
         try:
             yield
@@ -305,10 +294,7 @@ class Handle:
         return self.averaged() if self.is_finished else nullcontext()
 
     def gather(self, value: Any) -> list[Any]:
-        """Return one small JSON value per cluster, in cluster order, on every rank.
-
-        Of the clusters that train: one that was lost has none.
-        """
+        """Return one small JSON value of each of `members`, in order, on every rank."""
         with self._saving.naming_last():
             return self._gathering.gather("gather()", value)
 
@@ -336,27 +322,6 @@ class Handle:
         self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
         self.preemption.loaded(directory)
 
-    def manifest(
-        self, judged: Sequence[tuple[str, bool]], is_preempted: bool | None = None
-    ) -> Manifest:
-        """Return what is to be said of a checkpoint of this step, as ranks have `judged` it.
-
-        `is_preempted` is known here where an engine saves because the run is told to end.
-        """
-        world, ids = self._world, self.loop.transport.seat.ids
-        return Manifest(
-            FORMAT,
-            self.step,
-            world.session,
-            world.num_clusters,
-            world.world_size,
-            self.is_finished,
-            next((why for why, _ in judged if why), ""),
-            self.preemption.is_saving if is_preempted is None else is_preempted,
-            any(doubt for _, doubt in judged),
-            self.preemption.members or (ids if len(ids) < world.num_clusters else ()),
-        )
-
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
         self._saving.saved(directory)
@@ -378,12 +343,6 @@ class Handle:
         self._records.close()
         self._syncs.close()
         self.loop.transport.close()
-
-    def _note_members(self) -> None:
-        """Write a record where other clusters train than at the last step."""
-        if self.members != self._noted_members:
-            self._noted_members = self.members
-            self.log("members", members=[*self.members])
 
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)

@@ -162,12 +162,6 @@ class Preemption:
         self._thread.join(1.0)
 
     @property
-    def members(self) -> tuple[int, ...]:
-        """This cluster alone, if it ends because too few others are left; else nobody is said."""
-        reason = self.place.reason
-        return (self._world.cluster_id,) if reason is not None and reason.is_loss else ()
-
-    @property
     def _folder(self) -> Path | None:
         run = self._records.folder
         return self._base or (None if run is None else run / "checkpoints")

@@ -43,6 +43,7 @@ class Records:
         cluster = world.cluster_id
         self._choice = _choose(config, world)
         self._place = cluster, world.rank
+        self._members = world.seat.ids  # as the records have them
         self._writes = world.rank == 0
         self._behind = Behind()
         self.trace = start_trace(config.metrics, world, adapter, self._behind)
@@ -105,9 +106,14 @@ class Records:
             self._first_record = None
         self._write_early()
 
-    def pass_boundary(self, step: int, totals: Totals, bytes_sent: int) -> None:
-        """Write the step before, and hold the record of this one."""
+    def pass_boundary(
+        self, step: int, totals: Totals, bytes_sent: int, members: tuple[int, ...]
+    ) -> None:
+        """Write the step before, and hold the record of this one; `members` train by now."""
         self.confirm()
+        if members != self._members:
+            self._members = members
+            self._event("members", {"step": step, "members": [*members]})
         now, blocked = time.perf_counter(), totals.blocked_seconds
         seconds, blocked_seconds = now - self._passed, blocked - self._blocked
         self._passed, self._blocked = now, blocked

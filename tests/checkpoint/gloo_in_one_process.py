@@ -11,7 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.comm.gloo import GlooPending, GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import GlooPending, GlooTransport
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.core.exchange import Exchange, ExchangeRound
 from dsx.core.membership import Membership, Seat
 from dsx.core.transport import TRAINING, Submission

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from dsx.comm import farewell
 from dsx.comm.farewell import Farewells
-from dsx.comm.gloo import connect_gloo, open_device
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.core.membership import Seat
 from tests.distributed import free_port
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import GlooTransport
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.compress.averaging import ExactMean
 from dsx.core.exchange import HEADER, ExchangeRound, to_all
 from dsx.core.membership import Seat

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
+from dsx.comm.gloo import FragmentGroups
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.core.exchange import to_all
 from dsx.core.membership import Seat
 from dsx.plan.link import ROUND_ONE_WAYS

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from dsx.comm import farewell, spread
-from dsx.comm.gloo import FragmentGroups, GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import FragmentGroups, GlooTransport
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.comm.spread import LEAST_PIECE_BYTES, MOST_PIECE_BYTES, Way, cut
 from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import GlooTransport
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.core.membership import Seat
 
 _Result = TypeVar("_Result")

@@ -16,7 +16,8 @@ import hashlib, sys
 from datetime import timedelta
 import torch, torch.distributed as dist
 from dsx.core.membership import Seat
-from dsx.comm.gloo import FragmentGroups, connect_gloo, open_device
+from dsx.comm.gloo import FragmentGroups
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.compress.base import Launch
 from dsx.compress.low_rank import LowRank
 from tests.compress.matrices import plain_low_rank

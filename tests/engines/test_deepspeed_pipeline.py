@@ -460,7 +460,7 @@ def test_a_step_sends_what_deepspeed_sends(outcomes: list[dict[str, Any]]) -> No
     step all stages also tell each other whether there is a notice: over a group of dsx's own, which
     is not counted here.
     """
-    numbers = (2, 2 * (6 + NUM_CLUSTERS) * NUM_CLUSTERS + 2 * (3 + NUM_CLUSTERS))
+    numbers = (2, 2 * (7 + NUM_CLUSTERS) * NUM_CLUSTERS + 2 * (3 + NUM_CLUSTERS))
     parity = Counter({("allgather_", n): 1 for n in numbers})  # over the one rank of a stage
     flag, weight = (Counter({("allreduce_", n): 1}) for n in (1, WIDTH * WIDTH))
     for rank in outcomes:

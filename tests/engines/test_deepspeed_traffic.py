@@ -104,7 +104,7 @@ def measured() -> list[list[tuple[list[Traffic], list[Traffic], Any]]]:
 def test_a_step_sends_what_deepspeed_sends(kind: Kind, measured: Any) -> None:
     numel = sum(p.numel() for p in OddNet().parameters())
     sums = 3 + NUM_CLUSTERS  # of the guard, in the same message
-    parity = all_gather_of((6 + NUM_CLUSTERS) * NUM_CLUSTERS + sums)
+    parity = all_gather_of((7 + NUM_CLUSTERS) * NUM_CLUSTERS + sums)
     together = all_gather_of(-(-numel // RANKS_PER_CLUSTER))
     is_there = all_gather_of(1)
     at_sync = is_there + parity + (together if kind.stage == 0 else Counter())

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dsx.comm.gloo import GlooTransport, connect_gloo, open_device
+from dsx.comm.gloo import GlooTransport
+from dsx.comm.gloo_groups import connect_gloo, open_device
 from dsx.compress.averaging import ExactMean
 from dsx.core.membership import Seat
 from dsx.core.transport import Submission

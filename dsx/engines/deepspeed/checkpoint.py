@@ -54,6 +54,7 @@ from dsx.engines.deepspeed.synchronous import (
 )
 from dsx.engines.resume_point import choose
 from dsx.training.handle import Handle
+from dsx.training.manifest import manifest_of
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def _complete(
     with saving.part():
         if world.rank == 0:
             write_durably(saving.unfinished / MODULE_FACTS, facts)
-            manifest = handle.manifest(judged)
+            manifest = manifest_of(handle, world, judged)
             complete_tag(directory, tag, manifest)
             if is_latest:
                 write_durably(directory / "latest", tag)

@@ -32,6 +32,7 @@ from dsx.engines.agreed_save import AgreedSave
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.megatron.copies import bit_sum
 from dsx.training.handle import Handle
+from dsx.training.manifest import manifest_of
 
 MASTERS = "masters.json"
 Sums = dict[str, list[int]]  # by pipeline stage, one per fragment
@@ -56,7 +57,7 @@ def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     with saving.part():
         if world.rank == 0:
             write_durably(saving.unfinished / MASTERS, json.dumps(sums))
-            manifest = handle.manifest(judged)
+            manifest = manifest_of(handle, world, judged)
             complete_tag(base, tag, manifest)
     saving.agree()
     handle.saved(base / tag)

@@ -25,6 +25,7 @@ from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
 from dsx.run.replace import around
+from dsx.training.manifest import manifest_of
 
 TAG = "accelerate"
 OF_ENGINE = "pytorch_model"  # as Accelerate names what engines save; a second one's ends with _1
@@ -113,7 +114,7 @@ def _complete(saving: AgreedSave, trained: list[Trained], world: World) -> None:
     judged = gather_objects(handle.rollback.judge(tensors_of(moments)))
     with saving.part():
         if world.rank == 0:
-            manifest = handle.manifest(judged, is_preempted=False)
+            manifest = manifest_of(handle, world, judged, is_preempted=False)
             complete_tag(saving.final.parent, TAG, manifest)
     saving.agree()
 

@@ -28,6 +28,7 @@ from dsx.run.folders import move_into
 from dsx.run.lightning.fit import Fit, fit_of, has_engine
 from dsx.run.lightning.hooks import around, modules_of
 from dsx.run.lightning.places import own_place
+from dsx.training.manifest import manifest_of
 
 FILE = "lightning.ckpt"
 SUFFIX = ".dsx"
@@ -126,7 +127,7 @@ class _Tag:
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
         with saving.part():
             if world.rank == 0:
-                manifest = handle.manifest(judged)
+                manifest = manifest_of(handle, world, judged)
                 complete_tag(directory, tag, manifest)
                 if not writes_folder(strategy):
                     _link(directory / tag / FILE, self._path)
