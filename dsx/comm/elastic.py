@@ -231,9 +231,9 @@ class ElasticTransport:
                 membership = self._views.next(self.seat.membership.epoch, _LOOK_SECONDS)
                 if self._is_closed:
                     return
-                if membership is not None:
-                    self._regroup(membership)
-                elif self._lost and time.monotonic() > self._lost_at + self._view_seconds:
+                while membership is not None:
+                    membership = self._regroup(membership)
+                if self._lost and time.monotonic() > self._lost_at + self._view_seconds:
                     raise self._lost
             except PeerLost as error:
                 return self._fail(error)
@@ -254,11 +254,14 @@ class ElasticTransport:
         if isinstance(error, PeerPreempted):
             self.farewells.note_reason(error.reason)
 
-    def _regroup(self, membership: Membership) -> None:
-        """Go on under another membership; nothing goes on yet if not all of it have come."""
+    def _regroup(self, membership: Membership) -> Membership | None:
+        """Go on under another membership; nothing goes on yet if not all of it come.
+
+        Returns a later one that is known by then.
+        """
         began, before = time.monotonic(), self.seat
         with self._lock:
-            self._era = None
+            self._era, self._lost_at = None, began
         old = self._members
         if before.cluster_id not in membership.ids:
             raise PeerLost(
@@ -274,8 +277,8 @@ class ElasticTransport:
                     self._commit(launched, inner.wait())
         self._members = self._make(before.under(membership))
         tops = self._agree_on_commits(membership)
-        if tops is None:
-            return  # another view follows
+        if tops is None or isinstance(tops, Membership):
+            return tops  # None: another view follows
         with self._lock:
             for number, launched in [*self._under_way.items()]:
                 fragment = launched.what.fragment
@@ -303,20 +306,37 @@ class ElasticTransport:
             "%.2f s", f"{_names(gone)} {'are' if len(gone) > 1 else 'is'}" if gone else "nobody is",
             _names(membership.ids), membership.epoch, len(again), time.monotonic() - began,
         )  # fmt: skip
+        return None
 
-    def _agree_on_commits(self, membership: Membership) -> dict[int, int] | None:
+    def _agree_on_commits(self, membership: Membership) -> dict[int, int] | Membership | None:
         """Return the last launch of each fragment that any member knows to be committed.
 
-        None if a member is lost before it has told.
+        None if a member is lost before it has told, or a later view, for which others may have
+        left this one, or never have been in it.
         """
         what = f"what was committed before view {membership.epoch}"
+        wait = self._members.gather(what, [*self._committed.items()])
+        told: Future[Sequence[Any]] = Future()
+
+        def await_all() -> None:
+            try:
+                told.set_result(wait())
+            except Exception as error:
+                told.set_exception(error)
+
+        threading.Thread(target=await_all, name="dsx-view", daemon=True).start()
+        while not told.done():
+            futures.wait([told], _LOOK_SECONDS / 10)
+            later = self._views.next(membership.epoch, _LOOK_SECONDS / 10)
+            if later is not None:
+                return later
         try:
-            told = self._members.gather(what, [*self._committed.items()])()
+            everyone = told.result()
         except PeerLost as error:
             self._note_loss(error)
             return None
         tops: dict[int, int] = {}
-        for each in told:
+        for each in everyone:
             for fragment, number in each:
                 tops[fragment] = max(tops.get(fragment, 0), number)
         return tops

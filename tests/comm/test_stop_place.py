@@ -153,7 +153,7 @@ def test_ranks_that_do_not_answer_are_an_error_that_says_so() -> None:
     place = StopPlace(dist.HashStore(), 0, 2, 0.2)
     place.begin(1)
     place.ask(TOLD)
-    said = r"told to end by SIGTERM \(cluster 0\), but the ranks of this cluster have not all said within 0.2 s"
+    said = r"told to end by SIGTERM \(cluster 0\), but the ranks .* have not all said within 0.2 s"
     with pytest.raises(RuntimeError, match=said):
         place.agree()
     with pytest.raises(RuntimeError, match=said):

@@ -127,6 +127,26 @@ def test_one_after_another_may_be_lost_and_one_while_the_others_agree() -> None:
     check(sites, epoch=2)
 
 
+def test_a_view_that_another_one_never_heard_of_is_left_for_the_next() -> None:
+    """Two views in a row: one of two knows the first, and does not wait for the other in it."""
+
+    def tell(sites: list[Site]) -> None:
+        assert sites[2].is_over.wait(60)
+        sites[0].views.put(members(1, [0, 1]))
+        time.sleep(0.5)
+        for site in sites[:2]:
+            site.views.put(members(2, [0, 1]))
+
+    def fate(what: Submission) -> int | None:
+        return BUT_ONE if what.step >= LAST else None
+
+    method = ALL_CASES["diloco_delayed"].method(3)
+    began = time.monotonic()
+    sites = run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: fate}, watch=tell)
+    assert time.monotonic() - began < 15  # no deadline has passed
+    check(sites, epoch=2)
+
+
 def test_who_is_left_out_is_told_so() -> None:
     """Its own part of a cut line does not go on."""
 
