@@ -68,11 +68,15 @@ class ElasticTransport:
         deadline_seconds: float,
         view_seconds: float,
         describe: Callable[[Submission], str] = str,
+        speaks: bool = True,
     ) -> None:
-        """`view_seconds`: how long after a loss the next membership may take to be known."""
+        """`view_seconds`: how long after a loss the next membership may take to be known.
+
+        `speaks`: whether this rank tells people of it.
+        """
         self._make, self._views = make, views
         self._deadline_seconds, self._describe = deadline_seconds, describe
-        self._view_seconds = min(view_seconds, deadline_seconds)
+        self._view_seconds, self._speaks = min(view_seconds, deadline_seconds), speaks
         self._members = make(seat)
         self._reopen: list[Callable[[Seat], object]] = []
         self._offered: Callable[[int], Sequence[Tensor]] | None = None
@@ -109,7 +113,7 @@ class ElasticTransport:
     ) -> Pending:
         """Start averaging; what cannot be made again is lost where the membership changes."""
         if again is None:
-            if what.purpose == TRAINING and not self._has_warned:
+            if what.purpose == TRAINING and self._speaks and not self._has_warned:
                 self._has_warned = True
                 logger.warning(
                     "if a cluster is lost this run ends: what this method has encoded at a launch "
@@ -301,7 +305,8 @@ class ElasticTransport:
             self._settled.notify_all()
         self._sign = time.monotonic()
         gone = [id for id in before.ids if id not in membership.ids]
-        logger.warning(
+        logger.log(
+            logging.WARNING if self._speaks else logging.DEBUG,
             "%s lost: going on with %s (view %d), %d transfer(s) are averaged again; this took "
             "%.2f s", f"{_names(gone)} {'are' if len(gone) > 1 else 'is'}" if gone else "nobody is",
             _names(membership.ids), membership.epoch, len(again), time.monotonic() - began,
@@ -336,9 +341,8 @@ class ElasticTransport:
             self._note_loss(error)
             return None
         tops: dict[int, int] = {}
-        for each in everyone:
-            for fragment, number in each:
-                tops[fragment] = max(tops.get(fragment, 0), number)
+        for fragment, number in (pair for each in everyone for pair in each):
+            tops[fragment] = max(tops.get(fragment, 0), number)
         return tops
 
 

@@ -227,8 +227,9 @@ class World:
         views = self._follow_views(link, incarnations)
         patience = config.link.suspect_seconds + _VIEW_SECONDS
         return ElasticTransport(
-            make, self.seat, views, deadline, patience, lambda what: what.on(stage)
-        )
+            make, self.seat, views, deadline, patience, lambda what: what.on(stage),
+            speaks=self.rank == 0,
+        )  # fmt: skip
 
     def _follow_views(self, link: Link, incarnations: dict[int, int]) -> Views:
         """Return what tells who the members are; the first rank's first call starts its clerk."""
