@@ -65,10 +65,10 @@ class Clerk:
             Timing(patience=patience),
         )
         self._members = everyone
-        self._inbox: queue.Queue[tuple[Name, bytes] | None] = queue.Queue(_MOST_WAITING)
+        self._inbox: queue.Queue[tuple[Name, bytes]] = queue.Queue(_MOST_WAITING)
         self._gone: dict[int, str] = {}
         self._num_refused = 0
-        self._has_finished = False  # this cluster has done its work
+        self._has_finished = self._has_said_so = False  # this cluster has done its work
         self._is_over = False  # all have
         self._has_told_end = self._is_closed = False
         self._log.begin(everyone)
@@ -76,14 +76,9 @@ class Clerk:
         self._thread = threading.Thread(target=self._run, name="dsx-clerk", daemon=True)
         self._thread.start()
 
-    @property
-    def gone(self) -> Mapping[int, str]:
-        """The clusters that have been given up, and why."""
-        return self._gone
-
     def finish(self) -> None:
         """This cluster has done its work; once all have, nobody who leaves is missed."""
-        self._post(None)
+        self._has_finished = True
 
     def close(self) -> None:
         """End, once the others know that the run has, if it has."""
@@ -93,13 +88,15 @@ class Clerk:
     def _receive(self, asker: Name, body: bytes, answer: Answer) -> None:
         """Take a message, in the link's thread; the log makes up for one that is let go."""
         answer(b"")
-        self._post((asker, body[len(_LOG) :]))
-
-    def _post(self, event: tuple[Name, bytes] | None) -> None:
         try:
-            self._inbox.put_nowait(event)
+            self._inbox.put_nowait((asker, body[len(_LOG) :]))
         except queue.Full:
-            logger.warning("the log's messages come faster than they are taken; one is let go")
+            self._refuse(asker[0], "they come faster than they are taken")
+
+    def _refuse(self, cluster: int, why: str) -> None:
+        self._num_refused += 1
+        if self._num_refused <= _TOLD_REFUSALS:
+            logger.warning("a message of the log from cluster %d is let go: %s", cluster, why)
 
     def _run(self) -> None:
         try:
@@ -109,7 +106,10 @@ class Clerk:
                     closes_at = min(closes_at, time.monotonic() + _END_SECONDS)
                 if time.monotonic() > closes_at:
                     return
-                self._take_messages()
+                self._take_messages(time.monotonic() + _TICK_SECONDS)
+                if self._has_finished and not self._has_said_so:
+                    self._has_said_so = True
+                    self._log.finish()
                 self._look_at_links()
                 self._log.tick()
                 self._act()
@@ -117,31 +117,23 @@ class Clerk:
             logger.exception("the clerk has ended by an error")
             self._told(PeerLost(f"this cluster's clerk has ended by an error: {error}"))
 
-    def _take_messages(self) -> None:
-        """Take what comes until the next tick."""
-        until = time.monotonic() + _TICK_SECONDS
-        while True:
+    def _take_messages(self, until: float) -> None:
+        """Take what comes until the next tick, however much it is."""
+        while (left := until - time.monotonic()) > 0:
             try:
-                event = self._inbox.get(timeout=max(until - time.monotonic(), 0.0))
+                (cluster, rank), body = self._inbox.get(timeout=left)
             except queue.Empty:
                 return
-            if event is None:
-                self._has_finished = True
-                self._log.finish()
-            else:
-                (cluster, rank), body = event
-                incarnation = self._log.links.get(cluster)
-                if rank == 0 and incarnation is not None:
-                    self._take(cluster, incarnation, body)
+            incarnation = self._log.links.get(cluster)
+            if rank == 0 and incarnation is not None:
+                self._take(cluster, incarnation, body)
             self._act()
 
     def _take(self, cluster: int, incarnation: int, body: bytes) -> None:
         try:
             self._log.receive(cluster, incarnation, decode(body))
         except MessageRefused as error:
-            self._num_refused += 1
-            if self._num_refused <= _TOLD_REFUSALS:
-                logger.warning("a message of the log from cluster %d is let go: %s", cluster, error)
+            self._refuse(cluster, str(error))
 
     def _look_at_links(self) -> None:
         elsewhere = self._lost_elsewhere()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 
 import pytest
@@ -83,3 +84,18 @@ def test_a_transport_that_fails_says_so_to_what_comes_later() -> None:
             ALL_CASES["diloco_delayed"].method(2), TinyNet(), mean_loss, NUM_STEPS, 2,
             {1: cut_short}, by_log=True,
         )  # fmt: skip
+
+
+def test_what_a_member_says_that_is_no_message_ends_nothing() -> None:
+    """Thousands of them, of which a few are told."""
+    noise = random.Random(3)
+
+    def before(site: Site, step: int) -> None:
+        if site.id == 2 and step == 6:
+            for _ in range(3000):
+                site.link.ask((0, 0), b"L" + noise.randbytes(noise.randrange(200)))
+
+    method = ALL_CASES["recommended"].method(3)
+    sites = run(method, TinyNet(), mean_loss, NUM_STEPS, before=before, by_log=True)
+    assert [site.epochs[-1] for site in sites] == [0, 0, 0]
+    assert all(site.loop is not None and site.loop.history.step == NUM_STEPS for site in sites)
