@@ -315,6 +315,10 @@ def _about_lines(run: Run) -> list[str]:
         if saved:
             last = there[-1] if there else "none of those saved is still there"
             lines.append(f"last checkpoint: {last}")
+    for record in next((part.members for part in run.clusters if part.members), []):
+        trained = ", ".join(map(str, record["members"]))
+        several = "clusters" if len(record["members"]) > 1 else "cluster"
+        lines.append(f"from step {record['step']} on, without who was lost: {several} {trained}")
     for part in run.clusters:
         skipped = part.steps[-1].get("skipped_steps") if part.steps else None
         if skipped:

@@ -52,6 +52,7 @@ class ClusterRun:
     steps: list[Record] = field(default_factory=list[Record])
     syncs: list[Record] = field(default_factory=list[Record])
     finish: Record | None = None
+    members: list[Record] = field(default_factory=list[Record])  # where other clusters train
 
     @property
     def rows(self) -> list[Record]:
@@ -261,6 +262,7 @@ def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
     steps: dict[int, Record] = {}
     syncs: dict[tuple[Any, ...], Record] = {}
     last: dict[str, Record] = {}
+    members: dict[int, Record] = {}
     for record in read_records(file):
         kind = record.get("kind")
         if kind == "step" and record.get("step") is not None:
@@ -268,12 +270,15 @@ def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
         elif kind == "sync":
             key = ("stage", "fragment", "round", "launched_step")
             syncs[tuple(record.get(name) for name in key)] = record
+        elif kind == "members":
+            members[int(record["step"])] = record
         elif kind in ("start", "finish"):
             last[kind] = record
     ordered = [steps[step] for step in sorted(steps)]
     return ClusterRun(
-        cluster, about, last.get("start"), ordered, list(syncs.values()), last.get("finish")
-    )
+        cluster, about, last.get("start"), ordered, list(syncs.values()), last.get("finish"),
+        [members[step] for step in sorted(members)],
+    )  # fmt: skip
 
 
 def _read_summary(folder: Path) -> dict[str, Any]:

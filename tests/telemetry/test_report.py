@@ -141,6 +141,14 @@ def test_skipped_steps_are_told(run_dir: Path) -> None:
     assert summarize(run_dir).about == ["cluster 1: 7 of 20 inner steps were skipped"]
 
 
+def test_who_trained_on_is_told_once(run_dir: Path) -> None:
+    for cluster, name in enumerate(["metrics.jsonl", "metrics.cluster_1.jsonl"]):
+        record = {"kind": "members", "cluster": cluster, "step": 7 + cluster, "members": [0, 1]}
+        with (run_dir / name).open("a") as file:
+            file.write(json.dumps(record) + "\n")
+    assert summarize(run_dir).about == ["from step 7 on, without who was lost: clusters 0, 1"]
+
+
 def test_later_record_of_a_step_counts(run_dir: Path) -> None:
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(step_record(0, 20, tokens=1500)) + "\n")
