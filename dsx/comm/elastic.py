@@ -21,40 +21,24 @@ from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from dsx.comm.farewell import Farewells
 from dsx.comm.gloo import GlooTransport
 from dsx.comm.launched import Launched
+from dsx.comm.views import Views
 from dsx.core.exchange import Exchange
 from dsx.core.fifo import SLACK_SECONDS
+from dsx.core.leaving import LOST, Reason
 from dsx.core.membership import Membership, Seat
 from dsx.core.transport import TRAINING, PeerLost, PeerPreempted, Pending, Submission
 from dsx.core.waits import waiting_for
 
 _LOOK_SECONDS = 0.5
+_BOUND = "what its method has encoded at a launch cannot be sent to other members"
 logger = logging.getLogger(__name__)
-
-
-class Views(Protocol):
-    """Who are members, one membership after another; the same for all ranks of all clusters."""
-
-    def next(self, epoch: int, seconds: float) -> Membership | None:
-        """Return the newest membership if it is later than `epoch`; wait for it so long at most.
-
-        PeerLost says why there will be none.
-        """
-        ...
-
-    def report(self, lost: PeerLost) -> None:
-        """Tell that this rank has lost its connection to another cluster. Does not wait."""
-        ...
-
-    def close(self) -> None:
-        """End a wait."""
-        ...
 
 
 class ElasticTransport:
@@ -76,7 +60,8 @@ class ElasticTransport:
         """
         self._make, self._views = make, views
         self._deadline_seconds, self._describe = deadline_seconds, describe
-        self._view_seconds, self._speaks = min(view_seconds, deadline_seconds), speaks
+        self._view_seconds = min(view_seconds, deadline_seconds)
+        self._level = logging.WARNING if speaks else logging.DEBUG
         self._members = make(seat)
         self._reopen: list[Callable[[Seat], object]] = []
         self._offered: Callable[[int], Sequence[Tensor]] | None = None
@@ -89,7 +74,7 @@ class ElasticTransport:
         self._lost_at = 0.0
         self._error: PeerLost | None = None
         self._sign = time.monotonic()
-        self._is_closed = self._has_warned = False
+        self._is_closed = self._is_bound = False
         self._thread = threading.Thread(target=self._run, name="dsx-views", daemon=True)
         self._thread.start()
 
@@ -113,12 +98,9 @@ class ElasticTransport:
     ) -> Pending:
         """Start averaging; what cannot be made again is lost where the membership changes."""
         if again is None:
-            if what.purpose == TRAINING and self._speaks and not self._has_warned:
-                self._has_warned = True
-                logger.warning(
-                    "if a cluster is lost this run ends: what this method has encoded at a launch "
-                    "cannot be sent to others; only methods without codes at the launch go on"
-                )
+            if what.purpose == TRAINING and not self._is_bound:
+                self._is_bound = True
+                logger.log(self._level, "if a cluster is lost this run ends: %s", _BOUND)
             return self._now().submit(what, exchange)
         launched = Launched(what, again, self._result, self._may_begin)
         with self._lock:
@@ -267,6 +249,8 @@ class ElasticTransport:
         with self._lock:
             self._era, self._lost_at = None, began
         old = self._members
+        if self._is_bound:
+            raise self._cannot_go_on([id for id in before.ids if id not in membership.ids])
         if before.cluster_id not in membership.ids:
             raise PeerLost(
                 f"the others have gone on without cluster {before.cluster_id} (view "
@@ -306,12 +290,17 @@ class ElasticTransport:
         self._sign = time.monotonic()
         gone = [id for id in before.ids if id not in membership.ids]
         logger.log(
-            logging.WARNING if self._speaks else logging.DEBUG,
-            "%s lost: going on with %s (view %d), %d transfer(s) are averaged again; this took "
-            "%.2f s", f"{_names(gone)} {'are' if len(gone) > 1 else 'is'}" if gone else "nobody is",
-            _names(membership.ids), membership.epoch, len(again), time.monotonic() - began,
+            self._level, "%s lost: going on with %s (view %d), %d transfer(s) are averaged again; "
+            "this took %.2f s", _are(gone) if gone else "nobody is", _names(membership.ids),
+            membership.epoch, len(again), time.monotonic() - began,
         )  # fmt: skip
         return None
+
+    def _cannot_go_on(self, gone: Sequence[int]) -> PeerPreempted:
+        error = PeerPreempted(f"{_are(gone)} lost: {_BOUND}")
+        error.cluster, error.reason = gone[0], Reason(gone[0], LOST)
+        logger.log(self._level, "%s", error)
+        return error
 
     def _agree_on_commits(self, membership: Membership) -> dict[int, int] | Membership | None:
         """Return the last launch of each fragment that any member knows to be committed.
@@ -348,3 +337,7 @@ class ElasticTransport:
 
 def _names(ids: Sequence[int]) -> str:
     return f"cluster{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
+
+
+def _are(ids: Sequence[int]) -> str:
+    return f"{_names(ids)} {'are' if len(ids) > 1 else 'is'}"

@@ -93,10 +93,10 @@ class PointToPoint:
     def _told(self, gone: int, lost: int, told_by: int, what: str, error: RuntimeError) -> PeerLost:
         told = None if self._farewells is None else self._farewells.heard_reason()
         if told is not None:
-            error_told = PeerPreempted(
-                f"{self._label}: cluster {gone} {what}, as cluster {told.cluster} was told to end "
-                f"by {told.name}"
-            )
+            why = told.sentence
+            if not told.is_loss:
+                why = f"as cluster {told.cluster} was told to end by {told.name}"
+            error_told = PeerPreempted(f"{self._label}: cluster {gone} {what}, {why}")
             error_told.reason = told
             return error_told
         if lost == gone:

@@ -37,11 +37,11 @@ from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
-    from dsx.comm.elastic import Views
     from dsx.comm.links.clerk import Clerk
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
     from dsx.comm.links.rank_views import Board
+    from dsx.comm.views import Views
 
 _VIEW_SECONDS = 15.0  # for a view, once who is silent counts as lost
 

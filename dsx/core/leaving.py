@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 _SIGNALS = 256  # more than there are
-LOST = 250  # in place of a signal: another cluster is lost, and too few are left to go on
+LOST = 250  # in place of a signal: another cluster is lost, and the others cannot go on
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Reason:
     def sentence(self) -> str:
         """Return what has happened."""
         if self.is_loss:
-            return f"cluster {self.cluster} is lost, and too few are left to go on"
+            return f"cluster {self.cluster} is lost, and the run cannot go on without it"
         return f"told to end by {self.name} (cluster {self.cluster})"
 
     @property

@@ -99,7 +99,9 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
     clusters[0].wait_for("; to go on, start", 30, may_end=True)
     seconds = time.monotonic() - killed
     assert clusters[0].wait(30) == 1
-    assert "cluster 1 is lost, and too few are left to go on; saved in" in clusters[0].output()
+    assert (
+        "cluster 1 is lost, and the run cannot go on without it; saved in" in clusters[0].output()
+    )
     assert seconds < 5
     assert not gateways_at(port)
     clusters = start("resumed", *saves, 20, "--resume", "--out", tmp_path / "resumed")

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from dsx.config.schema import preset
 from dsx.core.leaving import LOST
 from dsx.core.transport import PeerLost, PeerPreempted, Submission
 from tests.comm.links.sites import Site, run
@@ -62,7 +63,7 @@ def test_of_two_without_an_arbiter_who_is_left_is_told_to_save_and_end() -> None
     with pytest.raises(PeerPreempted) as told:
         run(method, TinyNet(), mean_loss, NUM_STEPS, 2, {1: cut_short}, by_log=True)
     assert told.value.reason.signal == LOST and told.value.reason.cluster == 1
-    assert told.value.reason.sentence == "cluster 1 is lost, and too few are left to go on"
+    assert told.value.reason.sentence == "cluster 1 is lost, and the run cannot go on without it"
 
 
 def test_at_the_end_nobody_who_leaves_is_missed() -> None:
@@ -99,3 +100,11 @@ def test_what_a_member_says_that_is_no_message_ends_nothing() -> None:
     sites = run(method, TinyNet(), mean_loss, NUM_STEPS, before=before, by_log=True)
     assert [site.epochs[-1] for site in sites] == [0, 0, 0]
     assert all(site.loop is not None and site.loop.history.step == NUM_STEPS for site in sites)
+
+
+def test_codes_of_a_launch_are_not_sent_to_others_so_all_who_are_left_save_and_end() -> None:
+    method = preset("eager_fp4", 3, schedule={"interval": 4})
+    assert method.encodes_at_launch
+    with pytest.raises(PeerPreempted, match="cluster 2 is lost") as told:
+        run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: cut_short}, by_log=True)
+    assert told.value.reason.signal == LOST and told.value.reason.cluster == 2
