@@ -238,7 +238,7 @@ class ElasticTransport:
             self._under_way.clear()
             self._settled.notify_all()
         if isinstance(error, PeerPreempted):
-            self.farewells.note_reason(error.reason)
+            self.farewells.note_reason(error.reason, error.gone)
 
     def _regroup(self, membership: Membership) -> Membership | None:
         """Go on under another membership; nothing goes on yet if not all of it come.
@@ -298,7 +298,8 @@ class ElasticTransport:
 
     def _cannot_go_on(self, gone: Sequence[int]) -> PeerPreempted:
         error = PeerPreempted(f"{_are(gone)} lost: {_BOUND}")
-        error.cluster, error.reason = gone[0], Reason(gone[0], LOST)
+        error.cluster, error.gone = gone[0], tuple(gone)
+        error.reason = Reason(gone[0], LOST)
         logger.log(self._level, "%s", error)
         return error
 

@@ -61,6 +61,7 @@ class Farewells:
         self._said: list[Tensor] = []
         self._is_closed = False
         self._noted_reason: Reason | None = None
+        self.gone: tuple[int, ...] = ()  # who is lost, where this cluster ends for that
         for peer in others:
             self._listen(peer, self._heard[peer])
 
@@ -93,9 +94,9 @@ class Farewells:
                     self._listen(peer, self._second[peer])
         return Reason.unpack(-said[ending[0]]) if ending else self._noted_reason
 
-    def note_reason(self, reason: Reason) -> None:
+    def note_reason(self, reason: Reason, gone: tuple[int, ...]) -> None:
         """Have `heard_reason` tell why this cluster has to end, which no peer says."""
-        self._noted_reason = reason
+        self.gone, self._noted_reason = gone, reason
 
     def say_reason(self, reason: Reason) -> None:
         """Tell all peers why this cluster is about to end. Does not wait."""

@@ -35,6 +35,7 @@ class PeerPreempted(PeerLost):
     """Another cluster has ended because it was told to, and this one is to save and end, too."""
 
     reason = Reason(0)
+    gone: tuple[int, ...] = ()  # the clusters that are lost, if it is for that
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class Submission:
 
 class Farewells(Protocol):
     """What clusters say before they end. Nothing here waits."""
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """The clusters that are lost, where this one has to end for that."""
+        ...
 
     def heard_reason(self) -> Reason | None:
         """Return why another cluster is about to end, if one has said so."""

@@ -21,9 +21,9 @@ def manifest_of(
     Of what is wrong with it and whether it is doubtful. `is_preempted` is known here where an
     engine saves because the run is told to end.
     """
-    reason, members = handle.preemption.place.reason, handle.members
-    if reason is not None and reason.is_loss:
-        members = (world.cluster_id,)  # the others are gone, or end at steps of their own
+    farewells = handle.loop.transport.farewells
+    gone = () if farewells is None else farewells.gone
+    members = tuple(m for m in handle.members if m not in gone)
     return Manifest(
         FORMAT,
         handle.step,

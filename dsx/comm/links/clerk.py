@@ -167,7 +167,7 @@ class Clerk:
             "left to go on alone: the others could, too"
         )
         error.reason = Reason(missing[0], LOST)
-        error.cluster = missing[0]
+        error.cluster, error.gone = missing[0], tuple(missing)
         return error
 
     def _act(self) -> None:

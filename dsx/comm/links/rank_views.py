@@ -47,7 +47,7 @@ class Board:
             for reader in self._readers:
                 reader.put(told)
             if self._store is not None:
-                self._store.set(f"view/{len(self._all)}", _packed(told))
+                self._store.set(f"view/{len(self._all)}", packed(told))
 
     def reader(self) -> queue.Queue[Told]:
         """Return what gets all that is told, from the beginning on."""
@@ -111,7 +111,7 @@ class OtherRankViews:
         found: Membership | None = None
         while self._is_there(f"view/{self._number + 1}", 0.0 if found else seconds):
             self._number += 1
-            told = _unpacked(self._store.get(f"view/{self._number}"))
+            told = unpacked(self._store.get(f"view/{self._number}"))
             if isinstance(told, PeerLost):
                 raise told
             found = told if told.epoch > epoch else found
@@ -150,22 +150,25 @@ def _report(lost: PeerLost, link: Link, note: Any) -> None:
         note(lost.cluster, f"rank {link.rank}: {why}")
 
 
-def _packed(told: Told) -> str:
+def packed(told: Told) -> str:
+    """Return what is told as a text for the store."""
     if isinstance(told, Membership):
         members = [[member.id, member.weight] for member in told.members]
         return json.dumps({"epoch": told.epoch, "members": members, "everyone": told.everyone})
-    reason = asdict(told.reason) if isinstance(told, PeerPreempted) else None
-    return json.dumps({"why": str(told), "cluster": told.cluster, "reason": reason})
+    of_end = [asdict(told.reason), told.gone] if isinstance(told, PeerPreempted) else None
+    return json.dumps({"why": str(told), "cluster": told.cluster, "end": of_end})
 
 
-def _unpacked(text: bytes) -> Told:
+def unpacked(text: bytes) -> Told:
+    """Return what `packed` has made a text."""
     told = json.loads(text)
     if "epoch" in told:
         members = tuple(Member(id, weight) for id, weight in told["members"])
         return Membership(told["epoch"], members, tuple(told["everyone"]))
     error = PeerLost(told["why"])
-    if told["reason"] is not None:
+    if told["end"] is not None:
+        reason, gone = told["end"]
         error = PeerPreempted(told["why"])
-        error.reason = Reason(**told["reason"])
+        error.reason, error.gone = Reason(**reason), tuple(gone)
     error.cluster = told["cluster"]
     return error

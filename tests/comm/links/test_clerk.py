@@ -7,10 +7,11 @@ import time
 
 import pytest
 
+from dsx.comm.links.rank_views import packed, unpacked
 from dsx.config.schema import preset
-from dsx.core.leaving import LOST
+from dsx.core.leaving import LOST, Reason
 from dsx.core.transport import PeerLost, PeerPreempted, Submission
-from tests.comm.links.sites import Site, run
+from tests.comm.links.sites import Site, members, run
 from tests.comm.links.test_members_lost import LAST, NUM_STEPS, check
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -108,3 +109,13 @@ def test_codes_of_a_launch_are_not_sent_to_others_so_all_who_are_left_save_and_e
     with pytest.raises(PeerPreempted, match="cluster 2 is lost") as told:
         run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: cut_short}, by_log=True)
     assert told.value.reason.signal == LOST and told.value.reason.cluster == 2
+
+
+def test_other_ranks_hear_what_the_first_one_is_told() -> None:
+    view, lost, ended = members(3, [0, 2], 4), PeerLost("why"), PeerPreempted("too few")
+    lost.cluster, ended.cluster, ended.reason, ended.gone = 1, 1, Reason(1, LOST), (1, 3)
+    assert unpacked(packed(view).encode()) == view
+    for error in (lost, ended):
+        heard = unpacked(packed(error).encode())
+        assert type(heard) is type(error) and vars(heard) == vars(error)
+        assert str(heard) == str(error)
