@@ -14,7 +14,7 @@ from dsx.comm.address import parse_address
 from dsx.comm.links.pace import Hours
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.multistream import MAX_STREAMS
-from dsx.config.files import ConfigError
+from dsx.config.files import ConfigError, shown
 
 _LONGEST = 3e7  # seconds, about a year
 _Text = Annotated[str, Field(min_length=1)]
@@ -139,8 +139,8 @@ def check_link(link: LinkConfig, num_clusters: int, rendezvous: str) -> None:
             )
     if link.arbiter is not None and link.arbiter not in names:
         raise ConfigError(
-            f"dsx.link.arbiter={link.arbiter!r} is none of link.members; use one of: "
-            f"{', '.join(names) or 'there are none'}"
+            f"dsx.link.arbiter={shown(link.arbiter)} is none of link.members; use one of "
+            f"{', '.join(map(shown, names)) or 'them (there are none)'}"
         )
     if link.relay is not None and link.security != "curve":
         raise ConfigError(

@@ -63,7 +63,7 @@ def withhold(transport: Any, step: int) -> None:
     """Let nothing of what is launched at a step get out."""
     submit = transport.submit
 
-    def submit_unless(what: Submission, exchange: Exchange) -> Pending:
+    def submit_unless(what: Submission, exchange: Exchange, again: Any = None) -> Pending:
         return Unresumed(what) if what.step == step else submit(what, exchange)
 
     transport.submit = submit_unless
