@@ -31,13 +31,11 @@ from dsx.comm.launched import Launched
 from dsx.comm.views import Views
 from dsx.core.exchange import Exchange
 from dsx.core.fifo import SLACK_SECONDS
-from dsx.core.leaving import LOST, Reason
 from dsx.core.membership import Membership, Seat
-from dsx.core.transport import TRAINING, PeerLost, PeerPreempted, Pending, Submission
+from dsx.core.transport import PeerLost, PeerPreempted, Pending, Submission
 from dsx.core.waits import waiting_for
 
 _LOOK_SECONDS = 0.5
-_BOUND = "what its method has encoded at a launch cannot be sent to other members"
 logger = logging.getLogger(__name__)
 
 
@@ -74,7 +72,7 @@ class ElasticTransport:
         self._lost_at = 0.0
         self._error: PeerLost | None = None
         self._sign = time.monotonic()
-        self._is_closed = self._is_bound = False
+        self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dsx-views", daemon=True)
         self._thread.start()
 
@@ -98,9 +96,6 @@ class ElasticTransport:
     ) -> Pending:
         """Start averaging; what cannot be made again is lost where the membership changes."""
         if again is None:
-            if what.purpose == TRAINING and not self._is_bound:
-                self._is_bound = True
-                logger.log(self._level, "if a cluster is lost this run ends: %s", _BOUND)
             return self._now().submit(what, exchange)
         launched = Launched(what, again, self._result, self._may_begin)
         with self._lock:
@@ -249,8 +244,6 @@ class ElasticTransport:
         with self._lock:
             self._era, self._lost_at = None, began
         old = self._members
-        if self._is_bound:
-            raise self._cannot_go_on([id for id in before.ids if id not in membership.ids])
         if before.cluster_id not in membership.ids:
             raise PeerLost(
                 f"the others have gone on without cluster {before.cluster_id} (view "
@@ -295,13 +288,6 @@ class ElasticTransport:
             membership.epoch, len(again), time.monotonic() - began,
         )  # fmt: skip
         return None
-
-    def _cannot_go_on(self, gone: Sequence[int]) -> PeerPreempted:
-        error = PeerPreempted(f"{_are(gone)} lost: {_BOUND}")
-        error.cluster, error.gone = gone[0], tuple(gone)
-        error.reason = Reason(gone[0], LOST)
-        logger.log(self._level, "%s", error)
-        return error
 
     def _agree_on_commits(self, membership: Membership) -> dict[int, int] | Membership | None:
         """Return the last launch of each fragment that any member knows to be committed.

@@ -1,6 +1,7 @@
 """The mean over clusters, exact or of coded data: one order, one rounding, the same bits for all.
 
-A vector of n elements is cut into C slices at multiples of what the wire format keeps together.
+A vector of n elements is cut into C slices at multiples of what the wire format keeps together;
+into more, some owners having two, where codes that were made for more clusters are sent.
 
 - exact (fp32): each cluster sends every other one its copy of that one's slice, sums the C copies
   of its own slice in cluster order, divides by C, and sends the result to all: 2 (C-1)/C * 4n
@@ -17,7 +18,7 @@ Never a requantizing ring (its error grows with C), never a sum in the narrow ty
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,13 @@ import torch
 from torch import Tensor
 
 from dsx.compress.error_feedback import ErrorFeedback
-from dsx.compress.slices import GATHERED_UP_TO, coded_sizes, exact_rounds, slice_bounds
+from dsx.compress.slices import (
+    GATHERED_UP_TO,
+    coded_sizes,
+    exact_rounds,
+    lasting_slices,
+    slice_bounds,
+)
 from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.core.buffers import Buffers, Opening
 from dsx.core.exchange import Exchange, ExchangeRound, to_all
@@ -83,7 +90,8 @@ class CodedMean:
 
     `mean_wire` is the format of the owner's mean where C >= 4, unless everybody is to gather all
     codes for any C (`is_gathered`, for what is short). Buffers are allocated here, once. Where the
-    opening says so, messages are made by `encode`, ahead of their exchanges; else by these.
+    opening says so, messages are made by `encode`, ahead of their exchanges, and for whoever is
+    there by then; else by these.
     """
 
     def __init__(
@@ -102,8 +110,11 @@ class CodedMean:
         opening = opening or Opening()
         cpu, buffers, num_clusters = torch.device("cpu"), opening.buffers, seat.num_clusters
         self._codec = wire.codec(numel, cpu, kernels, buffers)
-        sizes = coded_sizes(numel, wire, mean_wire, num_clusters, seat.position, is_gathered)
-        self._bounds = sizes.bounds
+        self.num_slices = lasting_slices(seat) if opening.at_launch else num_clusters
+        sizes = coded_sizes(
+            numel, wire, mean_wire, num_clusters, seat.position, is_gathered, self.num_slices
+        )
+        self._bounds, self._owners = sizes.bounds, sizes.owners
 
         def message(num_bytes: int) -> Tensor:
             return buffers.zeros(num_bytes, dtype="uint8")
@@ -111,7 +122,9 @@ class CodedMean:
         self._outgoing = [
             [message(size) for size in sizes.outgoing] for _ in range(max(opening.at_launch, 1))
         ]
-        self._incoming = [message(sizes.incoming) for _ in range(num_clusters - 1)]
+        self._incoming = [
+            [message(size) for size in sizes.incoming] for _ in range(num_clusters - 1)
+        ]
         self._means = [message(size) for size in sizes.means]
         # the training thread encodes while this channel's thread may be decoding
         self._encoder = (
@@ -152,19 +165,23 @@ class CodedMean:
         if self._encoder is None:
             with _opened(residual) as lost:
                 self._encode(self._codec, x, lost, seed, outgoing)
-        own = self._seat.position
-        incoming = list(self._incoming)
-        incoming.insert(own, outgoing[0 if self._is_gathered else own])
+        position, owners = self._seat.position, self._owners
+        own, incoming = owners[position], list(self._incoming)
+        incoming.insert(position, [outgoing[s] for s in own])
+        yield ExchangeRound([[outgoing[s] for s in theirs] for theirs in owners], incoming)
+        for copies, s in zip(zip(*incoming, strict=True), own, strict=True):
+            start, stop = self._bounds[s]
+            self._decode_mean(copies, x[start:stop])
         if self._is_gathered:
-            yield to_all(outgoing, [[data] for data in incoming])
-            self._decode_mean(incoming, x)
             return x
-        yield ExchangeRound([[out] for out in outgoing], [[data] for data in incoming])
-        start, stop = self._bounds[own]
-        self._decode_mean(incoming, x[start:stop])
+        first = self._bounds[own[0]][0]
         with _opened(of_mean) as lost:
-            _encode(self._mean_codec, x[start:stop], lost, self._means[own], seed)
-        yield to_all([self._means[own]], [[mean] for mean in self._means])
+            for s in own:
+                start, stop = self._bounds[s]
+                of_slice = None if lost is None else lost[start - first : stop - first]
+                _encode(self._mean_codec, x[start:stop], of_slice, self._means[s], seed)
+        means = [[self._means[s] for s in theirs] for theirs in owners]
+        yield to_all(means[position], means)
         for (start, stop), mean in zip(self._bounds, self._means, strict=True):
             self._mean_codec.decode(mean, x[start:stop])
         return x
@@ -189,7 +206,7 @@ class CodedMean:
             lost = None if residual is None else residual[start:stop]
             _encode(codec, x[start:stop], lost, outgoing[m], seed + 7_919 * m)
 
-    def _decode_mean(self, incoming: list[Tensor], out: Tensor) -> None:
+    def _decode_mean(self, incoming: Sequence[Tensor], out: Tensor) -> None:
         """Write the mean of the received codes into `out`, summed in cluster order."""
         self._codec.decode(incoming[0], out)
         for data in incoming[1:]:

@@ -95,8 +95,9 @@ class EncodingChannel(Channel, Protocol):
         ...
 
     def messages(self, launch: Launch) -> Mapping[str, Tensor]:
-        """Return the codes of an encoded launch by name, uint8, where they lie: a checkpoint may
-        read them, or write them back in place.
+        """Return the codes of an encoded launch by name, uint8, where they lie: they may be read,
+        or written back in place, to this channel or one of another membership of the same run,
+        whose names and shapes are these; any `at_launch` rounds in a row lie apart.
         """
         ...
 

@@ -247,11 +247,13 @@ class Quantized(Compressor):
         """Return what those work in that encode runs, with what residuals are stored by."""
         return [form.work(b - a) for a, b in runs for form in (self.up, *self._stored())]
 
-    def mean_bounds(self, numel: int, num_clusters: int) -> list[tuple[int, int]]:
+    def mean_bounds(
+        self, numel: int, num_clusters: int, num_slices: int | None = None
+    ) -> list[tuple[int, int]]:
         """Return which elements of a run have a mean that each cluster encodes, with a loss."""
         if self.down.is_exact:
             return [(0, 0)] * num_clusters
-        return mean_bounds(numel, self.up, self.down, num_clusters)
+        return mean_bounds(numel, self.up, self.down, num_clusters, num_slices)
 
     def _stored(self) -> list[Wire]:
         return residual_formats(self.error_feedback)

@@ -58,8 +58,8 @@ class CodedPart(CodedRun):
             stop - start, method.up, method.down, seat, method.kernels, opening=opening
         )
         self.residual = _residual(method, method.error_feedback, stop - start, opening)
-        bounds = method.mean_bounds(stop - start, seat.num_clusters)[seat.position]
-        self.mean_bounds = first, last = bounds if keeps_mean else (0, 0)
+        bounds = method.mean_bounds(stop - start, seat.num_clusters, self.mean.num_slices)
+        self.mean_bounds = first, last = bounds[seat.position] if keeps_mean else (0, 0)
         here = replace(opening, at_launch=0)  # means are encoded by the transfer's thread
         self.of_mean = _residual(method, method.kept_of_means, last - first, here)
 

@@ -123,12 +123,14 @@ class RandomTopK(Compressor):
         """Return how many of `numel` elements are picked each round."""
         return min(numel, max(1, int(self.random_ratio * numel))) if numel else 0
 
-    def mean_bounds(self, numel: int, num_clusters: int) -> list[tuple[int, int]]:
+    def mean_bounds(
+        self, numel: int, num_clusters: int, num_slices: int | None = None
+    ) -> list[tuple[int, int]]:
         """Return which elements of a run each cluster may encode a mean of: of its picked ones."""
         picked, form = self.num_picked(numel), self.format
         return [
             (stretch_start(a, numel, picked), stretch_start(b, numel, picked))
-            for a, b in mean_bounds(picked, form, form, num_clusters)
+            for a, b in mean_bounds(picked, form, form, num_clusters, num_slices)
         ]
 
     def open(

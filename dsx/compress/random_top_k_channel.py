@@ -60,7 +60,8 @@ class PickedPart(CodedRun):
         if method.error_feedback != "none":
             storage, decay = method.error_feedback, method.feedback_decay
             self.residual = Residual(numel, storage, decay, opening)
-        self.mean_bounds = first, last = method.mean_bounds(numel, seat.num_clusters)[seat.position]
+        bounds = method.mean_bounds(numel, seat.num_clusters, self.mean.num_slices)
+        self.mean_bounds = first, last = bounds[seat.position]
         self.of_mean = None
         if last > first:  # means are encoded by the transfer's thread
             here = replace(opening, at_launch=0)

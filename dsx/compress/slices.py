@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from dsx.compress.wire.base import Wire
+    from dsx.core.membership import Seat
 
 GATHERED_UP_TO = 3  # clusters
 
@@ -38,13 +39,33 @@ def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tu
     return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
 
 
+def lasting_slices(seat: Seat) -> int:
+    """Return how many slices codes are cut into that may be sent under another membership.
+
+    One for each cluster that there may ever be: so all cut alike, whoever is there.
+    """
+    return len(seat.membership.places)
+
+
+def slice_owners(num_slices: int, num_clusters: int) -> list[range]:
+    """Return which slices each cluster owns: as many as there are clusters, or more."""
+    cuts = [num_slices * m // num_clusters for m in range(num_clusters + 1)]
+    return [range(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
+
+
 def mean_bounds(
-    numel: int, wire: Wire, mean_wire: Wire, num_clusters: int
+    numel: int, wire: Wire, mean_wire: Wire, num_clusters: int, num_slices: int | None = None
 ) -> list[tuple[int, int]]:
-    """Return which elements' mean each cluster encodes anew; none where all codes are gathered."""
+    """Return which elements' mean each cluster encodes anew; none where all codes are gathered.
+
+    `num_slices`: as many as there are clusters, unless said.
+    """
     if num_clusters <= GATHERED_UP_TO:
         return [(0, 0)] * num_clusters
-    return slice_bounds(numel, num_clusters, lcm(wire.granularity, mean_wire.granularity))
+    count = num_slices or num_clusters
+    slices = slice_bounds(numel, count, lcm(wire.granularity, mean_wire.granularity))
+    owners = slice_owners(count, num_clusters)
+    return [(slices[own[0]][0], slices[own[-1]][1]) for own in owners]
 
 
 @lru_cache(maxsize=4096)
@@ -68,18 +89,20 @@ def exact_bytes(numel: int, num_clusters: int) -> list[int]:
 class CodedSizes(NamedTuple):
     """The messages of a coded mean at one cluster, in bytes.
 
-    `outgoing` and `means` are of the slices, one by one; `incoming` is one other cluster's.
+    `outgoing` and `means` are of the slices, one by one; `incoming` is one other cluster's, of
+    those that this one owns. `owners` are the slices whose mean each cluster makes.
     """
 
     bounds: list[tuple[int, int]]
+    owners: list[range]
     outgoing: list[int]
-    incoming: int
+    incoming: list[int]
     means: list[int]
 
     def num_bytes(self, num_clusters: int, at_launch: int = 0) -> int:
         """Return what they take, with so many launches encoded at a time."""
         outgoing = max(at_launch, 1) * sum(self.outgoing)
-        return outgoing + (num_clusters - 1) * self.incoming + sum(self.means)
+        return outgoing + (num_clusters - 1) * sum(self.incoming) + sum(self.means)
 
 
 def coded_sizes(
@@ -89,16 +112,20 @@ def coded_sizes(
     num_clusters: int,
     position: int,
     is_gathered: bool = False,
+    num_slices: int | None = None,
 ) -> CodedSizes:
     """Return the messages of a mean in codes, gathered by all or made by the owners of slices."""
-    if is_gathered or num_clusters <= GATHERED_UP_TO:
-        whole = wire.num_bytes(numel)
-        return CodedSizes([(0, numel)], [whole], whole, [])
-    bounds = mean_bounds(numel, wire, mean_wire, num_clusters)
+    count = num_slices or num_clusters
+    if is_gathered or count <= GATHERED_UP_TO:
+        count = 1
+    bounds = slice_bounds(numel, count, lcm(wire.granularity, mean_wire.granularity))
     lengths = [stop - start for start, stop in bounds]
     outgoing = [wire.num_bytes(length) for length in lengths]
+    if is_gathered or num_clusters <= GATHERED_UP_TO:
+        return CodedSizes(bounds, [range(count)] * num_clusters, outgoing, outgoing, [])
+    owners = slice_owners(count, num_clusters)
     means = [mean_wire.num_bytes(length) for length in lengths]
-    return CodedSizes(bounds, outgoing, outgoing[position], means)
+    return CodedSizes(bounds, owners, outgoing, [outgoing[s] for s in owners[position]], means)
 
 
 def most_work(work: Iterable[Mapping[str, int]]) -> int:
@@ -116,8 +143,8 @@ def coded_bytes(
 ) -> tuple[int, ...]:
     """Return what the messages of a mean in codes take at each cluster: `CodedSizes.num_bytes`."""
     sizes = coded_sizes(numel, wire, mean_wire, num_clusters, 0)
-    common = sizes.num_bytes(num_clusters, at_launch) - (num_clusters - 1) * sizes.incoming
-    incoming = sizes.outgoing if len(sizes.outgoing) > 1 else [sizes.incoming] * num_clusters
+    common = sizes.num_bytes(num_clusters, at_launch) - (num_clusters - 1) * sum(sizes.incoming)
+    incoming = [sum(sizes.outgoing[s] for s in own) for own in sizes.owners]
     return tuple(common + (num_clusters - 1) * size for size in incoming)
 
 

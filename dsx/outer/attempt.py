@@ -112,7 +112,8 @@ class Attempts:
         buffers = attempt.buffers
         assert buffers.kept is not None
         if attempt.is_finite():
-            self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
+            with self._state.gate:
+                self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
         buffers.kept.copy_(buffers.wire)
 
     def submit(self, attempt: Attempt, sync_params: SyncParams) -> Pending:
@@ -123,17 +124,11 @@ class Attempts:
             return Arrived(attempt.buffers.wire)
 
         def begin() -> Exchange:
-            channel = self._state.channels[fragment]
-            measure = self._measurements.owner_measure(
-                fragment, sync_params, channel.codec, channel.seat
-            )
-            exchange = attempt.exchange(channel, measure)
+            exchange = self._exchange(attempt, sync_params)
             return self._trace.follow(exchange, fragment, attempt.what.step)
 
         what = replace(attempt.what, notes=self._notices.to_say())
-        # codes of a launch are kept by a channel that a view would open anew
-        again = None if self._method.encodes_at_launch else begin
-        return self._transport.submit(what, begin(), again)
+        return self._transport.submit(what, begin(), begin)
 
     def take_back(self, attempt: Attempt) -> None:
         """Give what a refused round carried back to the residuals, if it was encoded before."""
@@ -141,4 +136,14 @@ class Attempts:
         own = self._transport.seat.cluster_id
         was_encoded = own not in (*parity.refused_by, *parity.differing)
         if self._method.encodes_at_launch and was_encoded and kept is not None:
-            self._state.channels[attempt.what.fragment].take_back(kept)
+            with self._state.gate:
+                self._state.channels[attempt.what.fragment].take_back(kept)
+
+    def _exchange(self, attempt: Attempt, sync_params: SyncParams) -> Exchange:
+        """Make an attempt under the membership in force when its first round is due."""
+        fragment = attempt.what.fragment
+        channel = self._state.channels[fragment]
+        measure = self._measurements.owner_measure(
+            fragment, sync_params, channel.codec, channel.seat
+        )
+        return (yield from attempt.exchange(channel, measure))

@@ -57,6 +57,7 @@ class FragmentChannel:
         self._sideband_mean = ExactMean(seat, "sideband", opening.buffers)
         self._commit = Commit(seat)
         changed = {f"codec.{name}": tensor for name, tensor in self.codec.slots.items()}
+        self._at_launch = opening.at_launch
         if opening.at_launch:  # those are of the training thread, which encodes
             for name, error in self.codec.errors.items():
                 if not error.is_of_mean:
@@ -67,13 +68,17 @@ class FragmentChannel:
         """Go on under another membership; between two transfers, none being under way.
 
         What is of the same shape and the same elements there is carried: residuals, warm starts,
-        what the parity check remembers. The rest starts from zero. What an attempt has changed that
-        did not end is undone before.
+        what the parity check remembers, codes that were made at a launch. The rest starts from
+        zero. What an attempt has changed that did not end is undone before.
         """
         next_round = self.before.ended + 1
         self.before.put_back(next_round)
         codec, memory = self.codec, self.parity_check.memory
         self._open(seat)
+        for number in range(self._at_launch):  # those of launches in a row lie side by side
+            messages = cast(EncodingChannel, self.codec).messages(Launch(number))
+            for name, codes in cast(EncodingChannel, codec).messages(Launch(number)).items():
+                messages[name].copy_(codes)
         self.before.restored(next_round)
         self.parity_check.memory.copy_(memory)
         not_carried = _carry(codec, self.codec)

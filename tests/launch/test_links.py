@@ -117,8 +117,9 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
         print(f"\nto the bit, with 3 cuts and a killed gateway; saved {seconds:.1f} s after a kill")
 
 
+@pytest.mark.parametrize("preset", ["streaming_diloco", "recommended"])
 def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
-    launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str
 ) -> None:
     """Two ranks each; the first one is killed, which has led the log, and by which all had met.
 
@@ -134,6 +135,9 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
                 add_key(tmp_path / name, made[other])
         path = write_config(tmp_path / f"{name}.json", num_clusters=3)
         config: dict[str, Any] = json.loads(path.read_text())
+        if preset == "recommended":  # codes are made at a launch, and two of each under way
+            kept = {"clusters": config["dsx"]["clusters"], "schedule": {"interval": 4}}
+            config["dsx"] = {"preset": preset, "delay": {"steps": 3}, **kept}
         config["dsx"]["link"] = {
             "security": "curve",
             "members": [f"{n}=127.0.0.1:{ports[n]}" if ports[n] else n for n in names],

@@ -8,7 +8,6 @@ import time
 import pytest
 
 from dsx.comm.links.rank_views import packed, unpacked
-from dsx.config.schema import preset
 from dsx.core.leaving import LOST, Reason
 from dsx.core.transport import PeerLost, PeerPreempted, Submission
 from tests.comm.links.sites import Site, members, run
@@ -101,14 +100,6 @@ def test_what_a_member_says_that_is_no_message_ends_nothing() -> None:
     sites = run(method, TinyNet(), mean_loss, NUM_STEPS, before=before, by_log=True)
     assert [site.epochs[-1] for site in sites] == [0, 0, 0]
     assert all(site.loop is not None and site.loop.history.step == NUM_STEPS for site in sites)
-
-
-def test_codes_of_a_launch_are_not_sent_to_others_so_all_who_are_left_save_and_end() -> None:
-    method = preset("eager_fp4", 3, schedule={"interval": 4})
-    assert method.encodes_at_launch
-    with pytest.raises(PeerPreempted, match="cluster 2 is lost") as told:
-        run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: cut_short}, by_log=True)
-    assert told.value.reason.signal == LOST and told.value.reason.cluster == 2
 
 
 def test_other_ranks_hear_what_the_first_one_is_told() -> None:

@@ -9,10 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from dsx.config.schema import preset
 from dsx.core.transport import PeerLost, Submission
+from dsx.method.method import Method
 from tests.comm.links.sites import BUT_ONE, Site, members, run
+from tests.compress.test_over_gloo import WideNet, loss
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
+TINY: dict[str, Any] = {"model": TinyNet(), "compute_loss": mean_loss}
+WIDE: dict[str, Any] = {"model": WideNet(), "compute_loss": loss}
 NUM_STEPS, LAST = 24, 10  # the launch of no earlier step than that is cut short
 ROUNDS = [0, 1, BUT_ONE]
 QUICK = ("diloco", "recommended")
@@ -21,6 +26,39 @@ CARRIED = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.ci if name in IN_CI else
                  pytest.mark.slow) for name in ALL_CASES
 ]  # fmt: skip
+SHIFT = {"delay": {"type": "shift", "steps": 2}, "schedule": {"interval": 4}}
+EAGER = {"schedule": {"interval": 4}}
+TWO_BITS = {"type": "quantized", "wire": "2bit", "mean_wire": "2bit"}
+CODES: dict[str, tuple[str, dict[str, Any]]] = {  # made at a launch, before it is known for whom
+    "recommended": ("recommended", {"schedule": {"interval": 4}, "delay": {"steps": 2}}),
+    "shift, a round late": ("recommended", {
+        "schedule": {"interval": 4}, "delay": {"outer_steps": 1, "steps": 0},
+    }),
+    "random_top_k": ("diloco", SHIFT | {
+        "compression": {
+            "type": "random_top_k", "random_ratio": 0.5, "chunk": 256, "error_feedback": "none",
+        },
+    }),
+    "eager_fp4": ("eager_fp4", EAGER),
+    "eager, 2bit": ("eager", EAGER | {"compression": TWO_BITS | {"error_feedback": "fp32"}}),
+    "eager, noise": ("eager", EAGER | {
+        "compression": {"type": "quantized", "rounding": "stochastic", "error_feedback": "bf16"},
+    }),
+    "eager, top_k": ("eager", EAGER | {"compression": {"type": "top_k", "k": 32, "chunk": 1024}}),
+}  # fmt: skip
+OFTEN = [("recommended", 3), ("recommended", 4)]
+CODED = [
+    pytest.param(name, count, marks=() if (name, count) in OFTEN else pytest.mark.ci)
+    for name in CODES for count in (3, 4, 5)
+]  # fmt: skip
+
+
+def coded(name: str, num_clusters: int) -> Method:
+    """A method that encodes at a launch: of more than three clusters, with means by owners."""
+    of, overrides = CODES[name]
+    method = preset(of, num_clusters, **overrides)
+    assert method.encodes_at_launch
+    return method
 
 
 def tell_the_rest(sites: list[Site]) -> None:
@@ -28,38 +66,43 @@ def tell_the_rest(sites: list[Site]) -> None:
     victim = sites[-1]
     assert victim.is_over.wait(60)
     for site in sites[:-1]:
-        site.views.put(members(1, [s.id for s in sites[:-1]]))
+        site.views.put(members(1, [s.id for s in sites[:-1]], len(sites)))
 
 
-def lose(method: Any, rounds: int) -> list[Site]:
+def lose(method: Any, rounds: int, num_clusters: int = 3, **model: Any) -> list[Site]:
     """Kill the last one in its first launch of a step from LAST on, after so many rounds."""
 
     def fate(what: Submission) -> int | None:
         return rounds if what.step >= LAST else None
 
-    return run(method, TinyNet(), mean_loss, NUM_STEPS, fates={2: fate}, watch=tell_the_rest)
+    return run(
+        method, num_steps=NUM_STEPS, num_clusters=num_clusters, fates={num_clusters - 1: fate},
+        watch=tell_the_rest, **(model or TINY),
+    )  # fmt: skip
 
 
-def leave(method: Any, launch: int) -> list[Site]:
+def leave(method: Any, launch: int, num_clusters: int = 3, **model: Any) -> list[Site]:
     """Let the last one go between two steps: before the first of those of that step."""
-    meeting = threading.Barrier(3)
+    meeting = threading.Barrier(num_clusters)
 
     def before(site: Site, step: int) -> None:
         if step != launch:
             return
         meeting.wait(20)
         time.sleep(0.3)  # what was launched before is committed
-        if site.id == 2:
+        if site.id == num_clusters - 1:
             site.end()
             raise PeerLost("it has left")
         assert site.transport is not None
-        site.views.put(members(1, [0, 1]))
+        site.views.put(members(1, range(num_clusters - 1), num_clusters))
         until = time.monotonic() + 20
         while site.transport.seat.membership.epoch != 1 or not site.transport.is_settled:
             assert time.monotonic() < until
             time.sleep(0.01)
 
-    return run(method, TinyNet(), mean_loss, NUM_STEPS, before=before)
+    return run(
+        method, num_steps=NUM_STEPS, num_clusters=num_clusters, before=before, **(model or TINY)
+    )
 
 
 def anchors(site: Site) -> list[torch.Tensor]:
@@ -75,15 +118,15 @@ def are_equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def check(sites: list[Site], epoch: int = 1) -> None:
-    """Two are left, and hold the same; no round was left out."""
-    first, second = sites[0].loop, sites[1].loop
-    assert first is not None and second is not None
-    assert first.history == second.history and first.totals.refused == 0
-    assert are_equal(anchors(sites[0]), anchors(sites[1]))
-    assert sites[0].epochs[-1] == sites[1].epochs[-1] == epoch
-    launches = [*first.history.launches]
-    assert first.history.rounds == launches
+def check(sites: list[Site], epoch: int = 1, left: int = 2) -> None:
+    """So many are left, and hold the same; no round was left out."""
+    first = sites[0].loop
+    assert first is not None and first.totals.refused == 0
+    assert first.history.rounds == first.history.launches
+    for site in sites[:left]:
+        assert site.loop is not None and site.loop.history == first.history
+        assert are_equal(anchors(sites[0]), anchors(site))
+        assert site.epochs[-1] == epoch
 
 
 @pytest.mark.parametrize("rounds", ROUNDS)
@@ -106,6 +149,19 @@ def test_a_redo_has_the_bits_of_a_run_in_which_that_cluster_took_no_part(name: s
         assert are_equal(anchors(mine), anchors(other))
 
 
+@pytest.mark.parametrize(("name", "num_clusters"), CODED)
+def test_codes_of_a_launch_go_to_those_who_are_left(name: str, num_clusters: int) -> None:
+    """As they were made; with the bits of a run in which that cluster took no part."""
+    method, left = coded(name, num_clusters), num_clusters - 1
+    cut = lose(method, 1, num_clusters, **WIDE)
+    check(cut, left=left)
+    gone = leave(method, cut[left].cut_at, num_clusters, **WIDE)
+    check(gone, left=left)
+    for mine, other in zip(cut[:left], gone[:left], strict=True):
+        assert are_equal(parameters(mine), parameters(other))
+        assert are_equal(anchors(mine), anchors(other))
+
+
 def test_one_after_another_may_be_lost_and_one_while_the_others_agree() -> None:
     """Of four; the third ends while the others wait for it, to hear what it has committed."""
 
@@ -122,8 +178,7 @@ def test_one_after_another_may_be_lost_and_one_while_the_others_agree() -> None:
         for site in sites[:2]:
             site.views.put(members(2, [0, 1], 4))
 
-    method = ALL_CASES["recommended"].method(4)
-    sites = run(method, TinyNet(), mean_loss, NUM_STEPS, 4, {3: fate}, watch=tell)
+    sites = run(coded("recommended", 4), WideNet(), loss, NUM_STEPS, 4, {3: fate}, watch=tell)
     check(sites, epoch=2)
 
 
