@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -56,11 +57,18 @@ class PointToPoint:
         with waiting_for(self._say, self._deadline_seconds):
             for place, (peer, work) in enumerate(self._posted):
                 self._at = place
-                left = max(self._until - time.monotonic(), 0.001)
                 try:
-                    work.wait(timedelta(seconds=left))
+                    work.wait(self._left())
                 except RuntimeError as error:
                     raise self._lost(peer, error) from None
+
+    def _left(self) -> timedelta:
+        """Return the time up to the deadline in whole milliseconds, up: gloo waits no part of one.
+
+        So whoever waits in vain comes back behind the deadline, and is told so.
+        """
+        left = max(self._until - time.monotonic(), 0.0)
+        return timedelta(milliseconds=math.floor(1000 * left) + 1)
 
     def _say(self) -> str:
         """Return what is waited for now."""
