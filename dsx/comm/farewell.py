@@ -57,6 +57,7 @@ class Farewells:
         others = seat.others if group else []
         self._heard = {peer: torch.zeros(2, dtype=torch.int64) for peer in others}
         self._posted: list[Any] = []
+        self._last_word: dict[int, Any] = {}  # what waits for each peer's next one
         self._second: dict[int, Tensor] = {}  # words of those that had said why they end
         self._said: list[Tensor] = []
         self._is_closed = False
@@ -107,10 +108,15 @@ class Farewells:
         self._send(1)
 
     def have_saved(self) -> bool:
-        """Whether all peers have said why they end, and that they have saved."""
+        """Whether all peers have said why they end, and that they have saved, or have gone.
+
+        After `close` nobody is waited for.
+        """
         self.heard_reason()
-        return all(
-            peer in self._second and _value(self._second[peer]) is not None for peer in self._heard
+        return self._is_closed or all(
+            (peer in self._second and _value(self._second[peer]) is not None)
+            or self._has_gone(peer)
+            for peer in self._heard
         )
 
     def close(self) -> None:
@@ -118,6 +124,7 @@ class Farewells:
         self._is_closed = True
         self._group = None
         self._posted.clear()
+        self._last_word.clear()
 
     def _look(self, peer: int) -> tuple[int, int]:
         own = self._seat.cluster_id
@@ -137,7 +144,11 @@ class Farewells:
 
     def _listen(self, peer: int, word: Tensor) -> None:
         with suppress(RuntimeError, AttributeError):  # gone already: the first transfer says so
-            self._posted.append(self._group.recv([word], peer, _TAG))
+            self._last_word[peer] = self._group.recv([word], peer, _TAG)
+
+    def _has_gone(self, peer: int) -> bool:
+        """Whether nothing comes from a peer any more; gloo tells those alone who wait for it."""
+        return getattr(self._last_word.get(peer), "has_failed", False)
 
     def _send(self, value: int) -> None:
         """Tell every peer; what is under way is kept here until it is there."""

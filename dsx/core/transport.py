@@ -88,7 +88,7 @@ class Farewells(Protocol):
         ...
 
     def have_saved(self) -> bool:
-        """Whether all others have said both."""
+        """Whether all others have said both, or have gone."""
         ...
 
 

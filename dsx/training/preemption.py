@@ -9,6 +9,7 @@ have saved: a launcher kills the rest as soon as one rank has gone.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -286,6 +287,7 @@ class Preemption:
         self._loop.transport.close()  # a thread inside gloo would abort the interpreter's end
         self._records.end(self._loop.history.step, how)
         self._records.close()
+        gc.freeze()  # or the interpreter's end looks through all there is for cycles, for seconds
         raise SystemExit(code)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from dsx.comm import farewell
 from dsx.comm.farewell import Farewells
 from dsx.comm.gloo_groups import connect_gloo, open_device
+from dsx.core.leaving import Reason
 from dsx.core.membership import Seat
 from tests.distributed import free_port
 
@@ -72,3 +75,28 @@ def test_a_store_that_is_gone_is_not_waited_for() -> None:
     here = Farewells(groups[1], SEATS[1], notes)
     del host
     assert here.first_lost(0) == (0, 1)
+
+
+def test_who_has_said_why_and_is_gone_before_it_has_saved_is_not_waited_for() -> None:
+    pytest.importorskip("zmq", reason="pyzmq is not installed")
+    from tests.comm.links.clusters import groups_of, two_links
+
+    with two_links(grace_seconds=0.3) as (links, _):
+        here, leaving = (
+            Farewells(group, Seat.of(m, 2)) for m, group in enumerate(groups_of(links))
+        )
+        leaving.say_reason(Reason(1))
+        assert until(lambda: here.heard_reason() == Reason(1))
+        here.say_reason(Reason(1))
+        here.say_saved()
+        time.sleep(0.5)
+        assert not here.have_saved()  # it is still at it
+        links[1].close()
+        assert until(here.have_saved)
+
+
+def until(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
+    end = time.monotonic() + seconds
+    while not holds() and time.monotonic() < end:
+        time.sleep(0.02)
+    return holds()

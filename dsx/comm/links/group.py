@@ -26,6 +26,13 @@ class LinkWork:
     def __init__(self, ended: Future[None]) -> None:
         self._ended = ended
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it is over and not there: the peer has gone, or has closed the lane."""
+        return self._ended.done() and (
+            self._ended.cancelled() or self._ended.exception() is not None
+        )
+
     def wait(self, timeout: timedelta) -> None:
         """Block until it is there; RuntimeError says why it will not be."""
         try:
