@@ -132,8 +132,9 @@ class Replica:
 
     def take_append(self, append: Append) -> None:
         """Take up entries of the coordinator that is followed."""
-        if append.start <= self.log.end:  # beyond that there is no following, only joining again
-            self.silence = 0
+        is_joined = append.ballot == self.accepted or not self.standing.request
+        if append.start <= (self.log.end if is_joined else self.state.index):
+            self.silence = 0  # beyond that there is no following, only joining again
         if append.ballot == self.accepted:
             if append.start <= self.log.end:
                 self.log.extend(append.start, append.entries)

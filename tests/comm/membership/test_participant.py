@@ -200,6 +200,23 @@ def test_one_outside_of_the_view_joins_again_with_another_request() -> None:
     assert of_kind(one, Dropped) and one.request == 2
 
 
+def test_a_joiner_whose_place_the_next_coordinator_has_cut_off_asks_again() -> None:
+    """It holds entries of the last one as far as there, and has not applied them."""
+    one = Participant(Contributor(2, 9), [0, 1, 2])
+    one.up(0, 5)
+    one.up(1, 7)
+    state = State().after(View(1, BOTH)).after(Join(Joiner(2, 9, 1)))
+    one.receive(0, 5, Install(Ballot(1, 0, 5), 1, state, tuple(Said(k, "v", 0) for k in "abc")))
+    (copy,) = [action for action in taken(one) if isinstance(action, Copy)]
+    one.ready(copy.request, copy.state.index)
+    one.down(0)
+    far = Append(Ballot(2, 1, 7), state.index + 2, (Said("b", "w", 1),), state.index + 3, 0)
+    for _ in range(60):
+        one.receive(1, 7, far)
+        one.tick()
+    assert one.request > 1
+
+
 def test_a_voter_that_fell_behind_votes_on_but_neither_contributes_nor_stands() -> None:
     one = follower()
     state = one.state.after(Commit("a", 0, 2, "d")).after(Commit("a", 1, 2, "e"))
