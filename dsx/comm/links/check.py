@@ -1,22 +1,24 @@
 """Whether the sites of a run can meet: keys, ports, clocks and versions, before a run is started.
 
-Each site calls those it would call in a run, at the same time. What one has not answered within the
-deadline is told with the reason as far as it is known here.
+Each site calls those it would call in a run, at the same time; through the relay, too, where it has
+one. What has not answered within the deadline is told with the reason as far as it is known here.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitedTooLong
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from dsx.comm.links.host_port import HostGateway, open_on_host
 from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import address_to_call
 from dsx.comm.links.requests import Answer, Name
 from dsx.comm.links.settings import LinkSettings
-from dsx.comm.links.trust import open_link
+from dsx.comm.topology import RankInfo
 from dsx.comm.versions import about_me
 
 _ANSWER_SECONDS = 5.0
@@ -59,8 +61,8 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
     OSError if the port is taken here; ValueError for what is wrong with keys.
     """
     addresses = {m: settings.address_of(m) for m in range(len(settings.names))}
-    port = settings.port if addresses[own] is not None else 0
-    link = open_link(settings, own, 0, 1, port)
+    link, _ = open_on_host(settings, RankInfo(own, len(addresses), 0, 1), None, "", seconds)
+    gateways = [held for held in link.held if isinstance(held, HostGateway)]
     asked: set[Name] = set()
 
     def serve(asker: Name, body: bytes, answer: Answer) -> None:
@@ -72,11 +74,15 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
         link.serve(serve)
         others = [m for m in addresses if m != own]
         for other in others:
-            link.expect(other, 0, address_to_call(own, other, addresses))
+            way = link.ways.get((other, 0)) if other < own else None
+            link.expect(other, 0, address_to_call(own, other, addresses) or way)
 
         def look(other: int) -> Site:
-            way = _way(address_to_call(own, other, addresses), settings, own)
-            return _look(link, other, settings.names[other], way, until)
+            way = _way(settings, own, other, addresses)
+            site = _look(link, other, settings.names[other], way, until)
+            if site.problem is not None and way.endswith(f" relay {settings.relay}"):
+                site = replace(site, problem=_at_relay(gateways))
+            return site
 
         with ThreadPoolExecutor(len(others)) as threads:
             found = list(threads.map(look, others))
@@ -86,6 +92,8 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
         time.sleep(_LAST_SECONDS)  # in which the last answer leaves
     finally:
         link.close()
+        for gateway in gateways:
+            gateway.close()
     return found
 
 
@@ -105,13 +113,26 @@ def _look(link: Link, other: int, name: str, way: str, until: float) -> Site:
     return Site(name, way, None, after - before, ahead, str(told["version"]))
 
 
-def _way(address: str | None, settings: LinkSettings, own: int) -> str:
+def _way(settings: LinkSettings, own: int, other: int, addresses: Mapping[int, str | None]) -> str:
+    address = address_to_call(own, other, addresses)
     if address is not None:
         return f"called at {address}"
-    nowhere = "nowhere: neither can be called"
-    if settings.relay is not None:
-        nowhere = f"relay {settings.relay}, which is not tried here"
-    return f"calls here, at {settings.address_of(own) or nowhere}"
+    if addresses[own] is not None:
+        return f"calls here, at {addresses[own]}"
+    if own in settings.through_relay:
+        return f"{'called' if other < own else 'calls here'} through relay {settings.relay}"
+    return "nowhere: neither can be called"
+
+
+def _at_relay(gateways: Sequence[HostGateway]) -> str:
+    """Say why one was not met there: `dsx relay` tells nobody who else has registered."""
+    trouble = next((gateway.relay_trouble for gateway in gateways), "")
+    if trouble:
+        return f"this site is not registered there: {trouble}"
+    return (
+        "this site is registered there, and nothing was heard of that one: it is not, or one of "
+        "the two lacks the other's key"
+    )
 
 
 def _version() -> str:

@@ -104,6 +104,7 @@ class HostGateway:
         self._settings, self._ranks, self._own = settings, dict(ranks), own
         self._called = {rank_name(settings.names[m], r): (m, r) for m, r in called}
         self.ways: dict[Name, str] = {}  # where to call them
+        self.relay_trouble = ""  # why it is not registered there
         others = len(settings.names) - 1
         at_once = 4 * len(ranks) * others * (settings.streams + 1)  # old ones beside new ones
         most = max(Limits().most_connections, at_once)
@@ -162,11 +163,13 @@ class HostGateway:
         return parse_address(f"tcp://{relay}")
 
     def _told(self, event: Event) -> None:
-        if event["event"] != "ended":
-            logger.log(
-                logging.INFO if event["event"] == "registered" else logging.WARNING,
-                "relay %s: %s", self._settings.relay, event["text"],
-            )  # fmt: skip
+        if event["event"] == "registered":
+            self.relay_trouble = ""
+            logger.info("registered at relay %s", event["text"])
+        elif event["event"] != "ended":
+            if self.relay_trouble != event["text"]:
+                logger.warning("not registered at relay %s", event["text"])
+            self.relay_trouble = event["text"]
         elif self.ways:  # the next one would have them elsewhere
             logger.error("its ways through relay %s are gone with it", self._settings.relay)
         elif not self._is_closed:

@@ -16,6 +16,8 @@ from dsx.comm.links import check
 from dsx.comm.links.check import Site, check_sites
 from dsx.comm.links.key_changes import add_key, make_key, revoke_keys
 from dsx.comm.links.settings import LinkSettings
+from tests.comm.links.folders import sites as folders_of
+from tests.comm.links.test_relay import Relay
 from tests.distributed import free_port
 
 
@@ -70,6 +72,30 @@ def test_a_key_that_one_side_lacks_is_told_at_both(sites: list[LinkSettings]) ->
     found = check_all(sites, [0, 1], seconds=4)
     assert "whose key is not known here" in found[0][0].says
     assert "does not take this cluster's key" in found[1][0].says
+
+
+@pytest.mark.ci
+def test_sites_that_can_only_call_out_are_tried_through_their_relay(tmp_path: Path) -> None:
+    folders = folders_of(tmp_path, "a", "b", "relay-keys")
+    relay = Relay(folders["relay-keys"])
+    try:
+        here = [
+            LinkSettings(
+                "curve", ("a", "b"), str(folders[name]), port=free_port(),
+                relay=f"127.0.0.1:{relay.port}",
+            )
+            for name in "ab"
+        ]  # fmt: skip
+        found = check_all(here, [0, 1])
+        ways = [found[own][0].way.partition(" through")[0] for own in (0, 1)]
+        assert ways == ["calls here", "called"]
+        assert all("is trusted" in found[own][0].says for own in (0, 1))
+        (alone,) = check_all(here, [1], seconds=3)[1]
+        assert "this site is registered there, and nothing was heard of that one" in alone.says
+    finally:
+        relay.end()
+    (alone,) = check_all(here, [1], seconds=3)[1]
+    assert "is not registered there: 127.0.0.1:" in alone.says and "refused" in alone.says
 
 
 def test_clocks_and_versions_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
