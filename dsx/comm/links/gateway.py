@@ -211,6 +211,8 @@ class Gateway:
         num_in, num_out = joined.num_bytes
         self._bytes["in"] += num_in
         self._bytes["out"] += num_out
+        for registration in self._registrations:
+            registration.look()
 
 
 def _reply(wanted: Wanted, code: int) -> bytes:

@@ -9,7 +9,6 @@ came in is ever joined: it connects to nobody.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 from collections import Counter
@@ -130,7 +129,7 @@ class Relay:
         self._told: set[str] = set()
         self._sites: dict[str, Site] = {}  # by the name of a rank
         self._waiting: dict[str, tuple[Caller, Site]] = {}  # by token
-        self._joined: dict[Joined, PublicKey] = {}
+        self._joined: dict[Joined, Site] = {}  # with who was called
         self.bucket = Bucket(loop)
         self._pipes = Pipes()
         self.num_bytes = 0
@@ -224,7 +223,7 @@ class Relay:
         joined = Joined(
             self._loop, self._pipes, outside, inside, self.bucket, self._ended, pays_both=True
         )
-        self._joined[joined] = site.key
+        self._joined[joined] = site
         self.num_joined_ever += 1
 
     def _ended(self, joined: Joined) -> None:
@@ -284,6 +283,9 @@ class Relay:
             self._sites[name] = site
         for old in before - {*self._sites.values()}:
             old.close("it has registered anew")
+        for joined, was in [*self._joined.items()]:
+            if was is not site and not {*was.names}.isdisjoint(names):
+                joined.close()  # its line was cut, which its caller may not see
         site.send(pack_message(greetings.REGISTERED))
         self._say(f"{key.name} has registered from {caller.host}: {', '.join(names[:8])}"
                   + (f" and {len(names) - 8} more" if len(names) > 8 else ""))  # fmt: skip
@@ -304,10 +306,9 @@ class Relay:
         for site in {*self._sites.values()}:
             if site.key not in stand.get(site.key.name, ()):
                 site.close("its key is revoked")
-        for joined, key in [*self._joined.items()]:
-            if key not in stand.get(key.name, ()):
-                with contextlib.suppress(KeyError):
-                    joined.close()
+        for joined, site in [*self._joined.items()]:
+            if site.key not in stand.get(site.key.name, ()):
+                joined.close()
 
 
 def _ask_signature(nonce: bytes) -> Generator[int | bytes, bytes, Message]:

@@ -73,6 +73,11 @@ class Registration:
             call.stop()
         self._drop("stopped")
 
+    def look(self) -> None:
+        """Say something, as a line that was cut is only found out by that."""
+        if self._is_registered:
+            self._send(pack_message(greetings.ALIVE))
+
     def _dial(self) -> None:
         place = self.relay.place
         self._reach = Reach(

@@ -11,6 +11,8 @@ from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.sockets import Trust
 from dsx.comm.links.switch import LinkOptions
 
+RELAYED_GRACE_SECONDS = 3.0  # both sites may have to register first, and then one calls again
+
 
 class MemberTrust:
     """The keys of a folder, for clusters instead of names."""
@@ -78,12 +80,14 @@ def open_link(
     `world_size`.
     """
     trust: Trust | None = load_trust(settings, cluster_id)
+    is_relayed = cluster_id in settings.through_relay
     options = LinkOptions(
         host or settings.listens_at,
         port,
         settings.streams,
         settings.suspect_seconds,
-        dscp=settings.dscp,
+        RELAYED_GRACE_SECONDS if is_relayed else LinkOptions.grace_seconds,
+        settings.dscp,
     )
     hours = [Hours.read(text) for text in settings.hours]
     pace = Pace(settings.rate_mbit, hours, share=1 / world_size)

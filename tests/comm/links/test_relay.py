@@ -116,11 +116,11 @@ def test_a_rank_is_reached_through_the_relay_cut_off_and_reached_again(
         assert [*failures] == [f"127.0.0.1:{relay.port}: nobody listens there under it"]
         stranger = stack.enter_context(Calling(called, ways[THREE], b"", is_known=False))
         assert stranger.waits_for(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-        # another process takes the rank's place: what was joined stays, callers go to the new
+        # another process takes the rank's place: what was joined is cut, callers go to the new
         other = stack.enter_context(Called())
         registered(a, relay, other)
         assert relay.has_said("site-a from 127.0.0.1 is gone")
-        assert caller.echoes()
+        assert caller.waits_for(zmq.EVENT_DISCONNECTED)
         second = stack.enter_context(Calling(other, ways[THREE], b""))
         assert second.echoes()
         assert {"event": "registered", "text": f"127.0.0.1:{relay.port}"} in told
