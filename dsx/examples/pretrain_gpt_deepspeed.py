@@ -149,8 +149,7 @@ def set_up(arguments: argparse.Namespace) -> Run:
     )
     batches = divide(train, world, engine, arguments)
     engine.dsx.track(data=batches)
-    rendezvous = arguments.dsx_rendezvous or config["dsx"]["clusters"].get("rendezvous", "env://")
-    reports = world.rank == 0 and (world.cluster_id == 0 or rendezvous != "env://")
+    reports = world.rank == 0 and (world.cluster_id == 0 or not world.has_one_launcher)
     console = Console(highlight=False, soft_wrap=True) if reports else None
     if console and arguments.scaled:
         console.print(str(arguments.scaled))
