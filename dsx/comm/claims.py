@@ -3,7 +3,7 @@
 Two launchers may be given the same id by mistake. Without a claim the second one would take the
 place of the first in the store, and all would wait for the wrong one. Whether who has claimed it is
 alive is known from the process, on the same machine, and otherwise from a count that a thread of it
-raises every second: a dead one, which a store of its own outlives, is in nobody's way.
+raises every few seconds: a dead one, which a store of its own outlives, is in nobody's way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from dsx.core.waits import waiting_for
 
-_BEAT_SECONDS = 1.0
+_BEAT_SECONDS = 5.0  # a slow line carries them, too
 _LAST_ANSWER_SECONDS = 5.0
 _WATCH_SECONDS = 15.0  # without a beat: it is dead
 _POLL_SECONDS = 0.1

@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsx.comm.links.link import Link
+from dsx.comm.links.peer import SIGNS_PER_SUSPICION
+from dsx.comm.links.repeats import Repeats
 from dsx.comm.links.requests import Answer, Name
 from dsx.comm.membership.actions import Applied, Dropped, Send, Stopped
 from dsx.comm.membership.codec import MessageRefused
@@ -64,6 +66,7 @@ class Clerk:
             arbiter,
             Timing(patience=patience),
         )
+        self._repeats = Repeats(suspect_seconds / SIGNS_PER_SUSPICION, time.monotonic)
         self._members = everyone
         self._inbox: queue.Queue[tuple[Name, bytes]] = queue.Queue(_MOST_WAITING)
         self._gone: dict[int, str] = {}
@@ -144,8 +147,10 @@ class Clerk:
             incarnation = self._link.process_at((cluster, 0))
             if why:
                 self._gone[cluster] = why
+                self._repeats.forget(cluster)
                 self._log.down(cluster)
             elif incarnation is not None and self._log.links.get(cluster) != incarnation:
+                self._repeats.forget(cluster)
                 self._log.up(cluster, incarnation)
             self._act()
         self._require_quorum()
@@ -174,7 +179,8 @@ class Clerk:
         while self._log.actions:
             action = self._log.actions.popleft()
             if isinstance(action, Send):
-                self._link.ask((action.peer, 0), _LOG + encode(action.message))
+                if self._repeats.is_due(action.peer, action.message):
+                    self._link.ask((action.peer, 0), _LOG + encode(action.message))
             elif isinstance(action, Applied):
                 self._take_up(action.entry)
             elif isinstance(action, Dropped):

@@ -29,6 +29,7 @@ from dsx.comm.links.messages import (
 COPIED_BYTES = 1 << 16  # a message so short is copied, and has been sent as soon as it is posted
 EARLY_BYTES = 1 << 26  # of messages without a place, from one peer
 WINDOW_BYTES = 1 << 24  # sent over one connection and not acknowledged
+ACKS_TOGETHER = 16  # of short messages, whose senders do not wait for them
 
 
 class Mailbox:
@@ -58,6 +59,7 @@ class Mailbox:
         self._in_flight: dict[int, int] = {}  # bytes by connection
         self.replies: list[tuple[Frame, bytes]] = []
         self.acks: list[Ack] = []
+        self.is_waited_for = False  # an acknowledgement among them
         self.problems: list[str] = []
 
     @property
@@ -69,6 +71,11 @@ class Mailbox:
     def first_serial(self) -> int:
         """Of what has not arrived, or of the next message: nothing below it is sent any more."""
         return next(iter(self._outgoing), self._next_serial)
+
+    @property
+    def acks_are_due(self) -> bool:
+        """Whether acknowledgements have to go out now, and not with others a moment later."""
+        return self.is_waited_for or len(self.acks) >= ACKS_TOGETHER
 
     @property
     def num_single_serials(self) -> int:
@@ -152,6 +159,7 @@ class Mailbox:
     def take_chunk(self, frame: Frame, body: Any) -> None:
         """Take a chunk that has come; `body` has a length and can be put into a memoryview."""
         chunk, early = frame.start // CHUNK_BYTES, self._early.get(frame.key)
+        self.is_waited_for |= frame.total > COPIED_BYTES
         length = min(CHUNK_BYTES, frame.total - frame.start)
         if frame.start % CHUNK_BYTES or len(body) != length:
             self.problems.append(f"bytes {frame.start} to {frame.start + len(body)} are no chunk")

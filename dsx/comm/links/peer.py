@@ -16,10 +16,12 @@ from dsx.comm.links.frames import ACKS, ASK, PROBE, Frame, pack_acks
 from dsx.comm.links.mailbox import Mailbox
 from dsx.comm.links.pace import Pace
 
-_PROBES_PER_SUSPICION = 8
-_MOST_PROBE_SECONDS = 0.25
+SIGNS_PER_SUSPICION = 4  # of life, in the silence after which a peer is given up
+_FIRST_PROBES = 8  # closer together, for the least time there and back
+_FIRST_PROBE_SECONDS = 0.25
 _LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
 _ACKS_IN_A_FRAME = 4096
+_ACK_SECONDS = 0.03  # in which acknowledgements that nobody waits for may become more
 
 
 class LinkDown(RuntimeError):
@@ -64,7 +66,9 @@ class Peer:
         self._grace_seconds, self._suspect_seconds = grace_seconds, suspect_seconds
         self._lost_at: float | None = None
         self._heard_at = time.monotonic()
-        self._probe_at = 0.0
+        self._probe_at, self._num_probes = 0.0, 0
+        self._told_serial = 0  # the last one that it may forget all below
+        self._acks_at: float | None = None  # when those that are there have to go out
         self._has_met = False
 
     def __str__(self) -> str:
@@ -121,12 +125,24 @@ class Peer:
         silent = now - self._heard_at
         if silent > self._suspect_seconds:
             return f"nothing was heard of it for {silent:.1f} s (link.suspect_seconds)"
-        if now >= self._probe_at:
-            each = min(self._suspect_seconds / _PROBES_PER_SUSPICION, _MOST_PROBE_SECONDS)
-            self._probe_at = now + each
-            first = self.mailbox.first_serial
-            self.say(Frame(PROBE, self._own, start=time.monotonic_ns(), serial=first), b"")
+        if now >= self._probe_at and self._has_reason_to_probe(now):
+            self._probe_at = now + self._sign_seconds
+            self._num_probes += 1
+            self._told_serial = self.mailbox.first_serial
+            frame = Frame(PROBE, self._own, start=time.monotonic_ns(), serial=self._told_serial)
+            self.say(frame, b"")
         return None
+
+    @property
+    def _sign_seconds(self) -> float:
+        each = self._suspect_seconds / SIGNS_PER_SUSPICION
+        return min(each, _FIRST_PROBE_SECONDS) if self._num_probes < _FIRST_PROBES else each
+
+    def _has_reason_to_probe(self, now: float) -> bool:
+        """Whether it has been silent, does not know what has arrived, or how far it is unknown."""
+        is_silent = now >= self._heard_at + self._sign_seconds
+        is_told = self._told_serial == self.mailbox.first_serial
+        return is_silent or not is_told or self._num_probes < _FIRST_PROBES
 
     def excuse(self, seconds: float) -> None:
         """Do not count a time in which this process itself has not looked."""
@@ -149,21 +165,29 @@ class Peer:
         self.asked[number] = body
         self.say(Frame(ASK, self._own, serial=number), body)
 
-    def flush_replies(self) -> None:
+    def flush_replies(self, at_once: bool = True) -> None:
         """Send what is short: acknowledgements, and words of places and lanes."""
         mailbox = self.mailbox
-        if 0 in self.connections:
-            replies, mailbox.replies = mailbox.replies, []
-            for frame, body in replies:
-                self.say(frame, body)
-            acks, mailbox.acks = mailbox.acks, []
+        if 0 not in self.connections:
+            return
+        replies, mailbox.replies = mailbox.replies, []
+        for frame, body in replies:
+            self.say(frame, body)
+        if mailbox.acks and (at_once or replies or self._acks_are_due()):
+            acks, mailbox.acks, mailbox.is_waited_for = mailbox.acks, [], False
+            self._acks_at = None
             for first in range(0, len(acks), _ACKS_IN_A_FRAME):
                 packed = pack_acks(acks[first : first + _ACKS_IN_A_FRAME])
                 self.say(Frame(ACKS, self._own), packed)
 
+    def _acks_are_due(self) -> bool:
+        now = time.monotonic()
+        self._acks_at = now + _ACK_SECONDS if self._acks_at is None else self._acks_at
+        return self.mailbox.acks_are_due or now >= self._acks_at
+
     def flush(self, pace: Pace) -> None:
         """Send what waits, as far as windows and the pace allow."""
-        self.flush_replies()
+        self.flush_replies(at_once=False)
         mailbox, is_moving = self.mailbox, True
         while is_moving:
             is_moving = False

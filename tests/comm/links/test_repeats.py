@@ -1,0 +1,37 @@
+"""What the log says again and again goes out now and then; what is new goes out at once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from dsx.comm.links.repeats import Repeats
+from dsx.comm.membership.entries import Ballot, Said
+from dsx.comm.membership.messages import Append, Prepare, Status
+
+BALLOT = Ballot(1, 0, 5)
+STATUS = Status(1, BALLOT, 2, 2, 1, (0, 1), (), (), 0, 0, 0, 1.0, False, False)
+EMPTY = Append(BALLOT, 2, (), 2, 2)
+
+
+def test_signs_of_life_are_seconds_apart_and_news_are_not() -> None:
+    now = [0.0]
+    repeats = Repeats(4.0, lambda: now[0])
+    sent = 0
+    for tick in range(100):  # 10 s
+        now[0] = tick / 10
+        sent += repeats.is_due(1, replace(STATUS, sequence=tick))
+        sent += repeats.is_due(1, EMPTY)
+    assert sent == 2 * 3
+    assert repeats.is_due(1, replace(STATUS, index=3))
+    assert repeats.is_due(1, STATUS)  # as before, and other than the last
+    assert not repeats.is_due(1, replace(STATUS, sequence=7))
+    assert repeats.is_due(2, STATUS)
+    repeats.forget(1)
+    assert repeats.is_due(1, STATUS) and not repeats.is_due(2, STATUS)
+
+
+def test_whatever_else_is_said_goes_out_each_time() -> None:
+    repeats = Repeats(4.0, lambda: 0.0)
+    said = Append(BALLOT, 2, (Said("a", "b", 0, 0),), 2, 2)
+    for message in (said, Prepare(BALLOT, 2)):
+        assert repeats.is_due(1, message) and repeats.is_due(1, message)
