@@ -17,6 +17,7 @@ from dsx.comm.command import rendezvous
 from dsx.comm.links.keys_command import app as keys_app
 from dsx.comm.links.relay_command import relay
 from dsx.config.command import app as config_app
+from dsx.ctl.command import app as ctl_app
 from dsx.data.command import app as data_app
 from dsx.engines.command import export
 from dsx.examples.command import quickstart
@@ -44,6 +45,7 @@ app.add_typer(bench_app, name="bench", rich_help_panel=BEFORE)
 app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
 keys_app.command("check")(keys_check)
 app.add_typer(keys_app, name="keys", rich_help_panel=BEFORE)
+app.add_typer(ctl_app, name="ctl", rich_help_panel=DURING)
 app.add_typer(data_app, name="data", rich_help_panel=DURING)
 app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)

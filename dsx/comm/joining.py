@@ -22,6 +22,7 @@ from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
+    from dsx.comm.links.desk import Desk
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
 
@@ -84,11 +85,13 @@ def join_own_launcher(
 
 def join_by_links(
     launcher: LauncherEnvironment, settings: LinkSettings, config: RendezvousConfig
-) -> tuple[RankInfo, dist.Store, dist.Store, Link, Where]:
+) -> tuple[RankInfo, dist.Store, dist.Store, Link, Where, Desk | None]:
     """Meet the other launchers' clusters over links.
 
-    Returns as the one above, this rank's link, and where others call it.
+    Returns as the one above, this rank's link, where others call it, and what the first rank of
+    members that have keys answers to their tools.
     """
+    from dsx.comm.links.desk import Desk
     from dsx.comm.links.host_port import open_on_host
     from dsx.comm.links.meeting import open_meeting
 
@@ -97,8 +100,10 @@ def join_by_links(
     own, seconds = _launcher_store(launcher, config), config.join_deadline_seconds
     of_ports = dist.PrefixStore(f"dsx/start_{launcher.restarts}/host_port", own)
     link, where = open_on_host(settings, rank_info, of_ports, launcher.master_addr, seconds)
+    is_served = rank_info.rank == 0 and settings.security == "curve"
+    desk = Desk(link, settings.names) if is_served else None
     store = open_meeting(settings, rank_info, link, launcher.master_addr, seconds)
-    return rank_info, own, store, link, where
+    return rank_info, own, store, link, where, desk
 
 
 def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:

@@ -38,6 +38,7 @@ from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.clerk import Clerk
+    from dsx.comm.links.desk import Desk
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
     from dsx.comm.links.rank_views import Board
@@ -57,8 +58,10 @@ class World:
         cluster_store: dist.Store,
         config: RendezvousConfig,
         link: Link | None = None,
+        desk: Desk | None = None,
     ) -> None:
         self.seat = seat
+        self.desk = desk  # where members' tools ask; of the first rank of a run with keys
         self.rank_info = rank_info
         self._cluster_store = cluster_store
         self.rendezvous = rendezvous
@@ -247,6 +250,8 @@ class World:
                 link, incarnations, settings.arbiter_id, settings.suspect_seconds, board.tell,
                 board.lost,
             )  # fmt: skip
+            if self.desk is not None:
+                self.desk.facts.append(self._clerk.facts)
             atexit.register(self._clerk.close)  # before the link, which is registered earlier
         return FirstRankViews(self._board, link)
 
@@ -280,8 +285,9 @@ def join(config: RendezvousConfig) -> World:
     launcher, limit = LauncherEnvironment.read(), collective_limit()
     link: Link | None = None
     where: Where | None = None
+    desk: Desk | None = None
     if config.link is not None and config.cluster_id is not None:
-        rank_info, launcher_store, shared_store, link, where = join_by_links(
+        rank_info, launcher_store, shared_store, link, where, desk = join_by_links(
             launcher, config.link, config
         )
     elif config.rendezvous == "env://":
@@ -307,5 +313,5 @@ def join(config: RendezvousConfig) -> World:
         atexit.register(link.close)  # what was sent last arrives
         where = where or where_alone(link, launcher.master_addr)
         say_where(rendezvous.group_store("links"), link, where)
-    _world = World(seat, rank_info, rendezvous, cluster_store, config, link)
+    _world = World(seat, rank_info, rendezvous, cluster_store, config, link, desk)
     return _world

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from dsx.training.records import Records
 from dsx.training.rollback import Rollback
 from dsx.training.same_batches import warn_of_same_batches
 from dsx.training.saving import Saving
+from dsx.training.standing import tell_standing
 from dsx.training.start import tell_of_start
 
 logger = logging.getLogger(__name__)
@@ -102,6 +103,7 @@ class Handle:
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, self._records)
+        tell_standing(self, world, self._saving)
 
     @property
     def cluster_id(self) -> int:
@@ -276,14 +278,11 @@ class Handle:
             yield
             return
         self.settle()
-        with self._saving.naming_last():
-            context = finish.exported(self.loop)
-            self._own = context.__enter__()
-        try:
+        with ExitStack() as stack:
+            with self._saving.naming_last():
+                self._own = stack.enter_context(finish.exported(self.loop))
+            stack.callback(setattr, self, "_own", None)
             yield
-        finally:
-            self._own = None
-            context.__exit__(None, None, None)
 
     def saving(self) -> AbstractContextManager[None]:
         """Hold what a checkpoint is to hold: after `finish()` the finished model, as `averaged`.

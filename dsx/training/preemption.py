@@ -163,6 +163,13 @@ class Preemption:
         self._thread.join(1.0)
 
     @property
+    def state(self) -> str:
+        """What this cluster does, in a word."""
+        if self.is_over:
+            return "saving" if self.is_saving and not self._has_saved.done() else "ending"
+        return "training" if self.place.reason is None else "about to end"
+
+    @property
     def _folder(self) -> Path | None:
         run = self._records.folder
         return self._base or (None if run is None else run / "checkpoints")

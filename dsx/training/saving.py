@@ -55,6 +55,7 @@ class Saving:
         self._records = records
         self._syncs = syncs
         self.last: Path | None = None
+        self.last_complete: dict[str, Any] | None = None  # that this run has saved
         self._keeps_data = False
         self.before: int | None = None
         self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
@@ -131,6 +132,7 @@ class Saving:
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
         self.last = directory
+        self.last_complete = {"step": self._loop.history.step, "path": str(directory)}
         self._records.saved(directory, self._loop.history.step)
         self.keeping.saved(directory, self._loop.history.step)
 

@@ -79,6 +79,20 @@ class Clerk:
         self._thread = threading.Thread(target=self._run, name="dsx-clerk", daemon=True)
         self._thread.start()
 
+    def facts(self) -> dict[str, Any]:
+        """Return how the membership stands, as this cluster has it; any thread."""
+        state, heard = self._log.state, self._link.silent_seconds
+        others = [id for id in self._everyone if id != self._link.cluster_id]
+        silent = {str(id): heard((id, 0)) for id in others}
+        return {
+            "view": state.epoch,
+            "members": [c.id for c in state.contributors],
+            "coordinator": self._log.coordinator,
+            "waits_for": list(self._log.waits_for),
+            "gone": {str(id): why for id, why in self._gone.copy().items()},
+            "heard_seconds": {id: round(s, 3) for id, s in silent.items() if s is not None},
+        }
+
     def finish(self) -> None:
         """This cluster has done its work; once all have, nobody who leaves is missed."""
         self._has_finished = True

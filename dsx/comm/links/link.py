@@ -124,6 +124,15 @@ class Link:
         """
         self._post(lambda: self._switch.requests.serve(serve, first))
 
+    def soon(self, do: Callable[[], object]) -> None:
+        """Have something done in the link's thread: an answer that is given later, say."""
+        self._post(do)
+
+    def silent_seconds(self, name: Name) -> float | None:
+        """Return for how long nothing has come from a process; None of one that is not there."""
+        peer = self._switch.peers.get(name)
+        return None if peer is None or not peer.is_met else peer.silent_seconds
+
     def process_at(self, name: Name) -> int | None:
         """Return the incarnation of a process that has been met and is not given up, else None."""
         peer = self._switch.peers.get(name)
@@ -133,6 +142,11 @@ class Link:
         """Return why a process has been given up; empty if it has not."""
         peer = self._switch.peers.get(name)
         return "" if peer is None or peer.error is None else str(peer.error)
+
+    def trouble(self, name: Name) -> str:
+        """Return why a process could not be called, the last time; empty if it was not tried."""
+        peer = self._switch.peers.get(name)
+        return "" if peer is None else peer.trouble
 
     def close_lane(self, lane: int) -> None:
         """End what is under way on a lane, and tell all peers that nothing comes there."""

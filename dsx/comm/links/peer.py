@@ -22,6 +22,7 @@ _FIRST_PROBE_SECONDS = 0.25
 _LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
 _ACKS_IN_A_FRAME = 4096
 _ACK_SECONDS = 0.03  # in which acknowledgements that nobody waits for may become more
+FIRST_VISITOR = 1 << 19  # ranks from here on are tools of a member, which come and go (desk.py)
 
 
 class LinkDown(RuntimeError):
@@ -84,6 +85,11 @@ class Peer:
         """Whether it has ever been there."""
         return self._has_met
 
+    @property
+    def is_visitor(self) -> bool:
+        """Whether it is no rank of the run: nobody remembers it once it has gone."""
+        return self.rank >= FIRST_VISITOR
+
     def open(self, index: int, connection: Connection) -> None:
         """Take a connection that stands, in place of an earlier one."""
         self.close(index)
@@ -103,6 +109,11 @@ class Peer:
             self.mailbox.connection_lost(index)
             if index == 0:
                 self._lost_at = time.monotonic()
+
+    @property
+    def silent_seconds(self) -> float:
+        """For how long nothing has come from it."""
+        return time.monotonic() - self._heard_at
 
     def heard(self) -> None:
         """Note that something has come from it."""

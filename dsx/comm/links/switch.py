@@ -182,6 +182,9 @@ class Switch:
             why = peer.look(now)
             if why is not None:
                 self.give_up(peer, why)
+                if peer.is_visitor:
+                    del self.peers[peer.cluster_id, peer.rank]
+                    self._routes = {i: to for i, to in self._routes.items() if to[0] is not peer}
             elif peer.error is None:
                 peer.flush(self.pace)
             for problem in peer.mailbox.problems:

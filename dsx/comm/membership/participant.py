@@ -101,6 +101,14 @@ class Participant:
         return self._replica.is_leading
 
     @property
+    def coordinator(self) -> int | None:
+        """The cluster that appends, as far as this one knows; None where nobody does."""
+        replica = self._replica
+        if replica.is_leading:
+            return replica.me.id
+        return replica.promised.id if replica.coordinator_lives else None
+
+    @property
     def links(self) -> dict[int, int]:
         """The peers that are reached, and their incarnations."""
         return dict(self._replica.links)

@@ -1,0 +1,59 @@
+"""`dsx ctl`: look at a run that goes on, and tell it what to do, from any host with a member's key.
+
+Exit status: 0, 1 where nobody answers or what was asked for is not done, 2 for what cannot be read.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+import typer
+
+from dsx.core.one_line_errors import one_line_errors
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Look at a run that goes on, and tell it what to do: over its links, with a member's key.",
+)
+Config = Annotated[str, typer.Argument(metavar="CONFIG", help='The run\'s JSON, with "link".')]
+OwnId = Annotated[
+    int | None,
+    typer.Option(help="Whose key to use; default: that of the config, or of the folder of keys."),
+]
+Seconds = Annotated[
+    float, typer.Option(help="How long to look for a cluster that answers.", min=0.5, max=600.0)
+]
+
+
+@app.command()
+@one_line_errors("ctl status", ModuleNotFoundError)
+def status(
+    config: Config,
+    cluster_id: OwnId = None,
+    seconds: Seconds = 10.0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say who trains, where each cluster is, who leads, and what is under way. Changes nothing."""
+    from rich.console import Console
+
+    from dsx.ctl.open import open_visit
+    from dsx.ctl.show import headline, status_table
+    from dsx.ctl.visit import NobodyAnswers
+
+    try:
+        visit, link = open_visit(config, cluster_id, seconds)
+        try:
+            answers = visit.ask("status")
+        finally:
+            visit.close()
+    except NobodyAnswers as error:
+        typer.echo(f"dsx ctl status: {error}", err=True)
+        raise typer.Exit(1) from error
+    if as_json:
+        clusters = {str(id): {"name": link.names[id], **told} for id, told in answers.items()}
+        typer.echo(json.dumps({"asked": visit.met, "clusters": clusters}, indent=2))
+        return
+    console = Console(highlight=False, markup=False)
+    console.print(headline(answers, visit.met, link.names), soft_wrap=True)
+    console.print(status_table(answers, visit.met, link.names))

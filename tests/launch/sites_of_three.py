@@ -1,0 +1,83 @@
+"""Three sites on this host, a launcher of two ranks each, with keys; told things by `dsx ctl`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsx.comm.links.key_changes import add_key, make_key
+from tests.distributed import free_port
+from tests.launch.test_launch import BIN, Launcher, write_config
+
+NAMES = ("berlin", "oslo", "rome")
+
+
+class Sites:
+    """Their configurations, and their launchers once they are started."""
+
+    def __init__(self, folder: Path, launch: Any, names: tuple[str, ...] = NAMES) -> None:
+        self.names, self._folder, self._launch = names, folder, launch
+        ports = {name: free_port() if m < 2 else 0 for m, name in enumerate(names)}
+        made = {name: make_key(folder / name, name)[-1] for name in names}
+        self.configs: list[Path] = []
+        for name in names:
+            for other in names:
+                if other != name:
+                    add_key(folder / name, made[other])
+            path = write_config(folder / f"{name}.json", num_clusters=len(names))
+            config: dict[str, Any] = json.loads(path.read_text())
+            config["dsx"]["metrics"] = {"dir": str(folder / "run")}
+            config["dsx"]["link"] = {
+                "security": "curve",
+                "members": [f"{n}=127.0.0.1:{ports[n]}" if ports[n] else n for n in names],
+                "keys": str(folder / name),
+                "port": ports[name] or 29400,
+            }
+            path.write_text(json.dumps(config))
+            self.configs.append(path)
+        self.launchers: list[Launcher] = []
+
+    def change(self, section: str, **values: Any) -> None:
+        """Change a section of the "dsx" block everywhere."""
+        for path in self.configs:
+            config = json.loads(path.read_text())
+            config["dsx"].setdefault(section, {}).update(values)
+            path.write_text(json.dumps(config))
+
+    def start(self, way: str, *args: Any, step_seconds: float = 0.1) -> list[Launcher]:
+        """Start a launcher per site."""
+        self.launchers = [
+            self._launch(f"{way}_{name}", 2, "--deepspeed_config", self.configs[m], *args,
+                         "--step-seconds", step_seconds, "--dsx-cluster-id", m)
+            for m, name in enumerate(self.names)
+        ]  # fmt: skip
+        return self.launchers
+
+    def ctl(self, *words: Any, at: int = 0) -> subprocess.CompletedProcess[str]:
+        """Run `dsx ctl VERB CONFIG ...` with a site's key."""
+        verb, *rest = map(str, words)
+        command = [sys.executable, "-m", "dsx", "ctl", verb, str(self.configs[at]), *rest]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=60, env=environment, check=False
+        )
+
+    def signal_ranks(self, site: int, number: int = signal.SIGTERM) -> None:
+        """Send a signal to all ranks of a site, as a scheduler does."""
+        for pid in ranks_of(self.launchers[site]).values():
+            os.kill(pid, number)
+
+
+def ranks_of(launcher: Launcher) -> dict[int, int]:
+    """Return the process ids of a launcher's ranks, by rank."""
+    from tests.launch.test_preemption import ranks_of as found
+
+    return found(launcher)
+
+
+assert BIN.is_dir()
