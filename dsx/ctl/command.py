@@ -6,11 +6,17 @@ Exit status: 0, 1 where nobody answers or what was asked for is not done, 2 for 
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dsx.core.one_line_errors import one_line_errors
+
+if TYPE_CHECKING:  # libzmq is an extra
+    from dsx.comm.links.settings import LinkSettings
+    from dsx.ctl.visit import Visit
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -23,6 +29,9 @@ OwnId = Annotated[
 ]
 Seconds = Annotated[
     float, typer.Option(help="How long to look for a cluster that answers.", min=0.5, max=600.0)
+]
+Wait = Annotated[
+    float, typer.Option(help="How long to wait until all have done it.", min=1.0, max=1e6)
 ]
 
 
@@ -37,19 +46,10 @@ def status(
     """Say who trains, where each cluster is, who leads, and what is under way. Changes nothing."""
     from rich.console import Console
 
-    from dsx.ctl.open import open_visit
     from dsx.ctl.show import headline, status_table
-    from dsx.ctl.visit import NobodyAnswers
 
-    try:
-        visit, link = open_visit(config, cluster_id, seconds)
-        try:
-            answers = visit.ask("status")
-        finally:
-            visit.close()
-    except NobodyAnswers as error:
-        typer.echo(f"dsx ctl status: {error}", err=True)
-        raise typer.Exit(1) from error
+    with _visiting("status", config, cluster_id, seconds) as (visit, link):
+        answers = visit.ask("status")
     if as_json:
         clusters = {str(id): {"name": link.names[id], **told} for id, told in answers.items()}
         typer.echo(json.dumps({"asked": visit.met, "clusters": clusters}, indent=2))
@@ -57,3 +57,61 @@ def status(
     console = Console(highlight=False, markup=False)
     console.print(headline(answers, visit.met, link.names), soft_wrap=True)
     console.print(status_table(answers, visit.met, link.names))
+
+
+@app.command()
+@one_line_errors("ctl save", ModuleNotFoundError)
+def save(
+    config: Config, cluster_id: OwnId = None, seconds: Seconds = 10.0, wait: Wait = 3600.0
+) -> None:
+    """Have all clusters save at one step, and go on."""
+    _give("save", config, cluster_id, seconds, wait, ends=False)
+
+
+@app.command()
+@one_line_errors("ctl stop", ModuleNotFoundError)
+def stop(
+    config: Config, cluster_id: OwnId = None, seconds: Seconds = 10.0, wait: Wait = 3600.0
+) -> None:
+    """Have all clusters save at one step, and end with exit status 0."""
+    _give("stop", config, cluster_id, seconds, wait, ends=True)
+
+
+def _give(
+    do: str,
+    config: str,
+    cluster_id: int | None,
+    seconds: float,
+    wait: float,
+    ends: bool,
+    **operands: Any,
+) -> None:
+    from dsx.ctl.follow import give
+
+    with _visiting(do, config, cluster_id, seconds) as (visit, link):
+        try:
+            followed = give(visit, do, link.names, typer.echo, wait, ends, **operands)
+        except TimeoutError as error:
+            typer.echo(f"dsx ctl {do}: {error}", err=True)
+            raise typer.Exit(1) from error
+    if followed.failed:
+        raise typer.Exit(1)
+
+
+@contextmanager
+def _visiting(
+    verb: str, config: str, cluster_id: int | None, seconds: float
+) -> Generator[tuple[Visit, LinkSettings]]:
+    """Yield a visit to the run; exit status 1 where nobody answers."""
+    from dsx.ctl.open import open_visit
+    from dsx.ctl.visit import NobodyAnswers
+
+    try:
+        visit, link = open_visit(config, cluster_id, seconds)
+        try:
+            yield visit, link
+        finally:
+            visit.close()
+    except NobodyAnswers as error:
+        typer.echo(f"dsx ctl {verb}: {error}", err=True)
+        raise typer.Exit(1) from error

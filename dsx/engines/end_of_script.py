@@ -26,7 +26,7 @@ from dsx.training.manifest import manifest_of
 class EndOfScript:
     """Saves a tag in which the script's callback writes what is its own."""
 
-    needs_callback, ends_elsewhere = True, False
+    needs_callback, ends_elsewhere, saves_when_asked = True, False, True
 
     def __init__(self, handle: Handle, world: World) -> None:
         self._handle = handle
@@ -43,7 +43,7 @@ class EndOfScript:
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
         with saving.part():
             if world.rank == 0:
-                manifest = manifest_of(handle, world, judged, is_preempted=True)
+                manifest = manifest_of(handle, world, judged)
                 complete_tag(directory, tag, manifest)
         saving.agree()
         handle.saved(directory / tag)

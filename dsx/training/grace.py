@@ -9,6 +9,8 @@ from collections import deque
 from pathlib import Path
 from statistics import median
 
+from dsx.outer.loop import OuterLoop
+
 logger = logging.getLogger(__name__)
 _FIRST_STEPS = 5  # after which a step's time is known; the very first compile and allocate
 _PROBED_BYTES = 64 << 20  # less is written in no time
@@ -64,6 +66,18 @@ class Grace:
             told = f"estimated from {num_bytes / 1e9:.1f} GB and what {folder} takes per second:"
             self._save = seconds, told
             self._compare()
+
+    def estimate_of(self, loop: OuterLoop, folder: Path) -> None:
+        """Take the time of what the ranks of this host write: masters, moments, outer state."""
+        state = loop.state
+        numel = sum(fragment.numel for fragment in loop.adapter.fragments)
+        outer = sum(
+            tensor.numel() * tensor.element_size()
+            for fragment in loop.adapter.fragments
+            for tensor in state.named_state(fragment.id).values()
+        )
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self.estimate((12 * numel + outer) * ranks, folder)
 
     def _compare(self) -> None:
         if self._is_told or not self._speaks or len(self._steps) < _FIRST_STEPS:

@@ -102,7 +102,7 @@ class Handle:
         self._records.more_of_start = self.loop.beginning.record
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
-        self.preemption = Preemption(world, config.clusters, self.loop, self._records)
+        self.preemption = Preemption(world, config.clusters, self.loop, records, self.notices)
         tell_standing(self, world, self._saving)
 
     @property

@@ -11,12 +11,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, wait
 from pathlib import Path
 from signal import Signals as Signal
 from typing import Any, NoReturn, Protocol
@@ -25,18 +22,19 @@ from dsx.comm.launcher_watch import allow_seconds
 from dsx.comm.stop_place import StopPlace
 from dsx.comm.world import World
 from dsx.config.sections import ClustersConfig
-from dsx.core.leaving import Reason
+from dsx.core.leaving import ORDERED, Reason
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
+from dsx.training.asked_saves import WITHOUT_CALLBACK, AskedSaves
 from dsx.training.grace import Grace
+from dsx.training.notices import Notices
+from dsx.training.orders import Order, Orders
+from dsx.training.parting import Parting, end_by, end_now
 from dsx.training.records import Records
 from dsx.training.signals import Signals
 
 Callback = Callable[[Path], Mapping[str, Any] | None]
-_WITHOUT_CALLBACK = "how model and optimizer are saved, says handle.on_preemption(callback)"
 _TICK_SECONDS = 0.25
-_PARTING_SECONDS = 0.2  # what was said last may still be on its way
-_HARD_END_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 
 
@@ -45,6 +43,7 @@ class Engine(Protocol):
 
     needs_callback: bool  # whether the script saves what is trained
     ends_elsewhere: bool  # whether a loop of the engine's own saves and leaves
+    saves_when_asked: bool  # whether it can save and go on
 
     def save(self, base: Path, tag: str) -> Path:
         """Save everything as a tag below `base`; return what a script loads. On every rank."""
@@ -55,10 +54,16 @@ class Preemption:
     """One rank's part in it; `is_due` once the boundary has been passed where the cluster stops."""
 
     def __init__(
-        self, world: World, clusters: ClustersConfig, loop: OuterLoop, records: Records
+        self,
+        world: World,
+        clusters: ClustersConfig,
+        loop: OuterLoop,
+        records: Records,
+        notices: Notices,
     ) -> None:
         self._world, self._loop, self._records = world, loop, records
         self._grace_seconds = clusters.grace_seconds
+        self._patience_seconds = clusters.deadline_seconds  # where nobody waits for the end
         self._listens = bool(clusters.preemption_signals)
         self._store = world.connect_own_store("stop_place") if world.world_size > 1 else None
         self.place = StopPlace(self._store, world.rank, world.world_size, clusters.grace_seconds)
@@ -74,8 +79,15 @@ class Preemption:
         self._is_closed = False
         self.is_finished = False  # nothing more to save, unless another step is taken
         self._is_wanted = False
-        self._has_saved: Future[None] = Future()
-        self._all_have: Future[None] = Future()
+        self.orders = Orders(
+            notices, world.desk, world.rank == 0, loop.method.schedule.interval, records.order
+        )
+        self.orders.offer("stop")
+        self.asked_saves = AskedSaves(self.orders, self, world.rank == 0)
+        self._stop: Order | None = None
+        self._parting = Parting(
+            lambda: loop.transport.farewells, self._store, world.rank, world.world_size
+        )
         self._signals = Signals(clusters.preemption_signals)
         if self._listens:
             allow_seconds(clusters.grace_seconds)
@@ -97,7 +109,8 @@ class Preemption:
         is_put_off = self._loop.deferral.is_deferred
         if self._loop.adapter.stage.count > 1:
             is_put_off = self._world.in_cluster().any("what is put off at a boundary", is_put_off)
-        self.is_due = not self.place.may_leave(is_put_off)
+        self._take_orders()
+        self.is_due = not self.place.may_leave(is_put_off or self._stop is not None)
         self.grace.pass_boundary()
         self._boundaries += 1
         if self._boundaries == 1 and self._listens and self._world.rank == 0:
@@ -126,6 +139,7 @@ class Preemption:
         """
         if self.is_due or self.is_over:
             self._end()
+        self.asked_saves.save_due()
 
     def follow(self, directory: Path) -> None:
         """Save where the run has saved or loaded a tag, if it is told to end."""
@@ -166,11 +180,19 @@ class Preemption:
     def state(self) -> str:
         """What this cluster does, in a word."""
         if self.is_over:
-            return "saving" if self.is_saving and not self._has_saved.done() else "ending"
+            return "saving" if self.is_saving and not self._parting.has_saved else "ending"
+        if self.asked_saves.is_saving:
+            return "saving"
         return "training" if self.place.reason is None else "about to end"
 
     @property
-    def _folder(self) -> Path | None:
+    def step(self) -> int:
+        """Inner steps taken."""
+        return self._loop.history.step
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the run saves to by itself, if that is known."""
         run = self._records.folder
         return self._base or (None if run is None else run / "checkpoints")
 
@@ -179,9 +201,9 @@ class Preemption:
         if needs_callback and self.callback is None:
             logger.warning(
                 "told to end by a signal (clusters.preemption_signals), this run saves nothing: %s",
-                getattr(self.engine, "without_callback", _WITHOUT_CALLBACK),
+                getattr(self.engine, "without_callback", WITHOUT_CALLBACK),
             )
-        elif self._folder is None:
+        elif self.folder is None:
             logger.warning(
                 "told to end by a signal (clusters.preemption_signals) before it has saved or "
                 "loaded a checkpoint, this run has nowhere to save: set metrics.dir"
@@ -205,7 +227,7 @@ class Preemption:
             except Exception:
                 logger.exception("dsx still hears signals, but")
                 time.sleep(_TICK_SECONDS)
-            if ticks == 40 and self._folder is not None:
+            if ticks == 40 and self.folder is not None:
                 self._start(self._estimate, "dsx-estimate-of-a-save")
 
     def _listen(self) -> None:
@@ -214,11 +236,13 @@ class Preemption:
         count, number = self._signals.count()
         if count and self.is_finished:
             logger.warning("told to end by %s after finish(): ending now", Signal(number).name)
-            _end_now(128 + number)
+            end_now(128 + number)
         if count or self._is_wanted:
             self.place.ask(Reason(self._world.cluster_id, number))
-        elif farewells is not None and (heard := farewells.heard_reason()):
-            self.place.ask(heard)
+        elif farewells is not None:
+            heard = farewells.heard_reason()
+            if heard and not heard.is_order:  # an order comes to all at one step
+                self.place.ask(heard)
 
     def _agree(self) -> None:
         """Hear of an end from the cluster's other ranks, and agree where; asks the store."""
@@ -235,23 +259,31 @@ class Preemption:
                 pass  # what comes now cannot be agreed on, which is said then
         self._told_at = time.monotonic()
         reason, farewells = self._reason, self._loop.transport.farewells
-        if farewells is not None and not reason.is_loss:
+        if farewells is not None and not (reason.is_loss or reason.is_order):
             farewells.say_reason(reason)
         try:
             self.place.agree()
         except RuntimeError as error:
             logger.error("%s", error)
             if self._signals.count()[0]:
-                _end_now(128 + reason.signal)  # as if nobody had handled it
+                end_now(128 + reason.signal)  # as if nobody had handled it
             return
         if self._world.rank == 0:
             logger.warning("%s: saving at the end of this step", reason.sentence)
-        self._has_saved.result()
-        self._meet_in_cluster()
+        self._parting.meet_in_cluster()
 
     def _estimate(self) -> None:
-        if (folder := self._folder) is not None:
-            self.grace.estimate(self._bytes_to_save(), folder)
+        if (folder := self.folder) is not None:
+            self.grace.estimate_of(self._loop, folder)
+
+    def _take_orders(self) -> None:
+        """Take what members' tools have asked for, and all clusters have from this step on."""
+        for order in self.orders.due():
+            if order.do == "save":
+                self.asked_saves.add(order)
+            elif order.do == "stop" and self._stop is None:
+                self._stop = order
+                self.place.ask(Reason(order.cluster, ORDERED))
 
     def _end_if_told_again(self) -> None:
         """End at once if a signal comes again, long after the first, and nothing is being saved."""
@@ -259,21 +291,10 @@ class Preemption:
         is_late = time.monotonic() - self._told_at > self._grace_seconds
         if count > 1 and self._told_at and is_late and not (self.is_due or self.is_saving):
             logger.error("told to end again, and no step has ended meanwhile: ending now")
-            _end_now(128 + number)
-
-    def _bytes_to_save(self) -> int:
-        """Return about how much the ranks of this host write: masters, moments, outer state."""
-        state = self._loop.state
-        numel = sum(fragment.numel for fragment in self._loop.adapter.fragments)
-        outer = sum(
-            tensor.numel() * tensor.element_size()
-            for fragment in self._loop.adapter.fragments
-            for tensor in state.named_state(fragment.id).values()
-        )
-        return (12 * numel + outer) * int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+            end_now(128 + number)
 
     def _end(self) -> NoReturn:
-        folder, engine = self._folder, self.engine
+        folder, engine = self.folder, self.engine
         if self.is_over:
             raise SystemExit(self._reason.exit_code)
         self.is_over = True
@@ -288,9 +309,12 @@ class Preemption:
         self.is_over = True
         how = self._tell(path, seconds)
         code = self._reason.exit_code
-        until = max(self._told_at + self._grace_seconds, time.monotonic() + 1.0) - 1.0
-        self._start(lambda: _end_hard(code, until), "dsx-end")
-        self._wait_for_others(until)
+        patience = self._patience_seconds if self._reason.is_order else self._grace_seconds
+        until = max(self._told_at + patience, time.monotonic() + 1.0) - 1.0
+        end_by(code, until)
+        if self._stop is not None:
+            self.orders.note(self._stop, "done", path=str(path or ""), seconds=seconds)
+        self._parting.wait_for_others(self._reason, until)
         self._loop.transport.close()  # a thread inside gloo would abort the interpreter's end
         self._records.end(self._loop.history.step, how)
         self._records.close()
@@ -318,37 +342,3 @@ class Preemption:
         if self._world.rank == 0:
             logger.warning("%s", how)
         return how
-
-    def _wait_for_others(self, until: float) -> None:
-        """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
-        farewells = self._loop.transport.farewells
-        if farewells is not None and not self._reason.is_loss:
-            farewells.say_saved()
-            while not farewells.have_saved() and time.monotonic() < until:
-                time.sleep(0.02)
-        self._has_saved.set_result(None)
-        wait([self._all_have], max(until - time.monotonic(), 0.0))
-        time.sleep(_PARTING_SECONDS * (2 if self._world.rank == 0 else 1))
-
-    def _meet_in_cluster(self) -> None:
-        """Wait until all ranks of the cluster have come here; asks the store."""
-        try:
-            if self._store is not None:
-                self._store.add("saved", 1)
-                while self._store.add("saved", 0) < self._world.world_size:
-                    time.sleep(0.02)
-        except RuntimeError:
-            logger.debug("the cluster's first rank has left")
-        self._all_have.set_result(None)
-
-
-def _end_hard(code: int, until: float) -> None:
-    """End a process that its interpreter's own end keeps alive."""
-    time.sleep(max(until - time.monotonic(), 0.0) + _HARD_END_SECONDS)
-    _end_now(code)
-
-
-def _end_now(code: int) -> NoReturn:
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

@@ -145,6 +145,10 @@ class Records:
         self._metrics.flush()
         self._event(kind, record)
 
+    def order(self, record: Mapping[str, Any]) -> None:
+        """Write the record of an order that all clusters follow."""
+        self._event("order", record)
+
     def saved(self, path: Path, step: int) -> None:
         """Enter a checkpoint that is complete."""
         self._run.saved(path, step)

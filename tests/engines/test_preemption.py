@@ -14,7 +14,7 @@ from dsx.comm.world import current_world
 from dsx.core.exchange import Exchange
 from dsx.core.transport import Pending, Submission
 from dsx.outer.resuming import Unresumed
-from dsx.training import preemption
+from dsx.training import parting
 from tests.distributed import run_distributed
 from tests.engines.engines import quiet
 from tests.engines.resumes import PLACES, ROWS, build, differences, end, snapshot, take_step
@@ -99,7 +99,7 @@ def train_until_told(engine: Any, told: Told, last: int, name: str) -> int:
 
 def end_and_go_on(base: str, all_told: list[Told]) -> list[Any]:
     quiet()
-    preemption._HARD_END_SECONDS = 1e6  # this process goes on
+    parting._HARD_END_SECONDS = 1e6  # this process goes on
     results = []
     for index, told in enumerate(all_told):
         row, place = ROWS[told.row], PLACES[told.place]

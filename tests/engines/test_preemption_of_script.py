@@ -14,7 +14,7 @@ from torch import nn
 
 import dsx
 from dsx.comm.world import World
-from dsx.training import preemption
+from dsx.training import parting
 from tests.distributed import run_distributed
 from tests.tiny import TinyNet, batch
 
@@ -72,7 +72,7 @@ class Script:
 
 def tell_cluster_0_to_end(run: str) -> tuple[int, int, bool]:
     """Return the exit status, its step, and whether what goes on is as if nothing had been."""
-    preemption._HARD_END_SECONDS = 1e6  # this process goes on
+    parting._HARD_END_SECONDS = 1e6  # this process goes on
     world = dsx.init_distributed(config())
     whole = Script(world)
     for step in range(1, LAST + 1):

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from tests.installed import needs
-from tests.launch.sites_of_three import Sites
+from tests.launch.sites_of_three import NAMES, Sites
 from tests.launch.test_launch import launch
 
 pytestmark = [needs("deepspeed"), pytest.mark.ci]
 __all__ = ["launch"]
 
 
-def test_the_status_of_three_sites(launch: Any, tmp_path: Path) -> None:
+def test_status_save_and_stop_of_three_sites(launch: Any, tmp_path: Path) -> None:
+    """What is asked for is done at one step by all; who is lost is told."""
     sites = Sites(tmp_path, launch)
     clusters = sites.start("run", "--steps", 1000)
     for cluster in clusters:
@@ -29,13 +30,40 @@ def test_the_status_of_three_sites(launch: Any, tmp_path: Path) -> None:
     assert {str(answers[str(m)]["members"]) for m in range(3)} == {"[0, 1, 2]"}
     assert len({answers[str(m)]["coordinator"] for m in range(3)}) == 1
     print(sites.ctl("status").stdout)
+
+    done = sites.ctl("save", at=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
+    step = int(done.stdout.split("all clusters save at step ")[1].split()[0])
+    for m, name in enumerate(NAMES):
+        folder = tmp_path / "run" / "checkpoints" / f"cluster_{m}" / f"asked_step{step}"
+        assert f"{name} (cluster {m}): saved in" in done.stdout and (folder / "dsx.json").is_file()
+        assert json.loads((folder / "dsx.json").read_text())["step"] == step
+        said = f"all clusters save at step {step}, as rome has asked (dsx ctl)"
+        assert said in clusters[m].output()
     clusters[2].end()
     clusters[1].wait_for("cluster 2 is lost: going on with")
     told = sites.ctl("status", at=1)
     assert "lost: " in told.stdout or "out: " in told.stdout, told.stdout
     assert "of clusters 0, 1;" in told.stdout
     print(told.stdout)
+    done = sites.ctl("stop")
+    assert done.returncode == 0, done.stdout + done.stderr
+    print(done.stdout)
     for cluster in clusters[:2]:
-        cluster.end()
+        assert cluster.wait() == 0, cluster.output()
+        assert "told to end by dsx ctl stop (cluster 0); saved in" in cluster.output()
+    last = int(done.stdout.split("all clusters stop at step ")[1].split()[0])
+    manifests = [
+        tmp_path / "run" / "checkpoints" / f"cluster_{m}" / f"preempted_step{last}" / "dsx.json"
+        for m in range(2)
+    ]
+    assert [json.loads(path.read_text())["step"] for path in manifests] == [last] * 2
+    orders = [
+        (one["do"], one["by"], one["step"])
+        for one in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+        if one.get("kind") == "order"
+    ]
+    assert orders == [("save", "rome", step), ("stop", "berlin", last)]
     over = sites.ctl("status", "--seconds", 2)
     assert over.returncode == 1 and "nobody answers within 2 s" in over.stderr, over.stderr

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 class EndOfEngine:
     """How an engine saves where its run is told to end."""
 
-    needs_callback, ends_elsewhere = False, False
+    needs_callback, ends_elsewhere, saves_when_asked = False, False, True
 
     def __init__(self, engine: Any, handle: Handle) -> None:
         self._engine = engine
@@ -36,7 +36,7 @@ class EndOfEngine:
     def script_state(self, directory: Path, client_state: Any) -> dict[str, Any]:
         """Return the client_state of a save: the callback's, where the run is told to end."""
         preemption = self._handle.preemption
-        if preemption.is_saving:
+        if preemption.is_saving or preemption.asked_saves.is_saving:
             return preemption.script_state(directory)
         if client_state and not preemption.callback and not self._is_told:
             self._is_told = True

@@ -97,7 +97,7 @@ class EndOfLoop:
     Where the script is in its data, it alone knows.
     """
 
-    needs_callback, ends_elsewhere = True, False
+    needs_callback, ends_elsewhere, saves_when_asked = True, False, False
     without_callback = "it goes on from what accelerator.save_state() has saved last"
 
     def save(self, base: Any, tag: str) -> Any:

@@ -22,7 +22,7 @@ _COUNTED = ("loss", "learning_rate", "grad_norm")
 class EndOfTrainer:
     """Saves a checkpoint of the Trainer's where the run is told to end, behind a whole step."""
 
-    needs_callback, ends_elsewhere = False, True
+    needs_callback, ends_elsewhere, saves_when_asked = False, True, False
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

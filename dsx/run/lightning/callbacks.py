@@ -21,7 +21,7 @@ from dsx.training.seen_training import see_loss
 class EndOfTrainer:
     """Saves a checkpoint of Lightning's where the run is told to end, behind a whole step."""
 
-    needs_callback, ends_elsewhere = False, True
+    needs_callback, ends_elsewhere, saves_when_asked = False, True, False
 
     def __init__(self, trainer: Any, cluster_id: int) -> None:
         self._trainer = trainer

@@ -1,0 +1,92 @@
+"""An order given to a run, and what comes of it in each cluster, until all have done it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from dsx.ctl.visit import NobodyAnswers, Visit
+
+_LOOK_SECONDS = 0.5
+
+
+class Followed:
+    """What has come of an order: `is_done` in all clusters that train, or why it is not."""
+
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.step: int | None = None  # at which all do it
+        self.done: dict[int, Mapping[str, Any]] = {}
+        self.failed: dict[int, str] = {}
+        self.gone: list[int] = []  # those whose processes have ended meanwhile
+
+
+def give(
+    visit: Visit,
+    do: str,
+    names: Sequence[str],
+    say: Callable[[str], object],
+    wait_seconds: float,
+    ends: bool,
+    **operands: Any,
+) -> Followed:
+    """Give an order to all clusters and follow it; `say` hears of each thing that happens.
+
+    `ends`: the run ends by it, so clusters that do not answer any more have done it. ValueError
+    where it is refused, TimeoutError if it is not done after `wait_seconds`: it stands then, too.
+    """
+    at = visit.met
+    (answer,) = visit.ask(do, to=at, **operands).values()
+    if "error" in answer:
+        raise ValueError(f"{names[at]} (cluster {at}): {answer['error']}")
+    followed = Followed(str(answer["id"]))
+    say(
+        f"asked at {names[at]} (cluster {at}); all follow at the end of one of the next rounds, "
+        f"which are {answer['interval']} steps each"
+    )
+    until = time.monotonic() + wait_seconds
+    while time.monotonic() < until:
+        try:
+            told = visit.ask("progress", id=followed.id)
+        except NobodyAnswers:
+            if ends and followed.step is not None:
+                followed.gone = sorted({*range(len(names))} - {*followed.done})
+                return followed
+            raise
+        if _take(followed, told, do, names, say, ends):
+            return followed
+        time.sleep(_LOOK_SECONDS)
+    where = "no cluster has come to it yet" if followed.step is None else (
+        f"at step {followed.step}: done by {len(followed.done)} cluster(s)"
+    )  # fmt: skip
+    raise TimeoutError(f"not done within {wait_seconds:g} s ({where}); the order stands")
+
+
+def _take(
+    followed: Followed,
+    told: Mapping[int, Mapping[str, Any]],
+    do: str,
+    names: Sequence[str],
+    say: Callable[[str], object],
+    ends: bool,
+) -> bool:
+    """Take what clusters tell of it; whether nothing more is to come."""
+    for id, one in sorted(told.items()):
+        if followed.step is None and "step" in one:
+            followed.step = one["step"]
+            say(f"all clusters {do} at step {followed.step}")
+        if one.get("state") == "done" and id not in followed.done:
+            followed.done[id] = one
+            if "path" in one:
+                where = f"saved in {one['seconds']:.1f} s: {one['path']}"
+                say(f"{names[id]} (cluster {id}): {where if one['path'] else 'nothing is saved'}")
+        elif one.get("state") == "failed" and id not in followed.failed:
+            followed.failed[id] = one["why"]
+            say(f"{names[id]} (cluster {id}): {one['why']}")
+    gone = [id for id, one in told.items() if one.get("is_gone")]
+    over = {*followed.done, *followed.failed, *gone}
+    if followed.step is None or not over >= {*told}:
+        return False
+    followed.gone = [id for id in gone if ends and id not in followed.done]
+    return True

@@ -1,0 +1,83 @@
+"""How a cluster that has saved goes: once all others have, and all ranks of its own.
+
+A launcher kills the rest as soon as one rank has gone, so no rank goes before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from typing import Any, NoReturn
+
+from dsx.core.leaving import Reason
+from dsx.core.transport import Farewells
+
+_PARTING_SECONDS = 0.2  # what was said last may still be on its way
+_HEARD_SECONDS = 2.0  # in which whoever has given an order asks what has come of it
+_HARD_END_SECONDS = 10.0
+logger = logging.getLogger(__name__)
+
+
+class Parting:
+    """One rank's; `store` is a key space of its cluster's, None where it has one rank."""
+
+    def __init__(
+        self, farewells: Callable[[], Farewells | None], store: Any, rank: int, num_ranks: int
+    ) -> None:
+        self._farewells, self._store = farewells, store
+        self._rank, self._num_ranks = rank, num_ranks
+        self._has_saved: Future[None] = Future()
+        self._all_have: Future[None] = Future()
+
+    @property
+    def has_saved(self) -> bool:
+        """Whether this rank has nothing to do any more but to go."""
+        return self._has_saved.done()
+
+    def meet_in_cluster(self) -> None:
+        """Wait until all ranks of the cluster have saved; asks the store, on a thread for that."""
+        self._has_saved.result()
+        try:
+            if self._store is not None:
+                self._store.add("saved", 1)
+                while self._store.add("saved", 0) < self._num_ranks:
+                    time.sleep(0.02)
+        except RuntimeError:
+            logger.debug("the cluster's first rank has left")
+        self._all_have.set_result(None)
+
+    def wait_for_others(self, reason: Reason, until: float) -> None:
+        """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
+        farewells = self._farewells()
+        if farewells is not None and not (reason.is_loss or reason.leaves):
+            if reason.is_order:  # said before, it would stop those who are not there yet
+                farewells.say_reason(reason)
+            farewells.say_saved()
+            while not farewells.have_saved() and time.monotonic() < until:
+                time.sleep(0.02)
+        self._has_saved.set_result(None)
+        wait([self._all_have], max(until - time.monotonic(), 0.0))
+        seconds = _HEARD_SECONDS if reason.is_order else _PARTING_SECONDS
+        time.sleep(seconds + _PARTING_SECONDS * (self._rank == 0))
+
+
+def end_by(code: int, until: float) -> None:
+    """End this process a while after `until`, by time.monotonic(), should its own end not."""
+
+    def end() -> None:
+        time.sleep(max(until - time.monotonic(), 0.0) + _HARD_END_SECONDS)
+        end_now(code)
+
+    threading.Thread(target=end, name="dsx-end", daemon=True).start()
+
+
+def end_now(code: int) -> NoReturn:
+    """End this process, and nothing else."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
