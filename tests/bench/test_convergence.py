@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -15,19 +16,23 @@ import torch
 from typer.testing import CliRunner
 
 import dsx
-from dsx.bench.convergence.inner import make_optimizers, take_step
+from dsx.bench.convergence.inner import begin_step, end_step, make_optimizers, take_step
 from dsx.bench.convergence.muon import Muon, orthogonalized
 from dsx.bench.convergence.pool import identity
 from dsx.bench.convergence.problems import PROBLEMS
 from dsx.bench.convergence.runs import divergence, run_task
 from dsx.bench.convergence.study import (
+    choose,
     compare,
+    read_owns,
     read_presets,
     read_search,
     require_runnable,
     tune_baseline,
 )
-from dsx.bench.convergence.task import BASELINE, UNTUNED, Study, Task, inner_rate, overrides
+from dsx.bench.convergence.tail import TailMean
+from dsx.bench.convergence.task import BASELINE, UNTUNED, Own, Study, Task, inner_rate, overrides
+from dsx.bench.convergence.together import share_moments, share_rest, shared_bytes
 from dsx.cli import app
 from dsx.compress.quantized import Quantized
 from dsx.data.shards import SHARDS
@@ -341,3 +346,92 @@ def test_data_parallel_is_tuned_on_both_rates_and_its_best_is_for_all(
     assert {row["inner_lr"] for row in rows.values()} == {3e-3}
     assert rows["snoo"]["bytes_ratio"] == 1 and rows["snoo"]["hidden_percent"] == 0
     assert rows["snoo"]["val_loss"] != rows["data_parallel"]["val_loss"]
+
+
+def test_own_inner_settings_are_multiples_of_data_parallels(tmp_path: Path) -> None:
+    study = Study("", 2, 8, 4, 1, 8, 2, 16, 2, 0.01, 1, 1, "cpu", rest_rate=2.0)
+    own = Own(lr=1.5, rest=0.5, decay=0.25)
+    applied = own.applied(study)
+    assert (applied.inner_lr, applied.rest_rate) == (pytest.approx(0.015), 1.0)
+    assert applied.weight_decay == pytest.approx(0.025)
+    assert read_owns("1,1.5", "0.5", "1,0") == [
+        Own(1.0, 0.5, 1.0), Own(1.0, 0.5, 0.0), Own(1.5, 0.5, 1.0), Own(1.5, 0.5, 0.0),
+    ]  # fmt: skip
+    assert Task("eager", 0).key == "eager/0/None/None" != Task("eager", 0, own=own).key
+    file = tmp_path / "earlier.json"
+    row = {"lr": 0.7, "momentum": 0.5, "tries": 12, "own": asdict(own)}
+    file.write_text(json.dumps([{**row, "preset": n} for n in (BASELINE, "diloco")]))
+    search = read_search(
+        "diloco+embeddings", "1", "0", "0", file, "0.01", "1", read_owns("1,2", "1", "1")
+    )
+    assert search.tries("diloco") == 12
+    chosen = choose(study, search, 1, tmp_path / "kept.jsonl")["diloco+embeddings"]
+    assert (chosen.lr, chosen.own) == (0.7, own)
+    with pytest.raises(ValueError, match="--own-decay 'x' must be numbers with commas"):
+        read_owns("1", "1", "x")
+
+
+@pytest.mark.ci
+def test_own_settings_are_chosen_from_beside_outer_ones(data: Path, tmp_path: Path) -> None:
+    study = Study(str(data), 2, 8, 4, 2, 16, 1, 16, 2, 3e-3, 2, 16, "cpu")
+    owns = read_owns("1e-6,1", "1", "1")
+    search = read_search("dreamddp,diloco", "0.5", "0.5", "0", None, "3e-3", "1", owns)
+    assert [search.tries(name) for name in (BASELINE, "diloco", "dreamddp")] == [1, 2, 2]
+    chosen = choose(study, search, 1, tmp_path / "kept.jsonl")
+    assert {task.own for task in chosen.values()} == {Own()}
+    assert len((tmp_path / "kept.jsonl").read_text().splitlines()) == 4
+
+
+def test_what_is_shared_beside_a_method_is_the_mean_and_is_counted(data: Path) -> None:
+    study = Study(str(data), 4, 8, 4, 2, 16, 2, 16, 2, 1e-2, 1, 8, "cpu", inner="muon")
+    model = PROBLEMS["causal"].make_model(study, 0)
+    models = [copy.deepcopy(model) for _ in range(3)]
+    optimizers = [make_optimizers(m, study) for m in models]
+    torch.manual_seed(0)
+    for own, its in zip(models, optimizers, strict=True):
+        tokens = torch.randint(0, 256, (2, 16))
+        begin_step(own, its, (tokens, tokens))
+    before = [m.embedding.weight.grad.clone() for m in models]  # pyright: ignore
+    matrices = [m.layers[0].attention.query.weight.grad.clone() for m in models]  # pyright: ignore
+    numel = sum(p.numel() for p in optimizers[0][-1].param_groups[0]["params"])
+    assert share_rest(optimizers) == numel
+    for own, matrix in zip(models, matrices, strict=True):
+        torch.testing.assert_close(own.embedding.weight.grad, torch.stack(before).mean(0))
+        assert torch.equal(own.layers[0].attention.query.weight.grad, matrix)
+    for own, its in zip(models, optimizers, strict=True):
+        end_step(own, its, 0.01)
+    kept = [its[0].state[own.layers[0].attention.query.weight]["momentum_buffer"].clone()
+            for own, its in zip(models, optimizers, strict=True)]  # fmt: skip
+    total = sum(p.numel() for p in model.parameters())
+    assert share_moments(optimizers) == total + numel  # Muon keeps one, AdamW two
+    for own, its in zip(models, optimizers, strict=True):
+        buffer = its[0].state[own.layers[0].attention.query.weight]["momentum_buffer"]
+        torch.testing.assert_close(buffer, torch.stack(kept).mean(0))
+        assert {float(its[1].state[p]["step"]) for p in its[1].state} == {1.0}
+    assert shared_bytes(100, 4) == 2 * 2 * 3 * 100 // 4
+
+
+@pytest.mark.ci
+def test_variants_that_are_together_train_otherwise_and_pay_for_it(data: Path) -> None:
+    study = Study(str(data), 2, 8, 4, 2, 16, 1, 16, 2, 1e-2, 1, 8, "cpu", inner="muon")
+    runs = [
+        run_task(study, Task(f"diloco{v}", 0, 0.5, 0.5)) for v in ("", "+embeddings", "+moments")
+    ]
+    assert len({r["val_loss"] for r in runs}) == 3
+    plain, embeddings, moments = (r["bytes_per_cluster"] for r in runs)
+    rest = 2 * 257 * 16 + 3 * 16
+    assert embeddings - plain == shared_bytes(8 * rest, 2)
+    assert moments - plain == shared_bytes(2 * (runs[0]["parameters"] + rest), 2)
+    assert len({r["average_bytes"] for r in runs}) == 1
+
+
+def test_a_tail_is_the_mean_of_the_last_periods_models() -> None:
+    study = Study("", 2, 82, 2, 1, 8, 2, 16, 2, 0.01, 1, 1, "cpu")  # from step 78 on
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    tail = TailMean(study)
+    for step in range(1, 83):
+        for model, value in zip(models, (step, 3.0 * step), strict=True):
+            torch.nn.init.constant_(model.weight, value)
+        tail.note(step, models)
+    assert tail.model(models[0]).weight.item() == pytest.approx(2 * (78 + 80 + 82) / 3)
+    assert models[0].weight.item() == 82

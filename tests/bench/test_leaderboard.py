@@ -18,7 +18,7 @@ def run(preset: str, seed: int, loss: float, base: float, **further: Any) -> dic
     return {
         "preset": preset, "seed": seed, "val_loss": loss, "gap_percent": 100 * (loss / base - 1),
         "lr": None, "momentum": None, "parameters": 100, "hidden_percent": 0.0,
-        "bytes_per_cluster": 0, "average_bytes": 0, **further,
+        "bytes_per_cluster": 0, "average_bytes": 0, "own": {}, "tail_loss": 1.01 * loss, **further,
     }  # fmt: skip
 
 
@@ -69,6 +69,7 @@ def test_a_row_is_the_mean_over_its_seeds_and_a_run_that_diverged_is_last() -> N
     assert diloco["gap_sd"] == pytest.approx(7.5 * math.sqrt(2))
     assert diloco["tokens_ratio"] == pytest.approx((0.5 * math.sqrt(2) + 0.5) / 2)
     assert diloco["bytes_ratio"] == pytest.approx(100)
+    assert diloco["tail_percent"] == pytest.approx(1.0)
     assert (diloco["seeds"], diloco["tries"], diloco["tokens"]) == ([0, 1], 4, 64_000)
     assert table[0]["gap_percent"] == 0 and table[0]["tokens_ratio"] == 1
     assert table[2]["tokens_ratio"] is None and table[2]["gap_sd"] is None

@@ -54,6 +54,16 @@ RestRate = Annotated[
         "--settings, or 1,2].",
     ),
 ]
+OwnLr = Annotated[
+    str,
+    Option(metavar="X,X", help="A preset's own inner rate, in data parallel's, to choose from."),
+]
+OwnRest = Annotated[
+    str, Option(metavar="X,X", help="The same of embeddings, head and vectors, beside that of all.")
+]
+OwnDecay = Annotated[str, Option(metavar="X,X", help="The same of the weight decay.")]
+WeightDecay = Annotated[float, Option(help="Of the inner optimizer.", min=0.0)]
+MuonMomentum = Annotated[float, Option(help="Of --inner muon.", min=0.0, max=0.999)]
 FinalRate = Annotated[
     float, Option(help="What the rate's cosine ends at, in its largest.", min=0.0, max=1.0)
 ]
@@ -126,6 +136,11 @@ def convergence(
     inner: InnerRule = "adamw",
     rest_rate: RestRate = None,
     final_rate: FinalRate = 0.1,
+    weight_decay: WeightDecay = 0.1,
+    muon_momentum: MuonMomentum = 0.95,
+    own_lr: OwnLr = "1",
+    own_rest: OwnRest = "1",
+    own_decay: OwnDecay = "1",
     rates: Rates = "0.25,0.5,1",
     momenta: Momenta = "0,0.5",
     seeds: Seeds = "0,1,2",
@@ -148,13 +163,16 @@ def convergence(
     C clusters in one process train the quickstart's kind of model on real text, from the same
     weights and batches, under every preset. Outer rate and momentum are tuned for each preset on
     one grid with the first seed; the choice runs with every seed. Data parallel, one model on all
-    clusters' batches, is tuned on the product of --inner-lr and --rest-rate; its best is for all.
+    clusters' batches, is tuned on the product of --inner-lr and --rest-rate; its best is for all,
+    and --own-lr, --own-rest and --own-decay go beside the outer grid.
 
     --presets NAME+CODEC is a preset with its pseudo-gradients sent in another format, tuned
     without; NAME+shift keeps the progress of a period that a preset is late, NAME+serial sends a
-    fragment at a time; snoo is data parallel with outer Nesterov steps. With --sizes every size is
-    trained, at the rates of the first. Results appear as a table, as JSON (an object per preset;
-    one per run in a file beside it) and as a plot. Finished runs are kept and not run again.
+    fragment at a time; NAME+embeddings averages all gradients but those of layers' matrices in
+    every step, NAME+moments what inner optimizers keep in every H, both exact and counted; snoo
+    is data parallel with outer Nesterov steps. With --sizes every size is trained, at the rates of
+    the first. Results appear as a table, as JSON (an object per preset; one per run in a file
+    beside it) and as a plot. Finished runs are kept and not run again.
     """
     from dsx.bench.convergence import study
     from dsx.bench.convergence.task import Study
@@ -164,9 +182,10 @@ def convergence(
         0.0, evaluations, validation_windows, device, cast("Shards", shards),
         problem=problem, qk_norm=qk_norm, z_loss=z_loss,
         inner=cast("Inner", inner), final_rate=final_rate,
-        compiled=compile_models,
+        compiled=compile_models, weight_decay=weight_decay, muon_momentum=muon_momentum,
     )  # fmt: skip
-    search = study.read_search(presets, rates, momenta, seeds, settings, inner_lr, rest_rate)
+    owns = study.read_owns(own_lr, own_rest, own_decay)
+    search = study.read_search(presets, rates, momenta, seeds, settings, inner_lr, rest_rate, owns)
     _compare(shared, search, jobs or os.cpu_count() or 1, json_file, plot, target_loss, sizes)
 
 

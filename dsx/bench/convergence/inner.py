@@ -17,7 +17,7 @@ from dsx.bench.convergence.task import Study
 
 Batch = tuple[Tensor, Tensor]  # inputs, targets
 _LAYERS = "layers."
-_DECAY, _BETAS = 0.1, (0.9, 0.95)
+_BETAS = (0.9, 0.95)
 
 
 def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimizer]:
@@ -30,20 +30,32 @@ def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimize
     groups = [{"params": matrices, "scale": 1.0}, {"params": rest, "scale": study.rest_rate}]
     first: list[torch.optim.Optimizer] = []
     if study.inner == "muon":
-        first.append(Muon([groups.pop(0)], weight_decay=_DECAY))
+        momentum = study.muon_momentum
+        first.append(Muon([groups.pop(0)], weight_decay=study.weight_decay, momentum=momentum))
     held = [group for group in groups if group["params"]]
-    return [*first, torch.optim.AdamW(held, betas=_BETAS, weight_decay=_DECAY)]
+    return [*first, torch.optim.AdamW(held, betas=_BETAS, weight_decay=study.weight_decay)]
 
 
 def take_step(
     model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Batch, lr: float
 ) -> None:
     """Take one inner step on inputs and targets, at a rate for matrices."""
+    begin_step(model, optimizers, batch)
+    end_step(model, optimizers, lr)
+
+
+def begin_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], batch: Batch) -> None:
+    """Leave the gradients of a batch in the model."""
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    model(*batch).backward()
+
+
+def end_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], lr: float) -> None:
+    """Clip the gradients and step with them, at a rate for matrices."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["lr"] = lr * group["scale"]
-        optimizer.zero_grad()
-    model(*batch).backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     for optimizer in optimizers:
         optimizer.step()

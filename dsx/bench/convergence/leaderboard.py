@@ -9,6 +9,7 @@
     bytes_ratio    what a ring of bf16 gradients takes a cluster to send per step over what the
                    method does: both legs, scales, headers, and the average at the end
     hidden_percent of those bytes that travel while training goes on
+    tail_percent   mean of the loss of the mean of a run's last models above val_loss, in percent
 
 Data parallel's tokens to a loss are read between whole runs of a quarter, a half and all of the
 steps, each with its rate decayed, by a straight line over log steps. A loss along one run would
@@ -68,6 +69,9 @@ def _row(
         "momentum": first["momentum"],
         "inner_lr": study.inner_lr,
         "rest_rate": study.rest_rate,
+        "own": first["own"],
+        "weight_decay": study.weight_decay,
+        "tail_percent": mean(100 * (run["tail_loss"] / run["val_loss"] - 1) for run in own),
         "tries": tries,
         "steps": study.num_steps,
         "clusters": study.num_clusters,

@@ -22,7 +22,7 @@ from dsx.bench.convergence.task import BASELINE, OUTER_BASELINE, Study, Task, ov
 from dsx.config.schema import resolve_method
 from dsx.data import read_summary
 
-FORMAT = 4  # of a kept result: one of another format is run again
+FORMAT = 5  # of a kept result: one of another format is run again
 Result = dict[str, Any]
 RunTask = Callable[[Any, Task], Result]  # of a study, a frozen dataclass, and a task
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 import dsx
 from dsx.bench.convergence.figures import perplexity
 from dsx.bench.convergence.guard import GuardRecord
-from dsx.bench.convergence.inner import Batch, make_optimizers, take_step
+from dsx.bench.convergence.inner import Batch, begin_step, end_step, make_optimizers, take_step
 from dsx.bench.convergence.problems import PROBLEMS
+from dsx.bench.convergence.tail import TailMean
 from dsx.bench.convergence.task import (
     BASELINE,
     OUTER_BASELINE,
@@ -25,6 +26,7 @@ from dsx.bench.convergence.task import (
     inner_rate,
     overrides,
 )
+from dsx.bench.convergence.together import share_moments, share_rest, shared_bytes
 from dsx.data import ClusterBatches
 
 
@@ -47,6 +49,7 @@ def evaluate(model: nn.Module, batches: Sequence[Batch]) -> tuple[float, float]:
 def run_task(study: Study, task: Task) -> dict[str, Any]:
     """Train one preset, or the baseline, and return its result."""
     started = time.perf_counter()
+    study = task.own.applied(study)
     torch.manual_seed(task.seed)
     device = torch.device(study.device)
     problem = PROBLEMS[study.problem]
@@ -84,6 +87,7 @@ def run_task(study: Study, task: Task) -> dict[str, Any]:
         "seed": task.seed,
         "lr": task.lr,
         "momentum": task.momentum,
+        "own": asdict(task.own),
         **result,
         "parameters": sum(p.numel() for p in model.parameters()),
         "perplexity": perplexity(result["val_loss"]),
@@ -133,14 +137,16 @@ def train_baseline(
     prepare(study, [model])
     ring = ring_bytes(study, model)
     curve: list[tuple[int, float, int]] = []
-    accuracy = 0.0
+    accuracy, tail = 0.0, TailMean(study)
     for step, parts in enumerate(batches, start=1):
         take_step(model, optimizers, joined(parts), inner_rate(study, step))
+        tail.note(step, [model])
         if step in evaluation_steps(study):
             loss, accuracy = evaluate(model, validation)
             curve.append((step, loss, ring * step))
     return {
         "val_loss": curve[-1][1], "accuracy": accuracy, "curve": curve,
+        "tail_loss": evaluate(tail.model(model), validation)[0],
         "bytes_per_cluster": ring * study.num_steps, "average_bytes": 0, "hidden_percent": 0.0,
         "syncs": study.num_steps, "divergence": 0.0, "settings": {},
     }  # fmt: skip
@@ -177,7 +183,8 @@ def train_preset(
     Clusters' distances to their average are taken before the boundary, ten times a period.
     """
     axes = overrides(study, task)
-    method = dsx.preset(task.preset.partition("+")[0], study.num_clusters, **axes)
+    preset, *variants = task.preset.split("+")
+    method = dsx.preset(preset, study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
     optimizers = [make_optimizers(m, study) for m in models]
     prepare(study, models)
@@ -194,27 +201,35 @@ def train_preset(
     clusters = dsx.SimulatedClusters(models, optimizers, method, on_sync=note)
     curve: list[tuple[int, float, int]] = []
     distances: list[float] = []
-    sent = evaluated = average = 0
-    accuracy = 0.0
+    sent = evaluated = average = shared = 0  # shared: elements, beside the method
+    accuracy, tail = 0.0, TailMean(study)
     for step, parts in enumerate(batches, start=1):
-        lr = inner_rate(study, step)
         for own, its, part in zip(models, optimizers, parts, strict=True):
-            take_step(own, its, part, lr)
+            begin_step(own, its, part)
+        if "embeddings" in variants:
+            shared += share_rest(optimizers)
+        for own, its in zip(models, optimizers, strict=True):
+            end_step(own, its, inner_rate(study, step))
+        if "moments" in variants and step % method.schedule.interval == 0:
+            shared += share_moments(optimizers)
         if step % max(1, method.schedule.interval // 10) == 0:
             distances.append(divergence(models))
         clusters.step()
         if step == study.num_steps:
             clusters.finish()
-        sent = max(clusters.bytes_sent) - evaluated
+        tail.note(step, models)
+        sent = max(clusters.bytes_sent) - evaluated + shared_bytes(shared, study.num_clusters)
         if step in evaluation_steps(study):
             with clusters.averaged() as finished:  # where that takes a mean, it is sent, too
                 loss, accuracy = evaluate(finished, validation)
             curve.append((step, loss, sent))
-            average = max(clusters.bytes_sent) - sent - evaluated  # of the last one, at the end
+            before = evaluated + sent - shared_bytes(shared, study.num_clusters)
+            average = max(clusters.bytes_sent) - before  # of the last one, at the end
             evaluated += average
     fragments = len(clusters.loops[0].adapter.fragments)  # syncs are of whole models
     return {
         "val_loss": curve[-1][1], "accuracy": accuracy, "curve": curve, "bytes_per_cluster": sent,
+        "tail_loss": evaluate(tail.model(models[0]), validation)[0],
         "average_bytes": average, "hidden_percent": 100 * max(hidden) / max(1, sent + average),
         "syncs": clusters.num_syncs / fragments, "settings": axes,
         "divergence": sum(distances) / max(1, len(distances)), "guard": guard.summary(),

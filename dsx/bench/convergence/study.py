@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,6 +25,7 @@ from dsx.bench.convergence.task import (
     UNTUNED,
     VARIANTS,
     Inner,
+    Own,
     Study,
     Task,
     overrides,
@@ -41,7 +43,8 @@ _Number = TypeVar("_Number", int, float)
 class Search:
     """What is compared, and the grids that are searched; `settings` are an earlier study's rows.
 
-    `inner_lrs` and `rest_rates` are data parallel's grid, and what it finds best is for all.
+    `inner_lrs` and `rest_rates` are data parallel's grid, and what it finds best is for all, times
+    one of `owns`, which are a preset's grid beside outer rates and momenta.
     """
 
     presets: Sequence[str]
@@ -51,6 +54,7 @@ class Search:
     settings: Path | None
     inner_lrs: Sequence[float]
     rest_rates: Sequence[float]
+    owns: Sequence[Own] = (Own(),)
 
     def tries(self, preset: str) -> int:
         """Return how many settings a preset is chosen from; an earlier study's number for its."""
@@ -58,7 +62,8 @@ class Search:
             return len(self.inner_lrs) * len(self.rest_rates)
         if self.settings is not None:
             return read_settings(self.settings)[without_codec(preset)].get("tries", 1)
-        return 1 if is_untuned(preset) else len(self.rates) * len(self.momenta)
+        outer = 1 if is_untuned(preset) else len(self.rates) * len(self.momenta)
+        return outer * len(self.owns)
 
 
 def tune_baseline(study: Study, search: Search, jobs: int, kept: Path) -> Study:
@@ -90,12 +95,21 @@ def choose(study: Study, search: Search, jobs: int, kept: Path) -> dict[str, Tas
     if search.settings:
         found = read_settings(search.settings)
         rows = {n: found[without_codec(n)] for n in search.presets}
-        return {n: Task(n, seed, row["lr"], row["momentum"]) for n, row in rows.items()}
+        return {
+            n: Task(n, seed, row["lr"], row["momentum"], own=Own(**row.get("own", {})))
+            for n, row in rows.items()
+        }
     plain = dict.fromkeys(without_codec(name) for name in search.presets)
     grid = {
-        name: [Task(name, seed)]
-        if is_untuned(name)
-        else [Task(name, seed, lr, mu) for mu in search.momenta for lr in search.rates]
+        name: [
+            Task(name, seed, lr, mu, own=own)
+            for own in search.owns
+            for lr, mu in (
+                [(None, None)]
+                if is_untuned(name)
+                else [(lr, mu) for mu in search.momenta for lr in search.rates]
+            )
+        ]
         for name in plain
     }
     tasks = [task for candidates in grid.values() for task in candidates]
@@ -156,6 +170,7 @@ def read_search(
     settings: Path | None,
     inner_lrs: str | None,
     rest_rates: str | None,
+    owns: Sequence[Own] = (Own(),),
 ) -> Search:
     """Read what the command line says of the search.
 
@@ -180,7 +195,18 @@ def read_search(
         settings,
         read_numbers("--inner-lr", inner_lrs or str(earlier.get("inner_lr", INNER_LRS)), float),
         read_numbers("--rest-rate", rest_rates or str(earlier.get("rest_rate", RESTS)), float),
+        owns,
     )
+
+
+def read_owns(lr: str, rest: str, decay: str) -> list[Own]:
+    """Read a preset's own inner settings, in data parallel's: the product of three lists."""
+    lists = (
+        read_numbers("--own-lr", lr, float),
+        read_numbers("--own-rest", rest, float),
+        read_numbers("--own-decay", decay, float),
+    )
+    return [Own(*values) for values in product(*lists)]
 
 
 def require_runnable(study: Study, search: Search) -> None:
@@ -230,7 +256,7 @@ def run_chosen(
 ) -> list[dict[str, Any]]:
     """Return the results of data parallel and every choice, for every seed, with their gaps."""
     tasks = [
-        Task(name, seed, task.lr, task.momentum)
+        Task(name, seed, task.lr, task.momentum, own=task.own)
         for name, task in {BASELINE: Task(BASELINE, 0), **chosen}.items()
         for seed in seeds
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from dsx.core.registry import SELECTORS
@@ -40,6 +40,8 @@ CODECS: dict[str, dict[str, Any]] = {
         }
         for wire in ("3bit", "2bit", "1bit")
     },
+    # the residual of what keeps one itself, as recommended does, and both ways
+    **{w: {"type": "quantized", "wire": w, "mean_wire": w} for w in ("3bit", "2bit", "1bit")},
     "low_rank": {**_LOW_RANK},
     "low_rank_dense_start": {**_LOW_RANK, "dense_rounds": 5},
     "top_k": {"type": "top_k"},
@@ -48,8 +50,11 @@ CODECS: dict[str, dict[str, Any]] = {
 
 # What "PRESET+VARIANT" means beside codecs. shift: a preset that is one period late stays so, and
 # keeps what a cluster has done meanwhile. serial: the same of a fragment at a time, each late by a
-# quarter of the period.
-VARIANTS = ("shift", "serial")
+# quarter of the period. Those of `TOGETHER` take the inner steps closer together, at a price in
+# bytes, to tell what clusters lose by being apart: embeddings averages the gradients of all but the
+# layers' matrices in every step, moments what the inner optimizers keep in every H.
+TOGETHER = ("embeddings", "moments")
+VARIANTS = ("shift", "serial", *TOGETHER)
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,26 @@ class Study:
     rest_rate: float = 1.0  # of embeddings, the head and vectors, in the rate of matrices
     final_rate: float = 0.1  # of the largest, at the end
     compiled: bool = False  # models by torch.compile
+    weight_decay: float = 0.1
+    muon_momentum: float = 0.95
+
+
+@dataclass(frozen=True)
+class Own:
+    """A preset's own inner settings, as multiples of data parallel's."""
+
+    lr: float = 1.0
+    rest: float = 1.0  # of embeddings, the head and vectors, beside that of all
+    decay: float = 1.0
+
+    def applied(self, study: Study) -> Study:
+        """Return the study with them."""
+        return replace(
+            study,
+            inner_lr=self.lr * study.inner_lr,
+            rest_rate=self.rest * study.rest_rate,
+            weight_decay=self.decay * study.weight_decay,
+        )
 
 
 @dataclass(frozen=True)
@@ -94,18 +119,21 @@ class Task:
     lr: float | None = None
     momentum: float | None = None
     choices: Mapping[str, Any] | None = None
+    own: Own = Own()
 
     @property
     def key(self) -> str:
         """Return the name a finished run is kept under."""
         further = f"/{json.dumps(self.choices, sort_keys=True)}" if self.choices else ""
+        if self.own != Own():
+            further += f"/{json.dumps(asdict(self.own), sort_keys=True)}"
         return f"{self.preset}/{self.seed}/{self.lr}/{self.momentum}{further}"
 
 
 def without_codec(preset: str) -> str:
-    """Return what an outer rate is chosen for: a preset with its variant, whatever its codec."""
+    """Return what an outer rate is chosen for: a preset as it waits, whatever its codec."""
     first, *further = preset.split("+")
-    return "+".join([first, *(part for part in further if part not in CODECS)])
+    return "+".join([first, *(part for part in further if part not in {*CODECS, *TOGETHER})])
 
 
 def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
