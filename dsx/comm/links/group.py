@@ -58,9 +58,9 @@ class LinkGroup:
         """Post a place for a tensor."""
         return LinkWork(self._link.receive(self._name(peer), self.lane, tag, _bytes(tensors)))
 
-    def close(self) -> None:
-        """End what is under way, and tell the peers."""
-        self._link.close_lane(self.lane)
+    def close(self) -> Future[None]:
+        """End what is under way, and tell the peers; done once no tensor is read any more."""
+        return self._link.close_lane(self.lane)
 
     def _name(self, peer: int) -> tuple[int, int]:
         return self._seat.ids[peer], self._link.rank

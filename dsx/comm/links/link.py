@@ -47,6 +47,7 @@ class Link:
         self.held: list[object] = []  # what is to live as long
         self.ways: dict[Name, str] = {}  # where to call those who are called through a relay
         self._posted: deque[Callable[[], object]] = deque()
+        self._letting_go: list[tuple[int, Future[None]]] = []  # lanes that have been closed
         self._there = threading.Condition()
         self._wake_up, self._woken = socket.socketpair()
         self._wake_up.setblocking(False)
@@ -148,16 +149,22 @@ class Link:
         peer = self._switch.peers.get(name)
         return "" if peer is None else peer.trouble
 
-    def close_lane(self, lane: int) -> None:
-        """End what is under way on a lane, and tell all peers that nothing comes there."""
-        why = LinkDown("this rank has closed its transport")
+    def close_lane(self, lane: int) -> Future[None]:
+        """End what is under way on a lane, and tell all peers that nothing comes there.
+
+        The future is done once no byte of what was to be sent is looked at any more, or only on the
+        way to who has been given up.
+        """
+        why, let_go = LinkDown("this rank has closed its transport"), Future[None]()
 
         def close() -> None:
             for peer in self._switch.peers.values():
                 if peer.error is None:
                     peer.mailbox.close_lane(lane, why)
+            self._letting_go.append((lane, let_go))
 
         self._post(close)
+        return let_go
 
     def latency_seconds(self, to: Name) -> float:
         """Return the least time there and back that was seen, 0 if none was."""
@@ -167,7 +174,7 @@ class Link:
     @property
     def problems(self) -> Counter[str]:
         """What was dropped, by its reason."""
-        return self._switch.problems
+        return self._switch.dropped.counts
 
     def close(self) -> None:
         """End all connections, once what was sent has arrived, or after a second."""
@@ -198,6 +205,19 @@ class Link:
         with self._doing:
             while self._posted:
                 self._posted.popleft()()
+            if self._has_ended:
+                self._let_go()
+
+    def _let_go(self) -> None:
+        """Tell who waits for closed lanes of those that libzmq holds nothing of."""
+        if self._letting_go:
+            peers = [peer for peer in self._switch.peers.values() if peer.error is None]
+            waiting, self._letting_go = self._letting_go, []
+            for lane, let_go in waiting:
+                if any(peer.holds(lane) for peer in peers):
+                    self._letting_go.append((lane, let_go))
+                else:
+                    let_go.set_result(None)
 
     def _wake(self) -> None:
         with suppress(OSError):  # it has been woken already, or has ended
@@ -214,6 +234,7 @@ class Link:
                 self._do_posted()
                 if switch.take(ready):
                     self._tell()
+                self._let_go()
         except Exception as error:
             logger.exception("the link's thread has ended by an error")
             why = f"this rank's link has ended by an error: {error}"

@@ -6,12 +6,18 @@ twice is acknowledged twice and written once. So a message arrives whole, once, 
 connections.
 
 A receiver that has no place yet for a message keeps its first `EAGER_BYTES`; the sender goes on
-once it is told of a place. Messages take turns, a chunk each.
+once it is told of a place.
+
+Messages take turns, a chunk each, and what is under way on a connection is bounded by what it
+carries in a moment (window.py): a long message does not keep others waiting. Short ones have
+connection 0 to themselves, where no chunk of a long one is ahead of them.
 """
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from typing import Any
 
 from dsx.comm.links.frames import CHUNK_BYTES, CLOSED, DATA, READY, Ack, Frame, Key
@@ -25,10 +31,10 @@ from dsx.comm.links.messages import (
     Outgoing,
     Serials,
 )
+from dsx.comm.links.window import SHORT_WINDOW_BYTES, Sent, Window
 
 COPIED_BYTES = 1 << 16  # a message so short is copied, and has been sent as soon as it is posted
 EARLY_BYTES = 1 << 26  # of messages without a place, from one peer
-WINDOW_BYTES = 1 << 24  # sent over one connection and not acknowledged
 ACKS_TOGETHER = 16  # of short messages, whose senders do not wait for them
 
 
@@ -36,15 +42,18 @@ class Mailbox:
     """Messages to and from one peer. Not for several threads.
 
     `replies` are frames with their bodies, and `acks` chunks, to be sent; whoever sends them takes
-    them out. `problems` are what the peer has sent that does not fit.
+    them out. `problems` are what the peer has sent that does not fit. `latency_seconds`: what a
+    line without a queue takes there and back, for whoever knows it.
     """
 
-    def __init__(self, cluster_id: int) -> None:
-        self._cluster_id = cluster_id
+    def __init__(self, cluster_id: int, now: Callable[[], float] = time.monotonic) -> None:
+        self._cluster_id, self._now = cluster_id, now
+        self.latency_seconds = 0.0
         self._sent, self._received = Counters(), Counters()
         self._outgoing: dict[int, Outgoing] = {}  # by serial
         self._by_key: dict[Key, Outgoing] = {}
         self._turns: deque[Outgoing] = deque()
+        self._short_turns: deque[Outgoing] = deque()  # which have a turn among all, too
         self._incoming: dict[Key, Incoming] = {}
         self._early: dict[Key, Early] = {}
         self._early_bytes = 0
@@ -56,7 +65,7 @@ class Mailbox:
         self._over: set[int] = set()  # lanes closed on either side: what still comes is let go
         self._ended: Exception | None = None
         self._next_serial = 0
-        self._in_flight: dict[int, int] = {}  # bytes by connection
+        self._windows: dict[int, Window] = {}  # by connection
         self.replies: list[tuple[Frame, bytes]] = []
         self.acks: list[Ack] = []
         self.is_waited_for = False  # an acknowledgement among them
@@ -104,6 +113,7 @@ class Mailbox:
         self._outgoing[outgoing.serial] = self._by_key[outgoing.key] = outgoing
         self._turns.append(outgoing)
         if is_short:
+            self._short_turns.append(outgoing)
             outgoing.is_short, outgoing.ended = True, lambda error: None
             ended(None)
 
@@ -133,18 +143,17 @@ class Mailbox:
 
     def next_chunk(self, connection: int) -> tuple[Frame, memoryview] | None:
         """Return what goes out next over a connection; None if nothing may now."""
-        if self._in_flight.get(connection, 0) >= WINDOW_BYTES:
-            return None
-        while self._turns:
-            outgoing = self._turns.popleft()
+        window = self._window(connection)
+        turns = self._turns if connection else self._short_turns
+        while turns and window.is_open:
+            outgoing = turns.popleft()
             if not outgoing.has_next:
                 continue  # it is in turn again once it has
             chunk = outgoing.to_send.popleft()
-            self._turns.append(outgoing)
-            outgoing.under_way[chunk] = connection
+            turns.append(outgoing)
             bounds = outgoing.bounds(chunk)
             body = outgoing.data[bounds]
-            self._in_flight[connection] = self._in_flight.get(connection, 0) + len(body)
+            outgoing.under_way[chunk] = window.send(len(body), self._now())
             start, total, serial = bounds.start, len(outgoing.data), outgoing.serial
             frame = Frame(
                 DATA, self._cluster_id, outgoing.key, serial=serial, start=start, total=total
@@ -181,7 +190,9 @@ class Mailbox:
             if ack.is_awaited:
                 self._go_on(outgoing)
             if ack.chunk in outgoing.under_way:
-                self._take_back(outgoing, ack.chunk)
+                sent = self._take_back(outgoing, ack.chunk)
+                if sent is not None and not outgoing.is_short:  # of short ones it may be late
+                    self._window(sent.connection).arrived(sent, self._now(), self.latency_seconds)
             elif ack.chunk in outgoing.to_send:
                 outgoing.to_send.remove(ack.chunk)  # it came, though its connection broke
             else:
@@ -207,9 +218,9 @@ class Mailbox:
     def connection_lost(self, connection: int) -> None:
         """Send again what a connection has not brought, or whose acknowledgement it has lost."""
         for outgoing in self._outgoing.values():
-            lost = [c for c, over in outgoing.under_way.items() if over == connection]
+            lost = [c for c, sent in outgoing.under_way.items() if sent.connection == connection]
             self._send_again(outgoing, lost)
-        self._in_flight.pop(connection, None)
+        self._windows.pop(connection, None)
         for key in self._incoming:  # a word of their places may have been lost, too
             self._reply(READY, key)
         for lane in self._closed_here - self._closing:
@@ -243,7 +254,8 @@ class Mailbox:
         self._by_key.clear()
         self._incoming.clear()
         self._turns.clear()
-        self._in_flight.clear()
+        self._short_turns.clear()
+        self._windows.clear()
         for each in under_way:
             each.ended(error)
 
@@ -282,11 +294,20 @@ class Mailbox:
             outgoing.is_awaited = True
             self._in_turn(outgoing)
 
-    def _take_back(self, outgoing: Outgoing, chunk: int) -> None:
-        """Count a chunk as under way no more."""
-        connection, bounds = outgoing.under_way.pop(chunk), outgoing.bounds(chunk)
-        if connection in self._in_flight:
-            self._in_flight[connection] -= bounds.stop - bounds.start
+    def _window(self, connection: int) -> Window:
+        window = self._windows.get(connection)
+        if window is None:
+            fixed = None if connection else SHORT_WINDOW_BYTES
+            window = self._windows[connection] = Window(connection, fixed)
+        return window
+
+    def _take_back(self, outgoing: Outgoing, chunk: int) -> Sent | None:
+        """Count a chunk as under way no more; return how it was sent, if its connection stands."""
+        sent, bounds = outgoing.under_way.pop(chunk), outgoing.bounds(chunk)
+        window = self._windows.get(sent.connection)
+        if window is None or not window.take_back(sent, bounds.stop - bounds.start):
+            return None
+        return sent
 
     def _send_again(self, outgoing: Outgoing, chunks: list[int]) -> None:
         for chunk in chunks:
@@ -296,8 +317,9 @@ class Mailbox:
             self._in_turn(outgoing)
 
     def _in_turn(self, outgoing: Outgoing) -> None:
-        if outgoing not in self._turns:
-            self._turns.append(outgoing)
+        for turns in (self._turns, self._short_turns) if outgoing.is_short else (self._turns,):
+            if outgoing not in turns:
+                turns.append(outgoing)
 
     def _keep_early(self, frame: Frame, chunk: int, body: Any) -> None:
         early = self._early.setdefault(frame.key, Early(frame.total, frame.serial))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsx.comm.links.frames import CHUNK_BYTES, Key
+from dsx.comm.links.window import Sent
 
 EAGER_BYTES = 2 * CHUNK_BYTES  # of a message that goes out before its place is known
 TAGS_KEPT = 4096  # of a lane: each counts its messages; a launch's tag has two and never returns
@@ -78,14 +79,14 @@ def num_chunks(num_bytes: int) -> int:
 
 @dataclass(eq=False)
 class Outgoing:
-    """A message under way; `under_way` has the connection of each chunk that was sent."""
+    """A message under way; `under_way` has how each chunk was sent that is not acknowledged."""
 
     key: Key
     serial: int
     data: memoryview
     ended: Ended
     to_send: deque[int] = field(default_factory=deque[int])
-    under_way: dict[int, int] = field(default_factory=dict[int, int])
+    under_way: dict[int, Sent] = field(default_factory=dict[int, Sent])
     is_awaited: bool = False
     is_short: bool = False  # and so copied, and sent for its sender
     num_acked: int = 0

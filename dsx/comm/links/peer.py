@@ -1,18 +1,20 @@
 """One process of another cluster: its connections, what it is owed, and whether it is there.
 
-Connection 0 is for what is short and must not wait: greetings, acknowledgements, probes, requests.
-The others carry messages. A peer is there while connection 0 is; it has gone when that has been
-closed and not come back within `grace_seconds`, or when nothing was heard for `suspect_seconds`.
+Connection 0 is for what is short and must not wait: greetings, acknowledgements, probes, requests,
+short messages. The others carry all messages. A peer is there while connection 0 is; it has gone
+when that has been closed and not come back within `grace_seconds`, or when nothing was heard for
+`suspect_seconds`.
 """
 
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any
 
 import zmq
 
-from dsx.comm.links.frames import ACKS, ASK, PROBE, Frame, pack_acks
+from dsx.comm.links.frames import ACKS, ASK, JOINED_BYTES, PROBE, Frame, pack_acks
 from dsx.comm.links.mailbox import Mailbox
 from dsx.comm.links.pace import Pace
 
@@ -21,6 +23,7 @@ _FIRST_PROBES = 8  # closer together, for the least time there and back
 _FIRST_PROBE_SECONDS = 0.25
 _LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
 _ACKS_IN_A_FRAME = 4096
+_DONE = zmq.MessageTracker()  # of what is copied
 _ACK_SECONDS = 0.03  # in which acknowledgements that nobody waits for may become more
 FIRST_VISITOR = 1 << 19  # ranks from here on are tools of a member, which come and go (desk.py)
 
@@ -41,12 +44,24 @@ class Connection:
         self.key = key  # the peer's public one, 32 bytes
 
     def send(self, head: bytes, body: Any) -> bool:
-        """Hand a frame to libzmq, which copies what is short and keeps a hold of the rest."""
+        """Hand a frame to libzmq; what is short is copied, and it keeps a hold of the rest."""
+        return self.lend(head, body) is not None
+
+    def lend(self, head: bytes, body: Any) -> Any | None:
+        """Hand a frame over; None if that cannot be, else something that is `done` once libzmq
+        looks at the body no more.
+        """  # fmt: skip
+        is_short = len(body) <= JOINED_BYTES
+        parts = [b"".join((head, body))] if is_short else [head, body]
         try:
-            self._socket.send_multipart([*self._address, head, body], zmq.NOBLOCK, copy=False)
+            return (
+                self._socket.send_multipart(
+                    [*self._address, *parts], zmq.NOBLOCK, copy=is_short, track=not is_short
+                )
+                or _DONE
+            )
         except zmq.ZMQError:  # no route any more
-            return False
-        return True
+            return None
 
 
 class Peer:
@@ -64,6 +79,7 @@ class Peer:
         self.trouble = ""  # why it could not be called, the last time
         self.latency_seconds = 0.0  # there and back, the least seen
         self.asked: dict[int, bytes] = {}  # requests without an answer, by number
+        self._lent: dict[int, deque[Any]] = {}  # by lane: what libzmq may look at still
         self._grace_seconds, self._suspect_seconds = grace_seconds, suspect_seconds
         self._lost_at: float | None = None
         self._heard_at = time.monotonic()
@@ -167,6 +183,7 @@ class Peer:
         if frame.total:
             seconds = (time.monotonic_ns() - frame.total) / 1e9
             self.latency_seconds = min(self.latency_seconds or seconds, seconds)
+            self.mailbox.latency_seconds = self.latency_seconds
         else:
             first = self.mailbox.first_serial
             self.say(Frame(PROBE, self._own, total=frame.start, serial=first), b"")
@@ -197,23 +214,42 @@ class Peer:
         return self.mailbox.acks_are_due or now >= self._acks_at
 
     def flush(self, pace: Pace) -> None:
-        """Send what waits, as far as windows and the pace allow."""
+        """Send what waits, as far as windows and the pace allow; short messages first."""
         self.flush_replies(at_once=False)
-        mailbox, is_moving = self.mailbox, True
-        while is_moving:
-            is_moving = False
-            for index in [i for i in self.connections if i]:
-                if pace.wait_seconds():
-                    return
-                found = mailbox.next_chunk(index)
-                if found is None:
-                    continue
-                frame, body = found
-                if self.connections[index].send(frame.pack(len(body)), body):
-                    pace.sent(len(body))
-                    is_moving = True
-                else:
-                    self.close(index)
+        for is_short in (True, False):
+            is_moving = True
+            while is_moving:
+                is_moving = False
+                for index in [i for i in self.connections if (i == 0) == is_short]:
+                    if pace.wait_seconds():
+                        return
+                    num_bytes = self._send_next(index)
+                    pace.sent(num_bytes)
+                    is_moving = is_moving or num_bytes > 0
+
+    def holds(self, lane: int) -> bool:
+        """Whether libzmq may look at bytes of a lane's messages still."""
+        lent = self._lent.get(lane, deque())
+        while lent and lent[0].done:
+            lent.popleft()
+        if not lent:
+            self._lent.pop(lane, None)
+        return bool(lent)
+
+    def _send_next(self, index: int) -> int:
+        """Send what is next over a connection; return how many bytes of messages that were."""
+        found = self.mailbox.next_chunk(index)
+        if found is None:
+            return 0
+        frame, body = found
+        lent = self.connections[index].lend(frame.pack(len(body)), body)
+        if lent is None:
+            self.close(index)
+            return 0
+        if not lent.done:
+            self.holds(frame.key.lane)  # which forgets what has gone out
+            self._lent.setdefault(frame.key.lane, deque()).append(lent)
+        return len(body)
 
     def say(self, frame: Frame, body: bytes) -> None:
         """Send something short, if there is a connection."""

@@ -16,6 +16,7 @@ import zmq
 
 from dsx.comm.links import sockets
 from dsx.comm.links.calls import Call, Calls
+from dsx.comm.links.dropped import Dropped
 from dsx.comm.links.frames import (
     ACKS,
     ANSWER,
@@ -35,11 +36,10 @@ from dsx.comm.links.peer import Connection, LinkDown, Peer
 from dsx.comm.links.requests import Name, Requests
 
 _AT_ONCE = 256  # frames taken from a socket before others have their turn
-_MOST_PROBLEMS = 64  # kinds that are told apart
-_TOLD_PROBLEMS = 5  # of a kind: then they are only counted
 _LINGER_MILLISECONDS = 500  # for what a socket that is closed has not sent yet
 _PORT_SECONDS = 5.0
 _MOST_PAUSE_SECONDS = 0.2  # between two looks of a thread that gets its turns
+_MOST_UNEXPECTED = 4096  # ranks of a cluster that have called and were not expected, yet or at all
 _KEYS_SECONDS = 1.0  # between two looks at the folder of keys
 logger = logging.getLogger(__name__)
 
@@ -73,6 +73,7 @@ class Switch:
         self._context: zmq.Context[Any] = zmq.Context()
         self.poller = zmq.Poller()
         self.peers: dict[Name, Peer] = {}  # read by others
+        self._num_unexpected: Counter[int] = Counter()  # of them, by cluster
         self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
         try:
             self._open(trust, options)
@@ -86,7 +87,8 @@ class Switch:
         self._looked_at = time.monotonic()
         self.requests = Requests(self.own)
         self._ended = ""  # why
-        self.problems: Counter[str] = Counter()  # what was dropped, by its reason; read by others
+        self.dropped = Dropped()
+        self._drop = self.dropped.note
         self._door = None
         if trust is not None:
             self._door = sockets.Door(self._context, trust, self._refused)
@@ -236,16 +238,17 @@ class Switch:
                 if sender is None:
                     self._drop("a frame under a revoked key", "one who had called")
                     continue
-            frame = self._read(parts, sender)
-            if frame is None:
+            read = self._read(parts, sender)
+            if read is None:
                 continue
+            frame, body = read
             known = self._routes.get(identity.bytes)
             if frame.kind == HELLO:
-                self._take_hello(frame.sender, parts[1].bytes, (identity.bytes, key))
+                self._take_hello(frame.sender, bytes(body), (identity.bytes, key))
             elif known is None:
                 self._drop("a frame before a greeting", f"cluster {frame.sender}")
             elif known[1] in known[0].connections:
-                self._give(known[0], frame, parts[1])
+                self._give(known[0], frame, body)
 
     def _take_calling(self, call: Call) -> None:
         """Take what one sends whom this rank has called."""
@@ -254,39 +257,37 @@ class Switch:
                 parts = call.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            frame = self._read(parts, call.peer.cluster_id)
-            if frame is None:
+            read = self._read(parts, call.peer.cluster_id)
+            if read is None:
                 continue
+            frame, body = read
             if frame.kind == HELLO:
-                self._take_hello(frame.sender, parts[1].bytes, call)
+                self._take_hello(frame.sender, bytes(body), call)
             elif call.index in call.peer.connections:
-                self._give(call.peer, frame, parts[1])
+                self._give(call.peer, frame, body)
 
-    def _read(self, parts: list[Any], sender: int | None) -> Frame | None:
-        """Return a frame's head; None for what does not fit."""
+    def _read(self, parts: list[Any], sender: int | None) -> tuple[Frame, memoryview] | None:
+        """Return a frame's head and its body; None for what does not fit."""
         who = f"cluster {sender}" if sender is not None else "somebody"
-        if len(parts) != 2:
-            self._drop(f"a message of {len(parts)} parts instead of 2", who)
-            return None
         try:
-            frame = Frame.read(parts[0].buffer, len(parts[1]))
+            frame, body = Frame.of([part.buffer for part in parts])
         except BadFrame as error:
             self._drop(str(error), who)
             return None
         if sender is not None and frame.sender != sender:
             self._drop("a frame that says another sender", who)
             return None
-        return frame
+        return frame, body
 
-    def _give(self, peer: Peer, frame: Frame, body: Any) -> None:
+    def _give(self, peer: Peer, frame: Frame, body: memoryview) -> None:
         """Hand a frame to whom it is for."""
         peer.heard()
         mailbox = peer.mailbox
         try:
             if frame.kind == DATA:
-                mailbox.take_chunk(frame, body.buffer)
+                mailbox.take_chunk(frame, body)
             elif frame.kind == ACKS:
-                mailbox.take_acks(read_acks(body.buffer))
+                mailbox.take_acks(read_acks(body))
             elif frame.kind == READY:
                 mailbox.take_ready(frame)
             elif frame.kind == CLOSED:
@@ -295,9 +296,9 @@ class Switch:
                 peer.answer_probe(frame)
                 mailbox.forget_below(frame.serial)
             elif frame.kind == ASK:
-                self.requests.take(peer, frame.serial, body.bytes)
+                self.requests.take(peer, frame.serial, bytes(body))
             elif frame.kind == ANSWER:
-                self.requests.take_answer(peer, frame.serial, body.bytes)
+                self.requests.take_answer(peer, frame.serial, bytes(body))
         except BadFrame as error:
             self._drop(str(error), f"{peer}")
 
@@ -313,17 +314,23 @@ class Switch:
             count = self._options.streams + 1
             self._drop(f"connection {index}, of {count} by link.streams", f"cluster {sender}")
             return
-        if isinstance(by, Call) and (by.peer is not self.peer(name) or by.index != index):
+        if isinstance(by, Call) and (by.peer is not self.peers.get(name) or by.index != index):
             by.peer.trouble = f"cluster {sender}, rank {hello.rank} answers at {by.address[0]}"
             self._drop("an answer of another rank than was called", by.peer.trouble)
             return
+        if name not in self.peers:
+            if self._num_unexpected[sender] >= _MOST_UNEXPECTED:
+                what = f"a greeting of one more than {_MOST_UNEXPECTED} ranks"
+                self._drop(what, f"rank {hello.rank} of cluster {sender}")
+                return
+            self._num_unexpected[sender] += 1
         peer = self.peer(name)
         peer.incarnation = peer.incarnation or hello.incarnation
-        if peer.error is not None and hello.incarnation == peer.incarnation:
-            self._drop("a greeting of a process that has been given up", f"{peer}")
-            return
         if hello.incarnation != peer.incarnation:
             self._drop("a greeting of another process than the one that is meant", f"{peer}")
+            return
+        if peer.error is not None:
+            self._drop("a greeting of a process that has been given up", f"{peer}")
             return
         if isinstance(by, Call):
             peer.open(index, self._connection_of(by))
@@ -340,11 +347,3 @@ class Switch:
 
     def _refused(self, address: str) -> None:
         self._drop("a key of no member", address)
-
-    def _drop(self, what: str, who: str) -> None:
-        """Count what does not fit, and say so the first times."""
-        if what not in self.problems and len(self.problems) >= _MOST_PROBLEMS:
-            what = "what does not fit in yet another way"
-        self.problems[what] += 1
-        if self.problems[what] <= _TOLD_PROBLEMS:
-            logger.warning("dropped: %s, from %s", what, who)

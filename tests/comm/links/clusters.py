@@ -64,6 +64,8 @@ class Line:
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self._ends: list[socket.socket] = []
         self.is_open = True
+        self.flows = threading.Event()  # else nobody reads what is sent
+        self.flows.set()
         self.passed = bytearray()  # what has gone over it, both ways
         self.said: list[bytearray] = []  # by those who have called, each connection's
         threading.Thread(target=self._accept, daemon=True).start()
@@ -103,7 +105,7 @@ class Line:
 
     def _pass(self, source: socket.socket, sink: socket.socket, said: bytearray) -> None:
         with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
+            while self.flows.wait() and (data := source.recv(1 << 16)):
                 if len(self.passed) < 1 << 24:
                     self.passed += data
                     said += data

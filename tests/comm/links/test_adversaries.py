@@ -21,6 +21,7 @@ import torch
 import zmq
 from zmq.utils import z85
 
+from dsx.comm.links import switch
 from dsx.comm.links.frames import ACKS, ANSWER, ASK, CLOSED, DATA, HELLO, PROBE, READY, Frame, Key
 from dsx.comm.links.link import Link
 from dsx.comm.links.store import LinkStore, Shelf
@@ -123,8 +124,8 @@ def test_what_a_member_says_that_cannot_be_ends_nothing(
         answers: list[bytes] = []
         while time.monotonic() < until and len(answers) < len(requests) - 1:
             if own.poll(200):
-                head, body = own.recv_multipart()
-                answers += [body] if Frame.read(head, len(body)).kind == ANSWER else []
+                frame_of_it, body = Frame.split(memoryview(own.recv()))
+                answers += [bytes(body)] if frame_of_it.kind == ANSWER else []
     assert sum(b"cannot be done" in answer for answer in answers) == len(requests) - 1
     check(swap(site.groups, 3 * MB))
     store = LinkStore(site.links[1], (0, 0))
@@ -132,6 +133,22 @@ def test_what_a_member_says_that_cannot_be_ends_nothing(
     assert store.get("x") == b"still here"
     with capsys.disabled():
         print("\n", dict(site.links[0].problems))
+
+
+def test_a_member_makes_no_more_peers_than_a_cluster_has_ranks(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(switch, "_MOST_UNEXPECTED", 20)
+    inner: Any = site.links[0].__dict__["_switch"]
+    with site.member() as own:
+        for rank in range(1, 500):
+            own.send_multipart(frame(HELLO, hello(rank=rank)))
+        until = time.monotonic() + 10
+        while site.dropped < 400 and time.monotonic() < until:
+            time.sleep(0.02)
+        assert site.links[0].problems == {"a greeting of one more than 20 ranks": 499 - 19}
+        assert sum(cluster == 2 for cluster, _ in inner.peers) == 20
+    check(swap(site.groups, MB))
 
 
 def test_a_message_of_two_lengths_is_not_put_together(site: Site) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import threading
 import time
 from concurrent.futures import Future
+from concurrent.futures import TimeoutError as WaitedTooLong
 from datetime import timedelta
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 import zmq
 
+from dsx.comm.links import window
 from dsx.comm.links.link import Link
 from dsx.comm.links.peer import LinkDown
 from dsx.comm.links.store import LinkStore, Shelf
@@ -191,3 +194,48 @@ def test_a_pause_of_ones_own_is_not_the_peers() -> None:
         threads[0]._post(lambda: time.sleep(2))
         time.sleep(2.5)
         check(swap(groups_of(links), MB))
+
+
+def test_a_closed_lane_is_let_go_once_nothing_reads_its_buffers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What lies in libzmq goes out still: who uses the buffer before sends what it puts there."""
+    monkeypatch.setattr(window, "LEAST_BYTES", 64 * MB)
+    monkeypatch.setattr(window, "MOST_BYTES", 64 * MB)
+    with two_links(over_line=True) as (links, line):
+        assert line is not None
+        groups = groups_of(links)
+        sent = torch.full((40 * MB,), 1, dtype=torch.uint8)
+        place = torch.zeros(40 * MB, dtype=torch.uint8)
+        arriving = groups[0].recv([place], 1, 0)
+        time.sleep(0.2)  # it is told of the place
+        line.flows.clear()
+        groups[1].send([sent], 0, 0)
+        time.sleep(0.5)
+        let_go = groups[1].close()
+        with pytest.raises(WaitedTooLong):
+            let_go.result(0.5)
+        line.flows.set()
+        let_go.result(20)
+        sent.fill_(2)
+        with contextlib.suppress(RuntimeError):  # or it is there, as all had been handed over
+            arriving.wait(SOON)
+        highest = int(place.max())
+        assert highest < 2
+
+
+def test_lanes_are_let_go_at_once_where_nothing_is_under_way_or_its_peer_is_gone() -> None:
+    with two_links(over_line=True) as (links, line):
+        assert line is not None
+        groups = groups_of(links)
+        check(swap(groups, 3 * MB))
+        groups[1].close().result(5)
+        others = groups_of(links, "another")
+        line.flows.clear()
+        others[1].send([torch.zeros(40 * MB, dtype=torch.uint8)], 0, 0)
+        time.sleep(0.2)
+        line.close()
+        line.flows.set()
+        others[1].close().result(10)
+        links[1].close()
+        others[1].close().result(5)

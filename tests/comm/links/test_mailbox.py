@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsx.comm.links import frames, mailbox, messages
+from dsx.comm.links import frames, mailbox, messages, window
 from dsx.comm.links.frames import CLOSED, READY, Ack, BadFrame, Frame, Key, read_acks
 from dsx.comm.links.mailbox import Mailbox
 
@@ -32,7 +32,7 @@ class Wire:
         if choice < 0.03:
             self.lose(self.random.choice([0, *self.connections]))
         elif choice < 0.5:
-            self.send(self.random.randrange(2), self.random.choice(self.connections))
+            self.send(self.random.randrange(2), self.random.choice([0, *self.connections]))
         else:
             self.deliver(*self.random.choice(list(self.under_way)))
 
@@ -88,7 +88,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "EAGER_BYTES", 8, raising=False)
     monkeypatch.setattr(mailbox, "COPIED_BYTES", 6)
     monkeypatch.setattr(mailbox, "EARLY_BYTES", 16)
-    monkeypatch.setattr(mailbox, "WINDOW_BYTES", 12)
+    monkeypatch.setattr(mailbox, "SHORT_WINDOW_BYTES", 12)
+    monkeypatch.setattr(window, "LEAST_BYTES", 8)
+    monkeypatch.setattr(window, "MOST_BYTES", 12)
 
 
 @settings(max_examples=150, deadline=None)
@@ -191,7 +193,9 @@ def test_what_is_no_frame_is_refused(head: bytes, body: int) -> None:
 def test_heads_come_back(kind: int, sender: int, lane: int, tag: int, number: int) -> None:
     frame = Frame(kind, sender, Key(lane, tag, number))
     assert Frame.read(frame.pack(10), 10) == frame
-    for changed in (frame.pack(11), b"\2" + frame.pack(10)[1:], frame.pack(10)[:-1]):
+    body = bytes(10)
+    assert Frame.split(memoryview(frame.pack(10) + body)) == (frame, memoryview(body))
+    for changed in (frame.pack(11), b"\1" + frame.pack(10)[1:], frame.pack(10)[:-1]):
         with pytest.raises(BadFrame):
             Frame.read(changed, 10)
 
