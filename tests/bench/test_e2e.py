@@ -10,6 +10,7 @@ import sys
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,11 @@ from dsx.bench.e2e.job import Job, Shape, build_model
 from dsx.bench.e2e.loop import Recorded, TimedSteps, train
 from dsx.bench.e2e.plan import Situation, plan_preset, plan_presets, planned_interval
 from dsx.bench.e2e.run import Block, Measured, RunFailed, Runner
+from dsx.bench.kinds import GLOO, KINDS
 from dsx.bench.line import cores_for, shared_cores
 from dsx.bench.testbed import UNAVAILABLE, Line, Traffic
+from dsx.comm.links.trust import load_trust
+from dsx.config.schema import load_config
 from dsx.core.types import ParameterShape
 from dsx.method.choices import PRESETS
 from dsx.outer.transfer import NothingYet, Transfer
@@ -120,6 +124,20 @@ def test_a_row_has_the_medians_of_its_blocks(tmp_path: Path) -> None:
     assert row.planned_bytes == 6 * plan.predict(situation(32)).bytes_per_round
 
 
+def test_links_meet_at_the_first_cluster_with_keys_of_a_folder(tmp_path: Path) -> None:
+    bed = SimpleNamespace(num_clusters=2, address=lambda m: f"10.77.0.{m + 1}")
+    runner = Runner(bed, [0, 1], 30.0)  # type: ignore[arg-type]
+    for _ in range(2):  # a later run makes them anew
+        clusters, link = runner.meeting(KINDS["link/curve"], tmp_path)
+    settings = load_config({"dsx": {"preset": "diloco", "clusters": clusters, "link": link}})
+    assert settings.link.uses_links and settings.link.settings is not None
+    assert settings.link.settings.address_of(1) == "10.77.0.2:29400"
+    for cluster in range(2):
+        assert load_trust(settings.link.settings, cluster) is not None
+    clusters, link = runner.meeting(GLOO, tmp_path)
+    assert clusters["rendezvous"] == "tcp://10.77.0.1:29400" and link == {"security": "none"}
+
+
 def test_a_latency_is_planned_for_with_the_seconds_of_a_step(tmp_path: Path) -> None:
     def bench(latency_milliseconds: float) -> Bench:
         options = Options(tmp_path, tmp_path, latency_milliseconds=latency_milliseconds)
@@ -143,8 +161,6 @@ def test_batches_are_in_inverse_proportion_to_the_ratio(ratio: float, windows: i
 
 
 def test_a_pause_waits_for_transfers_and_nothing_else() -> None:
-    from types import SimpleNamespace
-
     from dsx.bench.e2e.worker import settle
 
     waited: list[str] = []
@@ -281,6 +297,7 @@ def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
         (["--shape", "4,48,64,8"], "HIDDEN a multiple of 32"),
         (["--margin", "0.5"], "margin=0.5 must be 1"),
         (["--clusters", "9"], "clusters=9 must be 2"),
+        (["--kinds", "gloo/curve"], "--kinds has 'gloo/curve'; it takes gloo/none, link/none"),
         (["--json", "/no/dir/x"], "--json /no/dir/x: there is no such directory"),
         (["--data", "nowhere"], "nowhere is not a dataset; build one with: dsx data build"),
     ],

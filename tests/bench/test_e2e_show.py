@@ -46,6 +46,20 @@ def test_what_misses_a_target_is_named_with_its_figure() -> None:
     assert "MISS utilization within 5 % of the planner's: dilocox 15.0%" in bad
 
 
+def test_links_are_held_against_gloo_by_what_is_waited() -> None:
+    over_gloo = row("diloco", wait_seconds=2.0, wait_half_range=0.1)
+    link: dict[str, Any] = {"transport": "link", "security": "curve"}
+    good = text_of(over_gloo, row("diloco", wait_seconds=2.05, wait_half_range=0.02, **link))
+    assert "met  links wait no longer than gloo" in good and "diloco, link/curve" in good
+    assert "2.00 ±0.10" in good
+    bad = text_of(over_gloo, row("diloco", wait_seconds=2.2, wait_half_range=0.0, **link))
+    assert "MISS links wait no longer than gloo" in bad
+    assert "diloco, link/curve +0.200 s of 0.100 s" in bad
+    alone = text_of(row("diloco", wait_seconds=2.0, **link))
+    assert "-    links wait no longer" in alone
+    assert "links wait" not in text_of(over_gloo)
+
+
 def test_rows_as_json_and_as_a_figure(tmp_path: Path) -> None:
     rows = [row("eager"), row("dilocox", ratio=350.0, planned_bytes=None)]
     assert [r["method"] for r in json.loads(json.dumps(as_json(rows)))] == ["eager", "dilocox"]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dsx.bench.kinds import KINDS
 from dsx.bench.links.bench import Row, Wire, row_of
-from dsx.bench.links.job import KINDS, Found, Job, Passed
+from dsx.bench.links.job import Found, Job, Passed
 from dsx.bench.namespaces import TestbedUnavailable
 from dsx.bench.testbed import Testbed
 from dsx.cli import app

@@ -25,6 +25,7 @@ from dsx.bench.e2e.job import Job, Mode, Shape, build_model
 from dsx.bench.e2e.plan import Plan, Situation, plan_presets
 from dsx.bench.e2e.row import Row
 from dsx.bench.e2e.run import Measured, Runner
+from dsx.bench.kinds import GLOO, Kind
 from dsx.bench.line import cores_for, shared_cores
 from dsx.bench.testbed import MAX_CLUSTERS, Line, Testbed
 from dsx.core.types import ParameterShape
@@ -45,7 +46,7 @@ class Options:
 
     A run has `blocks` blocks, each of one round that is not counted and `rounds` that are. `shape`
     None stands for `Shape.for_ratio`. The line's latency, one way, is beside the ratio, which is of
-    its rate.
+    its rate. Each preset is run over each of `kinds`, one after the other.
     """
 
     directory: Path
@@ -58,6 +59,7 @@ class Options:
     margin: float = 1.15
     shape: Shape | None = None
     latency_milliseconds: float = 0.0
+    kinds: tuple[Kind, ...] = (GLOO,)
 
     def __post_init__(self) -> None:
         for name in self.presets:
@@ -135,8 +137,9 @@ class Bench:
         yield ceiling
         yield synchronous
         for plan in plans:
-            row = self.preset(plan, line, steps)
-            yield replace(row, speedup=row.utilization * ceiling.speedup)
+            for kind in options.kinds:
+                row = self.preset(plan, line, steps, kind)
+                yield replace(row, speedup=row.utilization * ceiling.speedup)
 
     def references(self, steps: int) -> tuple[Line, Row, Row]:
         """Run what presets are held against; return the line, no communication and all-reduce."""
@@ -179,10 +182,11 @@ class Bench:
         )
         return line, ceiling_run
 
-    def preset(self, plan: Plan, line: Line, steps: int) -> Row:
+    def preset(self, plan: Plan, line: Line, steps: int, kind: Kind = GLOO) -> Row:
         """Run a preset as planned."""
-        measured = self._run(plan.name, "dsx", steps, line, plan.block, plan.interval)
-        return self.row(plan, measured, line)
+        name = plan.name if kind == GLOO else f"{plan.name}_{kind.transport}_{kind.security}"
+        measured = self._run(name, "dsx", steps, line, plan.block, plan.interval, kind)
+        return self.row(plan, measured, line, kind)
 
     def _run(
         self,
@@ -192,8 +196,9 @@ class Bench:
         line: Line | None = None,
         block: dict[str, Any] | None = None,
         interval: int | None = None,
+        kind: Kind = GLOO,
     ) -> Measured:
-        return self._runner.run(self.job(name, mode, steps, interval, block), line)
+        return self._runner.run(self.job(name, mode, steps, interval, block, kind), line)
 
     def job(
         self,
@@ -202,6 +207,7 @@ class Bench:
         steps: int,
         interval: int | None,
         block: dict[str, Any] | None = None,
+        kind: Kind = GLOO,
     ) -> Job:
         """Return a job in a directory of its own; all steps are one block without an `interval`."""
         options = self._options
@@ -213,8 +219,9 @@ class Bench:
             "steps_per_print": 10**9,
         }
         if block is not None:
-            link = {**block.get("link", {}), "security": "none"}
-            config["dsx"] = {**block, "clusters": self._runner.clusters_block(), "link": link}
+            clusters, link = self._runner.meeting(kind, options.directory.resolve())
+            link = {**block.get("link", {}), **link}
+            config["dsx"] = {**block, "clusters": clusters, "link": link}
         directory = options.directory.resolve() / f"{self._ratio:g}_{name}"
         steps_per_block = steps if interval is None else (options.rounds + 1) * interval
         return Job(
@@ -222,7 +229,7 @@ class Bench:
             str(options.data.resolve()), str(directory), _DEADLINE_SECONDS, _CEILING_SECONDS,
         )  # fmt: skip
 
-    def row(self, plan: Plan, measured: Measured, line: Line) -> Row:
+    def row(self, plan: Plan, measured: Measured, line: Line, kind: Kind = GLOO) -> Row:
         """Read a row off a run that did what the plan says."""
         blocks = measured.blocks(plan.interval)
         ceiling = statistics.median(block.ceiling_seconds for block in blocks)
@@ -230,14 +237,14 @@ class Bench:
         utilization = statistics.median(shares)
         step_seconds = statistics.median(block.step_seconds for block in blocks)
         exposed = [block.step_seconds - block.ceiling_seconds for block in blocks]
-        waited = plan.interval * statistics.median(block.wait_seconds for block in blocks)
+        waits = [plan.interval * block.wait_seconds for block in blocks]
+        waited = statistics.median(waits)
         under_way = plan.interval * statistics.median(block.transfer_seconds for block in blocks)
         steps = len(measured.clusters[0]["steps"])
         situation = Situation(self._parameters, ceiling, _link_of(line), self._options.num_clusters)
         spread = (max(shares) - min(shares)) / 2
-        self._tell(f"  {plan.name}: utilization {utilization:.1%} +- {spread:.1%}")
         payload, wire = measured.sent()
-        return Row(
+        row = Row(
             ratio=self._ratio,
             megabits_per_second=line.megabits_per_second,
             shape=str(self.shape),
@@ -262,7 +269,12 @@ class Bench:
             block_utilizations=tuple(shares),
             block_overlaps=tuple(b.overlap for b in blocks if not math.isnan(b.overlap)),
             transfer_seconds=None if math.isnan(under_way) else under_way,
+            transport=kind.transport,
+            security=kind.security,
+            wait_half_range=None if math.isnan(waited) else (max(waits) - min(waits)) / 2,
         )
+        self._tell(f"  {row.name}: utilization {utilization:.1%} +- {spread:.1%}")
+        return row
 
     @property
     def _tokens(self) -> int:

@@ -53,6 +53,14 @@ def e2e(
     latency_ms: Annotated[
         float, typer.Option(help="Of the line, one way; the ratio is of its rate alone.")
     ] = 0.0,
+    kinds: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,NAME",
+            help="Transports with their security: gloo/none, "
+            "link/none, link/curve; each preset over each.",
+        ),
+    ] = "gloo/none",  # fmt: skip
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -67,12 +75,13 @@ def e2e(
     its own. The planner chooses H. Exits with 77 where namespaces or `tc` are not to be had.
     """
     from dsx.bench.e2e.bench import Options
+    from dsx.bench.kinds import parse_kinds
     from dsx.method.choices import PRESETS
 
     names = tuple(PRESETS if presets is None else presets.split(","))
     options = Options(
         out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin, _read_shape(shape),
-        latency_ms,
+        latency_ms, tuple(parse_kinds(kinds)),
     )  # fmt: skip
     require_place("--json", json_file)
     require_place("--plot", plot)

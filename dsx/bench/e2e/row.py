@@ -16,6 +16,7 @@ class Row:
     by dsx: what is exposed beyond it is CPU that the network takes, and the machine's own drift;
     `transfer_seconds`, those of the period's transfers. `utilization_spread` is half of what lies
     between the lowest and the highest block; `block_utilizations`, `block_overlaps` have them all.
+    `wait_half_range` is that of `wait_seconds`. `transport` and `security`: what moved messages.
     `speedup` is over all-reduce at the ceiling without communication. `wire_bytes` is the kernel's
     count, headers included; `payload_bytes` the library's own, `planned_bytes` the planner's for
     all rounds: None where DeepSpeed counts none, and where a method sends as much as what it
@@ -47,3 +48,16 @@ class Row:
     block_utilizations: tuple[float, ...] = ()
     block_overlaps: tuple[float, ...] = ()
     transfer_seconds: float | None = None
+    transport: str = "gloo"
+    security: str = "none"
+    wait_half_range: float | None = None
+
+    @property
+    def name(self) -> str:
+        """The method, and over what if that is not gloo."""
+        return self.method if self.transport == "gloo" else f"{self.method}, {self.kind}"
+
+    @property
+    def kind(self) -> str:
+        """Over what."""
+        return f"{self.transport}/{self.security}"

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.bench.e2e.job import Job
+from dsx.bench.kinds import GLOO, Kind
 from dsx.bench.testbed import INTERFACE, Line, Testbed
 
 _LAUNCHER_PORT, _RENDEZVOUS_PORT = 29500, 29400
@@ -148,6 +149,29 @@ class Runner:
             "interface": INTERFACE,
             "deadline_seconds": self._deadline_seconds,
         }
+
+    def meeting(self, kind: Kind, place: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the parts "clusters" and "link" of a JSON; keys are made in a folder of `place`.
+
+        One folder has all secrets: the clusters are of one host.
+        """
+        clusters = self.clusters_block()
+        link: dict[str, Any] = {"security": kind.security}
+        if kind == GLOO:
+            return clusters, link
+        del clusters["rendezvous"]
+        names = [f"cluster-{m}" for m in range(self._bed.num_clusters)]
+        members = [f"{n}={self._bed.address(m)}:{_RENDEZVOUS_PORT}" for m, n in enumerate(names)]
+        link |= {"transport": "link", "members": members, "port": _RENDEZVOUS_PORT}
+        if kind.security == "curve":
+            from dsx.comm.links.key_changes import make_key
+
+            keys = place / "keys"
+            shutil.rmtree(keys, ignore_errors=True)
+            for name in names:
+                make_key(keys, name)
+            link["keys"] = str(keys)
+        return clusters, link
 
     def run(self, job: Job, line: Line | None, worker: str = _WORKER) -> Measured:
         """Run a job in the directory it names to its end; RunFailed has its output."""

@@ -81,6 +81,8 @@ def show(rows: Sequence[Row], console: Console) -> None:
         console.print(_table(own))
         for target in TARGETS:
             console.print(_verdict(target, own), highlight=False, soft_wrap=True)
+        if any(row.transport == "link" for row in own):
+            console.print(_verdict_of_links(own), highlight=False, soft_wrap=True)
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -101,7 +103,7 @@ def _table(rows: Sequence[Row]) -> Table:
         table.add_column(name, justify="right")
     for row in rows:
         table.add_row(
-            row.method,
+            row.name,
             str(row.interval or "-"),
             f"{row.tokens_per_second:,.0f}",
             f"{row.speedup:.1f}",
@@ -109,7 +111,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.utilization_spread:.1%}" if row.utilization_spread else "-",
             f"{row.predicted_utilization:.1%}",
             f"{row.exposed_seconds:.2f}",
-            "-" if row.wait_seconds is None else f"{row.wait_seconds:.2f}",
+            _waited(row),
             size_or_dash(row.payload_bytes),
             size_or_dash(row.planned_bytes),
             size_or_dash(row.wire_bytes),
@@ -120,13 +122,39 @@ def _table(rows: Sequence[Row]) -> Table:
 
 
 def _verdict(target: Target, rows: Sequence[Row]) -> str:
-    values = {row.method: target.value(row) for row in rows if target.concerns(row)}
+    values = {row.name: target.value(row) for row in rows if target.concerns(row)}
     if not values:
         return f"  -    {target.text}: no such run"
     missed = {name: value for name, value in values.items() if not target.is_met(value)}
     shown = missed or values
     what = ", ".join(f"{name} {target.format.format(value)}" for name, value in shown.items())
     return f"  {'MISS' if missed else 'met '} {target.text}: {what}"
+
+
+def _waited(row: Row) -> str:
+    if row.wait_seconds is None:
+        return "-"
+    half_range = f" ±{row.wait_half_range:.2f}" if row.wait_half_range else ""
+    return f"{row.wait_seconds:.2f}{half_range}"
+
+
+def _verdict_of_links(rows: Sequence[Row]) -> str:
+    """Say of every method that ran over both how much longer it waited over links."""
+    over_gloo = {row.method: row for row in rows if row.transport == "gloo"}
+    said: list[tuple[bool, str]] = []
+    for row in rows:
+        gloo = over_gloo.get(row.method)
+        if row.transport == "gloo" or gloo is None or None in (row.wait_seconds, gloo.wait_seconds):
+            continue
+        more = (row.wait_seconds or 0.0) - (gloo.wait_seconds or 0.0)
+        most = max(row.wait_half_range or 0.0, gloo.wait_half_range or 0.0)
+        said.append((more <= most, f"{row.name} {more:+.3f} s of {most:.3f} s"))
+    text = "links wait no longer than gloo, or by less than a half range"
+    if not said:
+        return f"  -    {text}: no such run"
+    missed = [words for is_met, words in said if not is_met]
+    shown = ", ".join(missed or [words for _, words in said])
+    return f"  {'MISS' if missed else 'met '} {text}: {shown}"
 
 
 def size_or_dash(count: float | None) -> str:
@@ -150,12 +178,12 @@ def figure_of(rows: Sequence[Row]) -> Figure:
 
     measured = [row for row in rows if row.method != _CEILING]
     ratios = list(dict.fromkeys(row.ratio for row in measured))
-    names = list(dict.fromkeys(row.method for row in measured))[::-1]  # a run may lack some
+    names = list(dict.fromkeys(row.name for row in measured))[::-1]  # a run may lack some
     figure = Figure(figsize=(5.2 * len(ratios), 4.2), layout="constrained")
     panels = figure.subplots(1, len(ratios), sharey=True, squeeze=False)[0]
     for panel, ratio in zip(panels, ratios, strict=True):
         own = [row for row in measured if row.ratio == ratio]
-        places = [names.index(row.method) for row in own]
+        places = [names.index(row.name) for row in own]
         panel.barh(places, [100 * row.utilization for row in own], color="#1f77b4")
         planned = [100 * row.predicted_utilization for row in own]
         panel.plot(planned, places, "k|", markersize=14, label="planner")

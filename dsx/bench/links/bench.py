@@ -16,8 +16,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsx.bench.kinds import Kind
 from dsx.bench.line import shared_cores
-from dsx.bench.links.job import FOUND, KINDS, NAMES, Found, Job, Kind
+from dsx.bench.links.job import FOUND, NAMES, Found, Job
 from dsx.bench.testbed import INTERFACE, Line, Testbed
 from dsx.plan.published.scenario import require_number
 
@@ -104,15 +105,6 @@ class Row:
     wire_half_range: float | None
     step_slowdown_percent: float | None
     step_half_range: float | None
-
-
-def parse_kinds(text: str) -> list[Kind]:
-    """Read names of kinds with commas between them; ValueError for another."""
-    names = [name.strip() for name in text.split(",")]
-    wrong = [name for name in names if name not in KINDS]
-    if wrong:
-        raise ValueError(f"--kinds has {wrong[0]!r}; it takes {', '.join(KINDS)}")
-    return [KINDS[name] for name in names]
 
 
 def measure(options: Options, tell: Callable[[str], None]) -> list[Row]:

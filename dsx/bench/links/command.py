@@ -45,7 +45,8 @@ def links(
     """
     from rich.console import Console
 
-    from dsx.bench.links.bench import MeasurementFailed, Options, Wire, measure, parse_kinds
+    from dsx.bench.kinds import parse_kinds
+    from dsx.bench.links.bench import MeasurementFailed, Options, Wire, measure
     from dsx.bench.links.show import show
     from dsx.bench.namespaces import TestbedUnavailable
     from dsx.bench.testbed import ending

@@ -6,26 +6,12 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+from dsx.bench.kinds import Kind
 from dsx.comm.connections import Way
 from dsx.comm.links.settings import LinkSettings
 
 NAMES = ("first", "second")  # the members, as their keys are named
 FOUND = "found "  # before the line that an end prints
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A transport with its security."""
-
-    transport: str
-    security: str
-
-    def __str__(self) -> str:
-        return f"{self.transport}/{self.security}"
-
-
-KINDS = {str(kind): kind for kind in (Kind("gloo", "none"), Kind("link", "none"),
-                                      Kind("link", "curve"))}  # fmt: skip
 
 
 @dataclass(frozen=True)
