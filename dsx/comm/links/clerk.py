@@ -24,7 +24,7 @@ from dsx.comm.links.requests import Answer, Name
 from dsx.comm.membership.actions import Applied, Dropped, Send, Stopped
 from dsx.comm.membership.codec import MessageRefused
 from dsx.comm.membership.entries import Contributor, End, View
-from dsx.comm.membership.messages import decode, encode
+from dsx.comm.membership.messages import Status, decode, encode
 from dsx.comm.membership.participant import Participant
 from dsx.comm.membership.timing import Timing
 from dsx.core.leaving import LOST, Reason
@@ -141,14 +141,20 @@ class Clerk:
                 (cluster, rank), body = self._inbox.get(timeout=left)
             except queue.Empty:
                 return
-            incarnation = self._log.links.get(cluster)
-            if rank == 0 and incarnation is not None:
-                self._take(cluster, incarnation, body)
+            if rank == 0:
+                if cluster not in self._log.links:  # who speaks is there, and repeats nothing soon
+                    self._look_at_links()
+                incarnation = self._log.links.get(cluster)
+                if incarnation is not None:
+                    self._take(cluster, incarnation, body)
             self._act()
 
     def _take(self, cluster: int, incarnation: int, body: bytes) -> None:
         try:
-            self._log.receive(cluster, incarnation, decode(body))
+            message = decode(body)
+            if not isinstance(message, Status):  # it is answered, whatever was said before
+                self._repeats.forget(cluster)
+            self._log.receive(cluster, incarnation, message)
         except MessageRefused as error:
             self._refuse(cluster, str(error))
 
