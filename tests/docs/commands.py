@@ -21,6 +21,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "OMP_NUM_THREADS=1 dsx bench launch",
     "dsx bench line --clusters 2 --mbit 22",
     "dsx bench line --mbit 100 -- python scripts/start_time.py",
+    "dsx bench line --mbit 100 --latency-ms 20 -- python scripts/commit_time.py",
     "python scripts/vision.py",
     "python make_folder.py",
     "deepspeed --num_gpus 2 train_llama.py",
