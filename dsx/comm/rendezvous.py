@@ -169,9 +169,13 @@ def meet(
                 answer = f"answer/{nonce}/{peer}"
                 has_answered = peer not in met and store.check([answer])
                 _answer(store, rank_info, hello, peer, answered)  # who has answered can be answered
-                if has_answered:
-                    met[peer] = json.loads(store.get(answer))
-                    _require_alike(rank_info, peer, hello, met[peer])
+                if peer in met and met[peer]["nonce"] != answered.get(peer):
+                    del met[peer]  # it has been started again, and is yet to answer
+                elif has_answered:
+                    theirs = json.loads(store.get(answer))
+                    if theirs["nonce"] == answered.get(peer):
+                        met[peer] = theirs
+                        _require_alike(rank_info, peer, hello, theirs)
             missing = [m for m in peers if m not in met]
             require_held()
             _require_same_number(store, rank_info, missing)

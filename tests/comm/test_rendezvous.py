@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -80,6 +82,22 @@ def test_clusters_of_different_number_or_size_are_refused(
     errors = together(*(join(port, *c) for c in clusters))
     assert all(isinstance(e, ValueError) for e in errors), errors
     assert said in str(errors[0])
+
+
+def test_a_cluster_that_is_started_again_while_the_others_still_meet_is_waited_for(
+    port: int,
+) -> None:
+    def come(cluster: int, seconds: float = 20) -> str:
+        return meet(client(port), RankInfo(cluster, 3, 0, 1), seconds)
+
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(come, 0)
+        with pytest.raises(PeerLost, match="cluster 2 of 3 did not come"):
+            come(1, 1)
+        again = threads.submit(come, 1)
+        time.sleep(0.5)
+        sessions = {each.result(20) for each in (first, again, threads.submit(come, 2))}
+    assert len(sessions) == 1
 
 
 def test_gather_and_compare(port: int) -> None:

@@ -73,6 +73,7 @@ class Peer:
         self._own = own
         self.cluster_id, self.rank = cluster_id, rank
         self.incarnation: int | None = None
+        self.is_chosen = False  # no other process of this name is meant
         self.mailbox = Mailbox(own)
         self.connections: dict[int, Connection] = {}
         self.error: LinkDown | None = None
@@ -105,6 +106,11 @@ class Peer:
     def is_visitor(self) -> bool:
         """Whether it is no rank of the run: nobody remembers it once it has gone."""
         return self.rank >= FIRST_VISITOR
+
+    def gives_way_to(self, incarnation: int) -> bool:
+        """Whether a later process takes its place: while clusters meet, once this one is gone."""
+        is_later = self.incarnation is not None and incarnation > self.incarnation
+        return is_later and not self.is_chosen and 0 not in self.connections
 
     def open(self, index: int, connection: Connection) -> None:
         """Take a connection that stands, in place of an earlier one."""

@@ -112,7 +112,7 @@ class Switch:
         if incarnation is not None:
             if peer.incarnation not in (None, incarnation):
                 self.give_up(peer, "another process has taken its place")
-            peer.incarnation = incarnation
+            peer.incarnation, peer.is_chosen = incarnation, True
         if self._trust is not None and not self._trust.keys_of(name[0]):
             self.give_up(peer, "it has no key, or its key has been revoked")
         if address is not None and peer.error is None and not self._calls.reaches(peer):
@@ -325,6 +325,9 @@ class Switch:
                 return
             self._num_unexpected[sender] += 1
         peer = self.peer(name)
+        if peer.gives_way_to(hello.incarnation) and not isinstance(by, Call):
+            self.give_up(self.peers.pop(name), "another process has taken its place")
+            peer = self.peer(name)
         peer.incarnation = peer.incarnation or hello.incarnation
         if hello.incarnation != peer.incarnation:
             self._drop("a greeting of another process than the one that is meant", f"{peer}")

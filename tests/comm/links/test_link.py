@@ -265,6 +265,38 @@ def test_another_process_of_the_same_name_is_not_taken() -> None:
             link.close()
 
 
+def test_while_clusters_meet_a_process_that_is_started_again_takes_its_own_place() -> None:
+    """Once the earlier one is gone; who comes after one that lives does not."""
+    pairs = pairs_of(2)
+    host = Link(0, 0, KnownKeys(0, pairs), LinkOptions())
+    host.expect(1, 0, None)
+    links = [host]
+
+    def start() -> Link:
+        links.append(Link(1, 0, KnownKeys(1, pairs), LinkOptions()))
+        links[-1].expect(0, 0, f"127.0.0.1:{host.port}")
+        return links[-1]
+
+    try:
+        first = start()
+        first.wait_for(0, 0, 20)
+        with pytest.raises(TimeoutError):
+            start().wait_for(0, 0, 1)
+        links.pop().close()
+        first.close()
+        until = time.monotonic() + 10
+        while not host.why_gone((1, 0)) and time.monotonic() < until:
+            time.sleep(0.02)
+        second = start()
+        second.wait_for(0, 0, 20)
+        host.wait_for(1, 0, 20)
+        host.expect(1, 0, None, second.incarnation)  # as once all have met
+        check(swap(groups_of([host, second]), MB))
+    finally:
+        for link in links:
+            link.close()
+
+
 def test_a_port_that_is_taken_is_named() -> None:
     link = Link(0, 0, None, LinkOptions())
     try:
