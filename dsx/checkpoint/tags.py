@@ -26,6 +26,7 @@ from dsx.checkpoint.checksums import (
     REPLACED,
     UNFINISHED,
     read_manifest,
+    sealed,
     take_checksums,
 )
 from dsx.checkpoint.leftovers import REMOVED, begin_writing, end_writing
@@ -47,6 +48,7 @@ class Manifest:
     is_preempted: bool = False  # whether the run was told to end: each cluster at a step of its own
     is_doubtful: bool = False  # whether the last losses were beyond a bound, too few to tell yet
     members: tuple[int, ...] = ()  # the clusters that trained on, where others had been lost
+    has_left: bool = False  # whether this cluster left, and the others trained on from there
 
 
 def cluster_directory(base: str | Path, cluster_id: int) -> Path:
@@ -76,6 +78,13 @@ def complete_tag(directory: Path, tag: str, manifest: Manifest) -> None:
     unfinished.rename(final)
     sync_to_disk(directory)
     end_writing(directory)
+
+
+def note_left(tag: Path) -> None:
+    """Say in a tag's manifest that the others have gone on: it is no part of what they save."""
+    path = tag / MANIFEST
+    if path.is_file():
+        write_durably(path, json.dumps(sealed({**json.loads(path.read_text()), "has_left": True})))
 
 
 def write_durably(path: Path, text: str) -> None:
@@ -250,6 +259,11 @@ def same_content(manifests: Manifests, tag: str, wanted: Mapping[str, Any]) -> s
 
 
 def _content(manifest: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return what is equal in all clusters; a session ends with being told to end, once."""
+    """Return what is equal in all clusters; a session ends with being told to end, once.
+
+    What a cluster has saved in leaving is its own: the others have none of that step.
+    """
+    if manifest.get("has_left"):
+        return "left", manifest.get("members"), manifest.get("step"), manifest.get("session")
     step = None if manifest.get("is_preempted") else manifest.get("step")
     return step, manifest.get("session"), manifest.get("is_finished", False)

@@ -283,8 +283,8 @@ class ElasticTransport:
         self._sign = time.monotonic()
         gone = [id for id in before.ids if id not in membership.ids]
         logger.log(
-            self._level, "%s lost: going on with %s (view %d), %d transfer(s) are averaged again; "
-            "this took %.2f s", _are(gone) if gone else "nobody is", _names(membership.ids),
+            self._level, "%s: going on with %s (view %d), %d transfer(s) are averaged again; "
+            "this took %.2f s", _how_gone(gone, membership.left), _names(membership.ids),
             membership.epoch, len(again), time.monotonic() - began,
         )  # fmt: skip
         return None
@@ -326,5 +326,8 @@ def _names(ids: Sequence[int]) -> str:
     return f"cluster{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
 
 
-def _are(ids: Sequence[int]) -> str:
-    return f"{_names(ids)} {'are' if len(ids) > 1 else 'is'}"
+def _how_gone(gone: Sequence[int], left: Sequence[int]) -> str:
+    lost, left = [id for id in gone if id not in left], [id for id in gone if id in left]
+    told = [f"{_names(lost)} {'are' if len(lost) > 1 else 'is'} lost"] if lost else []
+    told += [f"{_names(left)} {'have' if len(left) > 1 else 'has'} left"] if left else []
+    return ", ".join(told) or "nobody is lost"

@@ -119,6 +119,20 @@ class World:
         return 2 * self._config.deadline_seconds + 90
 
     @property
+    def clerk(self) -> Clerk | None:
+        """What has this cluster's part in the log; of the first rank, over links with members."""
+        return self._clerk
+
+    @property
+    def others_may_go_on(self) -> bool:
+        """Whether the run could ever go on without this cluster, which goes in order."""
+        link = self._config.link
+        if self._link is None or link is None or not link.members:
+            return False
+        votes = [2 + (id == link.arbiter_id) for id in self.seat.ids]
+        return 2 * (sum(votes) - votes[self.seat.position]) > sum(votes)
+
+    @property
     def has_one_launcher(self) -> bool:
         """Whether all clusters were started by one launcher, and so write to one terminal."""
         return self._config.rendezvous == "env://" and self._config.cluster_id is None

@@ -94,11 +94,17 @@ class ClustersConfig(BaseModel):
 
     preemption_signals: tuple[_Text, ...] = ("SIGTERM",)
     """The signals on which this cluster saves at its next step boundary and ends, such as
-    ["SIGTERM", "SIGUSR1"]; the other clusters are told, and do the same. []: none."""
+    ["SIGTERM", "SIGUSR1"]. The others go on without it, over links with a majority left; else they
+    are told, and do the same. []: none."""
 
     grace_seconds: _Seconds = 30.0
     """How long after such a signal the process is left to live by whoever sent it, in seconds. A
     warning says if a step and a save take longer."""
+
+    leave_after_seconds: float | None = Field(default=None, ge=0, le=_LONGEST)
+    """How long a cluster trains on after such a signal, in seconds, before it leaves a run over
+    links whose others go on. If so many are told meanwhile that the rest would be no majority, all
+    save and end. null: a sixth of `grace_seconds`."""
 
     interface: _Text | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's

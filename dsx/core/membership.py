@@ -32,12 +32,13 @@ class Membership:
     """The clusters that average from some `epoch` on, ids ascending; C = `num_clusters`.
 
     `everyone` are the ids of all that the run may ever have, these ones if empty: what outlives a
-    membership has a place for each.
+    membership has a place for each. `left`: those of the one before that have gone in order.
     """
 
     epoch: int
     members: tuple[Member, ...]
     everyone: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         _require_integer("the epoch of a membership", self.epoch)

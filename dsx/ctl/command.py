@@ -77,6 +77,28 @@ def stop(
     _give("stop", config, cluster_id, seconds, wait, ends=True)
 
 
+@app.command()
+@one_line_errors("ctl leave", ModuleNotFoundError)
+def leave(
+    config: Config,
+    cluster: Annotated[int, typer.Option(help="The cluster that is to leave.")],
+    cluster_id: OwnId = None,
+    seconds: Seconds = 10.0,
+    wait: Wait = 600.0,
+) -> None:
+    """Have one cluster save and leave, with exit status 0, and the others go on without it."""
+    from dsx.ctl.follow import follow_leave
+
+    with _visiting("leave", config, cluster_id, seconds) as (visit, link):
+        if not 0 <= cluster < len(link.names):
+            raise ValueError(f"--cluster {cluster}: give one of 0 to {len(link.names) - 1}")
+        try:
+            follow_leave(visit, cluster, link.names, typer.echo, wait)
+        except TimeoutError as error:
+            typer.echo(f"dsx ctl leave: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
 def _give(
     do: str,
     config: str,

@@ -63,6 +63,40 @@ def give(
     raise TimeoutError(f"not done within {wait_seconds:g} s ({where}); the order stands")
 
 
+def follow_leave(
+    visit: Visit,
+    cluster: int,
+    names: Sequence[str],
+    say: Callable[[str], object],
+    wait_seconds: float,
+) -> None:
+    """Have a cluster leave, and follow until the others have gone on without it.
+
+    ValueError where it is refused, TimeoutError if it is not done after `wait_seconds`.
+    """
+    who = f"{names[cluster]} (cluster {cluster})"
+    (answer,) = visit.ask("leave", to=cluster).values()
+    if "error" in answer:
+        raise ValueError(f"{who}: {answer['error']}")
+    say(f"{who} saves at the end of a step, and leaves")
+    until = time.monotonic() + wait_seconds
+    saved: Mapping[str, Any] | None = None
+    while time.monotonic() < until:
+        told = visit.ask("status")
+        own = told.get(cluster, {}).get("saved")
+        if own is not None and told[cluster].get("state") in ("saving", "ending"):
+            saved = own
+        others = [one for id, one in told.items() if id != cluster and "view" in one]
+        if others and all(cluster not in one["members"] for one in others):
+            if saved is not None:
+                say(f"{who}: saved at step {saved['step']}: {saved['path']}")
+            left = ", ".join(f"{names[id]} (cluster {id})" for id in others[0]["members"])
+            say(f"{left} go on without it, in view {others[0]['view']}")
+            return
+        time.sleep(_LOOK_SECONDS)
+    raise TimeoutError(f"{who} has not left within {wait_seconds:g} s; it still may")
+
+
 def _take(
     followed: Followed,
     told: Mapping[int, Mapping[str, Any]],

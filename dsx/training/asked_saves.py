@@ -66,6 +66,21 @@ class AskedSaves:
                 "metrics.dir is not set"
             )
 
+    def warn_of_what_is_missing(self) -> None:
+        """Say so where a run that is told to end would save nothing."""
+        owner = self._owner
+        needs_callback = owner.engine is None or owner.engine.needs_callback
+        if needs_callback and owner.callback is None:
+            logger.warning(
+                "told to end by a signal (clusters.preemption_signals), this run saves nothing: %s",
+                getattr(owner.engine, "without_callback", WITHOUT_CALLBACK),
+            )
+        elif owner.folder is None:
+            logger.warning(
+                "told to end by a signal (clusters.preemption_signals) before it has saved or "
+                "loaded a checkpoint, this run has nowhere to save: set metrics.dir"
+            )
+
     def _save(self, order: Order) -> None:
         started, orders = time.monotonic(), self._orders
         orders.note(order, "saving")

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from pathlib import Path
 from typing import Any, NoReturn
 
 from dsx.core.leaving import Reason
@@ -64,6 +65,17 @@ class Parting:
         wait([self._all_have], max(until - time.monotonic(), 0.0))
         seconds = _HEARD_SECONDS if reason.is_order else _PARTING_SECONDS
         time.sleep(seconds + _PARTING_SECONDS * (self._rank == 0))
+
+
+def how_it_ends(step: int, reason: Reason, path: Path | None, seconds: float, since: float) -> str:
+    """Return how a cluster ends: saved to `path`, if at all, in so many `seconds`."""
+    how = f"step {step}: {reason.sentence}; "
+    if path is None:
+        return how + "nothing is saved"
+    return how + (
+        f"saved in {seconds:.1f} s, {since:.1f} s after that: {path}; to go on, start the same "
+        f"command again and load {path.parents[1]}"
+    )
 
 
 def end_by(code: int, until: float) -> None:

@@ -25,11 +25,12 @@ from dsx.config.sections import ClustersConfig
 from dsx.core.leaving import ORDERED, Reason
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
-from dsx.training.asked_saves import WITHOUT_CALLBACK, AskedSaves
+from dsx.training.asked_saves import AskedSaves
 from dsx.training.grace import Grace
+from dsx.training.leaving import Leaving
 from dsx.training.notices import Notices
 from dsx.training.orders import Order, Orders
-from dsx.training.parting import Parting, end_by, end_now
+from dsx.training.parting import Parting, end_by, end_now, how_it_ends
 from dsx.training.records import Records
 from dsx.training.signals import Signals
 
@@ -85,9 +86,11 @@ class Preemption:
         self.orders.offer("stop")
         self.asked_saves = AskedSaves(self.orders, self, world.rank == 0)
         self._stop: Order | None = None
+        self._final: Reason | None = None  # if it is another one than that of the stop
         self._parting = Parting(
             lambda: loop.transport.farewells, self._store, world.rank, world.world_size
         )
+        self._leaving = Leaving.of(world, clusters, self.place.ask)
         self._signals = Signals(clusters.preemption_signals)
         if self._listens:
             allow_seconds(clusters.grace_seconds)
@@ -95,7 +98,7 @@ class Preemption:
         self._start(self._agree, "dsx-preemption-store")
 
     def ask(self) -> None:
-        """Let all clusters save and end, each at its next boundary; from anywhere on any rank."""
+        """Save and end as on a signal, from anywhere on any rank."""
         self._is_wanted = True  # no lock: this may be inside a handler of the script's
         self._signals.wake()
 
@@ -111,10 +114,11 @@ class Preemption:
             is_put_off = self._world.in_cluster().any("what is put off at a boundary", is_put_off)
         self._take_orders()
         self.is_due = not self.place.may_leave(is_put_off or self._stop is not None)
+        self._hand_over_if_due()
         self.grace.pass_boundary()
         self._boundaries += 1
         if self._boundaries == 1 and self._listens and self._world.rank == 0:
-            self._say_what_is_missing()
+            self.asked_saves.warn_of_what_is_missing()
 
     def begin_finish(self) -> None:
         """Wait for what is under way before `finish()` applies it; where peers leave, save and end.
@@ -130,6 +134,7 @@ class Preemption:
         is_there = all([self.place.may_receive(pending) for pending in under_way])
         if self._world.in_cluster().any("what is under way at the end", not is_there):
             self.is_due = not self.place.may_leave(has_put_off=True)
+            self._hand_over_if_due()
             self.end_if_due()
 
     def end_if_due(self) -> None:
@@ -172,6 +177,8 @@ class Preemption:
     def close(self) -> None:
         """Hear nothing any more."""
         self._is_closed = True
+        if self._leaving is not None:
+            self._leaving.close()
         self._signals.close()
         self._signals.wake()
         self._thread.join(1.0)
@@ -195,19 +202,6 @@ class Preemption:
         """Where the run saves to by itself, if that is known."""
         run = self._records.folder
         return self._base or (None if run is None else run / "checkpoints")
-
-    def _say_what_is_missing(self) -> None:
-        needs_callback = self.engine is None or self.engine.needs_callback
-        if needs_callback and self.callback is None:
-            logger.warning(
-                "told to end by a signal (clusters.preemption_signals), this run saves nothing: %s",
-                getattr(self.engine, "without_callback", WITHOUT_CALLBACK),
-            )
-        elif self.folder is None:
-            logger.warning(
-                "told to end by a signal (clusters.preemption_signals) before it has saved or "
-                "loaded a checkpoint, this run has nowhere to save: set metrics.dir"
-            )
 
     def _start(self, target: Callable[[], None], name: str) -> threading.Thread:
         (thread := threading.Thread(target=target, name=name, daemon=True)).start()
@@ -237,12 +231,14 @@ class Preemption:
         if count and self.is_finished:
             logger.warning("told to end by %s after finish(): ending now", Signal(number).name)
             end_now(128 + number)
-        if count or self._is_wanted:
-            self.place.ask(Reason(self._world.cluster_id, number))
-        elif farewells is not None:
-            heard = farewells.heard_reason()
-            if heard and not heard.is_order:  # an order comes to all at one step
-                self.place.ask(heard)
+        heard = None if farewells is None else farewells.heard_reason()
+        if self._leaving is not None and (end := self._leaving.all_end):
+            self.place.ask(end)
+        elif heard is not None and not heard.is_order:  # an order comes to all at one step
+            self.place.ask(heard)
+        elif count or self._is_wanted:
+            ask = self.place.ask if self._leaving is None else self._leaving.ask
+            ask(Reason(self._world.cluster_id, number))
 
     def _agree(self) -> None:
         """Hear of an end from the cluster's other ranks, and agree where; asks the store."""
@@ -259,7 +255,9 @@ class Preemption:
                 pass  # what comes now cannot be agreed on, which is said then
         self._told_at = time.monotonic()
         reason, farewells = self._reason, self._loop.transport.farewells
-        if farewells is not None and not (reason.is_loss or reason.is_order):
+        if reason.leaves and self._leaving is not None:
+            self._told_at -= self._leaving.wait_seconds(reason)
+        if farewells is not None and not (reason.is_loss or reason.is_order or reason.leaves):
             farewells.say_reason(reason)
         try:
             self.place.agree()
@@ -275,6 +273,11 @@ class Preemption:
     def _estimate(self) -> None:
         if (folder := self.folder) is not None:
             self.grace.estimate_of(self._loop, folder)
+
+    def _hand_over_if_due(self) -> None:
+        if self._leaving is not None and self.is_due and self._reason.leaves:
+            under_way = [t.pending for t in self._loop.in_flight if isinstance(t, Transfer)]
+            self._leaving.begin(under_way, self._told_at + self._grace_seconds - 1.0)
 
     def _take_orders(self) -> None:
         """Take what members' tools have asked for, and all clusters have from this step on."""
@@ -307,38 +310,27 @@ class Preemption:
     def end_saved(self, path: Path | None, seconds: float) -> NoReturn:
         """End the process, its cluster having saved to `path` within so many seconds, if at all."""
         self.is_over = True
-        how = self._tell(path, seconds)
-        code = self._reason.exit_code
+        since = time.monotonic() - self._told_at
+        how = how_it_ends(self._loop.history.step, self._reason, path, seconds, since)
+        if self._world.rank == 0:
+            logger.warning("%s", how)
         patience = self._patience_seconds if self._reason.is_order else self._grace_seconds
         until = max(self._told_at + patience, time.monotonic() + 1.0) - 1.0
-        end_by(code, until)
+        end_by(self._reason.exit_code, until)
         if self._stop is not None:
             self.orders.note(self._stop, "done", path=str(path or ""), seconds=seconds)
+        if self._leaving is not None and self._reason.leaves:
+            self._final, told = self._leaving.end(self._reason, path, until)
+            how += f"; {told}"
         self._parting.wait_for_others(self._reason, until)
         self._loop.transport.close()  # a thread inside gloo would abort the interpreter's end
         self._records.end(self._loop.history.step, how)
         self._records.close()
         gc.freeze()  # or the interpreter's end looks through all there is for cycles, for seconds
-        raise SystemExit(code)
+        raise SystemExit(self._reason.exit_code)
 
     @property
     def _reason(self) -> Reason:
-        reason = self.place.reason
+        reason = self._final or self.place.reason
         assert reason is not None
         return reason
-
-    def _tell(self, path: Path | None, seconds: float) -> str:
-        """Say how the run ends, and return it."""
-        step, reason = self._loop.history.step, self._reason
-        how = f"step {step}: {reason.sentence}; "
-        if path is None:
-            how += "nothing is saved"
-        else:
-            since = time.monotonic() - self._told_at
-            how += (
-                f"saved in {seconds:.1f} s, {since:.1f} s after that: {path}; to go on, "
-                f"start the same command again and load {path.parents[1]}"
-            )
-        if self._world.rank == 0:
-            logger.warning("%s", how)
-        return how

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from dsx.comm.links.departures import Departures
 from dsx.comm.links.link import Link
 from dsx.comm.links.peer import SIGNS_PER_SUSPICION
 from dsx.comm.links.repeats import Repeats
@@ -68,6 +69,11 @@ class Clerk:
         )
         self._repeats = Repeats(suspect_seconds / SIGNS_PER_SUSPICION, time.monotonic)
         self._members = everyone
+        self._me = Contributor(link.cluster_id, incarnations[link.cluster_id])
+        self.departures = Departures(arbiter)
+        self.has_left = threading.Event()
+        self._told_to_end: Reason | None = None  # and not said so yet
+        self._is_leaving = False
         self._inbox: queue.Queue[tuple[Name, bytes]] = queue.Queue(_MOST_WAITING)
         self._gone: dict[int, str] = {}
         self._num_refused = 0
@@ -92,6 +98,23 @@ class Clerk:
             "gone": {str(id): why for id, why in self._gone.copy().items()},
             "heard_seconds": {id: round(s, 3) for id, s in silent.items() if s is not None},
         }
+
+    def say_told_to_end(self, reason: Reason) -> None:
+        """Say in the log that this cluster is told to end; `departures` has what comes of it."""
+        self._told_to_end = reason
+
+    @property
+    def has_said_told(self) -> bool:
+        """Whether the log says so."""
+        return self.departures.has_said(self._me.id, self._me.incarnation)
+
+    def may_leave(self, alone: bool = False) -> bool:
+        """Whether the others could go on without this cluster, or if it were the only one to go."""
+        return self.departures.could_go(self._me.id, self._log.state.contributors, alone)
+
+    def leave(self) -> None:
+        """Leave the others, as soon as they can go on; `has_left` once they do."""
+        self._is_leaving = True
 
     def finish(self) -> None:
         """This cluster has done its work; once all have, nobody who leaves is missed."""
@@ -127,12 +150,20 @@ class Clerk:
                 if self._has_finished and not self._has_said_so:
                     self._has_said_so = True
                     self._log.finish()
+                self._take_leave()
                 self._look_at_links()
                 self._log.tick()
                 self._act()
         except Exception as error:
             logger.exception("the clerk has ended by an error")
             self._told(PeerLost(f"this cluster's clerk has ended by an error: {error}"))
+
+    def _take_leave(self) -> None:
+        if self._told_to_end is not None:
+            me, reason, self._told_to_end = self._me, self._told_to_end, None
+            self._log.say(*Departures.saying(me.id, me.incarnation, reason))
+        if self._is_leaving and not self.has_left.is_set():
+            self._log.leave()
 
     def _take_messages(self, until: float) -> None:
         """Take what comes until the next tick, however much it is."""
@@ -177,6 +208,8 @@ class Clerk:
 
     def _require_quorum(self) -> None:
         """Say so where too few are left for a majority: those who are gone do not come back."""
+        if self.has_left.is_set():
+            return
         left = [c.id for c in self._log.state.contributors if c.id in self._gone]
         if self._is_over and left:  # who trains on with others after the end goes no further
             self._end(PeerLost(f"{_names(left)} gone, after the end of the run"))
@@ -204,6 +237,8 @@ class Clerk:
             elif isinstance(action, Applied):
                 self._take_up(action.entry)
             elif isinstance(action, Dropped):
+                if self._is_leaving:
+                    self.has_left.set()
                 self._end(PeerLost(
                     f"the others have gone on without cluster {self._link.cluster_id}: it has to "
                     "join them again, from a checkpoint"
@@ -213,16 +248,20 @@ class Clerk:
 
     def _take_up(self, entry: Any) -> None:
         self._is_over = self._is_over or isinstance(entry, End)
+        self.departures.take(entry, self._log.state.contributors)
         if not isinstance(entry, View) or entry.contributors == self._members:
             return
+        left = self.departures.left(self._members, entry.contributors)
         self._members = entry.contributors
+        if self._me.id not in {c.id for c in self._members} and self._is_leaving:
+            self.has_left.set()
         members = tuple(Member(c.id, c.weight) for c in entry.contributors)
-        self._told(Membership(entry.epoch, members, self._everyone))
+        self._told(Membership(entry.epoch, members, self._everyone, left))
 
     def _end(self, error: PeerLost) -> None:
         if not self._has_told_end:
             self._has_told_end = True
-            if not self._is_over:
+            if not (self._is_over or self.has_left.is_set()):
                 logger.error("%s", error)
             self._told(error)
 

@@ -154,7 +154,8 @@ def packed(told: Told) -> str:
     """Return what is told as a text for the store."""
     if isinstance(told, Membership):
         members = [[member.id, member.weight] for member in told.members]
-        return json.dumps({"epoch": told.epoch, "members": members, "everyone": told.everyone})
+        others = {"everyone": told.everyone, "left": told.left}
+        return json.dumps({"epoch": told.epoch, "members": members, **others})
     of_end = [asdict(told.reason), told.gone] if isinstance(told, PeerPreempted) else None
     return json.dumps({"why": str(told), "cluster": told.cluster, "end": of_end})
 
@@ -164,7 +165,7 @@ def unpacked(text: bytes) -> Told:
     told = json.loads(text)
     if "epoch" in told:
         members = tuple(Member(id, weight) for id, weight in told["members"])
-        return Membership(told["epoch"], members, tuple(told["everyone"]))
+        return Membership(told["epoch"], members, tuple(told["everyone"]), tuple(told["left"]))
     error = PeerLost(told["why"])
     if told["end"] is not None:
         reason, gone = told["end"]

@@ -195,7 +195,8 @@ class Coordinator:
                 return
             self._apply_next()
             if isinstance(entry, View) and not replica.is_member:
-                replica.is_leading = False  # it has left
+                self.replication.replicate(is_tick=True)  # who is left hears that it is applied
+                replica.is_leading = False
 
     def _apply_next(self) -> None:
         entry = self._replica.log.at(self._replica.state.index)
