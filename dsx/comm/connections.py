@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from dsx.comm.address import parse_address
 from dsx.comm.gloo_groups import connect_gloo, open_device
+from dsx.comm.links.extra import require_extra
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.store import open_store
 from dsx.comm.topology import RankInfo
@@ -46,6 +47,7 @@ class Way:
             is_host = rank_info.cluster_id == 0
             store = open_store(host, port, is_host=is_host, deadline_seconds=deadline_seconds)
             return store, None
+        require_extra()
         from dsx.comm.links.host_port import open_on_host
         from dsx.comm.links.meeting import open_meeting, say_where
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
+from dsx.comm.links.extra import require_extra
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.rendezvous import meet, refuse_second_host
 from dsx.comm.store import open_store
@@ -91,6 +92,7 @@ def join_by_links(
     Returns as the one above, this rank's link, where others call it, and what the first rank of
     members that have keys answers to their tools.
     """
+    require_extra()
     from dsx.comm.links.desk import Desk
     from dsx.comm.links.host_port import open_on_host
     from dsx.comm.links.meeting import open_meeting

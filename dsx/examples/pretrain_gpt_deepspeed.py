@@ -325,7 +325,7 @@ def main() -> int:
         return 2
     try:
         run = set_up(arguments)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ModuleNotFoundError) as error:
         if arguments.local_rank > 0:
             time.sleep(5)  # the launcher ends all ranks when one exits: let the first one speak
         print(f"error: {error}", file=sys.stderr)

@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from dsx.comm.links.extra import require_extra
 from dsx.core.one_line_errors import one_line_errors
 
 
@@ -42,6 +43,7 @@ def keys_check(
         raise ValueError(
             f"cluster {own}: say which one this is, by --cluster-id 0 to {len(link.names) - 1}"
         )
+    require_extra()
     from dsx.comm.links.check import check_sites
     from dsx.comm.links.keys import Keys
 

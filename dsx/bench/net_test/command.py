@@ -84,7 +84,7 @@ def net_test(
         from dsx.bench.net_test.net_test import measure
 
         figures = measure(settings, lambda line: typer.echo(line, err=True))
-    except (ValueError, RuntimeError) as error:
+    except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         typer.echo(f"dsx net-test: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, PeerLost) else 2) from error
     if cluster_id != 0:

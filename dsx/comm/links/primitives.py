@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+from dsx.comm.links.extra import missing_extra
+
 try:
     import zmq
     from cryptography.exceptions import InvalidSignature
@@ -17,11 +19,7 @@ try:
     )
     from zmq.utils import z85
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "keys and secured links between clusters need pyzmq and cryptography: "
-        'pip install "dsx-train[links]"',
-        name=error.name,
-    ) from error
+    raise missing_extra(error) from error
 
 KEY_BYTES = 32
 SIGNATURE_BYTES = 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -267,6 +268,7 @@ def test_a_secret_that_cannot_be_read_is_named(folder: Path) -> None:
             path.chmod(0o755)
     folder.chmod(0o755)
     code = f"""
+import json
 import os
 from dsx.comm.links.keys import Keys
 os.setgid({NOBODY}); os.setuid({NOBODY})
@@ -309,3 +311,29 @@ def test_without_the_extra_it_says_how_to_get_it(package: str) -> None:
                 "dsx keys list: keys and secured links between clusters need pyzmq and "
                 'cryptography: pip install "dsx-train[links]"\n'
             )
+
+
+@pytest.mark.parametrize("package", by_default(["zmq", "cryptography"], "zmq"))
+def test_a_run_over_links_without_the_extra_says_how_to_get_it(
+    package: str, tmp_path: Path
+) -> None:
+    link = {"security": "curve", "members": ["a=127.0.0.1:29400", "b"]}
+    clusters = {"num_clusters": 2, "cluster_id": 0}
+    config = {"dsx": {"preset": "diloco", "clusters": clusters, "link": link}}
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    block = f"import sys; sys.modules[{package!r}] = None; "
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29499"}
+    command = "from dsx.cli import app; app([{}, 'ds.json', '--cluster-id', '0'{}])"
+    runs = [
+        f"import dsx; dsx.init_distributed({config})",
+        command.format("'keys', 'check'", ""),
+        command.format("'net-test', '--config'", ", '--clusters', '2'"),
+    ]
+    for run in runs:
+        done = subprocess.run(
+            [sys.executable, "-c", block + run], capture_output=True, text=True, timeout=60,
+            cwd=tmp_path, env=os.environ | alone | {"PYTHONPATH": str(Path(__file__).parents[3])},
+        )  # fmt: skip
+        assert done.returncode and done.stderr.endswith(
+            'need pyzmq and cryptography: pip install "dsx-train[links]"\n'
+        ), done.stderr
