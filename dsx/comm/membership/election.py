@@ -17,6 +17,7 @@ class Election:
         self._promises: dict[int, tuple[int, Promise]] = {}  # with the incarnation
         self._waiting = 0  # ticks without a coordinator
         self._behind_in = -1  # the epoch in which this cluster was too far behind to lead
+        self._taken_over = 0  # entries of the log with which this cluster has become coordinator
 
     def forget(self, peer: int) -> None:
         """Another process of that cluster is there now; it has promised nothing (S5)."""
@@ -109,18 +110,21 @@ class Election:
             return None
         replica.promised = replica.accepted = self._campaign
         self._campaign, replica.is_leading, replica.log = None, True, log
+        self._taken_over = log.end
         return committed
 
     def _best_log(self) -> tuple[tuple[Ballot, int], Log]:
         """Return the log accepted under the highest ballot, then the longest, and how it ranks.
 
-        What is accepted under an own ballot and not applied here has not been decided, as nobody
-        else could, and will not be: it is left out.
+        What this cluster has appended under an own ballot and not applied has not been decided, as
+        nobody else could, and will not be: it is left out. What it had taken over with that ballot
+        may have been decided by who led before: it stays.
         """
         replica, me = self._replica, self._replica.me
         best, log = (replica.accepted, replica.log.end), replica.log
         if replica.accepted.is_of(me.id, me.incarnation):
-            best, log = (replica.accepted, replica.state.index), log.joined(replica.state.index, ())
+            kept = max(replica.state.index, self._taken_over)
+            best, log = (replica.accepted, kept), log.joined(kept, ())
         for _, promise in self._promises.values():
             if promise.accepted.is_of(me.id, me.incarnation):
                 continue

@@ -89,6 +89,16 @@ MUTANTS = [
         ("hopeless_view", 0),
     ),
     Mutant(
+        "what was taken over from another is left out", LOG + "election",
+        "max(replica.state.index, self._taken_over)", "replica.state.index",
+        ("seed", 4853),
+    ),
+    Mutant(
+        "a joiner whose place was cut off waits for ever", LOG + "replica",
+        "or not self.standing.request\n", "or True\n",
+        ("seed", 1656),
+    ),
+    Mutant(
         "who does not reach one that is gone is dropped with it", LOG + "roll",
         "count <= self._replica.timing.doubt", "count <= 0",
         ("found_by_one", 0),

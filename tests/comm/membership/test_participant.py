@@ -217,6 +217,34 @@ def test_a_joiner_whose_place_the_next_coordinator_has_cut_off_asks_again() -> N
     assert one.request > 1
 
 
+def test_what_was_taken_over_from_another_is_never_left_out() -> None:
+    """Its leader may have decided it before it ended; only what is one's own may be dropped."""
+    everyone = (Contributor(0, 5), Contributor(1, 7), Contributor(2, 9))
+    one = Participant(everyone[2], [0, 1, 2])
+    one.begin(everyone)
+    one.up(0, 5)
+    one.up(1, 7)
+    one.receive(0, 5, Append(Ballot(1, 0, 5), 1, (Said("k", "decided", 0),), 1, 0))
+    one.down(0)
+    taken(one)
+    for number in (2, 3):  # it leads, loses the other one before that has taken it, and leads again
+        for _ in range(60):
+            one.tick()
+            sent = [a.message for a in of_kind(one, Send)]
+            if Prepare(Ballot(number, 2, 9), 1) in sent:
+                break
+        one.receive(1, 7, Promise(Ballot(number, 2, 9), Ballot(0, 0, 0), 1, 1, ()))
+        assert one.is_coordinator
+        appended = [a.message for a in of_kind(one, Send) if isinstance(a.message, Append)]
+        assert appended and appended[-1].entries[0] == Said("k", "decided", 0)
+        one.down(1)
+        for _ in range(60):
+            one.tick()
+        assert not one.is_coordinator
+        one.up(1, 7)
+        taken(one)
+
+
 def test_a_voter_that_fell_behind_votes_on_but_neither_contributes_nor_stands() -> None:
     one = follower()
     state = one.state.after(Commit("a", 0, 2, "d")).after(Commit("a", 1, 2, "e"))
