@@ -41,7 +41,7 @@ def open_meeting(
     holder = callable_ones[0] if callable_ones else 0
     address = addresses[holder] or link.ways.get((holder, 0))
     if own == holder:
-        address = f"{master}:{settings.port}"
+        address = f"{_host_of_own(settings, master)}:{settings.port}"
     if own == holder and rank_info.rank == 0:
         link.serve(Shelf().serve)
     else:
@@ -57,6 +57,14 @@ def open_meeting(
                 f"(clusters.join_deadline_seconds): {error}"
             ) from error
     return LinkStore(link, (holder, 0))
+
+
+def _host_of_own(settings: LinkSettings, master: str) -> str:
+    """Return where the own cluster's ranks call its first one: there it listens, or everywhere."""
+    host = settings.listens_at
+    if host in ("0.0.0.0", "::"):
+        return master
+    return f"[{host}]" if ":" in host else host
 
 
 def say_where(store: dist.Store, link: Link, where: Where) -> None:

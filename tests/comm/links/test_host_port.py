@@ -197,3 +197,18 @@ def test_one_that_never_starts_again_is_given_up(
     os.kill(gateway.pid or 0, signal.SIGKILL)
     wait_for(lambda: "given up" in caplog.text)
     assert caplog.text.count("does not start again: port is taken") == 5
+
+
+@pytest.mark.parametrize("host", ["127.0.0.2", "0.0.0.0"])
+def test_ranks_meet_at_their_own_first_one_wherever_it_listens(stack: ExitStack, host: str) -> None:
+    """As in a tunnel, whose address is not the one at which the launcher has its store."""
+    port = free_port()
+    settings = LinkSettings(members=(f"berlin=127.0.0.2:{port}", "oslo"), port=port, host=host)
+    links = [each[0] for each in open_ranks(stack, settings, 2) if isinstance(each, tuple)]
+    stores = [
+        open_meeting(settings, RankInfo(0, 2, rank, 2), link, "127.0.0.1", 10.0)
+        for rank, link in enumerate(links)
+    ]
+    stores[1].set("key", "value")
+    assert stores[0].get("key") == b"value"
+    assert len(links) == 2
