@@ -52,6 +52,11 @@ _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in smal
 _FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_folders.py"
 NOT_HERE = {  # with the reason
     "for n in berlin oslo; do ip netns": "two sites in namespaces, as root",
+    "for n in rome rome-router": "sites behind NAT, as root; in tests/launch/test_sites.py",
+    "at=": "sites behind NAT, as root; in tests/launch/test_sites.py",
+    "for n in rome paris; do": "sites behind NAT, as root; in tests/launch/test_sites.py",
+    "done": "sites behind NAT, as root; in tests/launch/test_sites.py",
+    "wg ": "a tunnel between two hosts, as root",
     "ip ": "two sites in namespaces, as root",
     "ip netns exec": "two sites in namespaces, as root",
     "dsx keys check ds.json": "needs a second site; with two in tests/comm/links/test_check.py",
