@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.bench.kinds import KINDS
-from dsx.bench.links.bench import Row, Wire, row_of
+from dsx.bench.links.bench import Row, Wire, row_of, row_of_rounds
 from dsx.bench.links.job import Found, Job, Passed
 from dsx.bench.namespaces import TestbedUnavailable
 from dsx.bench.testbed import Testbed
@@ -37,7 +37,7 @@ def test_figures_are_of_both_ends() -> None:
     row = row_of(Wire(1000.0, 1), KINDS["link/curve"], one_way)
     assert (row.transport, row.security, row.line_mbit, row.ways) == ("link", "curve", 1000.0, 1)
     assert row.gbit_per_second == pytest.approx(0.9) and row.gbit_half_range == pytest.approx(0.1)
-    assert row.cpu_seconds_per_gb == pytest.approx(3.5)
+    assert row.load == "messages" and row.cpu_seconds_per_gb == pytest.approx(3.5)
     assert row.cpu_half_range == pytest.approx(0.5)
     assert row.line_percent == pytest.approx(100 * 0.9 / 0.956)
     assert row.wire_per_payload == pytest.approx(1.06)
@@ -48,6 +48,15 @@ def test_figures_are_of_both_ends() -> None:
     assert row.gbit_per_second == pytest.approx(1.0) and row.cpu_seconds_per_gb == pytest.approx(1)
     assert row.line_mbit is row.line_percent is row.wire_per_payload is None
     assert row.step_slowdown_percent is row.step_half_range is None
+
+
+def test_rounds_tell_of_bytes_alone() -> None:
+    both = [[found(2.0, 1.0, 10**6, 1_100_000), found(2.0, 1.0, 10**6, 1_080_000)]]
+    row = row_of_rounds(Wire(200.0, 1), KINDS["link/curve"], both)
+    assert (row.load, row.ways) == ("int4, low rank", 2)
+    assert row.wire_per_payload == pytest.approx(1.09)
+    assert row.gbit_per_second == pytest.approx(0.004)
+    assert row.cpu_seconds_per_gb is row.line_percent is row.step_slowdown_percent is None
 
 
 def test_a_job_is_read_as_it_was_written() -> None:
@@ -93,7 +102,8 @@ def test_kinds_take_turns_on_loopback(tmp_path: Path) -> None:
     assert [(row.transport, row.security) for row in rows] == [("gloo", "none"), ("link", "curve")]
     for row in rows:
         assert row.line_mbit is None and row.line_percent is None and row.repeats == 1
-        assert 0.01 < row.gbit_per_second < 1000 and 0.01 < row.cpu_seconds_per_gb < 100
+        assert row.cpu_seconds_per_gb is not None and 0.01 < row.cpu_seconds_per_gb < 100
+        assert 0.01 < row.gbit_per_second < 1000
         assert row.step_slowdown_percent is not None and row.step_slowdown_percent > -60
     assert "link/curve" in result.output
 
@@ -107,9 +117,11 @@ def test_a_throttled_line_bounds_what_passes(tmp_path: Path) -> None:
         pytest.skip(f"no testbed here: {error}")
     path = tmp_path / "links.json"
     more = ["--training-windows", "0", "--json", str(path), "--seconds", "2"]
-    result = call("--lines", "40x2", "--kinds", "link/curve", *QUICK, *more)
+    result = call("--lines", "40x2", "--kinds", "link/curve", "--rounds", "5", *QUICK, *more)
     assert result.exit_code == 0, result.output
-    (row,) = [Row(**row) for row in json.loads(path.read_text())]
+    row, of_rounds = [Row(**row) for row in json.loads(path.read_text())]
     assert row.line_mbit == 40.0 and row.ways == 2 and row.step_slowdown_percent is None
     assert row.line_percent is not None and 70 < row.line_percent < 110
     assert row.wire_per_payload is not None and 1.04 < row.wire_per_payload < 1.15
+    assert of_rounds.load == "int4, low rank" and of_rounds.wire_per_payload is not None
+    assert 1.05 < of_rounds.wire_per_payload < 1.15

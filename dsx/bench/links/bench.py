@@ -23,6 +23,7 @@ from dsx.bench.testbed import INTERFACE, Line, Testbed
 from dsx.plan.published.scenario import require_number
 
 ETHERNET_SHARE = 0.956  # of a line's bits: what TCP's and Ethernet's headers leave, at most
+MESSAGES, ROUNDS = "messages", "int4, low rank"
 _PORT = 29400
 _SETUP_SECONDS = 60.0
 
@@ -59,7 +60,10 @@ class Wire:
 
 @dataclass(frozen=True)
 class Options:
-    """What is asked; `megabytes` of a message, of 10**6 bytes; `seconds` of each window."""
+    """What is asked; `megabytes` of a message, of 10**6 bytes; `seconds` of each window.
+
+    `rounds` of many short messages on each throttled line, too (rounds.py); 0: none.
+    """
 
     kinds: Sequence[Kind]
     wires: Sequence[Wire]
@@ -68,6 +72,7 @@ class Options:
     megabytes: float = 4.0
     batch: int = 4
     training_windows: int = 1
+    rounds: int = 20
 
     def __post_init__(self) -> None:
         require_number("seconds", self.seconds, 0.01, 600)
@@ -75,6 +80,7 @@ class Options:
         require_number("megabytes", self.megabytes, 0.001, 500)
         require_number("batch", self.batch, 1, 1000)
         require_number("training_windows", self.training_windows, 0, 100)
+        require_number("rounds", self.rounds, 0, 10_000)
 
     @property
     def message_bytes(self) -> int:
@@ -87,9 +93,11 @@ class Row:
     """Medians of one kind on one line, each with half of what lies between least and most.
 
     `gbit_per_second` one way; `cpu_seconds_per_gb` of both ends' processes. None where there is no
-    line, or no training.
+    line, or no training. `load`: "messages" of one length, or "int4, low rank": rounds of a run,
+    whose time is that of codes, too.
     """
 
+    load: str
     transport: str
     security: str
     line_mbit: float | None
@@ -97,8 +105,8 @@ class Row:
     repeats: int
     gbit_per_second: float
     gbit_half_range: float
-    cpu_seconds_per_gb: float
-    cpu_half_range: float
+    cpu_seconds_per_gb: float | None
+    cpu_half_range: float | None
     line_percent: float | None
     line_half_range: float | None
     wire_per_payload: float | None
@@ -119,19 +127,27 @@ def _measure(options: Options, bed: Testbed | None, tell: Callable[[str], None])
     found: dict[tuple[Wire, Kind], list[list[Found]]] = {
         (wire, kind): [] for wire in options.wires for kind in options.kinds
     }
+    of_rounds: dict[tuple[Wire, Kind], list[list[Found]]] = {}
     with _keys() as keys:
         for repeat in range(options.repeats):
             for wire in options.wires:
                 for kind in options.kinds:
+                    before = f"{repeat + 1}/{options.repeats} {_of(wire)} {kind}"
                     ends = _ends(options, wire, kind, keys, bed)
                     found[wire, kind].append(ends)
-                    tell(f"{repeat + 1}/{options.repeats} {_of(wire)} {kind}: {_say(wire, ends)}")
-    return [row_of(wire, kind, repeats) for (wire, kind), repeats in found.items()]
+                    tell(f"{before}: {_say(wire, ends)}")
+                    if options.rounds and wire.mbit is not None:
+                        ends = _ends(options, wire, kind, keys, bed, options.rounds)
+                        of_rounds.setdefault((wire, kind), []).append(ends)
+                        tell(f"{before}, {ROUNDS}: {_wire(ends):.3f} of the payload on the wire")
+    rows = [row_of(wire, kind, repeats) for (wire, kind), repeats in found.items()]
+    return rows + [row_of_rounds(wire, kind, all_) for (wire, kind), all_ in of_rounds.items()]
 
 
 def _ends(
-    options: Options, wire: Wire, kind: Kind, keys: Sequence[str], bed: Testbed | None
-) -> list[Found]:
+    options: Options, wire: Wire, kind: Kind, keys: Sequence[str], bed: Testbed | None,
+    rounds: int = 0,
+) -> list[Found]:  # fmt: skip
     """Start both ends, and return what each has found."""
     if wire.mbit is None:
         addresses, ports, interface = ["127.0.0.1"] * 2, _free_ports(), "lo"
@@ -145,7 +161,7 @@ def _ends(
     seconds = _SETUP_SECONDS + 10 * windows * (options.seconds + drain)
     job = Job(
         kind, addresses, ports, keys, wire.ways, options.message_bytes, options.batch,
-        options.seconds, options.training_windows, interface, seconds,
+        options.seconds, options.training_windows, interface, seconds, rounds,
     )  # fmt: skip
     processes: list[subprocess.Popen[bytes]] = []
     try:
@@ -197,8 +213,19 @@ def row_of(wire: Wire, kind: Kind, repeats: Sequence[Sequence[Found]]) -> Row:
     if slower:
         step = _spread(slower)
     return Row(
-        kind.transport, kind.security, wire.mbit, wire.ways, len(repeats),
+        MESSAGES, kind.transport, kind.security, wire.mbit, wire.ways, len(repeats),
         *gbit, *cpu, *line, *wire_share, *step,
+    )  # fmt: skip
+
+
+def row_of_rounds(wire: Wire, kind: Kind, repeats: Sequence[Sequence[Found]]) -> Row:
+    """Return the medians of some repeats of rounds, which go both ways whatever the line's are."""
+    both = Wire(wire.mbit, 2)
+    gbit, none = _spread([_gbit(both, ends) for ends in repeats]), (None, None)
+    wire_share = _spread([_wire(ends) for ends in repeats])
+    return Row(
+        ROUNDS, kind.transport, kind.security, wire.mbit, 2, len(repeats),
+        *gbit, *none, *none, *wire_share, *none,
     )  # fmt: skip
 
 

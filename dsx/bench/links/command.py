@@ -32,6 +32,9 @@ def links(
     training_windows: Annotated[
         int, Option(help="Of steps without and with a transfer beside them; 0: none.")
     ] = 1,
+    rounds: Annotated[
+        int, Option(help="Of factors in int4 of a small model, on each throttled line; 0: none.")
+    ] = 20,
     json_file: Annotated[
         Path | None, Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -56,7 +59,7 @@ def links(
         require_place("--json", json_file)
         options = Options(
             parse_kinds(kinds), [Wire.parse(line) for line in lines.split(",")], seconds, repeats,
-            megabytes, batch, training_windows,
+            megabytes, batch, training_windows, rounds,
         )  # fmt: skip
         rows = measure(options, lambda line: typer.echo(line, err=True))
     except (

@@ -20,6 +20,7 @@ class Job:
 
     `ways` 1: from cluster 0 to cluster 1 alone. `seconds` of transfer, and as many of training
     beside one and of training alone, `training_windows` times; `keys` has a folder per cluster.
+    With `rounds` none of that, but so many rounds of a run (rounds.py).
     """
 
     kind: Kind
@@ -33,6 +34,7 @@ class Job:
     training_windows: int
     interface: str
     deadline_seconds: float
+    rounds: int = 0
 
     def way(self, cluster: int) -> Way:
         """Return how a cluster reaches the other."""

@@ -15,7 +15,7 @@ _NUMBERS = ("Gbit/s", "core-s/GB", "% of line", "wire/payload", "steps +%")
 def show(rows: Sequence[Row], console: Console) -> None:
     """Print a row per line and kind: medians, and half ranges behind ±."""
     caption = "medians ± half of what lies between least and most; core-s of both ends"
-    table = Table("line", "transport", caption=caption)
+    table = Table("line", "load", "transport", caption=caption)
     for name in _NUMBERS:
         table.add_column(name, justify="right")
     before = None
@@ -26,7 +26,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
             table.add_section()
         before = line
         table.add_row(
-            line, f"{row.transport}/{row.security}",
+            line, row.load, f"{row.transport}/{row.security}",
             _with(row.gbit_per_second, row.gbit_half_range, 3),
             _with(row.cpu_seconds_per_gb, row.cpu_half_range, 2),
             _with(row.line_percent, row.line_half_range, 1),

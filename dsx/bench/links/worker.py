@@ -179,6 +179,11 @@ def main() -> None:
     asked = parser.parse_args()
     job: Job = asked.job
     torch.set_num_threads(1)
+    if job.rounds:
+        from dsx.bench.links.rounds import measure_rounds
+
+        print(FOUND + json.dumps(asdict(measure_rounds(job, asked.cluster))), flush=True)
+        return
     rank_info, seat = RankInfo(asked.cluster, 2, 0, 1), Seat.of(asked.cluster, 2)
     way = job.way(asked.cluster)
     store, link = way.meet(rank_info, job.deadline_seconds)

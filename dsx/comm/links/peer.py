@@ -24,7 +24,7 @@ _FIRST_PROBE_SECONDS = 0.25
 _LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
 _ACKS_IN_A_FRAME = 4096
 _DONE = zmq.MessageTracker()  # of what is copied
-_ACK_SECONDS = 0.03  # in which acknowledgements that nobody waits for may become more
+_ACK_SECONDS = 0.1  # in which acknowledgements that nobody waits for may become more
 FIRST_VISITOR = 1 << 19  # ranks from here on are tools of a member, which come and go (desk.py)
 
 

@@ -93,7 +93,7 @@ def test_acknowledgements_that_nobody_waits_for_go_together(clock: Clock) -> Non
     for serial in range(5):
         clock.take(100, serial)
     assert clock.short.count(ACKS) == 0
-    clock.pass_seconds(0.1, hears=True)
+    clock.pass_seconds(0.2, hears=True)
     assert clock.short.count(ACKS) == 1
     clock.take(100_000, 5)  # its sender waits
     assert clock.short.count(ACKS) == 2
