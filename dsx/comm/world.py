@@ -123,6 +123,11 @@ class World:
         """What has this cluster's part in the log; of the first rank, over links with members."""
         return self._clerk
 
+    def limit_rate(self, mbit: float) -> None:
+        """Send no more than that from this cluster's ranks together, over links."""
+        if self._link is not None:
+            self._link.limit(mbit)
+
     @property
     def others_may_go_on(self) -> bool:
         """Whether the run could ever go on without this cluster, which goes in order."""

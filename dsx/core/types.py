@@ -174,6 +174,7 @@ class History:
     `guard` holds the averages of method/alarms.py, the rungs of method/ladder.py that they have led
     to, and what outer/guard.py is to forget; a mean that one cluster decodes differently is in its
     averages until it is found, and leads to no rung.
+    `changed` are settings that were changed while training, by key (method/changes.py).
     At step `next_settling` the stages of a pipeline agree on H, if it may move.
     """
 
@@ -197,6 +198,7 @@ class History:
     decisions: dict[str, Any] = field(default_factory=dict[str, Any])
     next_settling: int = 0
     guard: dict[str, Any] = field(default_factory=dict[str, Any])
+    changed: dict[str, float] = field(default_factory=dict[str, float])
 
     def __post_init__(self) -> None:
         clocks = (self.launched, self.applied, self.intervals, self.fragment_numel)

@@ -77,6 +77,20 @@ def stop(
     _give("stop", config, cluster_id, seconds, wait, ends=True)
 
 
+@app.command("set")
+@one_line_errors("ctl set", ModuleNotFoundError)
+def set_(
+    config: Config,
+    key: Annotated[str, typer.Argument(metavar="KEY", help="Such as outer_optimizer.lr.")],
+    value: Annotated[float, typer.Argument(metavar="VALUE", help="What it is from then on.")],
+    cluster_id: OwnId = None,
+    seconds: Seconds = 10.0,
+    wait: Wait = 3600.0,
+) -> None:
+    """Change H, the outer rate or momentum, or the line's rate, for all clusters at one step."""
+    _give("set", config, cluster_id, seconds, wait, ends=False, key=key, value=value)
+
+
 @app.command()
 @one_line_errors("ctl leave", ModuleNotFoundError)
 def leave(

@@ -41,6 +41,8 @@ def give(
     if "error" in answer:
         raise ValueError(f"{names[at]} (cluster {at}): {answer['error']}")
     followed = Followed(str(answer["id"]))
+    what = " ".join([do, *(f"{operand:g}" if isinstance(operand, float) else str(operand)
+                           for operand in operands.values())])  # fmt: skip
     say(
         f"asked at {names[at]} (cluster {at}); all follow at the end of one of the next rounds, "
         f"which are {answer['interval']} steps each"
@@ -54,7 +56,7 @@ def give(
                 followed.gone = sorted({*range(len(names))} - {*followed.done})
                 return followed
             raise
-        if _take(followed, told, do, names, say, ends):
+        if _take(followed, told, what, names, say, ends):
             return followed
         time.sleep(_LOOK_SECONDS)
     where = "no cluster has come to it yet" if followed.step is None else (
@@ -100,7 +102,7 @@ def follow_leave(
 def _take(
     followed: Followed,
     told: Mapping[int, Mapping[str, Any]],
-    do: str,
+    what: str,
     names: Sequence[str],
     say: Callable[[str], object],
     ends: bool,
@@ -109,7 +111,7 @@ def _take(
     for id, one in sorted(told.items()):
         if followed.step is None and "step" in one:
             followed.step = one["step"]
-            say(f"all clusters {do} at step {followed.step}")
+            say(f"all clusters {what} at step {followed.step}")
         if one.get("state") == "done" and id not in followed.done:
             followed.done[id] = one
             if "path" in one:

@@ -19,6 +19,7 @@ from dataclasses import is_dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from dsx.core.types import History, SyncParams
+from dsx.method.changes import INTERVAL, changed_rule
 
 if TYPE_CHECKING:
     from dsx.method.method import Method
@@ -71,7 +72,7 @@ class Ladder:
 
     def outer_optimizer(self, history: History) -> OuterOptimizer:
         """Return the outer rule with the rate that is in force."""
-        rule: Any = self._method.outer_optimizer
+        rule: Any = changed_rule(self._method.outer_optimizer, history.changed)
         count = self.taken(history).count("gain")
         return replace(rule, lr=rule.lr * 0.5**count) if count else rule
 
@@ -79,6 +80,8 @@ class Ladder:
         """Return H as it is in force, and no overlap where that is."""
         method, taken = self._method, self.taken(history)
         params = method.control.sync_params(method.sync_params, history)
+        if INTERVAL in history.changed:
+            params = replace(params, interval=int(history.changed[INTERVAL]))
         if "interval" in taken:
             params = replace(params, interval=self._half)
         return replace(params, overlap=0) if "blocking" in taken else params

@@ -42,7 +42,8 @@ class Order:
     @property
     def sentence(self) -> str:
         """Return what all clusters do."""
-        return f"all clusters {self.do} at step {self.step}, as {self.by} has asked (dsx ctl)"
+        do = " ".join([self.do, *(f"{value}" for value in self.more.values())])
+        return f"all clusters {do} at step {self.step}, as {self.by} has asked (dsx ctl)"
 
 
 class Orders:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dsx.checkpoint.files import SavedRank, rank_file
 from tests.installed import needs
 from tests.launch.sites_of_three import NAMES, Sites
 from tests.launch.test_launch import launch
@@ -16,7 +17,7 @@ pytestmark = [needs("deepspeed"), pytest.mark.ci]
 __all__ = ["launch"]
 
 
-def test_status_save_and_stop_of_three_sites(launch: Any, tmp_path: Path) -> None:
+def test_status_save_set_and_stop_of_three_sites(launch: Any, tmp_path: Path) -> None:
     """What is asked for is done at one step by all; who is lost is told."""
     sites = Sites(tmp_path, launch)
     clusters = sites.start("run", "--steps", 1000)
@@ -41,6 +42,14 @@ def test_status_save_and_stop_of_three_sites(launch: Any, tmp_path: Path) -> Non
         assert json.loads((folder / "dsx.json").read_text())["step"] == step
         said = f"all clusters save at step {step}, as rome has asked (dsx ctl)"
         assert said in clusters[m].output()
+    refused = sites.ctl("set", "clusters.deadline_seconds", 5)
+    assert refused.returncode == 2
+    assert "these can: schedule.interval, outer_optimizer.lr" in refused.stderr, refused.stderr
+    changed = sites.ctl("set", "outer_optimizer.lr", 0.3, at=1)
+    assert changed.returncode == 0, changed.stdout + changed.stderr
+    at = int(changed.stdout.split("all clusters set outer_optimizer.lr 0.3 at step ")[1].split()[0])
+    for cluster in clusters:
+        assert f"step {at}: outer_optimizer.lr=0.3 from here on" in cluster.output()
     clusters[2].end()
     clusters[1].wait_for("cluster 2 is lost: going on with")
     told = sites.ctl("status", at=1)
@@ -64,6 +73,8 @@ def test_status_save_and_stop_of_three_sites(launch: Any, tmp_path: Path) -> Non
         for one in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
         if one.get("kind") == "order"
     ]
-    assert orders == [("save", "rome", step), ("stop", "berlin", last)]
+    assert orders == [("save", "rome", step), ("set", "oslo", at), ("stop", "berlin", last)]
+    saved = {str(SavedRank(rank_file(path.parent, 0)).meta["history"]) for path in manifests}
+    assert len(saved) == 1 and "'changed': {'outer_optimizer.lr': 0.3}" in saved.pop()
     over = sites.ctl("status", "--seconds", 2)
     assert over.returncode == 1 and "nobody answers within 2 s" in over.stderr, over.stderr

@@ -125,6 +125,10 @@ class Link:
         """
         self._post(lambda: self._switch.requests.serve(serve, first))
 
+    def limit(self, mbit: float) -> None:
+        """Send no more than that, this rank's share of its cluster's rate."""
+        self._switch.pace.limit(mbit)
+
     def soon(self, do: Callable[[], object]) -> None:
         """Have something done in the link's thread: an answer that is given later, say."""
         self._post(do)

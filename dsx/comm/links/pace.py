@@ -72,6 +72,10 @@ class Pace:
         """What holds now; None for no limit."""
         return self._rate
 
+    def limit(self, mbit: float) -> None:
+        """Take another rate from now on, in the hours that have none of their own; any thread."""
+        self._mbit, self._look_at = mbit, 0.0
+
     def wait_seconds(self) -> float:
         """Return in how many seconds something may go out, 0 for now."""
         now = self._now()
