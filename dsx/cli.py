@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 import dsx
+from dsx.agent.command import agent
 from dsx.bench.command import app as bench_app
 from dsx.bench.net_test.command import net_test
 from dsx.comm.command import rendezvous
@@ -45,6 +46,7 @@ app.add_typer(bench_app, name="bench", rich_help_panel=BEFORE)
 app.add_typer(config_app, name="config", rich_help_panel=BEFORE)
 keys_app.command("check")(keys_check)
 app.add_typer(keys_app, name="keys", rich_help_panel=BEFORE)
+app.command(rich_help_panel=DURING)(agent)
 app.add_typer(ctl_app, name="ctl", rich_help_panel=DURING)
 app.add_typer(data_app, name="data", rich_help_panel=DURING)
 app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
