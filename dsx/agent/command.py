@@ -22,7 +22,9 @@ _SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
 
 @one_line_errors("agent")
 def agent(
-    command: Annotated[list[str], typer.Argument(metavar="-- COMMAND ...", help="What to run.")],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="-- COMMAND ...", help="What to run.")
+    ] = None,
     tries: Annotated[
         int, typer.Option(help="Failures within the window after which it gives up.", min=1)
     ] = 5,
@@ -59,6 +61,8 @@ def agent(
     from dsx.agent.notice import Notice
     from dsx.agent.tries import Tries
 
+    if not command:
+        raise ValueError("give the command to look after behind --: dsx agent -- deepspeed ...")
     if notice_signal not in _SIGNALS:
         raise ValueError(f"--notice-signal {notice_signal} must be one of {', '.join(_SIGNALS)}")
     if to is not None and (checkpoints is None or notice is None):

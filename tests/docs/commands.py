@@ -59,6 +59,8 @@ NOT_HERE = {  # with the reason
     "wg ": "a tunnel between two hosts, as root",
     "ip ": "two sites in namespaces, as root",
     "ip netns exec": "two sites in namespaces, as root",
+    "dsx ctl ": "needs a run that goes on; with one in tests/launch/test_ctl.py",
+    "dsx agent ": "needs a site; with several in tests/launch/test_agent.py",
     "dsx keys check ds.json": "needs a second site; with two in tests/comm/links/test_check.py",
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config docs/examples": _FOLDER,
     "deepspeed --num_gpus 4 --module dsx.run docs/examples": _FOLDER,

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dsx.comm.links.key_changes import add_key, make_key
 from tests.distributed import free_port
-from tests.launch.test_launch import BIN, Launcher, write_config
+from tests.launch.test_launch import Launcher, write_config
 
 NAMES = ("berlin", "oslo", "rome")
 
@@ -67,6 +68,13 @@ class Sites:
             command, capture_output=True, text=True, timeout=60, env=environment, check=False
         )
 
+    def end(self) -> None:
+        """Kill what has been started with these configurations and runs still."""
+        for path in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError, ProcessLookupError):
+                if {str(p) for p in self.configs} & {*(path / "cmdline").read_text().split("\0")}:
+                    os.kill(int(path.name), signal.SIGKILL)
+
     def signal_ranks(self, site: int, number: int = signal.SIGTERM) -> None:
         """Send a signal to all ranks of a site, as a scheduler does."""
         for pid in ranks_of(self.launchers[site]).values():
@@ -80,4 +88,16 @@ def ranks_of(launcher: Launcher) -> dict[int, int]:
     return found(launcher)
 
 
-assert BIN.is_dir()
+def ranks_of_group(config: Path) -> dict[int, int]:
+    """Return the process ids of the ranks that have a configuration, by rank."""
+    found: dict[int, int] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            words = (path / "cmdline").read_text().split("\0")
+            rank = dict(
+                text.split("=", 1) for text in (path / "environ").read_text().split("\0")
+                if "=" in text
+            ).get("LOCAL_RANK")  # fmt: skip
+            if rank is not None and str(config) in words:
+                found[int(rank)] = int(path.name)
+    return found
