@@ -264,6 +264,6 @@ def _content(manifest: Mapping[str, Any]) -> tuple[Any, ...]:
     What a cluster has saved in leaving is its own: the others have none of that step.
     """
     if manifest.get("has_left"):
-        return "left", manifest.get("members"), manifest.get("step"), manifest.get("session")
+        return "left", manifest.get("step"), manifest.get("session")
     step = None if manifest.get("is_preempted") else manifest.get("step")
     return step, manifest.get("session"), manifest.get("is_finished", False)

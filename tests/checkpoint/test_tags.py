@@ -14,6 +14,7 @@ from dsx.checkpoint.tags import (
     common_tag,
     complete_tag,
     complete_tags,
+    note_left,
     tags_within_reach,
 )
 
@@ -28,14 +29,15 @@ def write(
     trouble: str = "",
     is_doubtful: bool = False,
     members: tuple[int, ...] = (),
+    is_preempted: bool = False,
 ) -> None:
     directory = cluster_directory(base, cluster)
     unfinished = begin_tag(directory, f"step{step}")
     (directory / unfinished).mkdir(parents=True)
     (directory / unfinished / "content").write_text(f"{cluster} {step} {session}")
     mark = Manifest(
-        5, step, session, num_clusters, 1, is_finished, trouble, is_doubtful=is_doubtful,
-        members=members,
+        5, step, session, num_clusters, 1, is_finished, trouble, is_preempted,
+        is_doubtful=is_doubtful, members=members,
     )  # fmt: skip
     complete_tag(directory, f"step{step}", mark)
 
@@ -122,6 +124,22 @@ def test_a_cluster_that_was_lost_takes_the_tag_of_the_first_that_was_not(
         common_tag(found, tmp_path, "step20")
     write(tmp_path, left[1], 30, num_clusters=3, members=left)  # the other one has not saved
     assert chosen(tmp_path, None, 3) == expected
+
+
+def test_what_is_saved_in_leaving_goes_with_nothing_that_the_others_have(tmp_path: Path) -> None:
+    """Also where what those who trained on have saved is damaged."""
+    for cluster in range(3):
+        write(tmp_path, cluster, 10, num_clusters=3)
+    write(tmp_path, 0, 15, num_clusters=3, is_preempted=True)
+    write(tmp_path, 1, 40, num_clusters=3, members=(1, 2), is_preempted=True)
+    before_it_is_known = chosen(tmp_path, "step15", 2)
+    assert before_it_is_known == [(0, "step15"), (1, "step40")]  # as if all had been told
+    note_left(tmp_path / "cluster_0" / "step15")
+    manifest = complete_tags(tmp_path / "cluster_0")["step15"]
+    assert manifest["has_left"] and manifest["step"] == 15
+    assert chosen(tmp_path, None, 3) == [(m, "step10") for m in range(3)]
+    write(tmp_path, 2, 41, num_clusters=3, members=(1, 2), is_preempted=True)
+    assert chosen(tmp_path, None, 3) == [(1, "step40"), (1, "step40"), (2, "step41")]
 
 
 def test_what_is_unfinished_is_not_complete(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.installed import needs
 from tests.launch.sites_of_three import NAMES, Sites
 from tests.launch.test_launch import launch
 
-pytestmark = [needs("deepspeed"), pytest.mark.ci]
+pytestmark = [needs("deepspeed"), pytest.mark.ci, pytest.mark.timeout(600)]
 __all__ = ["launch"]
 
 
