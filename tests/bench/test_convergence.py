@@ -435,3 +435,19 @@ def test_a_tail_is_the_mean_of_the_last_periods_models() -> None:
         tail.note(step, models)
     assert tail.model(models[0]).weight.item() == pytest.approx(2 * (78 + 80 + 82) / 3)
     assert models[0].weight.item() == 82
+
+
+def test_few_bits_go_with_what_keeps_its_own_residual() -> None:
+    study = Study("", 4, 32, 8, 1, 8, 2, 16, 2, 1e-3, 1, 1, "cpu")
+    require_runnable(
+        study,
+        read_search(
+            "recommended+1bit,recommended+3bit,diloco+2bit", "0.7", "0.5", "0", None, None, None
+        ),
+    )
+    method = dsx.preset("recommended", 4, **overrides(study, Task("recommended+1bit", 0)))
+    assert isinstance(method.compression, Quantized) and isinstance(method.delay, Shift)
+    assert (method.compression.wire, method.compression.mean_wire) == ("1bit", "1bit")
+    assert (method.schedule.interval, method.delay.steps) == (8, 2)
+    with pytest.raises(ValueError, match="cannot run: .*error_feedback"):
+        require_runnable(study, read_search("recommended+1bit_ef", "1", "0", "0", None, None, None))
