@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dsx.bench.chaos.command import chaos
 from dsx.bench.convergence.command import convergence
 from dsx.bench.convergence.wrong_command import guard
 from dsx.bench.e2e.command import e2e
@@ -36,6 +37,7 @@ app.command()(paper)
 app.command()(examples)
 app.command()(wall_clock)
 app.command()(links)
+app.command()(chaos)
 
 
 @app.command()

@@ -1,0 +1,94 @@
+"""`dsx bench chaos` on the command line.
+
+    dsx bench chaos --clusters 4 --events 40 --json chaos.json
+
+A mistake of the user ends with one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, cast
+
+import typer
+
+from dsx.config.files import require_place
+from dsx.core.one_line_errors import one_line_errors
+
+Option = typer.Option
+
+
+@one_line_errors("bench chaos")
+def chaos(
+    clusters: Annotated[int, Option(help="Clusters, all on this host.")] = 4,
+    ranks: Annotated[int, Option(help="Ranks of each.")] = 2,
+    engine: Annotated[str, Option(metavar="torch", help="What trains: DDP.")] = "torch",
+    preset: Annotated[
+        str,
+        Option(metavar="NAME", help="streaming, delayed, recommended or diloco; with int4 codes."),
+    ] = "streaming",
+    events: Annotated[int, Option(help="Faults.")] = 40,
+    seed: Annotated[int, Option(help="Of faults, model and data.")] = 0,
+    kinds: Annotated[
+        str | None, Option(metavar="NAME,NAME", help="Of faults; default: all.")
+    ] = None,
+    step_seconds: Annotated[float, Option(help="The least that a step takes.")] = 0.03,
+    suspect_seconds: Annotated[float, Option(help="`link.suspect_seconds` of the run.")] = 8.0,
+    longest_pause: Annotated[
+        float, Option(help="Of a cluster or a line; at most half of --suspect-seconds.")
+    ] = 2.0,
+    undisturbed: Annotated[
+        bool, Option(help="Train as many samples without faults, too, for its loss.")
+    ] = True,
+    out: Annotated[
+        Path | None, Option(help="Where logs go, a new folder; default: one in /tmp.")
+    ] = None,
+    json_file: Annotated[
+        Path | None, Option("--json", metavar="FILE", help="Write what it came to there.")
+    ] = None,
+) -> None:
+    """Kill, pause, cut and garble a run of real processes, and count what is lost.
+
+    Every rank is a process that writes down what it does; the count is made from that alone. Faults
+    follow from --seed: kill_rank, kill_cluster, kill_leader, pause, reset, cut, cut_one_way,
+    garble, not_finite, too_large, clock. Clusters that are lost stay lost, and two are always left.
+    Exit status 1 where a round or a sample is lost, hashes differ, or anybody does not go on.
+    """
+    require_place("--json", json_file)
+    status = _measure(
+        engine, kinds, out or Path(tempfile.mkdtemp(prefix="dsx-chaos-")) / "run", json_file,
+        preset=preset, num_clusters=clusters, num_ranks=ranks, num_events=events, seed=seed,
+        step_seconds=step_seconds, suspect_seconds=suspect_seconds, longest_pause=longest_pause,
+        undisturbed=undisturbed,
+    )  # fmt: skip
+    if status:
+        raise typer.Exit(status)
+
+
+def _measure(
+    engine: str, kinds: str | None, directory: Path, json_file: Path | None, **choices: Any
+) -> int:
+    """Show and write what was measured; return the exit status."""
+    from rich.console import Console
+
+    from dsx.bench.chaos.bench import ENGINES, Options, measure
+    from dsx.bench.chaos.faults import KINDS, Kind
+    from dsx.bench.chaos.run import NoProgress
+    from dsx.bench.chaos.show import show
+
+    if engine not in ENGINES:
+        raise ValueError(f"--engine {engine!r} is not served here; it takes {', '.join(ENGINES)}")
+    chosen: Sequence[Kind] = KINDS if kinds is None else cast("Any", kinds.split(","))
+    options = Options(directory, kinds=chosen, **choices)
+    try:
+        report = measure(options, lambda line: typer.echo(line, err=True))
+    except NoProgress as error:
+        typer.echo(f"dsx bench chaos: {error}; logs in {directory}", err=True)
+        return 1
+    show(report, Console())
+    if json_file is not None:
+        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
+    return 0 if report.verdict.is_good else 1

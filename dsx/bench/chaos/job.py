@@ -1,0 +1,90 @@
+"""What the ranks of a run are told, and the folder in which they and the driver meet."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Preset = Literal["streaming", "delayed", "recommended", "diloco"]
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "streaming": {
+        "preset": "streaming_diloco",
+        "schedule": {"interval": 8},
+        "delay": {"steps": 3},
+        "fragments": {"by": "size", "num_fragments": 4},
+    },
+    "delayed": {"preset": "diloco_delayed", "schedule": {"interval": 6}},
+    "recommended": {"preset": "recommended", "schedule": {"interval": 8}, "delay": {"steps": 3}},
+    "diloco": {"preset": "diloco", "schedule": {"interval": 6}},
+}
+INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
+OWN_CODES = {"recommended"}  # which have a codec of their own
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run: `members` as "link.members" has them, `ports` and `keys` by cluster.
+
+    Nobody goes on behind `last_step`, which an order may make earlier. A step takes `step_seconds`
+    at least.
+    """
+
+    directory: str
+    preset: str
+    num_clusters: int
+    num_ranks: int
+    members: Sequence[str]
+    ports: Sequence[int]
+    keys: Sequence[str]
+    last_step: int
+    step_seconds: float
+    suspect_seconds: float
+    seed: int
+
+    def dsx(self, cluster: int) -> dict[str, Any]:
+        """Return a cluster's configuration."""
+        method = dict(PRESETS[self.preset])
+        if self.preset not in OWN_CODES:
+            method["compression"] = INT4
+        link = {
+            "security": "curve", "members": list(self.members), "keys": self.keys[cluster],
+            "port": self.ports[cluster], "suspect_seconds": self.suspect_seconds,
+        }  # fmt: skip
+        clusters = {"num_clusters": self.num_clusters, "deadline_seconds": 120.0,
+                    "join_deadline_seconds": 120.0, "cluster_id": cluster}  # fmt: skip
+        return {"dsx": {**method, "clusters": clusters, "link": link}}
+
+    def write(self) -> None:
+        """Write it where ranks find it."""
+        (Path(self.directory) / "job.json").write_text(json.dumps(asdict(self)))
+
+    @classmethod
+    def read(cls, directory: Path) -> Job:
+        """Read what `write` has written."""
+        return cls(**json.loads((directory / "job.json").read_text()))
+
+
+def log_path(directory: Path, cluster: int, rank: int) -> Path:
+    """Return where a rank writes what it does, a JSON object per line."""
+    return directory / f"rank_{cluster}_{rank}.jsonl"
+
+
+def output_path(directory: Path, cluster: int, rank: int) -> Path:
+    """Return where a rank's own output goes."""
+    return directory / f"rank_{cluster}_{rank}.log"
+
+
+def orders_path(directory: Path, cluster: int) -> Path:
+    """Return where the driver tells a cluster what to do: `last_step`, and faults by step."""
+    return directory / f"orders_{cluster}.json"
+
+
+def give_orders(directory: Path, cluster: int, **orders: Any) -> None:
+    """Add to a cluster's orders; a file is there whole or not at all."""
+    path = orders_path(directory, cluster)
+    given = json.loads(path.read_text()) if path.exists() else {}
+    path.with_suffix(".new").write_text(json.dumps({**given, **orders}))
+    path.with_suffix(".new").rename(path)

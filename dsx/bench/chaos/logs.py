@@ -1,0 +1,60 @@
+"""The lines that ranks write of themselves, read as they come."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Window:
+    """When a fault was, and until when it was waited for; by the clock of the logs, in seconds.
+
+    Pauses are those of the clusters that it did not befall: `cluster` is the one that it did.
+    """
+
+    kind: str
+    cluster: int
+    begin: float
+    end: float
+
+
+class Tail:
+    """A rank's log: `records` has all whole lines up to the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._read = path, 0
+        self.records: list[Record] = []
+        self.step = 0  # the last one taken
+
+    def look(self) -> None:
+        """Read what is new; a line that is not whole yet is left for the next time."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return
+        whole = data.rpartition(b"\n")[0]
+        if not whole:
+            return
+        self._read += len(whole) + 1
+        for line in whole.split(b"\n"):
+            record: Record = json.loads(line)
+            self.records.append(record)
+            if record["what"] == "step":
+                self.step = record["step"]
+
+    def has(self, *what: str) -> bool:
+        """Return whether there is a record of one of these kinds."""
+        return any(record["what"] in what for record in self.records)
+
+
+def last(records: Sequence[Record], what: str) -> Record | None:
+    """Return the last record of a kind."""
+    return next((record for record in reversed(records) if record["what"] == what), None)

@@ -1,0 +1,251 @@
+"""`dsx bench chaos`: its faults, its checker on logs that are right and wrong, and a run."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsx.bench.chaos.check import Verdict, check
+from dsx.bench.chaos.faults import KINDS, LOSSES, draw
+from dsx.bench.chaos.job import Job, give_orders, orders_path
+from dsx.bench.chaos.logs import Record, Tail, Window
+from dsx.bench.chaos.worker import Net, Orders, spoilt
+from dsx.cli import app
+
+Logs = dict[tuple[int, int], list[Record]]
+
+
+def test_faults_follow_from_the_seed_and_leave_two_clusters() -> None:
+    drawn = draw(3, 200, 5, 2)
+    assert drawn == draw(3, 200, 5, 2) != draw(4, 200, 5, 2)
+    assert {fault.kind for fault in drawn} - LOSSES == {*KINDS} - LOSSES
+    lost: list[int] = []
+    for fault in drawn:
+        assert fault.cluster not in lost and 0 <= fault.rank < 2
+        if fault.kind in LOSSES:
+            lost.append(fault.cluster)
+    assert len(lost) == 3
+    alone = draw(0, 50, 4, 2, ["kill_leader"])
+    assert [fault.cluster for fault in alone] == [0, 1]
+
+
+def sound(num_clusters: int = 3, lost: int | None = None) -> Logs:
+    """Two fragments, H 4, 12 steps; a cluster that is lost ends in step 6, sent at 4 last."""
+    logs: Logs = {}
+    for cluster in range(num_clusters):
+        for rank in range(2):
+            log: list[Record] = [{"what": "begin", "at": 0.0}]
+            for step in range(1, 13):
+                if cluster == lost and step > 6:
+                    break
+                members = [c for c in range(num_clusters) if c != lost or step <= 6]
+                log.append({
+                    "what": "step", "at": float(step), "step": step, "seconds": 0.5,
+                    "samples": [step * num_clusters + cluster], "members": members,
+                })  # fmt: skip
+                if step % 4 in (2, 0):
+                    fragment = step % 4 // 2
+                    of: dict[str, Any] = {"fragment": fragment, "step": step}
+                    log.append({"what": "launch", "at": float(step), **of})
+                    if cluster == lost and step == 6:
+                        break
+                    log.append({
+                        "what": "commit", "at": float(step), **of, "by": [],
+                        "members": [c for c in range(num_clusters) if c != lost or step < 6],
+                        "hash": f"{rank} {fragment} {step}",
+                    })  # fmt: skip
+            if cluster != lost:
+                members = [c for c in range(num_clusters) if c != lost]
+                log.append({
+                    "what": "end", "at": 13.0, "step": 12, "loss": 0.25, "hash": "the model",
+                    "members": members,
+                })  # fmt: skip
+            logs[cluster, rank] = log
+    return logs
+
+
+def the(log: list[Record], what: str, **fields: Any) -> Record:
+    """Return the one record of a kind with these fields."""
+    (found,) = [r for r in log if r["what"] == what and fields.items() <= r.items()]
+    return found
+
+
+def without(log: list[Record], record: Record) -> None:
+    log[:] = [other for other in log if other is not record]
+
+
+def test_what_is_right_is_found_to_be() -> None:
+    verdict = check(sound(), [])
+    assert verdict == Verdict(rounds=6, samples=36, loss=0.25)
+    assert verdict.is_good
+    with_loss = check(sound(lost=1), [Window("kill_cluster", 1, 6.0, 8.0)], {1})
+    assert (with_loss.rounds, with_loss.rounds_lost, with_loss.mismatches) == (6, 0, 0)
+    assert with_loss.samples_lost == 2  # of steps 5 and 6: its last launch that was committed is 4
+    assert with_loss.problems == [] and not with_loss.is_good
+
+
+def hash_of_one_differs(logs: Logs) -> None:
+    the(logs[1, 1], "commit", fragment=0, step=8)["hash"] = "another"
+
+
+def one_has_refused_what_others_have_taken(logs: Logs) -> None:
+    the(logs[2, 0], "commit", fragment=1, step=6)["what"] = "refused"
+
+
+def one_has_never_applied(logs: Logs) -> None:
+    without(logs[0, 0], the(logs[0, 0], "commit", fragment=0, step=12))
+
+
+def nobody_has_applied(logs: Logs) -> None:
+    for log in logs.values():
+        without(log, the(log, "commit", fragment=1, step=10))
+
+
+def all_have_refused_without_a_cause(logs: Logs) -> None:
+    for log in logs.values():
+        the(log, "commit", fragment=1, step=10)["what"] = "refused"
+
+
+def models_differ(logs: Logs) -> None:
+    logs[2, 1][-1]["hash"] = "another"
+
+
+def one_does_not_end(logs: Logs) -> None:
+    for rank in range(2):
+        del logs[1, rank][-1]
+
+
+def one_has_failed(logs: Logs) -> None:
+    logs[1, 0].append({"what": "failed", "at": 13.0, "why": "PeerLost: somebody"})
+
+
+def nobody_has_ended(logs: Logs) -> None:
+    for log in logs.values():
+        del log[-1]
+
+
+BROKEN = {
+    hash_of_one_differs: ("mismatches", "fragment 0, launch of step 8"),
+    one_has_refused_what_others_have_taken: ("mismatches", "fragment 1, launch of step 6"),
+    one_has_never_applied: ("rounds_lost", "fragment 0, launch of step 12: lost"),
+    nobody_has_applied: ("rounds_lost", "fragment 1, launch of step 10: lost"),
+    all_have_refused_without_a_cause: ("rounds_lost", "fragment 1, launch of step 10: lost"),
+    models_differ: ("mismatches", "different models"),
+    one_does_not_end: ("problems", "clusters [1] are said to be there"),
+    one_has_failed: ("problems", "cluster 1, rank 0: PeerLost: somebody"),
+    nobody_has_ended: ("problems", "no rank has come to the end"),
+}
+
+
+@pytest.mark.parametrize("breaks", BROKEN, ids=lambda breaks: breaks.__name__)
+def test_what_is_wrong_is_found(breaks: Any) -> None:
+    logs = copy.deepcopy(sound())
+    breaks(logs)
+    verdict = check(logs, [])
+    what, said = BROKEN[breaks]
+    assert getattr(verdict, what) and not verdict.is_good
+    assert any(said in problem for problem in verdict.problems), verdict.problems
+
+
+def test_a_contribution_that_was_spoilt_on_purpose_is_no_round_that_is_lost() -> None:
+    logs = sound()
+    for log in logs.values():
+        the(log, "commit", fragment=1, step=10).update(what="refused", by=[2])
+    verdict = check(logs, [])
+    assert (verdict.rounds, verdict.rounds_refused, verdict.rounds_lost) == (5, 1, 0)
+
+
+def test_samples_that_two_have_read() -> None:
+    logs = sound()
+    the(logs[0, 0], "step", step=3)["samples"] = [3 * 3 + 1]
+    assert check(logs, []).samples_twice == 1
+
+
+def test_pauses_are_of_those_whom_a_fault_did_not_befall() -> None:
+    logs = sound()
+    the(logs[0, 0], "step", step=6)["seconds"] = 1.75
+    the(logs[2, 0], "step", step=6)["seconds"] = 100.0
+    windows = [Window("pause", 2, 5.5, 6.5), Window("reset", 0, 8.5, 9.5)]
+    verdict = check(logs, windows)
+    assert verdict.events == {"pause": 1, "reset": 1}
+    assert verdict.pause_max_seconds == 1.25
+    assert verdict.pause_median_seconds == 0.625
+
+
+def test_a_log_is_read_by_whole_lines(tmp_path: Path) -> None:
+    file = tmp_path / "log"
+    tail = Tail(file)
+    tail.look()
+    file.write_text('{"what": "step", "step": 3}\n{"what": "en')
+    tail.look()
+    assert tail.step == 3 and not tail.has("end")
+    with file.open("a") as more:
+        more.write('d"}\n')
+    tail.look()
+    assert tail.has("end") and len(tail.records) == 2
+
+
+def test_orders_come_to_a_cluster_and_spoil_one_contribution(tmp_path: Path) -> None:
+    orders = Orders(orders_path(tmp_path, 1), last_step=100)
+    give_orders(tmp_path, 1, too_large=7)
+    give_orders(tmp_path, 1, last_step=50)
+    orders.look()
+    assert orders.given["last_step"] == 50
+    assert [orders.spoils(step) for step in (6, 7, 8)] == [None, 1e6, 1e6]
+    orders.has_launched(8)
+    assert orders.spoils(9) is None
+    net = Net(0)
+    before = [p.detach().clone() for p in net.parameters()]
+    with spoilt(net, 1e6):
+        assert max(p.abs().max() for p in net.parameters()) > 1e3
+    assert all(p.equal(old) for p, old in zip(net.parameters(), before, strict=True))
+
+
+def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["bench", "chaos", *arguments])
+        assert done.exit_code == 2
+        return done.output
+
+    assert "--kinds='fire' is not known; allowed: 'kill_rank'" in said("--kinds", "fire")
+    assert "--preset='fast' is not known" in said("--preset", "fast")
+    assert "--engine 'megatron' is not served here; it takes torch" in said("--engine", "megatron")
+    assert f"--out {tmp_path} is there already" in said("--out", str(tmp_path))
+    assert "--longest-pause" in said("--longest-pause", "9")
+
+
+def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
+    job = Job(str(tmp_path), "recommended", 2, 2, ["a=h:1", "b=h:2"], [1, 2], ["k", "l"], 9, 0.1,
+              8.0, 0)  # fmt: skip
+    job.write()
+    assert Job.read(tmp_path) == job
+    assert job.dsx(1)["dsx"]["clusters"]["cluster_id"] == 1
+    assert "compression" not in job.dsx(1)["dsx"]  # it has codes of its own
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("preset", ["streaming", "recommended"])
+def test_forty_faults(preset: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every round is there, and all hold the same; two of four clusters are lost on the way."""
+    file = tmp_path / "chaos.json"
+    arguments = ["--preset", preset, "--events", "40", "--seed", "1", "--json", str(file)]
+    done = CliRunner().invoke(
+        app, ["bench", "chaos", *arguments, "--out", str(tmp_path / "run"), "--longest-pause", "1"]
+    )
+    assert file.exists(), done.output
+    found = json.loads(file.read_text())
+    assert found["problems"] == [], done.output
+    assert (found["mismatches"], found["rounds_lost"], found["samples_twice"]) == (0, 0, 0)
+    assert sum(found["events"].values()) == 40
+    lost = sum(found["events"].get(kind, 0) for kind in LOSSES)
+    assert lost == 2 and 0 < found["samples_lost"] <= 16 * lost  # and nobody takes up theirs
+    assert found["rounds"] > 60 and found["rounds_refused"] > 0
+    assert found["loss"] < 2 * found["loss_undisturbed"]
+    with capsys.disabled():
+        print(f"\n{done.stdout}")
