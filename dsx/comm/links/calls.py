@@ -96,6 +96,14 @@ class Calls:
                 if keys and call.peer.error is None:
                     self.call(call.peer, call.index, call.address)
 
+    def call_anew(self, peer: Peer) -> bool:
+        """End all calls to a peer and make them again; False if there are none."""
+        calls = [call for call in self.by_socket.values() if call.peer is peer]
+        for call in calls:
+            self.hang_up(call)
+            self.call(peer, call.index, call.address, call.key)
+        return bool(calls)
+
     def hang_up(self, call: Call, linger_milliseconds: int = 0) -> None:
         """End a call for good."""
         call.peer.close(call.index)

@@ -18,11 +18,12 @@ from contextlib import suppress
 import zmq
 
 from dsx.comm.links.messages import Ended
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.pace import Pace
 from dsx.comm.links.peer import LinkDown, Peer
 from dsx.comm.links.requests import Name, Serve
 from dsx.comm.links.sockets import Trust
-from dsx.comm.links.switch import LinkOptions, Switch
+from dsx.comm.links.switch import Switch
 
 _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 5.0

@@ -15,12 +15,13 @@ connection 0 to themselves, where no chunk of a long one is ahead of them.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import Any
 
-from dsx.comm.links.frames import CHUNK_BYTES, CLOSED, DATA, READY, Ack, Frame, Key
+from dsx.comm.links.frames import CHUNK_BYTES, CLOSED, READY, Ack, Frame, Key
 from dsx.comm.links.messages import (
     EAGER_BYTES,
     TAGS_KEPT,
@@ -73,7 +74,7 @@ class Mailbox:
 
     @property
     def has_outgoing(self) -> bool:
-        """Whether something was sent that has not arrived."""
+        """Whether something has not arrived."""
         return bool(self._outgoing)
 
     @property
@@ -82,13 +83,18 @@ class Mailbox:
         return next(iter(self._outgoing), self._next_serial)
 
     @property
+    def owed_since(self) -> float:
+        """When the oldest chunk was sent whose acknowledgement is due; infinite for none."""
+        return min((each.owed_since for each in self._outgoing.values()), default=math.inf)
+
+    @property
     def acks_are_due(self) -> bool:
         """Whether acknowledgements have to go out now, and not with others a moment later."""
         return self.is_waited_for or len(self.acks) >= ACKS_TOGETHER
 
     @property
     def num_single_serials(self) -> int:
-        """Of complete messages that are remembered one by one."""
+        """Of complete messages that are remembered singly."""
         return self._complete.num_kept
 
     @property
@@ -154,11 +160,7 @@ class Mailbox:
             bounds = outgoing.bounds(chunk)
             body = outgoing.data[bounds]
             outgoing.under_way[chunk] = window.send(len(body), self._now())
-            start, total, serial = bounds.start, len(outgoing.data), outgoing.serial
-            frame = Frame(
-                DATA, self._cluster_id, outgoing.key, serial=serial, start=start, total=total
-            )
-            return frame, body
+            return outgoing.frame(self._cluster_id, bounds.start), body
         return None
 
     def forget_below(self, serial: int) -> None:
@@ -250,12 +252,10 @@ class Mailbox:
         """End all that is under way with an error."""
         self._ended = self._ended or error
         under_way = [*self._outgoing.values(), *self._incoming.values()]
-        self._outgoing.clear()
-        self._by_key.clear()
-        self._incoming.clear()
+        for each in (self._outgoing, self._by_key, self._incoming, self._windows):
+            each.clear()
         self._turns.clear()
         self._short_turns.clear()
-        self._windows.clear()
         for each in under_way:
             each.ended(error)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsx.comm.links.frames import CHUNK_BYTES, Key
+from dsx.comm.links.frames import CHUNK_BYTES, DATA, Frame, Key
 from dsx.comm.links.window import Sent
 
 EAGER_BYTES = 2 * CHUNK_BYTES  # of a message that goes out before its place is known
@@ -105,6 +106,18 @@ class Outgoing:
     def is_there(self) -> bool:
         """Whether all of it has been acknowledged."""
         return self.num_acked == num_chunks(len(self.data))
+
+    @property
+    def owed_since(self) -> float:
+        """When the oldest chunk was sent whose acknowledgement is due; infinite for none."""
+        if not self.is_awaited and not self.is_short:
+            return math.inf  # it may come, and be let go, and be asked for again
+        return min((sent.at for sent in self.under_way.values()), default=math.inf)
+
+    def frame(self, sender: int, start: int) -> Frame:
+        """Return the head of the chunk that begins there."""
+        total = len(self.data)
+        return Frame(DATA, sender, self.key, serial=self.serial, start=start, total=total)
 
     def bounds(self, chunk: int) -> slice:
         """Return which bytes a chunk is."""

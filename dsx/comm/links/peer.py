@@ -14,15 +14,18 @@ from typing import Any
 
 import zmq
 
-from dsx.comm.links.frames import ACKS, ASK, JOINED_BYTES, PROBE, Frame, pack_acks
+from dsx.comm.links.frames import ACKS, AGAIN, ASK, JOINED_BYTES, PROBE, Frame, pack_acks
 from dsx.comm.links.mailbox import Mailbox
 from dsx.comm.links.pace import Pace
+from dsx.comm.links.stall import Stall
 
 SIGNS_PER_SUSPICION = 4  # of life, in the silence after which a peer is given up
 _FIRST_PROBES = 8  # closer together, for the least time there and back
 _FIRST_PROBE_SECONDS = 0.25
 _LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
 _ACKS_IN_A_FRAME = 4096
+_STALLS_PER_SUSPICION = 2  # connections are made anew before their peer is given up
+_RENEWAL_SECONDS = 1.0  # between two times that a peer is called anew because it asks for it
 _DONE = zmq.MessageTracker()  # of what is copied
 _ACK_SECONDS = 0.1  # in which acknowledgements that nobody waits for may become more
 FIRST_VISITOR = 1 << 19  # ranks from here on are tools of a member, which come and go (desk.py)
@@ -88,6 +91,8 @@ class Peer:
         self._told_serial = 0  # the last one that it may forget all below
         self._acks_at: float | None = None  # when those that are there have to go out
         self._has_met = False
+        self._stall = Stall(suspect_seconds / _STALLS_PER_SUSPICION, self._heard_at)
+        self._renewed_at, self.is_not_heard = 0.0, False  # as it says
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id} (rank {self.rank})"
@@ -131,6 +136,28 @@ class Peer:
             self.mailbox.connection_lost(index)
             if index == 0:
                 self._lost_at = time.monotonic()
+
+    def stall(self, now: float) -> str:
+        """Say why its connections are to be made anew, though they stand; empty if they are not."""
+        is_not_heard, self.is_not_heard = self.is_not_heard, False
+        if 0 not in self.connections or self.is_visitor:
+            return ""
+        if is_not_heard and now > self._renewed_at + _RENEWAL_SECONDS:
+            return "it hears nothing from here"
+        seconds = self._stall.seconds(now, self._heard_at, self.mailbox.owed_since)
+        return "" if seconds is None else f"nothing has come through for {seconds:.1f} s"
+
+    def renewed(self) -> None:
+        """Its connections are being made anew: that they are closed meanwhile says nothing."""
+        self._lost_at, self._renewed_at = None, time.monotonic()
+        self._stall.renewed(self._renewed_at)
+
+    def ask_for_a_call(self) -> None:
+        """Ask over whatever stands that it makes its connections anew."""
+        frame = Frame(AGAIN, self._own)
+        for index, connection in [*self.connections.items()]:
+            if not connection.send(frame.pack(0), b""):
+                self.close(index)
 
     @property
     def silent_seconds(self) -> float:
@@ -181,6 +208,7 @@ class Peer:
         """Do not count a time in which this process itself has not looked."""
         now = time.monotonic()
         self._heard_at = min(self._heard_at + seconds, now)
+        self._stall.begin(now)
         if self._lost_at is not None:
             self._lost_at = min(self._lost_at + seconds, now)
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from dataclasses import dataclass
 from typing import Any
 
 import zmq
@@ -19,6 +18,7 @@ from dsx.comm.links.calls import Call, Calls
 from dsx.comm.links.dropped import Dropped
 from dsx.comm.links.frames import (
     ACKS,
+    AGAIN,
     ANSWER,
     ASK,
     CLOSED,
@@ -31,6 +31,7 @@ from dsx.comm.links.frames import (
     read_acks,
 )  # fmt: skip
 from dsx.comm.links.hello import Hello
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.pace import Pace
 from dsx.comm.links.peer import Connection, LinkDown, Peer
 from dsx.comm.links.requests import Name, Requests
@@ -42,22 +43,6 @@ _MOST_PAUSE_SECONDS = 0.2  # between two looks of a thread that gets its turns
 _MOST_UNEXPECTED = 4096  # ranks of a cluster that have called and were not expected, yet or at all
 _KEYS_SECONDS = 1.0  # between two looks at the folder of keys
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class LinkOptions:
-    """How a link is run. `host` is where it listens; `port` 0 takes any.
-
-    `grace_seconds`: a connection that is closed has so long to come back, and some round trips.
-    `dscp` marks all packets.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 0
-    streams: int = 1
-    suspect_seconds: float = 30.0
-    grace_seconds: float = 0.7
-    dscp: int = 0
 
 
 class Switch:
@@ -188,6 +173,11 @@ class Switch:
                     del self.peers[peer.cluster_id, peer.rank]
                     self._routes = {i: to for i, to in self._routes.items() if to[0] is not peer}
             elif peer.error is None:
+                if stall := peer.stall(now):
+                    logger.warning("%s: %s, and its connections are made anew", peer, stall)
+                    if not self._calls.call_anew(peer):
+                        peer.ask_for_a_call()
+                    peer.renewed()
                 peer.flush(self.pace)
             for problem in peer.mailbox.problems:
                 self._drop(problem, f"{peer}")
@@ -295,6 +285,8 @@ class Switch:
             elif frame.kind == PROBE:
                 peer.answer_probe(frame)
                 mailbox.forget_below(frame.serial)
+            elif frame.kind == AGAIN:
+                peer.is_not_heard = True
             elif frame.kind == ASK:
                 self.requests.take(peer, frame.serial, bytes(body))
             elif frame.kind == ANSWER:

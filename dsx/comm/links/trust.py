@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from dsx.comm.links.keys import Keys
 from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.pace import Hours, Pace
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.links.sockets import Trust
-from dsx.comm.links.switch import LinkOptions
 
 RELAYED_GRACE_SECONDS = 3.0  # both sites may have to register first, and then one calls again
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from datetime import timedelta
 from typing import Any
 
@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from dsx.comm.links.group import LinkGroup
 from dsx.comm.links.link import Link
-from dsx.comm.links.switch import LinkOptions
+from dsx.comm.links.options import LinkOptions
 from dsx.core.membership import Seat
 
 SOON = timedelta(seconds=20)
@@ -68,6 +68,7 @@ class Line:
         self.flows.set()
         self.passed = bytearray()  # what has gone over it, both ways
         self.said: list[bytearray] = []  # by those who have called, each connection's
+        self.swallows: Callable[[int, bool], bool] = lambda number, is_caller: False
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
@@ -99,13 +100,25 @@ class Line:
                     near.close()
                     continue
                 self._ends += [near, far]
+                number = len(self.said)
                 self.said.append(bytearray())
                 for way in ((near, far, self.said[-1]), (far, near, bytearray())):
-                    threading.Thread(target=self._pass, args=way, daemon=True).start()
+                    args = (*way, number, way[0] is near)
+                    threading.Thread(target=self._pass, args=args, daemon=True).start()
 
-    def _pass(self, source: socket.socket, sink: socket.socket, said: bytearray) -> None:
+    def _pass(
+        self,
+        source: socket.socket,
+        sink: socket.socket,
+        said: bytearray,
+        number: int,
+        is_caller: bool,
+    ) -> None:
+        """Hand on; what the `number`-th connection `swallows`, of caller or called, is let go."""
         with contextlib.suppress(OSError):
             while self.flows.wait() and (data := source.recv(1 << 16)):
+                if self.swallows(number, is_caller):
+                    continue
                 if len(self.passed) < 1 << 24:
                     self.passed += data
                     said += data

@@ -17,8 +17,8 @@ from dsx.comm.elastic import ElasticTransport
 from dsx.comm.gloo import GlooPending
 from dsx.comm.links.clerk import Clerk
 from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.rank_views import Board, FirstRankViews
-from dsx.comm.links.switch import LinkOptions
 from dsx.comm.links.transport import LinkTransport
 from dsx.core.exchange import COMMIT, Exchange, ExchangeRound
 from dsx.core.membership import Member, Membership, Seat

@@ -24,8 +24,8 @@ from zmq.utils import z85
 from dsx.comm.links import switch
 from dsx.comm.links.frames import ACKS, ANSWER, ASK, CLOSED, DATA, HELLO, PROBE, READY, Frame, Key
 from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.store import LinkStore, Shelf
-from dsx.comm.links.switch import LinkOptions
 from tests.comm.links.clusters import SOON, KnownKeys, Line, check, groups_of, pairs_of, swap
 
 MB = 1 << 20

@@ -17,9 +17,9 @@ import zmq
 
 from dsx.comm.links import window
 from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.peer import LinkDown
 from dsx.comm.links.store import LinkStore, Shelf
-from dsx.comm.links.switch import LinkOptions
 from tests.comm.links.clusters import (
     SOON,
     KnownKeys,

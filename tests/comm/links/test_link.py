@@ -20,8 +20,8 @@ from dsx.comm.links import sockets
 from dsx.comm.links.frames import DATA, HELLO, Frame
 from dsx.comm.links.group import LinkGroup
 from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.peer import LinkDown
-from dsx.comm.links.switch import LinkOptions
 from dsx.core.membership import Seat
 from tests.comm.links.clusters import (
     SOON,
@@ -197,7 +197,7 @@ def test_a_revoked_key_is_out_within_two_seconds_and_a_new_one_is_taken() -> Non
 SILENT = """
 import sys, time
 from dsx.comm.links.link import Link
-from dsx.comm.links.switch import LinkOptions
+from dsx.comm.links.options import LinkOptions
 link = Link(1, 0, None, LinkOptions())
 link.expect(0, 0, sys.argv[1])
 link.wait_for(0, 0, 20)

@@ -10,7 +10,7 @@ import pytest
 from dsx.comm.links.gateway_process import GatewayProcess
 from dsx.comm.links.greetings import rank_name
 from dsx.comm.links.link import Link
-from dsx.comm.links.switch import LinkOptions
+from dsx.comm.links.options import LinkOptions
 from tests.comm.links.clusters import KnownKeys, check, groups_of, pairs_of, swap
 from tests.comm.links.test_gateway import reset_all_to
 

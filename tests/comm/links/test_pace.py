@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dsx.comm.links.link import Link
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.pace import Hours, Pace
-from dsx.comm.links.switch import LinkOptions
 from tests.comm.links.clusters import check, groups_of, swap
 
 MB = 1 << 20
