@@ -66,7 +66,8 @@ class Leaving:
         self._outcome: Future[str] = Future()
         self._lock = threading.Lock()
         self._is_closed = False
-        threading.Thread(target=self._run, name="dsx-leaving", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="dsx-leaving", daemon=True)
+        self._thread.start()
 
     @classmethod
     def of(
@@ -134,8 +135,9 @@ class Leaving:
         return reason, told
 
     def close(self) -> None:
-        """Look no more."""
+        """Look no more: a thread that asks a store would abort the interpreter's end."""
         self._is_closed = True
+        self._thread.join(10 * _TICK_SECONDS)
 
     def _run(self) -> None:
         try:
@@ -223,8 +225,10 @@ class Leaving:
                 self._store.set(_OUTCOME, told)
         else:
             assert self._store is not None, "a rank that is not the first has a store"
-            while not self._store.check([_OUTCOME]):
+            while not (self._is_closed or self._store.check([_OUTCOME])):
                 time.sleep(_TICK_SECONDS)
+            if self._is_closed:
+                return
             told = self._store.get(_OUTCOME).decode()
         self._outcome.set_result(told)
 

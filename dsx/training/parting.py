@@ -63,8 +63,12 @@ class Parting:
                 time.sleep(0.02)
         self._has_saved.set_result(None)
         wait([self._all_have], max(until - time.monotonic(), 0.0))
-        seconds = _HEARD_SECONDS if reason.is_order else _PARTING_SECONDS
-        time.sleep(seconds + _PARTING_SECONDS * (self._rank == 0))
+        time.sleep(_PARTING_SECONDS * (2 if self._rank == 0 else 1))
+
+    def let_be_heard(self, reason: Reason) -> None:
+        """Stay a while, connections to the others being closed, for whoever has given an order."""
+        if reason.is_order:
+            time.sleep(_HEARD_SECONDS + _PARTING_SECONDS * (self._rank == 0))
 
 
 def how_it_ends(step: int, reason: Reason, path: Path | None, seconds: float, since: float) -> str:

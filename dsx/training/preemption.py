@@ -329,6 +329,9 @@ class Preemption:
             how += f"; {told}"
         self._parting.wait_for_others(self._reason, until)
         self._loop.transport.close()  # a thread inside gloo would abort the interpreter's end
+        if self._leaving is not None:
+            self._leaving.close()
+        self._parting.let_be_heard(self._reason)
         self._records.end(self._loop.history.step, how)
         self._records.close()
         gc.freeze()  # or the interpreter's end looks through all there is for cycles, for seconds

@@ -22,7 +22,7 @@ def test_status_save_set_and_stop_of_three_sites(launch: Any, tmp_path: Path) ->
     sites = Sites(tmp_path, launch)
     clusters = sites.start("run", "--steps", 1000)
     for cluster in clusters:
-        cluster.wait_for("step 5\n")
+        cluster.wait_for("step 5\n", 180)
     told = sites.ctl("status", "--json", at=2)
     assert told.returncode == 0, told.stderr
     answers = json.loads(told.stdout)["clusters"]

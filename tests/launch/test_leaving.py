@@ -35,7 +35,7 @@ def test_two_of_three_go_on_without_one_that_gets_sigterm_and_then_nobody_may_le
     sites.change("clusters", leave_after_seconds=1.0)
     clusters = sites.start("first", "--steps", 150)
     for cluster in clusters:
-        cluster.wait_for("step 10\n", 120)
+        cluster.wait_for("step 10\n", 180)
     sites.signal_ranks(2)
     told = time.monotonic()
     assert clusters[2].wait() == 0, clusters[2].output()
@@ -72,7 +72,7 @@ def test_where_all_are_told_within_seconds_all_save_and_go_on_from_there(
     sites = Sites(tmp_path, launch)
     clusters = sites.start("first", "--steps", 1000)
     for cluster in clusters:
-        cluster.wait_for("step 10\n", 120)
+        cluster.wait_for("step 10\n", 180)
     for m in (1, 0, 2):
         sites.signal_ranks(m)
         time.sleep(1.0)
@@ -102,7 +102,7 @@ def test_ctl_leave(launch: Any, tmp_path: Path) -> None:
     sites = Sites(tmp_path, launch)
     clusters = sites.start("first", "--steps", 1000)
     for cluster in clusters:
-        cluster.wait_for("step 6\n", 120)
+        cluster.wait_for("step 6\n", 180)
     done = sites.ctl("leave", "--cluster", 0, at=2)
     assert done.returncode == 0, done.stdout + done.stderr
     print(done.stdout)
