@@ -40,6 +40,7 @@ _AT_ONCE = 256  # frames taken from a socket before others have their turn
 _LINGER_MILLISECONDS = 500  # for what a socket that is closed has not sent yet
 _PORT_SECONDS = 5.0
 _MOST_PAUSE_SECONDS = 0.2  # between two looks of a thread that gets its turns
+_MOST_IO_THREADS = 4  # of libzmq, which encrypt: as many as there are streams
 _MOST_UNEXPECTED = 4096  # ranks of a cluster that have called and were not expected, yet or at all
 _KEYS_SECONDS = 1.0  # between two looks at the folder of keys
 logger = logging.getLogger(__name__)
@@ -55,7 +56,8 @@ class Switch:
         self.incarnation = time.time_ns()
         self._trust, self._options = trust, options
         self._own_key = None if trust is None else trust.public_key
-        self._context: zmq.Context[Any] = zmq.Context()
+        io_threads = min(options.streams, _MOST_IO_THREADS)
+        self._context: zmq.Context[Any] = zmq.Context(io_threads=io_threads)
         self.poller = zmq.Poller()
         self.peers: dict[Name, Peer] = {}  # read by others
         self._num_unexpected: Counter[int] = Counter()  # of them, by cluster
