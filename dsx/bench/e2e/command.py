@@ -54,13 +54,8 @@ def e2e(
         float, typer.Option(help="Of the line, one way; the ratio is of its rate alone.")
     ] = 0.0,
     kinds: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,NAME",
-            help="Transports with their security: gloo/none, "
-            "link/none, link/curve; each preset over each.",
-        ),
-    ] = "gloo/none",  # fmt: skip
+        str, typer.Option(metavar="NAME,NAME", help="Of gloo/none, link/none, link/curve.")
+    ] = "gloo/none",
     json_file: Annotated[
         Path | None, typer.Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -78,16 +73,13 @@ def e2e(
     from dsx.bench.kinds import parse_kinds
     from dsx.method.choices import PRESETS
 
-    names = tuple(PRESETS if presets is None else presets.split(","))
     options = Options(
-        out, data, clusters, read_ratios(ratios), names, rounds, blocks, margin, _read_shape(shape),
-        latency_ms, tuple(parse_kinds(kinds)),
+        out, data, clusters, read_ratios(ratios), tuple(presets.split(",") if presets else PRESETS),
+        rounds, blocks, margin, _read_shape(shape), latency_ms, tuple(parse_kinds(kinds)),
     )  # fmt: skip
     require_place("--json", json_file)
     require_place("--plot", plot)
-    status = _measure(options, json_file, plot)
-    if status:
-        raise typer.Exit(status)
+    raise typer.Exit(_measure(options, json_file, plot))
 
 
 def _read_shape(text: str | None) -> Shape | None:

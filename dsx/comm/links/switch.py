@@ -56,8 +56,8 @@ class Switch:
         self.incarnation = time.time_ns()
         self._trust, self._options = trust, options
         self._own_key = None if trust is None else trust.public_key
-        io_threads = min(options.streams, _MOST_IO_THREADS)
-        self._context: zmq.Context[Any] = zmq.Context(io_threads=io_threads)
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._context.set(zmq.IO_THREADS, min(options.streams, _MOST_IO_THREADS))
         self.poller = zmq.Poller()
         self.peers: dict[Name, Peer] = {}  # read by others
         self._num_unexpected: Counter[int] = Counter()  # of them, by cluster
@@ -142,8 +142,7 @@ class Switch:
         self._context.destroy(_LINGER_MILLISECONDS)
 
     def _listen(self, port: int) -> None:
-        host = self._options.host
-        dscp = self._options.dscp
+        host, dscp = self._options.host, self._options.dscp
         self._listening, self.port = sockets.listen(self._context, host, port, self._trust, dscp)
         self.poller.register(self._listening, zmq.POLLIN)
 
@@ -301,22 +300,20 @@ class Switch:
         try:
             hello = Hello.read(body)
         except BadFrame as error:
-            self._drop(str(error), f"cluster {sender}")
-            return
+            return self._drop(str(error), f"cluster {sender}")
         index, name = hello.connection, (sender, hello.rank)
         if index > self._options.streams:
             count = self._options.streams + 1
-            self._drop(f"connection {index}, of {count} by link.streams", f"cluster {sender}")
-            return
+            return self._drop(
+                f"connection {index}, of {count} by link.streams", f"cluster {sender}"
+            )
         if isinstance(by, Call) and (by.peer is not self.peers.get(name) or by.index != index):
             by.peer.trouble = f"cluster {sender}, rank {hello.rank} answers at {by.address[0]}"
-            self._drop("an answer of another rank than was called", by.peer.trouble)
-            return
+            return self._drop("an answer of another rank than was called", by.peer.trouble)
         if name not in self.peers:
             if self._num_unexpected[sender] >= _MOST_UNEXPECTED:
                 what = f"a greeting of one more than {_MOST_UNEXPECTED} ranks"
-                self._drop(what, f"rank {hello.rank} of cluster {sender}")
-                return
+                return self._drop(what, f"rank {hello.rank} of cluster {sender}")
             self._num_unexpected[sender] += 1
         peer = self.peer(name)
         if peer.gives_way_to(hello.incarnation) and not isinstance(by, Call):
@@ -324,11 +321,9 @@ class Switch:
             peer = self.peer(name)
         peer.incarnation = peer.incarnation or hello.incarnation
         if hello.incarnation != peer.incarnation:
-            self._drop("a greeting of another process than the one that is meant", f"{peer}")
-            return
+            return self._drop("a greeting of another process than the one that is meant", f"{peer}")
         if peer.error is not None:
-            self._drop("a greeting of a process that has been given up", f"{peer}")
-            return
+            return self._drop("a greeting of a process that has been given up", f"{peer}")
         if isinstance(by, Call):
             peer.open(index, self._connection_of(by))
             return
