@@ -20,6 +20,15 @@ from dsx.core.one_line_errors import one_line_errors
 _SIGNALS = {"TERM": signal.SIGTERM, "USR1": signal.SIGUSR1}
 
 
+NoticeCommand = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CMD",
+        help="Asked now and then: exit status 0, or output, says that the machine goes away.",
+    ),
+]
+
+
 @one_line_errors("agent")
 def agent(
     command: Annotated[
@@ -36,13 +45,7 @@ def agent(
     grace: Annotated[
         float, typer.Option(help="How long it may take to end when told to; then it is killed.")
     ] = 60.0,
-    notice: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CMD",
-            help="Asked now and then: exit status 0, or output, says that the machine goes away.",
-        ),
-    ] = None,
+    notice: NoticeCommand = None,
     notice_every: Annotated[float, typer.Option(help="How often, in seconds.", min=0.1)] = 5.0,
     notice_signal: Annotated[
         str, typer.Option(help="What the command gets then: TERM or USR1.")
@@ -57,7 +60,7 @@ def agent(
 ) -> None:
     """Run a site's launcher: start it again where it fails, and leave in time where told to."""
     from dsx.agent.agent import PASSED_ON, Agent
-    from dsx.agent.copies import copy_newest, open_target
+    from dsx.agent.copies import open_target
     from dsx.agent.notice import Notice
     from dsx.agent.tries import Tries
 
@@ -84,9 +87,15 @@ def agent(
     if watch is not None:
         watch.close()
     if looked_after.was_noticed and to is not None and checkpoints is not None:
-        logger = logging.getLogger("dsx.agent")
-        try:
-            copy_newest(checkpoints, to, lambda told: logger.info("copying: %s", told))
-        except OSError as error:
-            logger.error("not copied to %s: %s", to, error)
+        _copy(checkpoints, to)
     raise typer.Exit(status)
+
+
+def _copy(checkpoints: Path, to: str) -> None:
+    from dsx.agent.copies import copy_newest
+
+    logger = logging.getLogger("dsx.agent")
+    try:
+        copy_newest(checkpoints, to, lambda told: logger.info("copying: %s", told))
+    except OSError as error:
+        logger.error("not copied to %s: %s", to, error)

@@ -25,7 +25,14 @@ Option = typer.Option
 Data = Annotated[Path, Option(help="A dataset of `dsx data build`.")]
 Presets = Annotated[
     str | None,
-    Option(metavar="NAME[+CODEC][+VARIANT],...", help="What to compare; default: every preset."),
+    Option(
+        metavar="NAME[+CODEC][+VARIANT],...",
+        help="What to compare; default: every preset. +CODEC sends pseudo-gradients in another "
+        "format, tuned without; +shift keeps the progress of a period that a preset is late, "
+        "+serial sends a fragment at a time; +embeddings averages all gradients but those of "
+        "layers' matrices in every step, +moments what inner optimizers keep in every H, both "
+        "exact and counted; snoo is data parallel with outer Nesterov steps.",
+    ),
 ]
 Clusters = Annotated[int, Option(help="Clusters, all in one process.", min=2)]
 Steps = Annotated[int, Option(help="Inner steps of every run.", min=1)]
@@ -161,18 +168,11 @@ def convergence(
     """Measure what each method loses against data parallel.
 
     C clusters in one process train the quickstart's kind of model on real text, from the same
-    weights and batches, under every preset. Outer rate and momentum are tuned for each preset on
-    one grid with the first seed; the choice runs with every seed. Data parallel, one model on all
-    clusters' batches, is tuned on the product of --inner-lr and --rest-rate; its best is for all,
-    and --own-lr, --own-rest and --own-decay go beside the outer grid.
-
-    --presets NAME+CODEC is a preset with its pseudo-gradients sent in another format, tuned
-    without; NAME+shift keeps the progress of a period that a preset is late, NAME+serial sends a
-    fragment at a time; NAME+embeddings averages all gradients but those of layers' matrices in
-    every step, NAME+moments what inner optimizers keep in every H, both exact and counted; snoo
-    is data parallel with outer Nesterov steps. With --sizes every size is trained, at the rates of
-    the first. Results appear as a table, as JSON (an object per preset; one per run in a file
-    beside it) and as a plot. Finished runs are kept and not run again.
+    weights and batches, under every preset. Outer rate and momentum, and --own-lr, --own-rest and
+    --own-decay, are tuned for each preset on one grid with the first seed; the choice runs with
+    every seed. Data parallel, one model on all clusters' batches, is tuned on the product of
+    --inner-lr and --rest-rate; its best is for all. With --sizes every size is trained, at the
+    rates of the first. Finished runs are kept and not run again.
     """
     from dsx.bench.convergence import study
     from dsx.bench.convergence.task import Study

@@ -189,7 +189,6 @@ def train_preset(
     optimizers = [make_optimizers(m, study) for m in models]
     prepare(study, models)
     hidden = [0] * study.num_clusters  # bytes that travelled while training went on
-
     guard = GuardRecord()
 
     def note(cluster: int, event: Mapping[str, Any]) -> None:
@@ -199,15 +198,13 @@ def train_preset(
             hidden[cluster] += event["bytes_sent"]
 
     clusters = dsx.SimulatedClusters(models, optimizers, method, on_sync=note)
-    curve: list[tuple[int, float, int]] = []
-    distances: list[float] = []
+    curve, distances = list[tuple[int, float, int]](), list[float]()
     sent = evaluated = average = shared = 0  # shared: elements, beside the method
     accuracy, tail = 0.0, TailMean(study)
     for step, parts in enumerate(batches, start=1):
         for own, its, part in zip(models, optimizers, parts, strict=True):
             begin_step(own, its, part)
-        if "embeddings" in variants:
-            shared += share_rest(optimizers)
+        shared += share_rest(optimizers) if "embeddings" in variants else 0
         for own, its in zip(models, optimizers, strict=True):
             end_step(own, its, inner_rate(study, step))
         if "moments" in variants and step % method.schedule.interval == 0:

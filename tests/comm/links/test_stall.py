@@ -65,6 +65,4 @@ def test_who_is_silent_for_good_is_still_given_up() -> None:
         seconds = time.monotonic() - began
         whys = [link.why_gone((1 - m, 0)) for m, link in enumerate(links)]
         assert gone.is_set() and 2.5 < seconds < 10
-        assert "nothing was heard of it" in whys[1], (
-            whys
-        )
+        assert "nothing was heard of it" in whys[1], whys
