@@ -7,6 +7,9 @@ have seen committed last. What one of them has, all have held, and take for comm
 them has, nobody has applied: all give it up, undo what the attempt has changed, and make it again
 from the same contribution. Whoever is not in the next membership goes on with nothing.
 
+Where a cluster comes in, nothing is given up: it has its part from the first launch on that nobody
+has submitted (spans.py), and those before it go on among the members of before.
+
 The training thread sees none of it: its wait lasts longer.
 
 Where nobody says what the next membership is (`Views`), all that is under way fails by name.
@@ -19,15 +22,25 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent import futures
-from concurrent.futures import Future
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 
+from dsx.comm.agreeing import hear, names, tell_of_change
 from dsx.comm.farewell import Farewells
 from dsx.comm.gloo import GlooTransport
 from dsx.comm.launched import Launched
+from dsx.comm.spans import (
+    Mark,
+    Span,
+    at,
+    connect_spans,
+    marks_of,
+    must_begin_again,
+    plan_spans,
+    told_of,
+)
+from dsx.comm.under_way import UnderWay
 from dsx.comm.views import Views
 from dsx.core.exchange import Exchange
 from dsx.core.fifo import SLACK_SECONDS
@@ -44,72 +57,81 @@ class ElasticTransport:
 
     def __init__(
         self,
-        make: Callable[[Seat], GlooTransport],
+        make: Callable[[Seat, str], GlooTransport],
         seat: Seat,
         views: Views,
         deadline_seconds: float,
         view_seconds: float,
         describe: Callable[[Submission], str] = str,
         speaks: bool = True,
+        follows: bool = False,
     ) -> None:
-        """`view_seconds`: how long after a loss the next membership may take to be known.
+        """`make` names a transport by the seat's epoch and what else tells it from others.
 
-        `speaks`: whether this rank tells people of it.
+        `view_seconds`: how long after a loss the next membership may take to be known. `speaks`:
+        whether this rank tells people of it. `follows`: this cluster, alone in `seat`, is about to
+        join others, and takes what they average until it has its part.
         """
         self._make, self._views = make, views
         self._deadline_seconds, self._describe = deadline_seconds, describe
         self._view_seconds = min(view_seconds, deadline_seconds)
         self._level = logging.WARNING if speaks else logging.DEBUG
-        self._members = make(seat)
-        self._reopen: list[Callable[[Seat], object]] = []
-        self._offered: Callable[[int], Sequence[Tensor]] | None = None
-        self._lock = threading.RLock()
+        span = Span(0, make(seat, ""), follows)
+        self._under_way = UnderWay(span, self._note_loss)
+        self._lock = self._under_way.lock
         self._settled = threading.Condition(self._lock)
-        self._under_way: dict[int, Launched] = {}  # by number, in order
-        self._committed: dict[int, int] = {}  # by fragment, the last launch
-        self._era: object | None = object()  # of the members; None while they are agreed on
+        self._epoch = seat.membership.epoch  # of the last membership that all have agreed on
+        self._is_stale = False  # what was under way has been given up, and not begun again
         self._lost: PeerLost | None = None  # since when there is trouble, and why
         self._lost_at = 0.0
         self._error: PeerLost | None = None
-        self._sign = time.monotonic()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dsx-views", daemon=True)
         self._thread.start()
 
     @property
     def seat(self) -> Seat:
-        """This cluster among the members."""
-        return self._members.seat
+        """This cluster among the members, as of the last launch submitted."""
+        return self._now_span.seat
 
     @property
     def is_settled(self) -> bool:
         """Whether it is known who the members are; not while they agree on what is committed."""
-        return self._era is not None
+        return self._under_way.era is not None and self._under_way.told_last is None
 
     @property
     def farewells(self) -> Farewells:
         """What members say in leaving."""
-        return self._members.farewells
+        return self._under_way.spans[-1].members.farewells
+
+    @property
+    def first_own(self) -> int | None:
+        """The first launch in which this cluster has its part; None if that is not known yet."""
+        return next((span.first for span in self._under_way.spans if not span.follows), None)
 
     def submit(
         self, what: Submission, exchange: Exchange, again: Callable[[], Exchange] | None = None
     ) -> Pending:
         """Start averaging; what cannot be made again is lost where the membership changes."""
         if again is None:
-            return self._now().submit(what, exchange)
-        launched = Launched(what, again, self._result, self._may_begin)
+            span = self._known_span()
+            prepared = self._under_way.prepared(span, what.fragment, exchange)
+            return span.members.submit(what, prepared)
+        launched = Launched(what, again, self._result, self._under_way.may_begin)
         with self._lock:
             if self._error is not None:
                 launched.fail(self._error)
                 return launched
-            self._under_way[what.number] = launched
-            if self._era is not None:
-                self._start(launched, exchange)
+            self._under_way.add(launched, exchange)
         return launched
 
-    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
-        """Have `reopen` called where the membership changes."""
-        self._reopen.append(reopen)
+    def give_sign(self) -> None:
+        """Tell that what this cluster follows goes on."""
+        self._under_way.sign = time.monotonic()
+
+    def follow_views(self, reopen: Callable[[Seat, int | None], object]) -> None:
+        """Have `reopen` called where the membership changes, for a fragment, or for all."""
+        self._under_way.reopen.append(reopen)
 
     def spread(
         self,
@@ -120,11 +142,11 @@ class ElasticTransport:
         index: int = -1,
     ) -> int:
         """As the members' transport does."""
-        return self._now().spread(fragment, tensor, chain, moved, index)
+        return self._known_span().members.spread(fragment, tensor, chain, moved, index)
 
     def gather(self, what: str, value: Any) -> Callable[[], Sequence[Any]]:
         """As the members' transport does."""
-        return self._now().gather(what, value)
+        return self._known_span().members.gather(what, value)
 
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Nothing to do: every member is waited for."""
@@ -135,71 +157,44 @@ class ElasticTransport:
             self._is_closed = True
         self._views.close()
         self._thread.join(2 * _LOOK_SECONDS)
-        self._members.close()
+        for span in self._under_way.spans:
+            span.members.close()
 
-    def _now(self) -> GlooTransport:
-        """Return the members' transport, once it is known who they are."""
+    @property
+    def _now_span(self) -> Span:
+        """The span of the last launch submitted."""
+        return at(self._under_way.spans, self._under_way.last)
+
+    def _known_span(self) -> Span:
+        """Return whom all that is no launch concerns, once it is known who they are.
+
+        They are those of the last launch submitted: the same in all clusters, where all call it at
+        one place of the program.
+        """
         with self._settled, waiting_for("the next membership", self._deadline_seconds):
             until = time.monotonic() + self._deadline_seconds
-            while self._era is None and self._error is None and time.monotonic() < until:
+            while not self._under_way.is_known and not self._error and time.monotonic() < until:
                 self._settled.wait(_LOOK_SECONDS)
             if self._error is not None:
                 raise self._error
-            if self._era is None:
+            if not self._under_way.is_known:
                 raise self._lost or PeerLost("the next membership is not known in time")
-            return self._members
+            return self._now_span
 
     def _result(self, launched: Launched) -> Tensor:
         label, began = self._describe(launched.what), time.monotonic()
         with waiting_for(label, self._deadline_seconds):
             while not launched.future.done():
                 futures.wait([launched.future], _LOOK_SECONDS)
-                sign = max(self._sign, self._members.last_sign, began)
+                signs = [span.members.last_sign for span in [*self._under_way.spans]]
                 limit = self._deadline_seconds + SLACK_SECONDS
-                if time.monotonic() > sign + limit and not launched.future.done():
+                is_late = time.monotonic() > max(self._under_way.sign, *signs, began) + limit
+                if is_late and not launched.future.done():
                     raise PeerLost(
                         f"{label}: nothing has moved for {limit:g} s (clusters.deadline_seconds "
                         f"and {SLACK_SECONDS:g}), so it is given up"
                     )
         return launched.future.result()
-
-    def _may_begin(self, launched: Launched) -> bool:
-        """Whether no launch of the fragment before this one is under way; on its thread."""
-        what = launched.what
-        with self._lock:
-            before = [n for n, other in self._under_way.items() if n < what.number
-                      and other.what.fragment == what.fragment]  # fmt: skip
-        return not before
-
-    def _start(self, launched: Launched, exchange: Exchange) -> None:
-        """Make an attempt, with the lock."""
-        pending = self._members.submit(launched.what, launched.attempt(exchange, self.seat))
-        launched.inner = pending
-        pending.future.add_done_callback(partial(self._ended, launched, self._era))
-
-    def _ended(self, launched: Launched, era: object, future: Future[Tensor]) -> None:
-        """Take the end of an attempt, on the fragment's thread."""
-        self._sign = time.monotonic()
-        with self._lock:
-            if era is not self._era:
-                return  # it is looked at where the members are agreed on
-            error = future.exception()
-            if error is None:
-                self._commit(launched, future.result())
-            elif isinstance(error, PeerLost) and not isinstance(error, PeerPreempted):
-                launched.error = error
-                self._note_loss(error)
-            else:
-                self._under_way.pop(launched.what.number, None)
-                launched.fail(error if isinstance(error, Exception) else RuntimeError(error))
-
-    def _commit(self, launched: Launched, mean: Tensor | None) -> None:
-        """Note a commit, with the lock; `mean` is None if whoever waits has it."""
-        what = launched.what
-        self._committed[what.fragment] = max(self._committed.get(what.fragment, 0), what.number)
-        self._under_way.pop(what.number, None)
-        if mean is not None:
-            launched.end(mean)
 
     def _note_loss(self, error: PeerLost) -> None:
         if self._lost is None:
@@ -209,11 +204,13 @@ class ElasticTransport:
     def _run(self) -> None:
         while not self._is_closed:
             try:
-                membership = self._views.next(self.seat.membership.epoch, _LOOK_SECONDS)
+                membership = self._views.next(self._epoch, _LOOK_SECONDS)
                 if self._is_closed:
                     return
                 while membership is not None:
                     membership = self._regroup(membership)
+                if (over := self._under_way.take_what_is_over()) is not None:
+                    over.members.close()
                 if self._lost and time.monotonic() > self._lost_at + self._view_seconds:
                     raise self._lost
             except PeerLost as error:
@@ -226,108 +223,115 @@ class ElasticTransport:
         """End all that is under way, and all that will be."""
         with self._settled:
             self._error = error
-            for launched in [*self._under_way.values()]:
-                lost = launched.error
-                told = error if lost is None or isinstance(error, PeerPreempted) else lost
-                launched.fail(told)
-            self._under_way.clear()
+            self._under_way.fail(error)
             self._settled.notify_all()
         if isinstance(error, PeerPreempted):
             self.farewells.note_reason(error.reason, error.gone)
 
     def _regroup(self, membership: Membership) -> Membership | None:
-        """Go on under another membership; nothing goes on yet if not all of it come.
+        """Go on under another membership; no launch goes on that not all of it know of.
 
         Returns a later one that is known by then.
         """
-        began, before = time.monotonic(), self.seat
-        with self._lock:
-            self._era, self._lost_at = None, began
-        old = self._members
+        under_way = self._under_way
+        began, before = time.monotonic(), under_way.spans[-1].seat
         if before.cluster_id not in membership.ids:
             raise PeerLost(
                 f"the others have gone on without cluster {before.cluster_id} (view "
-                f"{membership.epoch}: {_names(membership.ids)}): it has to join them again, from "
+                f"{membership.epoch}: {names(membership.ids)}): it has to join them again, from "
                 "a checkpoint"
             )
-        old.abort()
         with self._lock:
-            for launched in [*self._under_way.values()]:
+            self._lost_at = began
+            under_way.told_last = last = under_way.last
+            lowest = min(under_way.own(), default=last + 1)
+            view = marks_of(membership)
+            is_stale = self._is_stale or any(
+                not span.follows and not span.marks <= view for span in under_way.spans
+            )
+        made = self._make(before.under(membership), "")
+        here = told_of(under_way.spans, last, lowest, is_stale)
+        told = self._hear(made, f"who averages from where in view {membership.epoch}", here)
+        again: int | None = None
+        if isinstance(told, list):
+            planned = plan_spans(told, membership)
+            if must_begin_again(told, planned, membership):
+                told = self._begin_again(made, membership, planned)
+                again = told if isinstance(told, int) else None
+            elif planned[-1][1] != marks_of(before.membership):
+                with self._lock:
+                    under_way.spans.append(Span(planned[-1][0], made))
+            else:
+                made.close()
+        if told is None or isinstance(told, Membership):
+            made.abort()
+            return told  # None: another view follows
+        with self._settled:
+            self._epoch = membership.epoch
+            under_way.era, under_way.told_last = under_way.era or object(), None
+            self._lost = None
+            under_way.start_due()
+            self._settled.notify_all()
+        under_way.sign = time.monotonic()
+        if not under_way.spans[0].follows:
+            tell_of_change(
+                self._level, before.membership, membership, again, time.monotonic() - began
+            )
+        return None
+
+    def _begin_again(
+        self,
+        made: GlooTransport,
+        membership: Membership,
+        planned: Sequence[tuple[int, frozenset[Mark]]],
+    ) -> int | Membership | None:
+        """Give all up, commit what any member knows to be committed, make the rest again.
+
+        Returns how much that is; or as `_hear`.
+        """
+        under_way = self._under_way
+        with self._lock:
+            under_way.era, self._is_stale = None, True
+        for span in under_way.spans:
+            if not span.follows:
+                span.members.abort()
+        with self._lock:
+            for launched in [*under_way.launches.values()]:
                 inner = launched.inner
                 if inner is not None and inner.has_arrived:
-                    self._commit(launched, inner.wait())
-        self._members = self._make(before.under(membership))
-        tops = self._agree_on_commits(membership)
-        if tops is None or isinstance(tops, Membership):
-            return tops  # None: another view follows
+                    under_way.commit(launched, inner.wait())
+        what = f"what was committed before view {membership.epoch}"
+        told = self._hear(made, what, [*under_way.committed.items()])
+        if not isinstance(told, list):
+            return told
+        tops: dict[int, int] = {}
+        for fragment, number in (pair for each in told for pair in each):
+            tops[fragment] = max(tops.get(fragment, 0), number)
         with self._lock:
-            for number, launched in [*self._under_way.items()]:
-                fragment = launched.what.fragment
-                if number <= tops.get(fragment, 0):
+            own = under_way.own()
+            for number in own:
+                launched = under_way.launches[number]
+                if number <= tops.get(launched.what.fragment, 0):
                     if not launched.commit():
                         raise PeerLost(
                             f"{self._describe(launched.what)}: another cluster has applied a mean "
                             "that this one does not hold; resume from the last checkpoint"
                         )
-                    self._commit(launched, None)
+                    under_way.commit(launched, None)
                 else:
                     launched.give_up()
-        for reopen in self._reopen:
-            reopen(self.seat)
-        with self._settled:
-            self._era, self._lost = object(), None
-            again = [*self._under_way.values()]
-            for launched in again:
-                self._start(launched, launched.again())
-            self._settled.notify_all()
-        self._sign = time.monotonic()
-        gone = [id for id in before.ids if id not in membership.ids]
-        logger.log(
-            self._level, "%s: going on with %s (view %d), %d transfer(s) are averaged again; "
-            "this took %.2f s", _how_gone(gone, membership.left), _names(membership.ids),
-            membership.epoch, len(again), time.monotonic() - began,
-        )  # fmt: skip
-        return None
+            followed = [span for span in under_way.spans if span.follows]
+            spans = connect_spans(planned, membership, made, self._make, followed)
+            under_way.spans = spans
+            for reopen in under_way.reopen if not spans[0].follows else ():
+                reopen(spans[0].seat, None)
+            self._is_stale = False
+        return sum(number in under_way.launches for number in own)
 
-    def _agree_on_commits(self, membership: Membership) -> dict[int, int] | Membership | None:
-        """Return the last launch of each fragment that any member knows to be committed.
-
-        None if a member is lost before it has told, or a later view, for which others may have
-        left this one, or never have been in it.
-        """
-        what = f"what was committed before view {membership.epoch}"
-        wait = self._members.gather(what, [*self._committed.items()])
-        told: Future[Sequence[Any]] = Future()
-
-        def await_all() -> None:
-            try:
-                told.set_result(wait())
-            except Exception as error:
-                told.set_exception(error)
-
-        threading.Thread(target=await_all, name="dsx-view", daemon=True).start()
-        while not told.done():
-            futures.wait([told], _LOOK_SECONDS / 10)
-            later = self._views.next(membership.epoch, _LOOK_SECONDS / 10)
-            if later is not None:
-                return later
-        try:
-            everyone = told.result()
-        except PeerLost as error:
-            self._note_loss(error)
+    def _hear(self, made: GlooTransport, what: str, value: Any) -> list[Any] | Membership | None:
+        """Return what all members tell; None, or a later membership, if they do not."""
+        heard = hear(made, what, value, self._views)
+        if isinstance(heard, PeerLost):
+            self._note_loss(heard)
             return None
-        tops: dict[int, int] = {}
-        for fragment, number in (pair for each in everyone for pair in each):
-            tops[fragment] = max(tops.get(fragment, 0), number)
-        return tops
-
-
-def _names(ids: Sequence[int]) -> str:
-    return f"cluster{'s' if len(ids) > 1 else ''} {', '.join(map(str, ids))}"
-
-
-def _how_gone(gone: Sequence[int], left: Sequence[int]) -> str:
-    lost, left = [id for id in gone if id not in left], [id for id in gone if id in left]
-    told = [f"{_names(lost)} {'are' if len(lost) > 1 else 'is'} lost"] if lost else []
-    told += [f"{_names(left)} {'have' if len(left) > 1 else 'has'} left"] if left else []
-    return ", ".join(told) or "nobody is lost"
+        return heard

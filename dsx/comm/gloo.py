@@ -139,7 +139,7 @@ class GlooTransport:
     ) -> None:
         self._stage = stage
         self._deadline_seconds = deadline_seconds
-        self.seat = seat
+        self.seat, self.fragments = seat, tuple(fragments)
         self._groups: dict[int, FragmentGroups] = {}
         self._fifos: dict[int, Fifo] = {}
         self._under_way: list[GlooPending] = []
@@ -221,7 +221,7 @@ class GlooTransport:
     def offer(self, shared: Callable[[int], Sequence[Tensor]]) -> None:
         """Nothing to do: every cluster is waited for."""
 
-    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
+    def follow_views(self, reopen: Callable[[Seat, int | None], object]) -> None:
         """Nothing to do: the membership stays."""
 
     @property

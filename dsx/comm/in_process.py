@@ -177,7 +177,7 @@ class InProcessTransport:
         """Tell what a fragment's outer state is."""
         self._hub.offers[self.seat.position] = shared
 
-    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
+    def follow_views(self, reopen: Callable[[Seat, int | None], object]) -> None:
         """Nothing to do: the membership stays."""
 
     def close(self) -> None:

@@ -6,17 +6,27 @@ elsewhere, or over links.
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
 from dsx.comm.links.extra import require_extra
 from dsx.comm.links.settings import LinkSettings
-from dsx.comm.rendezvous import meet, refuse_second_host
+from dsx.comm.rendezvous import (
+    Recorded,
+    Rendezvous,
+    RunGoesOn,
+    hello_of,
+    meet,
+    refuse_second_host,
+    require_same_kind,
+)
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
@@ -24,6 +34,7 @@ from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.desk import Desk
+    from dsx.comm.links.door import GoingOn, Knock
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
 
@@ -41,6 +52,11 @@ class RendezvousConfig:
     interface: str | None
     may_differ: tuple[str, ...] = ()
     link: LinkSettings | None = None  # None: gloo
+
+    @property
+    def can_be_joined(self) -> bool:
+        """Whether a cluster that is lost, and started again, can join the others' run."""
+        return self.link is not None and bool(self.link.members) and self.num_clusters > 1
 
 
 def join_one_launcher(
@@ -84,16 +100,26 @@ def join_own_launcher(
     return rank_info, _launcher_store(launcher, config), shared
 
 
+@dataclass
+class LinkJoin:
+    """How a rank stands with the other clusters over links, before they have met."""
+
+    rank_info: RankInfo
+    launcher_store: dist.Store
+    shared_store: dist.Store
+    link: Link
+    where: Where
+    desk: Desk | None = None  # what the first rank of members that have keys answers to their tools
+    knock: Knock | None = None  # of the first rank, where a run may go on without this cluster
+
+
 def join_by_links(
     launcher: LauncherEnvironment, settings: LinkSettings, config: RendezvousConfig
-) -> tuple[RankInfo, dist.Store, dist.Store, Link, Where, Desk | None]:
-    """Meet the other launchers' clusters over links.
-
-    Returns as the one above, this rank's link, where others call it, and what the first rank of
-    members that have keys answers to their tools.
-    """
+) -> LinkJoin:
+    """Connect to where clusters meet over links; the first rank also asks whether a run goes on."""
     require_extra()
     from dsx.comm.links.desk import Desk
+    from dsx.comm.links.door import Knock
     from dsx.comm.links.host_port import open_on_host
     from dsx.comm.links.meeting import open_meeting
 
@@ -102,10 +128,20 @@ def join_by_links(
     own, seconds = _launcher_store(launcher, config), config.join_deadline_seconds
     of_ports = dist.PrefixStore(f"dsx/start_{launcher.restarts}/host_port", own)
     link, where = open_on_host(settings, rank_info, of_ports, launcher.master_addr, seconds)
+    look: Callable[[int], bool] | None = None
+    knock = None
+    if config.can_be_joined:
+        link.readmit()
+        knock = Knock(link, settings) if rank_info.rank == 0 else None
+        look = _always if knock is None else knock.is_decided
     is_served = rank_info.rank == 0 and settings.security == "curve"
     desk = Desk(link, settings.names) if is_served else None
-    store = open_meeting(settings, rank_info, link, launcher.master_addr, seconds)
-    return rank_info, own, store, link, where, desk
+    store = open_meeting(settings, rank_info, link, launcher.master_addr, seconds, look)
+    return LinkJoin(rank_info, own, store, link, where, desk, knock)
+
+
+def _always(holder: int) -> bool:
+    return True
 
 
 def _launcher_store(launcher: LauncherEnvironment, config: RendezvousConfig) -> dist.Store:
@@ -122,8 +158,12 @@ def agree_session(
     cluster_store: dist.Store,
     shared_store: dist.Store,
     config: RendezvousConfig,
-) -> str:
-    """Let rank 0 meet the other clusters and pass the session's name, or its error, on."""
+    knock: Knock | None = None,
+) -> str | GoingOn:
+    """Let rank 0 meet the other clusters and pass the session's name, or its error, on.
+
+    Or, as `knock` finds it, the run that goes on without this cluster, on all ranks.
+    """
     key = "dsx/session"
     if rank_info.rank != 0:
         wait = timedelta(seconds=config.join_deadline_seconds + 30)
@@ -139,11 +179,92 @@ def agree_session(
             ) from error
         if session.startswith("error:"):
             raise PeerLost(session.removeprefix("error:"))
-        return session
+        return _going_on(session) if session.startswith("joins:") else session
+    look = (lambda: None) if knock is None else knock.look
     try:
-        session = meet(shared_store, rank_info, config.join_deadline_seconds, config.may_differ)
+        if (found := look()) is not None:
+            raise RunGoesOn(found)
+        seconds = config.join_deadline_seconds
+        session = meet(shared_store, rank_info, seconds, config.may_differ, look)
+    except RunGoesOn as run:
+        try:
+            session = "joins:" + _checked(run.found, rank_info, config).pack()
+        except ValueError as error:
+            cluster_store.set(key, f"error:{error}")
+            raise
     except (PeerLost, ValueError) as error:
         cluster_store.set(key, f"error:{error}")
         raise
     cluster_store.set(key, session)
-    return session
+    return _going_on(session) if session.startswith("joins:") else session
+
+
+def _going_on(text: str) -> GoingOn:
+    from dsx.comm.links.door import GoingOn
+
+    return GoingOn.unpack(text.removeprefix("joins:"))
+
+
+def _checked(
+    found: Mapping[int, Mapping[str, Any]], rank_info: RankInfo, config: RendezvousConfig
+) -> GoingOn:
+    """Return the run that goes on; ValueError if this cluster cannot be one of its."""
+    from dsx.comm.links.door import going_on_of
+
+    own = hello_of(rank_info, config.may_differ)
+    for cluster, told in found.items():
+        require_same_kind(rank_info, own, cluster, told["hello"])
+    return going_on_of(found)
+
+
+def let_in(
+    link: Link, where: Where, run: GoingOn, store: dist.Store, rank_info: RankInfo, seconds: float
+) -> list[tuple[str, list[Any]]]:
+    """Meet the ranks of this one's number in the clusters that train; return what those compared.
+
+    `store` is the cluster's own. Rank 0 tells their doors where all ranks of this cluster are.
+    """
+    from dsx.comm.links.door import RECORDS, Ranks, enter, meet_rank, unpacked_records
+
+    rank, count = rank_info.rank, rank_info.world_size
+    store.set(f"place/{rank}", json.dumps([where.address, where.slot, link.incarnation]))
+    what = f"the run that goes on with cluster(s) {', '.join(map(str, run.clusters))}"
+    try:
+        with waiting_for(what, seconds):
+            store.wait([f"place/{r}" for r in range(count)], timedelta(seconds=seconds))
+            own = Ranks(tuple(tuple(json.loads(store.get(f"place/{r}"))) for r in range(count)))
+            if rank == 0:
+                enter(link, [*run.clusters], own, seconds)
+                store.set("entered", "")
+            store.wait(["entered"], timedelta(seconds=seconds))
+            for cluster, ranks in run.clusters.items():
+                meet_rank(link, cluster, ranks, own)
+            for cluster in run.clusters:
+                link.wait_for(cluster, rank, seconds)
+            first = min(run.clusters)
+            return unpacked_records(link.ask((first, rank), RECORDS).result(seconds))
+    except (TimeoutError, RuntimeError) as error:
+        raise PeerLost(
+            f"cluster {rank_info.cluster_id} cannot join {what}: rank {rank} does not reach the "
+            f"ranks of its number there within {seconds:g} s (clusters.join_deadline_seconds): "
+            f"{error}"
+        ) from error
+
+
+def tell_where(
+    link: Link,
+    where: Where,
+    rendezvous: Rendezvous,
+    joins: GoingOn | None,
+    cluster_store: dist.Store,
+    config: RendezvousConfig,
+) -> Rendezvous:
+    """Tell the others where this rank is called; return by what it compares values with them."""
+    if joins is None:
+        from dsx.comm.links.meeting import say_where
+
+        say_where(rendezvous.group_store("links"), link, where)
+        return rendezvous
+    rank_info, seconds = rendezvous.rank_info, config.join_deadline_seconds
+    records = let_in(link, where, joins, cluster_store, rank_info, seconds)
+    return Recorded(cluster_store, rank_info, joins.session, config.deadline_seconds, records)

@@ -55,10 +55,15 @@ class Launched(Pending):
         """Whether it is committed."""
         return self.future.done() and self.future.exception() is None
 
-    def attempt(self, exchange: Exchange, seat: Seat) -> Exchange:
-        """Return an exchange to be run among the members of `seat`, which can be stopped."""
+    def attempt(
+        self, exchange: Exchange, seat: Seat, prepare: Callable[[], object] = lambda: None
+    ) -> Exchange:
+        """Return an exchange to be run among the members of `seat`, which can be stopped.
+
+        `prepare` is called on the transfer's thread, when those before it have ended.
+        """
         self._exchange, self._seat, self._at, self.error = exchange, seat, None, None
-        return self._followed(exchange)
+        return self._followed(exchange, prepare)
 
     def commit(self) -> bool:
         """End an attempt whose own part is done, as others have ended it; False if it is not.
@@ -93,11 +98,14 @@ class Launched(Pending):
         """End an attempt that has not been committed, and will not be."""
         if self._exchange is not None:
             self._exchange.close()
-        self._exchange = self._at = None
+        self._exchange = self._at = self.inner = None
 
-    def _followed(self, exchange: Exchange) -> Generator[ExchangeRound, None, Tensor]:
+    def _followed(
+        self, exchange: Exchange, prepare: Callable[[], object]
+    ) -> Generator[ExchangeRound, None, Tensor]:
         if not self._may_begin(self):
             raise PeerLost(f"{self.what}: one before it has been lost")
+        prepare()
         while True:
             round, mean = next_round(exchange)
             self._at = round

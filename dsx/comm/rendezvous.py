@@ -43,9 +43,10 @@ class Rendezvous:
     ):
         self._store = dist.PrefixStore(f"dsx/{session}", store)
         self.session = session
-        self._rank_info = rank_info
+        self.rank_info = rank_info
         self._deadline_seconds = deadline_seconds
         self._exchanges = 0
+        self.records: list[tuple[str, list[Any]]] = []  # what all have told, in order
 
     def group_store(self, name: str) -> dist.Store:
         """Return a key space for one group's own connection setup."""
@@ -54,12 +55,12 @@ class Rendezvous:
     @property
     def cluster_id(self) -> int:
         """This cluster."""
-        return self._rank_info.cluster_id
+        return self.rank_info.cluster_id
 
     @property
     def is_speaker(self) -> bool:
         """Whether this rank speaks for its cluster."""
-        return self._rank_info.rank == 0
+        return self.rank_info.rank == 0
 
     def _call(self, name: str, call: Callable[[], Any]) -> Any:
         try:
@@ -78,11 +79,13 @@ class Rendezvous:
         """
         self._exchanges += 1
         prefix = f"gather/{self._exchanges}"
-        if self._rank_info.rank == 0:
-            own = f"{prefix}/{self._rank_info.cluster_id}"
+        if self.rank_info.rank == 0:
+            own = f"{prefix}/{self.rank_info.cluster_id}"
             self._call(name, lambda: self._store.set(own, json.dumps(value)))
-        readers = self._rank_info.num_clusters * self._rank_info.world_size
-        return [json.loads(v) for v in self._read(prefix, name, readers)]
+        readers = self.rank_info.num_clusters * self.rank_info.world_size
+        values = [json.loads(v) for v in self._read(prefix, name, readers)]
+        self.records.append((name, values))
+        return values
 
     def compare(self, name: str, value: Any) -> list[Any]:
         """Return the values of the ranks with this rank's number, one per cluster, in order.
@@ -90,12 +93,14 @@ class Rendezvous:
         Every rank calls it, in the same order as its peers.
         """
         self._exchanges += 1
-        prefix = f"compare/{self._exchanges}/{self._rank_info.rank}"
+        prefix = f"compare/{self._exchanges}/{self.rank_info.rank}"
         packed = zlib.compress(json.dumps(value).encode())
-        own = f"{prefix}/{self._rank_info.cluster_id}"
+        own = f"{prefix}/{self.rank_info.cluster_id}"
         self._call(name, lambda: self._store.set(own, packed.hex()))
-        packets = self._read(prefix, name, self._rank_info.num_clusters)
-        return [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
+        packets = self._read(prefix, name, self.rank_info.num_clusters)
+        values = [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
+        self.records.append((name, values))
+        return values
 
     def _read(self, prefix: str, name: str, readers: int) -> list[bytes]:
         """Read one value per cluster, then wait until all `readers` have done so."""
@@ -103,7 +108,7 @@ class Rendezvous:
         values: list[bytes] = []
         cluster = 0
         try:
-            for cluster in range(self._rank_info.num_clusters):
+            for cluster in range(self.rank_info.num_clusters):
                 left = max(until - time.monotonic(), 0.001)
                 key = f"{prefix}/{cluster}"
                 with waiting_for(f"{name}, from cluster {cluster}", left):
@@ -133,11 +138,68 @@ class Rendezvous:
         )
 
 
+class Recorded(Rendezvous):
+    """Of a rank whose cluster joins a run that goes on: the others have told all before.
+
+    `records` are those of the rank of its number in another cluster.
+    """
+
+    def __init__(
+        self,
+        store: dist.Store,
+        rank_info: RankInfo,
+        session: str,
+        deadline_seconds: float,
+        records: Sequence[tuple[str, list[Any]]],
+    ) -> None:
+        super().__init__(store, rank_info, session, deadline_seconds)
+        self._told = [*records]
+
+    def gather(self, name: str, value: Any) -> list[Any]:
+        """Return what the others told then, and the own value of now."""
+        if not self._told or self._told[0][0] != name:
+            due = f"{self._told[0][0]!r} is due" if self._told else "nothing more was compared"
+            raise ValueError(
+                f"{name}: the clusters of the run that goes on have compared other things before "
+                f"they trained ({due}): start this cluster with the same script and configuration"
+            )
+        values = self._told.pop(0)[1]
+        values[self.cluster_id] = json.loads(json.dumps(value))
+        self.records.append((name, values))
+        return values
+
+    compare = gather
+
+
+class RunGoesOn(Exception):
+    """Clusters need not meet: a run of theirs goes on, which this one joins; `found` says which."""
+
+    def __init__(self, found: Any) -> None:
+        super().__init__("a run goes on")
+        self.found = found
+
+
+def hello_of(rank_info: RankInfo, may_differ: Sequence[str]) -> dict[str, Any]:
+    """Return what a cluster says of itself, to be compared before anything else."""
+    sizes = {"num_clusters": rank_info.num_clusters, "world_size": rank_info.world_size}
+    return {**about_me(may_differ), **sizes}
+
+
+def require_same_kind(
+    rank_info: RankInfo, own: dict[str, Any], peer: int, theirs: dict[str, Any]
+) -> None:
+    """Raise ValueError if a cluster that trains already cannot train with this one."""
+    difference = _difference(rank_info, peer, own, theirs)
+    if difference:
+        raise ValueError(difference)
+
+
 def meet(
     store: dist.Store,
     rank_info: RankInfo,
     deadline_seconds: float,
     may_differ: Sequence[str] = (),
+    look: Callable[[], Any] = lambda: None,
 ) -> str:
     """Wait until every cluster is alive here, and return a session name all of them share.
 
@@ -145,15 +207,10 @@ def meet(
     from the others; only a live cluster answers a fresh one. PeerLost names who never came;
     ValueError says if clusters disagree about their number or size, run versions that cannot meet
     (versions.py), or if another process that is alive is this cluster (claims.py). `may_differ` is
-    that of the configuration.
+    that of the configuration. RunGoesOn as soon as `look` has found one that does.
     """
     nonce = uuid.uuid4().hex
-    hello = {
-        "nonce": nonce,
-        **about_me(may_differ),
-        "num_clusters": rank_info.num_clusters,
-        "world_size": rank_info.world_size,
-    }
+    hello = {"nonce": nonce, **hello_of(rank_info, may_differ)}
     beats = dist.PrefixStore(_JOIN, another_connection(store))
     store = dist.PrefixStore(_JOIN, store)
     require_held = claim(store, beats, rank_info.cluster_id, nonce)
@@ -177,6 +234,8 @@ def meet(
                         met[peer] = theirs
                         _require_alike(rank_info, peer, hello, theirs)
             missing = [m for m in peers if m not in met]
+            if missing and (found := look()) is not None:
+                raise RunGoesOn(found)
             require_held()
             _require_same_number(store, rank_info, missing)
             if missing and time.monotonic() > until:

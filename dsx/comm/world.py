@@ -9,6 +9,8 @@ launcher per cluster the world is the launcher's own, and the clusters meet at a
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,23 +28,24 @@ from dsx.comm.joining import (
     join_by_links,
     join_one_launcher,
     join_own_launcher,
+    tell_where,
 )
 from dsx.comm.launcher_watch import end_with_launcher
 from dsx.comm.rendezvous import Rendezvous
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo
-from dsx.core.membership import Seat
+from dsx.core.membership import Member, Membership, Seat
 from dsx.core.transport import PeerLost, Transport
 from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
 if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.clerk import Clerk
+    from dsx.comm.links.coming import Coming
     from dsx.comm.links.desk import Desk
+    from dsx.comm.links.door import GoingOn, Knock
     from dsx.comm.links.host_port import Where
     from dsx.comm.links.link import Link
-    from dsx.comm.links.rank_views import Board
-    from dsx.comm.views import Views
 
 _VIEW_SECONDS = 15.0  # for a view, once who is silent counts as lost
 
@@ -59,7 +62,10 @@ class World:
         config: RendezvousConfig,
         link: Link | None = None,
         desk: Desk | None = None,
+        joins: GoingOn | None = None,
+        where: Where | None = None,
     ) -> None:
+        """`joins`: the run that goes on, which this cluster is to be taken into."""
         self.seat = seat
         self.desk = desk  # where members' tools ask; of the first rank of a run with keys
         self.rank_info = rank_info
@@ -70,9 +76,9 @@ class World:
         self._own_stores = 0
         self._handles = 0
         self._in_cluster: InCluster | None = None
-        self._link = link
-        self._board: Board | None = None  # of the first rank
-        self._clerk: Clerk | None = None
+        self._link, self._where = link, where
+        self.joins = joins
+        self.coming: Coming | None = None  # of a run whose clusters may be lost, and come back
         self._num_finished = 0
 
     @property
@@ -121,7 +127,7 @@ class World:
     @property
     def clerk(self) -> Clerk | None:
         """What has this cluster's part in the log; of the first rank, over links with members."""
-        return self._clerk
+        return None if self.coming is None else self.coming.clerk
 
     def limit_rate(self, mbit: float) -> None:
         """Send no more than that from this cluster's ranks together, over links."""
@@ -183,8 +189,8 @@ class World:
     def finish(self) -> None:
         """Note that an engine has done its work in all clusters; after the last, all may leave."""
         self._num_finished += 1
-        if self._clerk is not None and self._num_finished >= self._handles:
-            self._clerk.finish()
+        if self.coming is not None and self._num_finished >= self._handles:
+            self.coming.finish()
 
     def connect(self, fragments: list[int], stage: Stage, streams: int = 1) -> Transport:
         """Connect this rank to its peers, the ranks with the same number in the other clusters.
@@ -230,49 +236,51 @@ class World:
         self, link: Link, fragments: list[int], stage: Stage, prefix: str, notes: Any
     ) -> Transport:
         from dsx.comm.elastic import ElasticTransport
+        from dsx.comm.links.coming import Coming
         from dsx.comm.links.meeting import connect_peers
         from dsx.comm.links.transport import LinkTransport
 
-        config = self._config
-        store, deadline = self.rendezvous.group_store("links"), config.deadline_seconds
+        config, deadline = self._config, self._config.deadline_seconds
         ids = [self.seat.ids[peer] for peer in self.seat.others]
-        incarnations = connect_peers(store, link, ids, config.join_deadline_seconds)
+        if self.joins is None:
+            store = self.rendezvous.group_store("links")
+            processes = connect_peers(store, link, ids, config.join_deadline_seconds)
+        else:
+            processes = {self.cluster_id: link.incarnation}
 
-        def make(seat: Seat) -> GlooTransport:
-            view = f"view_{seat.membership.epoch}"
+        def make(seat: Seat, part: str = "") -> GlooTransport:
+            view = f"view_{seat.membership.epoch}{part}"
             of_view = None if notes is None else dist.PrefixStore(view, notes)
             name = f"{self.session}/{prefix}/{view}"
             return LinkTransport(link, name, fragments, seat, deadline, stage, of_view)
 
         if config.link is None or not config.link.members or not ids:
             return make(self.seat)
-        views = self._follow_views(link, incarnations)
+        if self.coming is None:
+            self.coming = Coming(
+                link, self._config, self.rank_info, self.rendezvous, self._connect_own, self._where,
+                self.joins,
+            )  # fmt: skip
+        views, is_first = self.coming.views(processes), self._transports == 1
+        if self.desk is not None and self.coming.clerk is not None and is_first:
+            self.desk.facts.append(self.coming.clerk.facts)
         patience = config.link.suspect_seconds + _VIEW_SECONDS
+        members = tuple(Member(id, process=processes[id]) for id in sorted(processes))
+        seat = Seat(Membership(0, members, self.seat.ids), self.cluster_id)
         return ElasticTransport(
-            make, self.seat, views, deadline, patience, lambda what: what.on(stage),
-            speaks=self.rank == 0,
+            make, seat, views, deadline, patience, lambda what: what.on(stage),
+            speaks=self.rank == 0, follows=self.joins is not None,
         )  # fmt: skip
 
-    def _follow_views(self, link: Link, incarnations: dict[int, int]) -> Views:
-        """Return what tells who the members are; the first rank's first call starts its clerk."""
-        from dsx.comm.links.clerk import Clerk
-        from dsx.comm.links.rank_views import Board, FirstRankViews, OtherRankViews
+    def serve(self, serve: Callable[..., None], first: bytes) -> None:
+        """Answer ranks of this one's number in other clusters whose requests begin so."""
+        if self._link is not None and self._config.can_be_joined:
+            self._link.serve(serve, first)
 
-        if self.rank != 0:
-            return OtherRankViews(self._connect_own("views"), link)
-        if self._board is None:
-            store = self._connect_own("views") if self.world_size > 1 else None
-            assert self._config.link is not None
-            self._board = Board(store, self.seat.ids, self.cluster_id)
-            settings, board = self._config.link, self._board
-            self._clerk = Clerk(
-                link, incarnations, settings.arbiter_id, settings.suspect_seconds, board.tell,
-                board.lost,
-            )  # fmt: skip
-            if self.desk is not None:
-                self.desk.facts.append(self._clerk.facts)
-            atexit.register(self._clerk.close)  # before the link, which is registered earlier
-        return FirstRankViews(self._board, link)
+    def ask(self, cluster: int, body: bytes) -> Future[bytes]:
+        """Ask the rank of this one's number in another cluster."""
+        assert self._link is not None
+        return self._link.ask((cluster, self.rank), body)
 
 
 _world: World | None = None
@@ -305,10 +313,12 @@ def join(config: RendezvousConfig) -> World:
     link: Link | None = None
     where: Where | None = None
     desk: Desk | None = None
+    knock: Knock | None = None
     if config.link is not None and config.cluster_id is not None:
-        rank_info, launcher_store, shared_store, link, where, desk = join_by_links(
-            launcher, config.link, config
-        )
+        joined = join_by_links(launcher, config.link, config)
+        rank_info, launcher_store = joined.rank_info, joined.launcher_store
+        shared_store, link, where = joined.shared_store, joined.link, joined.where
+        desk, knock = joined.desk, joined.knock
     elif config.rendezvous == "env://":
         rank_info, launcher_store, shared_store = join_one_launcher(launcher, config)
     else:
@@ -318,19 +328,20 @@ def join(config: RendezvousConfig) -> World:
     own_keys = f"dsx/start_{launcher.restarts}/cluster_{rank_info.cluster_id}"
     cluster_store = dist.PrefixStore(own_keys, launcher_store)
     init_cluster_world(rank_info, cluster_store, config.join_deadline_seconds, limit)
-    session = agree_session(rank_info, cluster_store, shared_store, config)
-    rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
+    met = agree_session(rank_info, cluster_store, shared_store, config, knock)
     seat = Seat.of(rank_info.cluster_id, rank_info.num_clusters)
     if config.link is not None and link is None and seat.others:
         from dsx.comm.links.trust import open_link
 
         link = open_link(config.link, rank_info.cluster_id, rank_info.rank, rank_info.world_size)
+    joins = None if isinstance(met, str) else met
+    session = met if isinstance(met, str) else met.session
+    rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
     if link is not None:
         from dsx.comm.links.host_port import where_alone
-        from dsx.comm.links.meeting import say_where
 
         atexit.register(link.close)  # what was sent last arrives
         where = where or where_alone(link, launcher.master_addr)
-        say_where(rendezvous.group_store("links"), link, where)
-    _world = World(seat, rank_info, rendezvous, cluster_store, config, link, desk)
+        rendezvous = tell_where(link, where, rendezvous, joins, cluster_store, config)
+    _world = World(seat, rank_info, rendezvous, cluster_store, config, link, desk, joins, where)
     return _world

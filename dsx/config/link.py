@@ -73,6 +73,10 @@ class LinkConfig(BaseModel):
     hours: tuple[_Text, ...] = ()
     """Other rates at some hours of the host's day: ["08:00-18:00=200"], in Mbit/s."""
 
+    heal_rate_mbit: float | None = Field(default=None, gt=0, le=1e7)
+    """The most that a cluster which comes back takes from the others while it heals, in Mbit/s;
+    null: what the line takes."""
+
     dscp: int = Field(default=0, ge=0, le=63)
     """The mark of all packets that routers sort traffic by, such as 8 for what may wait (CS1)."""
 
@@ -86,7 +90,7 @@ class LinkConfig(BaseModel):
         """What a world needs to open links; None where it takes gloo."""
         if not self.uses_links:
             return None
-        given = self.model_dump(exclude={"transport", "security"})
+        given = self.model_dump(exclude={"transport", "security", "heal_rate_mbit"})
         return LinkSettings(security=self.security or "none", **given)
 
     def common(self) -> dict[str, Any]:

@@ -16,15 +16,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Member:
-    """A cluster, by its id, and what it counts in a mean; so far the same for all."""
+    """A cluster, by its id, and what it counts in a mean; so far the same for all.
+
+    `process` is its incarnation, 0 where nobody can come back: one that does is another member.
+    """
 
     id: int
     weight: float = 1.0
+    process: int = 0
 
     def __post_init__(self) -> None:
         _require_integer("a member's id", self.id)
         if isinstance(self.weight, bool) or not isinstance(self.weight, int | float):  # pyright: ignore
             raise TypeError(f"weight={self.weight!r} of cluster {self.id} must be a number")
+        _require_integer(f"the process of cluster {self.id}", self.process)
 
 
 @dataclass(frozen=True)

@@ -147,10 +147,11 @@ class Transport(Protocol):
         """
         ...
 
-    def follow_views(self, reopen: Callable[[Seat], object]) -> None:
+    def follow_views(self, reopen: Callable[[Seat, int | None], object]) -> None:
         """Have `reopen` called where the membership changes, before anything goes on under it.
 
-        On another thread than training's, while no exchange is under way.
+        With a fragment, or None for all; on another thread than training's, while no exchange of it
+        is under way. Again under the same membership it is for nothing.
         """
         ...
 

@@ -25,6 +25,7 @@ from dsx.config.schema import (
 )
 from dsx.engines.data_parallel import bare_parameters, find_placement
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
+from dsx.engines.joined import heal_before_forward, refuse_joining
 from dsx.engines.launch_settings import read_launch
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import (
@@ -162,6 +163,7 @@ def attach(
     handle = Handle(adapter, world, settings, told, settings=compared)
     adapter.on_inner_step(handle.after_inner_step)
     follow_steps(handle, world, before_forward(engine))
+    heal_before_forward(engine, handle)
     see_tokens(handle.progress, engine, world.world_size)
     return handle
 
@@ -207,7 +209,7 @@ def attach_megatron(
         raise ValueError("this optimizer has a dsx handle already: attach it once")
     resolved = load_config(config)
     _refuse_unused(resolved)
-    _refuse_of_megatron(resolved)
+    _refuse_of_megatron(resolved, world)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     method, is_on_host = resolved.method, resolved.state.device == "host"
     adapter = MegatronAdapter(
@@ -243,7 +245,8 @@ def _refuse_of_script(settings: DsxConfig) -> None:
         )
 
 
-def _refuse_of_megatron(settings: DsxConfig) -> None:
+def _refuse_of_megatron(settings: DsxConfig, world: World) -> None:
+    refuse_joining(world, "Megatron, whose loop counts iterations and samples itself")
     if settings.divergence.max_rollbacks:
         raise ConfigError(
             f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "
@@ -278,6 +281,7 @@ def _attach_deepspeed(
     from dsx.engines.deepspeed.checkpoint import carry_outer_state
     from dsx.engines.deepspeed.engine import DeepSpeedAdapter
     from dsx.engines.deepspeed.first_use import settle_before_use
+    from dsx.engines.deepspeed.joining import follow_joined
     from dsx.engines.deepspeed.preemption import end_when_told
     from dsx.engines.deepspeed.settings import settings_of_engine
 
@@ -302,6 +306,7 @@ def _attach_deepspeed(
     )
     adapter.on_inner_step(handle.after_inner_step)
     carry_outer_state(engine, handle, world, end_when_told(engine, handle))
+    follow_joined(engine, handle)
     settle_before_use(engine, handle)
     see_tokens(handle.progress, engine, world.world_size // engine.mp_world_size)
     see_losses(handle.progress, engine)

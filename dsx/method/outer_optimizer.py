@@ -80,6 +80,11 @@ class OuterOptimizer(Protocol):
         """Whether it asks for norms of single tensors, which take work space."""
         return False
 
+    @property
+    def uses_inner_rate(self) -> bool:
+        """Whether an update depends on the inner learning rate of its step."""
+        return False
+
     @abstractmethod
     def validate(self) -> None:
         """Raise ValueError for a value outside the rule's range."""
@@ -167,6 +172,11 @@ class Momentum(OuterOptimizer):
     def measures_tensors(self) -> bool:
         """Where a clip is a multiple of each tensor's RMS."""
         return self.clip is not None and self.clip_unit == "rms"
+
+    @property
+    def uses_inner_rate(self) -> bool:
+        """If it scales by it."""
+        return self.scale_by_lr
 
     def validate(self) -> None:
         """Require a positive rate, 0 <= momentum < 1 and a positive clip."""

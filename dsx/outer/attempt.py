@@ -11,7 +11,7 @@ Where codes are made at the launch, they are what is kept: residuals have taken 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from torch import Tensor
@@ -31,6 +31,8 @@ from dsx.outer.state import StateStore
 from dsx.outer.transfer import Arrived, TransferBuffers
 
 Measure = Callable[[Tensor], Tensor]
+OnResult = Callable[["Attempt", FragmentChannel, Tensor], object]
+Follow = Callable[["Attempt", FragmentChannel], Tensor | None]
 
 
 @dataclass
@@ -49,6 +51,8 @@ class Attempt:
     is_finite: Callable[[], bool]
     is_idle: bool = False
     anchor: int | Tensor = 0
+    pending: Pending | None = None  # of the attempts at it
+    notes: Mapping[int, bytes] | None = None  # what came beside a result of others
 
     @property
     def round(self) -> int:
@@ -101,6 +105,8 @@ class Attempts:
         self._measurements = measurements
         self._trace = trace
         self._notices = notices
+        self.on_result: OnResult = lambda attempt, channel, mean: None  # on the transfer's thread
+        self.follow: Follow = lambda attempt, channel: None  # there, too: a result of others
         transport.follow_views(state.reopen)
 
     def encode(self, attempt: Attempt) -> None:
@@ -128,7 +134,8 @@ class Attempts:
             return self._trace.follow(exchange, fragment, attempt.what.step)
 
         what = replace(attempt.what, notes=self._notices.to_say())
-        return self._transport.submit(what, begin(), begin)
+        attempt.pending = self._transport.submit(what, begin(), begin)
+        return attempt.pending
 
     def take_back(self, attempt: Attempt) -> None:
         """Give what a refused round carried back to the residuals, if it was encoded before."""
@@ -143,7 +150,11 @@ class Attempts:
         """Make an attempt under the membership in force when its first round is due."""
         fragment = attempt.what.fragment
         channel = self._state.channels[fragment]
+        if (followed := self.follow(attempt, channel)) is not None:
+            return followed
         measure = self._measurements.owner_measure(
             fragment, sync_params, channel.codec, channel.seat
         )
-        return (yield from attempt.exchange(channel, measure))
+        mean = yield from attempt.exchange(channel, measure)
+        self.on_result(attempt, channel, mean)
+        return mean

@@ -150,6 +150,21 @@ class FragmentChannel:
         if self.codec.slots:
             self.codec.recode(x, launch)
 
+    def follow(
+        self, launch: Launch, x: Tensor, parity: ParityResult, slots: Mapping[str, Tensor]
+    ) -> None:
+        """Make the state what others have after a transfer that they averaged to `x`, fp32 [n].
+
+        `slots` are those that are the same in all clusters. Own residuals stay as they are.
+        """
+        self.before.begin(launch.round)
+        self.before.met = launch.round
+        for name, slot in common_slots(self).items():
+            slot.copy_(slots[name])
+        if not parity.is_refused:
+            self.parity_check.remember(launch.round, self.parity_check.hash_of(x))
+        self.before.ended = launch.round
+
     def confirm(self, parity: ParityResult) -> Exchange:
         """Exchange headers alone, after the last transfer: no later one tells of its mean."""
         yield from self.parity_check.exchange(True, parity)
@@ -200,6 +215,12 @@ class FragmentChannel:
         if parity.is_refused:
             return x.zero_()
         return (yield from self.codec.exchange(x, launch))
+
+
+def common_slots(channel: FragmentChannel) -> dict[str, Tensor]:
+    """Return the codec's state that is the same in all clusters: all but residuals."""
+    codec = channel.codec
+    return {name: slot for name, slot in codec.slots.items() if name not in codec.errors}
 
 
 def _carry(before: Channel, after: Channel) -> list[str]:

@@ -85,6 +85,7 @@ class OuterLoop:
         self.guard = Guard(method, adapter, speaks=not seat.position)
         self._ladder = self.guard.ladder
         self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
+        self.at_boundary: Callable[[], object] = lambda: None  # behind each that has been ended
         self.beginning = Start(method, adapter, transport, self.state)
         self._launches = Launches(
             method, adapter, self.state, self.matrix_gathers, self.recovery, self.measurements,
@@ -95,7 +96,7 @@ class OuterLoop:
         self.deferral = Deferral(adapter)
         self._on_sync = on_sync
         self._trace = trace
-        self._overlap = Overlap(method, adapter.stage, self._ladder)
+        self.overlap = Overlap(method, adapter.stage, self._ladder)
         self._complete: set[int] = set()  # whose gradients are done, in this inner step
         # no inner step since their launch; a first launch in the backward is in the first step
         self._idle = set[int]() if method.schedule.when else set(range(len(fragments)))
@@ -186,7 +187,7 @@ class OuterLoop:
         applies them, in this process or in one that has loaded what is saved now.
         """
         started = time.perf_counter()
-        ripe = self._overlap.ripe(self.in_flight, self.history.step)
+        ripe = self.overlap.ripe(self.in_flight, self.history.step)
         stop_place = self.stop_place if may_stop else None
         if not all(self._apply(transfer, stop_place) for transfer in ripe):
             self.deferral.begin()  # the rest is for whoever goes on from here
@@ -195,6 +196,7 @@ class OuterLoop:
         self._first_steps.keep(self.history)
         self.measurements.end_boundary(self.history)
         self.method.schedule.advance(self.history, self._ladder.sync_params(self.history))
+        self.at_boundary()
         self.totals.blocked_seconds += time.perf_counter() - started
         return bool(ripe)
 
@@ -268,7 +270,7 @@ class OuterLoop:
     def _launch(
         self, fragment: int, step: int, is_in_backward: bool = False, shared_by: int = 1
     ) -> None:
-        sync_params = self._overlap.sync_params(
+        sync_params = self.overlap.sync_params(
             fragment, self._ladder.sync_params(self.history), self.history, shared_by
         )
         is_idle = fragment in self._idle
@@ -315,7 +317,8 @@ class OuterLoop:
         parity = transfer.buffers.parity
         waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
-        told, places = transfer.pending.notes, self.transport.seat.membership.places
+        places = self.transport.seat.membership.places
+        told = transfer.attempt.notes or transfer.pending.notes
         self.guard.look(fragment, mean_on_wire, parity, places)
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
         self.recovery.count_idle(transfer, self.history)
@@ -340,10 +343,7 @@ class OuterLoop:
         return waited_until
 
     def _account(self, transfer: Transfer, wait_seconds: float, report: dict[str, Tensor]) -> None:
-        self.totals.bytes_sent += transfer.pending.bytes_sent
-        self.totals.wait_seconds += wait_seconds
-        self.totals.syncs += 1
-        if self._on_sync is None:
-            return
-        numel = self.adapter.fragments[transfer.fragment].numel
-        self._on_sync(sync_event(transfer, self.history, numel, wait_seconds, report))
+        self.totals.add(transfer, wait_seconds)
+        if self._on_sync is not None:
+            numel = self.adapter.fragments[transfer.fragment].numel
+            self._on_sync(sync_event(transfer, self.history, numel, wait_seconds, report))

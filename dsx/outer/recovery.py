@@ -63,7 +63,7 @@ class Recovery:
         self._notices = notices
         self._hash_buffers = state.allocator.buffers("work_space")
         self._hash = BitHash(self._hash_buffers)
-        transport.offer(self._shared_state)
+        transport.offer(self.shared_state)
 
     def hash_anchor(self, fragment: int, launches: int | None = None) -> Tensor | int:
         """Return the hash of an anchor, 0 if after so many launches it is not its turn.
@@ -279,7 +279,7 @@ class Recovery:
         """Take the outer state of a fragment, in fp32, of the first in `chain`; positions."""
         shared = self._shared_slots(fragment)
         if self._state.is_sent(fragment):
-            tensors = self._shared_state(fragment)
+            tensors = self.shared_state(fragment)
             what = f"outer state of {self._adapter.stage.name_of(fragment)}, of this rank"
             is_told = self._transport.seat.position in chain and not self._adapter.ranks.shard[0]
             progress = Progress(what, 4 * sum(tensor.numel() for tensor in tensors), is_told)
@@ -292,7 +292,7 @@ class Recovery:
         for tensor in shared:
             tensor.copy_(self._adapter.ranks.max_over_ranks(tensor.to("cpu", copy=True)))
 
-    def _shared_state(self, fragment: int) -> Sequence[Tensor]:
+    def shared_state(self, fragment: int) -> Sequence[Tensor]:
         """Return what is the same on all clusters."""
         slots = self._state.slots[fragment]
         shared = self._shared_slots(fragment)

@@ -123,11 +123,15 @@ class StateStore:
         of_policy = None if kept is None else kept.zeros(self._numel[fragment])
         return TransferBuffers(wire, sent, sideband, posted, of_policy)
 
-    def reopen(self, seat: Seat) -> None:
-        """Go on under another membership; no exchange is under way. Any thread."""
-        with self.gate:
-            for channel in self.channels:
-                channel.open(seat.of_shard(channel.seat.shard))
+    def reopen(self, seat: Seat, fragment: int | None = None) -> None:
+        """Go on under another membership, with one fragment, or all; no exchange of it is under
+        way. Any thread.
+        """
+        channels = self.channels if fragment is None else self.channels[fragment : fragment + 1]
+        for channel in channels:
+            if channel.seat.membership != seat.membership:
+                with self.gate:
+                    channel.open(seat.of_shard(channel.seat.shard))
 
     def more_buffers(self, fragment: int) -> TransferBuffers:
         """Return buffers beyond those that are taken in turn, for as long as they are held."""

@@ -102,6 +102,12 @@ class Totals:
     refused: int = 0
     skipped_steps: int = 0
 
+    def add(self, transfer: Transfer, wait_seconds: float) -> None:
+        """Count a transfer that has been applied, and how long it was waited for."""
+        self.bytes_sent += transfer.pending.bytes_sent
+        self.wait_seconds += wait_seconds
+        self.syncs += 1
+
 
 def sync_event(
     transfer: Transfer,

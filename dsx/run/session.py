@@ -9,6 +9,7 @@ from typing import Any
 import dsx
 from dsx.comm.world import World, current_world
 from dsx.config.schema import load_config
+from dsx.engines.joined import refuse_joining
 from dsx.run.block import RunBlock
 from dsx.training.finish import keep_exported
 
@@ -53,6 +54,7 @@ class Session:
         if world is None and self.block.is_known:
             _require_launcher()
             world = dsx.init_distributed(self.block.resolve())
+            refuse_joining(world, "dsx.run yet, whose frameworks count steps themselves")
         return world
 
     def show(self, document: Any, place: str, file: str = "") -> World | None:

@@ -6,6 +6,7 @@ it heard, or why it heard nothing. The store where the clusters met is not asked
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dsx.comm.in_cluster import InCluster
@@ -17,10 +18,13 @@ class Gathering:
 
     def __init__(self, transport: Transport, in_cluster: InCluster) -> None:
         self._transport = transport
+        # raises where this cluster has no part yet in what all do together
+        self.require_part: Callable[[str], object] = lambda what: None
         self._in_cluster = in_cluster
 
     def gather(self, what: str, value: Any) -> list[Any]:
         """Return one JSON value per cluster, rank 0's, in cluster order; PeerLost on all ranks."""
+        self.require_part(what)
         lost, values = None, []
         if self._in_cluster.rank == 0:
             try:

@@ -30,6 +30,7 @@ from dsx.training.agreement import layout_of, require_alike, require_number_of_c
 from dsx.training.divergence import Divergence, refuse_stages
 from dsx.training.early_stop import StopAgreement
 from dsx.training.gathering import Gathering
+from dsx.training.joining import Joining
 from dsx.training.memory import memory_of
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
@@ -69,14 +70,9 @@ class Handle:
         self._records = Records(config, world, adapter)
         self.progress = self._records.progress
         self._syncs = SyncRecords(
-            world.new_handle_store(),
-            adapter.stage,
-            adapter.ranks.shard,
-            adapter.fragment_numel,
-            self._records.sync,
-            world.deadline_seconds,
-            is_enabled=config.metrics.dir is not None,
-        )
+            world.new_handle_store(), adapter.stage, adapter.ranks.shard, adapter.fragment_numel,
+            self._records.sync, world.deadline_seconds, is_enabled=config.metrics.dir is not None,
+        )  # fmt: skip
         if world.rank == 0 and world.cluster_id == 0:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns
         # before connecting, because shards of different sizes would not meet
@@ -94,11 +90,13 @@ class Handle:
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
+        self.joining = Joining(world, self.loop, config.link, self._saving, self._gathering)
         refuse_stages(config.divergence, adapter.stage.count)
         watch, records = self._divergence, self._records
         self.rollback = Rollback(watch, self._saving, self.loop, world, records, self._gathering)
         # the own are kept where a checkpoint's are loaded, and its state follows
-        self.loop.start(keeps_masters, waits)
+        self.loop.start(keeps_masters or self.joining.is_due, waits)
+        self.loop.beginning.is_open = self.loop.beginning.is_open or self.joining.is_due
         self._records.more_of_start = self.loop.beginning.record
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
@@ -151,11 +149,13 @@ class Handle:
     def settle(self) -> None:
         """Take cluster 0's weights now, if they differ and have not been sent yet.
 
-        With DeepSpeed the first forward does so. Collective over all ranks of all clusters.
+        One that joins a run comes to where the others are. With DeepSpeed the first forward does
+        so. Collective over all ranks of all clusters.
         """
         with self._saving.naming_last():
             if self.loop.beginning.is_open:
                 self._gathering.meet(SETTLING)
+            self.joining.heal_if_due(self._records)
             self.loop.beginning.settle()
 
     def after_inner_step(self, is_skipped: bool = False) -> bool:

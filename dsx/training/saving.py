@@ -49,6 +49,7 @@ class Saving:
             notices, lambda: loop.transport.seat.ids, is_first, keep, records.deleted
         )
         self.tracked: dict[str, Resumable] = {}
+        self.takes_others = False  # whether this cluster is about to take what others hold
         self._loop = loop
         self._world = world
         self._axes = config.axes
@@ -110,6 +111,9 @@ class Saving:
         self, directory: Path, is_new: bool, is_other_number: bool, is_repartitioned: bool
     ) -> bool:
         """Restore this rank's outer state; return whether it is of a finished run."""
+        if self.takes_others:
+            logger.warning("%s: the outer state is that of the run that goes on", directory)
+            return False
         loop, rank_info = self._loop, self._world.rank_info
         manifest = directory / MANIFEST
         is_preempted = manifest.is_file() and read_manifest(manifest).get("is_preempted", False)

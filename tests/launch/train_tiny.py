@@ -27,6 +27,7 @@ parser.add_argument("--step-seconds", type=float, default=0.0)
 parser.add_argument("--save-dir")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--out")
+parser.add_argument("--stop-file", type=Path)  # asks for an early stop, once it is there
 dsx.add_config_arguments(parser)
 args = parser.parse_args()
 logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
@@ -38,7 +39,13 @@ engine, *_ = dsx.initialize(args=args, model=model, optimizer=optimizer)
 if args.resume:
     engine.load_checkpoint(args.save_dir)
 started_at = engine.dsx.step
+has_asked = False
 while engine.dsx.step < args.steps:
+    if args.stop_file and not has_asked and args.stop_file.exists():
+        engine.dsx.request_stop("a file says so")
+        has_asked = True
+    if args.stop_file and engine.dsx.should_stop():
+        break
     loss = engine(*batch(world.cluster_id, engine.dsx.step + 1, world.rank))
     engine.backward(loss)
     engine.step()
@@ -54,6 +61,7 @@ engine.dsx.finish()
 with engine.dsx.averaged():
     checksum = sum(p.double().abs().sum().item() for p in engine.module.parameters())
 result = {"cluster": world.cluster_id, "started_at": started_at, "checksum": checksum}
+result["step"] = engine.dsx.step
 results = engine.dsx.gather(result)
 if args.out and world.rank == 0:
     Path(f"{args.out}.{world.cluster_id}").write_text(json.dumps(results))

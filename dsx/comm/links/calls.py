@@ -54,6 +54,13 @@ class Calls:
         """Whether a peer is called."""
         return any(call.peer is peer for call in self.by_socket.values())
 
+    def move(self, before: Peer, after: Peer) -> Peer:
+        """Go on calling at the same addresses, for another process, which is returned."""
+        for call in self.by_socket.values():
+            if call.peer is before:
+                call.peer = after
+        return after
+
     def call(
         self, peer: Peer, index: int, address: tuple[str, int], key: bytes | None = None
     ) -> None:

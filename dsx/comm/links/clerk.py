@@ -22,9 +22,9 @@ from dsx.comm.links.link import Link
 from dsx.comm.links.peer import SIGNS_PER_SUSPICION
 from dsx.comm.links.repeats import Repeats
 from dsx.comm.links.requests import Answer, Name
-from dsx.comm.membership.actions import Applied, Dropped, Send, Stopped
+from dsx.comm.membership.actions import Applied, Copy, Dropped, Send
 from dsx.comm.membership.codec import MessageRefused
-from dsx.comm.membership.entries import Contributor, End, View
+from dsx.comm.membership.entries import Contributor, Contributors, End, View, has_process
 from dsx.comm.membership.messages import Status, decode, encode
 from dsx.comm.membership.participant import Participant
 from dsx.comm.membership.timing import Timing
@@ -51,15 +51,22 @@ class Clerk:
         arbiter: int | None,
         suspect_seconds: float,
         told: Callable[[Told], object],
-        lost_elsewhere: Callable[[], Mapping[int, str]] = dict[int, str],
+        lost_elsewhere: Callable[[], Mapping[int, tuple[int, str]]] = dict[int, tuple[int, str]],
+        joins: bool = False,
     ) -> None:
         """`incarnations` are those of the first ranks of all clusters, which have met.
 
-        `lost_elsewhere`: the clusters that other ranks of this one have lost, and what they say.
+        `lost_elsewhere`: the clusters that other ranks of this one have lost, how many processes
+        of theirs had come and gone before, and what is said.
+        `joins`: a run goes on already, which this cluster asks to be taken into; of others than
+        itself `incarnations` then say nothing but that there may be such a cluster.
         """
         self._link, self._told, self._lost_elsewhere = link, told, lost_elsewhere
         self._everyone = tuple(sorted(incarnations))
-        everyone = tuple(Contributor(id, incarnations[id]) for id in self._everyone)
+        everyone = () if joins else tuple(Contributor(c, incarnations[c]) for c in self._everyone)
+        self._is_in = not joins
+        self._copy: Copy | None = None  # what this cluster, which joins, is to have
+        self._is_ready = False
         patience = max(Timing.patience, round(suspect_seconds / _TICK_SECONDS))
         self._log = Participant(
             Contributor(link.cluster_id, incarnations[link.cluster_id]),
@@ -68,7 +75,7 @@ class Clerk:
             Timing(patience=patience),
         )
         self._repeats = Repeats(suspect_seconds / SIGNS_PER_SUSPICION, time.monotonic)
-        self._members = everyone
+        self._members: Contributors = everyone
         self._me = Contributor(link.cluster_id, incarnations[link.cluster_id])
         self.departures = Departures(arbiter)
         self.has_left = threading.Event()
@@ -76,11 +83,15 @@ class Clerk:
         self._is_leaving = False
         self._inbox: queue.Queue[tuple[Name, bytes]] = queue.Queue(_MOST_WAITING)
         self._gone: dict[int, str] = {}
+        self._seen: dict[int, int] = {}  # the last process of each cluster
+        self._num_seen: dict[int, int] = {}  # how many there were before it
         self._num_refused = 0
         self._has_finished = self._has_said_so = False  # this cluster has done its work
         self._is_over = False  # all have
         self._has_told_end = self._is_closed = False
-        self._log.begin(everyone)
+        if not joins:
+            self._log.begin(everyone)
+        link.readmit()
         link.serve(self._receive, _LOG)
         self._thread = threading.Thread(target=self._run, name="dsx-clerk", daemon=True)
         self._thread.start()
@@ -115,6 +126,20 @@ class Clerk:
     def leave(self) -> None:
         """Leave the others, as soon as they can go on; `has_left` once they do."""
         self._is_leaving = True
+
+    @property
+    def contributors(self) -> tuple[int, ...] | None:
+        """The clusters that train, as this one, which joins, was told first; None before."""
+        return None if self._copy is None else tuple(c.id for c in self._copy.state.contributors)
+
+    @property
+    def trains(self) -> tuple[int, ...]:
+        """The clusters of the view in force."""
+        return tuple(c.id for c in self._members)
+
+    def ready(self) -> None:
+        """This cluster, which joins, has all that it needs to be taken in."""
+        self._is_ready = True
 
     def finish(self) -> None:
         """This cluster has done its work; once all have, nobody who leaves is missed."""
@@ -152,6 +177,8 @@ class Clerk:
                     self._log.finish()
                 self._take_leave()
                 self._look_at_links()
+                if self._is_ready and self._copy is not None and not self._is_in:
+                    self._log.ready(self._copy.request, self._copy.state.index)
                 self._log.tick()
                 self._act()
         except Exception as error:
@@ -192,11 +219,17 @@ class Clerk:
     def _look_at_links(self) -> None:
         elsewhere = self._lost_elsewhere()
         for cluster in self._everyone:
-            if cluster == self._link.cluster_id or cluster in self._gone:
-                continue
-            why = self._link.why_gone((cluster, 0)) or elsewhere.get(cluster, "")
             incarnation = self._link.process_at((cluster, 0))
-            if why:
+            is_later = incarnation is not None and incarnation > self._seen.get(cluster, 0)
+            if cluster == self._link.cluster_id or (cluster in self._gone and not is_later):
+                continue
+            if is_later and incarnation is not None:
+                self._gone.pop(cluster, None)
+                self._num_seen[cluster] = self._num_seen.get(cluster, -1) + 1
+                self._seen[cluster] = incarnation
+            of, told = elsewhere.get(cluster, (0, ""))
+            is_of_this = of == self._num_seen.get(cluster, 0)
+            if why := self._link.why_gone((cluster, 0)) or (told if is_of_this else ""):
                 self._gone[cluster] = why
                 self._repeats.forget(cluster)
                 self._log.down(cluster)
@@ -236,6 +269,8 @@ class Clerk:
                     self._link.ask((action.peer, 0), _LOG + encode(action.message))
             elif isinstance(action, Applied):
                 self._take_up(action.entry)
+            elif isinstance(action, Copy):
+                self._copy = action
             elif isinstance(action, Dropped):
                 if self._is_leaving:
                     self.has_left.set()
@@ -243,7 +278,7 @@ class Clerk:
                     f"the others have gone on without cluster {self._link.cluster_id}: it has to "
                     "join them again, from a checkpoint"
                 ))  # fmt: skip
-            elif isinstance(action, Stopped):
+            else:
                 self._end(PeerLost(action.reason))
 
     def _take_up(self, entry: Any) -> None:
@@ -255,7 +290,11 @@ class Clerk:
         self._members = entry.contributors
         if self._me.id not in {c.id for c in self._members} and self._is_leaving:
             self.has_left.set()
-        members = tuple(Member(c.id, c.weight) for c in entry.contributors)
+        own = self._link.cluster_id, self._link.incarnation
+        self._is_in = self._is_in or has_process(entry.contributors, *own)
+        if not self._is_in:
+            return
+        members = tuple(Member(c.id, c.weight, c.incarnation) for c in entry.contributors)
         self._told(Membership(entry.epoch, members, self._everyone, left))
 
     def _end(self, error: PeerLost) -> None:

@@ -75,6 +75,10 @@ class Link:
         """
         self._post(lambda: self._switch.expect((cluster_id, rank), address, incarnation, slot))
 
+    def readmit(self) -> None:
+        """From now on let a later process of a rank take the place of one that was given up."""
+        self._switch.readmits = True
+
     def wait_for(self, cluster_id: int, rank: int, seconds: float) -> None:
         """Block until a process is there; LinkDown if it has gone, TimeoutError after `seconds`."""
         until = time.monotonic() + seconds

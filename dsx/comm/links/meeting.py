@@ -7,7 +7,8 @@ address that all have. Of two ranks the later cluster's calls, unless the earlie
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -21,13 +22,21 @@ from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
+_LOOK_SECONDS = 0.1
+
 
 def open_meeting(
-    settings: LinkSettings, rank_info: RankInfo, link: Link, master: str, deadline_seconds: float
+    settings: LinkSettings,
+    rank_info: RankInfo,
+    link: Link,
+    master: str,
+    deadline_seconds: float,
+    look: Callable[[int], bool] | None = None,
 ) -> LinkStore:
     """Return the store that all meet at; PeerLost, and the link closed, if nobody answers there.
 
-    `master` is the host of the own cluster's first rank. ValueError if nobody can be called.
+    `master` is the host of the own cluster's first rank. ValueError if nobody can be called. `look`
+    is asked, with the store's holder, until it says that it need not be waited for.
     """
     own = rank_info.cluster_id
     addresses = [settings.address_of(m) for m in range(len(settings.names))]
@@ -49,7 +58,7 @@ def open_meeting(
         what = f"the first rank of {settings.names[holder]} (cluster {holder}) at {address}"
         try:
             with waiting_for(what, deadline_seconds):
-                link.wait_for(holder, 0, deadline_seconds)
+                _wait_for(link, holder, deadline_seconds, look)
         except (TimeoutError, RuntimeError) as error:
             link.close()
             raise PeerLost(
@@ -65,6 +74,20 @@ def _host_of_own(settings: LinkSettings, master: str) -> str:
     if host in ("0.0.0.0", "::"):
         return master
     return f"[{host}]" if ":" in host else host
+
+
+def _wait_for(link: Link, holder: int, seconds: float, look: Callable[[int], bool] | None) -> None:
+    if look is None:
+        return link.wait_for(holder, 0, seconds)
+    until = time.monotonic() + seconds
+    while not look(holder):
+        try:
+            link.wait_for(holder, 0, min(_LOOK_SECONDS, max(until - time.monotonic(), 0.0)))
+            time.sleep(_LOOK_SECONDS)  # it is there: until it has said something
+        except TimeoutError:
+            if time.monotonic() > until:
+                raise
+    return None
 
 
 def say_where(store: dist.Store, link: Link, where: Where) -> None:

@@ -41,7 +41,7 @@ class Connection:
     def __init__(
         self, socket: Any, identity: bytes | None, number: int, key: bytes | None = None
     ) -> None:
-        self._socket = socket
+        self.socket = socket
         self._address = [] if identity is None else [identity]
         self.number = number  # of the caller's, counted from 1: a higher one replaces a lower
         self.key = key  # the peer's public one, 32 bytes
@@ -58,7 +58,7 @@ class Connection:
         parts = [b"".join((head, body))] if is_short else [head, body]
         try:
             return (
-                self._socket.send_multipart(
+                self.socket.send_multipart(
                     [*self._address, *parts], zmq.NOBLOCK, copy=is_short, track=not is_short
                 )
                 or _DONE
@@ -112,10 +112,13 @@ class Peer:
         """Whether it is no rank of the run: nobody remembers it once it has gone."""
         return self.rank >= FIRST_VISITOR
 
+    def is_before(self, incarnation: int) -> bool:
+        """Whether that is of a later process."""
+        return self.incarnation is not None and incarnation > self.incarnation
+
     def gives_way_to(self, incarnation: int) -> bool:
         """Whether a later process takes its place: while clusters meet, once this one is gone."""
-        is_later = self.incarnation is not None and incarnation > self.incarnation
-        return is_later and not self.is_chosen and 0 not in self.connections
+        return self.is_before(incarnation) and not self.is_chosen and 0 not in self.connections
 
     def open(self, index: int, connection: Connection) -> None:
         """Take a connection that stands, in place of an earlier one."""
@@ -163,6 +166,13 @@ class Peer:
     def silent_seconds(self) -> float:
         """For how long nothing has come from it."""
         return time.monotonic() - self._heard_at
+
+    def is_over(self, index: int, socket: Any) -> bool:
+        """Whether what stands is a connection of that socket: not one that was called from there,
+        as by a process that has taken the place of the one before.
+        """
+        connection = self.connections.get(index)
+        return connection is not None and connection.socket is socket
 
     def heard(self) -> None:
         """Note that something has come from it."""

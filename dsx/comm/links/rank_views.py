@@ -10,7 +10,7 @@ import json
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -39,6 +39,7 @@ class Board:
         self._lock = threading.Lock()
         self._lost: dict[int, str] = {}
         self._look_at = 0.0
+        self._come: dict[int, int] = {}  # how often a cluster has been let in again
 
     def tell(self, told: Told) -> None:
         """Put up a membership, or why there will be none."""
@@ -58,18 +59,28 @@ class Board:
             self._readers.append(made)
             return made
 
-    def note(self, cluster: int, why: str) -> None:
-        """Note that this rank has lost its connection to a cluster."""
-        self._lost[cluster] = why
+    def let_in(self, cluster: int, ranks: str) -> None:
+        """Have the other ranks expect those of a cluster's new processes; the old ones are gone.
 
-    def lost(self) -> Mapping[int, str]:
-        """Return the clusters that ranks of this one have lost."""
+        `ranks` says where they are.
+        """
+        with self._lock:
+            number = sum(self._come.values()) + 1
+            self._come[cluster] = self._come.get(cluster, 0) + 1
+            self._lost.pop(cluster, None)
+            if self._store is not None:
+                told = json.dumps([cluster, self._come[cluster], ranks])
+                self._store.set(f"come/{number}", told)
+
+    def lost(self) -> Mapping[int, tuple[int, str]]:
+        """Return whom other ranks have lost: how often it had been let in again, and why."""
         if self._store is not None and time.monotonic() > self._look_at:
             self._look_at = time.monotonic() + _LOOK_SECONDS
             for cluster in self._others:
-                if cluster not in self._lost and self._store.check([f"lost/{cluster}"]):
-                    self._lost[cluster] = self._store.get(f"lost/{cluster}").decode()
-        return self._lost
+                key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
+                if cluster not in self._lost and self._store.check([key]):
+                    self._lost[cluster] = self._store.get(key).decode()
+        return {id: (self._come.get(id, 0), why) for id, why in self._lost.items()}
 
 
 class FirstRankViews:
@@ -92,8 +103,7 @@ class FirstRankViews:
             return found
 
     def report(self, lost: PeerLost) -> None:
-        """Note whom this rank has lost for good."""
-        _report(lost, self._link, self._board.note)
+        """Nothing to do: the clerk looks at the same link."""
 
     def close(self) -> None:
         """Nothing to do: waits are short."""
@@ -102,13 +112,19 @@ class FirstRankViews:
 class OtherRankViews:
     """Of a rank that hears of them over the cluster's store, by a connection of its own."""
 
-    def __init__(self, store: Any, link: Link) -> None:
-        self._store, self._link = store, link
+    def __init__(
+        self, store: Any, link: Link, expect: Callable[[int, str], object] = lambda m, ranks: None
+    ) -> None:
+        """`expect` is told of a cluster's new processes, and where they are."""
+        self._store, self._link, self._expect = store, link, expect
         self._number = 0
+        self._num_come = 0
+        self._come: dict[int, int] = {}  # how often a cluster has been let in again
 
     def next(self, epoch: int, seconds: float) -> Membership | None:
         """Return the newest membership, if it is later; PeerLost says why there is none."""
         found: Membership | None = None
+        self._look_who_comes()
         while self._is_there(f"view/{self._number + 1}", 0.0 if found else seconds):
             self._number += 1
             told = unpacked(self._store.get(f"view/{self._number}"))
@@ -121,15 +137,22 @@ class OtherRankViews:
         """Note whom this rank has lost for good, for the clerk to find."""
 
         def note(cluster: int, why: str) -> None:
+            key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
             threading.Thread(
-                target=lambda: self._store.set(f"lost/{cluster}", why), name="dsx-report",
-                daemon=True,
-            ).start()  # fmt: skip
+                target=lambda: self._store.set(key, why), name="dsx-report", daemon=True
+            ).start()
 
         _report(lost, self._link, note)
 
     def close(self) -> None:
         """Nothing to do: waits are short."""
+
+    def _look_who_comes(self) -> None:
+        while self._is_there(f"come/{self._num_come + 1}", 0.0):
+            self._num_come += 1
+            cluster, times, ranks = json.loads(self._store.get(f"come/{self._num_come}"))
+            self._come[cluster] = times
+            self._expect(cluster, ranks)
 
     def _is_there(self, key: str, seconds: float) -> bool:
         """Look, and look again after so long; the store's own waits print what they miss."""
@@ -153,7 +176,7 @@ def _report(lost: PeerLost, link: Link, note: Any) -> None:
 def packed(told: Told) -> str:
     """Return what is told as a text for the store."""
     if isinstance(told, Membership):
-        members = [[member.id, member.weight] for member in told.members]
+        members = [[member.id, member.weight, member.process] for member in told.members]
         others = {"everyone": told.everyone, "left": told.left}
         return json.dumps({"epoch": told.epoch, "members": members, **others})
     of_end = [asdict(told.reason), told.gone] if isinstance(told, PeerPreempted) else None
@@ -164,7 +187,7 @@ def unpacked(text: bytes) -> Told:
     """Return what `packed` has made a text."""
     told = json.loads(text)
     if "epoch" in told:
-        members = tuple(Member(id, weight) for id, weight in told["members"])
+        members = tuple(Member(*fields) for fields in told["members"])
         return Membership(told["epoch"], members, tuple(told["everyone"]), tuple(told["left"]))
     error = PeerLost(told["why"])
     if told["end"] is not None:

@@ -1,7 +1,6 @@
 """What a link's thread does: take frames from sockets to mailboxes, and back.
 
-Who is on the other side is told by its key. A frame that says another sender is dropped, counted
-and named, as all is that does not fit.
+A frame that says another sender than its key does is dropped and counted, like all that is wrong.
 """
 
 from __future__ import annotations
@@ -9,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from functools import partial
 from typing import Any
 
 import zmq
@@ -55,6 +55,7 @@ class Switch:
         self.own, self.pace = own, pace
         self.incarnation = time.time_ns()
         self._trust, self._options = trust, options
+        self.readmits = False  # whether a cluster's next process takes the place of one given up
         self._own_key = None if trust is None else trust.public_key
         self._context: zmq.Context[Any] = zmq.Context()
         self._context.set(zmq.IO_THREADS, min(options.streams, _MOST_IO_THREADS))
@@ -78,7 +79,9 @@ class Switch:
         self._drop = self.dropped.note
         self._door = None
         if trust is not None:
-            self._door = sockets.Door(self._context, trust, self._refused)
+            self._door = sockets.Door(
+                self._context, trust, partial(self._drop, "a key of no member")
+            )
             self.poller.register(self._door.socket, zmq.POLLIN)
         self._listen(options.port)
 
@@ -95,7 +98,7 @@ class Switch:
         self, name: Name, address: str | None, incarnation: int | None, slot: int = 0
     ) -> None:
         """Exchange messages with a process: call it, or wait for its call."""
-        peer = self.peer(name)
+        peer = self._readmitted(self.peer(name), incarnation or 0)
         if incarnation is not None:
             if peer.incarnation not in (None, incarnation):
                 self.give_up(peer, "another process has taken its place")
@@ -105,6 +108,14 @@ class Switch:
         if address is not None and peer.error is None and not self._calls.reaches(peer):
             for index in range(self._options.streams + 1):
                 self._calls.call(peer, index, (address, slot))
+
+    def _readmitted(self, peer: Peer, incarnation: int) -> Peer:
+        """Return who takes a peer's place if this is a later process: that one has ended then."""
+        if self._ended or not (self.readmits and peer.is_before(incarnation)):
+            return peer
+        self.give_up(peer, "another process has taken its place")  # unless it had been before
+        del self.peers[name := (peer.cluster_id, peer.rank)]
+        return self._calls.move(peer, self.peer(name))
 
     def take(self, ready: dict[Any, int]) -> bool:
         """Take what has come on sockets; return whether a peer may have come or gone."""
@@ -119,7 +130,7 @@ class Switch:
                 for stands in self._calls.events(call):
                     if stands:
                         self._greet(self._connection_of(call), call.index)
-                    else:
+                    elif call.peer.is_over(call.index, call.socket):
                         call.peer.close(call.index)
             elif each in self._calls.by_socket:
                 self._take_calling(self._calls.by_socket[each])
@@ -315,7 +326,7 @@ class Switch:
                 what = f"a greeting of one more than {_MOST_UNEXPECTED} ranks"
                 return self._drop(what, f"rank {hello.rank} of cluster {sender}")
             self._num_unexpected[sender] += 1
-        peer = self.peer(name)
+        peer = self._readmitted(self.peer(name), hello.incarnation)
         if peer.gives_way_to(hello.incarnation) and not isinstance(by, Call):
             self.give_up(self.peers.pop(name), "another process has taken its place")
             peer = self.peer(name)

@@ -111,6 +111,9 @@ def _loading(engine: Any, handle: Handle, world: World) -> Any:
         Where there is none, but a checkpoint of plain DeepSpeed, the run begins from that.
         """
         _require_everything(load_optimizer_states and not load_module_only)
+        if handle.joining.is_due:  # what the others hold is newer than any checkpoint
+            handle.settle()
+            return None, {}
         takes_schedule = load_lr_scheduler_states
 
         def load_engine(directory: Path, own_tag: str, num_ranks: int) -> Any:

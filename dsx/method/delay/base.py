@@ -49,7 +49,8 @@ class DelayPolicy(Protocol):
     - `restarts_from_anchor`: whether after each launch's boundary the inner parameters equal the
       anchor;
     - `splits_update`: whether it needs an outer rule that is linear;
-    - `keeps_unsent`: whether what coding loses stays in the inner parameters.
+    - `keeps_unsent`: whether what coding loses stays in the inner parameters;
+    - `shared_slots`: which of its buffers are the same in all clusters, as the anchor is.
     """
 
     steps: int | Literal["auto"]
@@ -61,6 +62,7 @@ class DelayPolicy(Protocol):
     restarts_from_anchor: bool = False
     splits_update: bool = False
     keeps_unsent: bool = False
+    shared_slots: ClassVar[tuple[str, ...]] = ()
 
     @property
     def uses_seconds(self) -> bool:

@@ -44,6 +44,7 @@ class Pullback(DelayPolicy):
 
     steps = 0
     needs_local = True
+    shared_slots = ("before",)
 
     @property
     def rounds_under_way(self) -> int:

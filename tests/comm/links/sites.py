@@ -26,7 +26,10 @@ from dsx.core.transport import TRAINING, PeerLost, Submission
 from dsx.core.types import Stage
 from dsx.engines.torch import TorchAdapter
 from dsx.method.method import Method
+from dsx.outer.donor import FIRST, Donor, why_not
+from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
+from dsx.outer.parcel import hash_of
 
 Fate = Callable[[Submission], int | None]  # after how many rounds of it a cluster ends
 NEVER: Fate = lambda what: None  # noqa: E731
@@ -66,9 +69,11 @@ class ToldViews:
 class Doomed(LinkTransport):
     """Ends its link in the middle of an exchange, if that is its fate."""
 
-    def __init__(self, site: Site, seat: Seat, fate: Fate, fragments: Sequence[int]) -> None:
+    def __init__(
+        self, site: Site, seat: Seat, part: str, fate: Fate, fragments: Sequence[int]
+    ) -> None:
         self._site, self._fate = site, fate
-        name = f"a run/view {seat.membership.epoch}"
+        name = f"a run/view {seat.membership.epoch}{part}"
         super().__init__(site.link, name, fragments, seat, 20.0, Stage())
 
     def submit(self, what: Submission, exchange: Exchange, again: Any = None) -> GlooPending:
@@ -109,6 +114,12 @@ class Site:
         self.loop: OuterLoop | None = None
         self.cut_at = 1 << 30  # the step of the first launch that its end has cut short
         self.epochs: list[int] = []  # at each step, by the end of it
+        self.hashes: dict[int, str] = {}  # of the anchors, at each step
+        self.waits: dict[int, float] = {}  # seconds of each step in the loop
+        self.members_at: dict[int, tuple[int, ...]] = {}
+        self.processes: dict[int, int] = {}
+        self.healing: Healing | None = None
+        self.donor: Donor | None = None
 
     def end(self) -> None:
         """As a kill does: the connections are closed, nothing is said."""
@@ -120,11 +131,32 @@ class Site:
             self.board.tell(PeerLost("this site has been killed"))
         self.link.close()
 
-    def follow_log(self, incarnations: dict[int, int], arbiter: int | None, suspect: float) -> None:
+    def follow_log(
+        self, incarnations: dict[int, int], arbiter: int | None, suspect: float, joins: bool = False
+    ) -> None:
         """Let a clerk say who the members are."""
         self.board = board = Board(None, [*incarnations], self.id)
-        self.clerk = Clerk(self.link, incarnations, arbiter, suspect, board.tell, board.lost)
+        self.processes = incarnations
+        self.clerk = Clerk(self.link, incarnations, arbiter, suspect, board.tell, board.lost, joins)
         self.views = FirstRankViews(board, self.link)
+
+    def heal(self, loop: OuterLoop, rate_mbit: float | None = None) -> None:
+        """Join those who train."""
+        clerk, transport = self.clerk, self.transport
+        assert clerk is not None and transport is not None
+
+        def clusters() -> tuple[int, ...]:
+            until = time.monotonic() + 20
+            while clerk.contributors is None:
+                assert time.monotonic() < until, "nobody has taken the request to join"
+                time.sleep(0.02)
+            return clerk.contributors
+
+        self.healing = Healing(
+            loop, lambda cluster, body: self.link.ask((cluster, 0), body), clusters,
+            lambda: transport.first_own, clerk.ready, rate_mbit, 20.0, True, transport.give_sign,
+        )  # fmt: skip
+        self.healing.heal()
 
     def train(
         self,
@@ -133,26 +165,42 @@ class Site:
         num_clusters: int,
         fate: Fate,
         before: Callable[[Site, int], object],
+        joins: bool = False,
     ) -> None:
         """Train until the end, or until this site is killed."""
         adapter = TorchAdapter(
             self.model, self.optimizer, self.method.fragments, self.method.schedule.backwards
         )
         numbers = [fragment.id for fragment in adapter.fragments]
-        seat = Seat(members(0, range(num_clusters), num_clusters), self.id)
+        everyone = tuple(range(num_clusters))
+        ids = [self.id] if joins else everyone
+        first = tuple(Member(id, process=self.processes.get(id, 0)) for id in ids)
+        seat = Seat(Membership(0, first, everyone), self.id)
         self.transport = ElasticTransport(
-            lambda seat: Doomed(self, seat, fate, numbers), seat, self.views, 20.0, 20.0
-        )
+            lambda seat, part: Doomed(self, seat, part, fate, numbers), seat, self.views, 20.0,
+            20.0, follows=joins,
+        )  # fmt: skip
         self.loop = OuterLoop(self.method, adapter, self.transport)
+        self.donor = Donor(self.loop, why_not(self.method, 1))
+        donor = self.donor
+        self.link.serve(lambda *request: donor.serve(*request), FIRST)
         try:
-            self.loop.start()
-            for step in range(1, num_steps + 1):
+            self.loop.start(keeps_masters=joins)
+            if joins:
+                self.heal(self.loop)
+            for step in range(self.loop.history.step + 1, num_steps + 1):
                 before(self, step)
                 self.optimizer.zero_grad()
                 compute_loss(self.model, self.id, step).backward()
                 self.optimizer.step()
+                began = time.monotonic()
                 self.loop.after_inner_step()
+                self.waits[step] = time.monotonic() - began
                 adapter.end_inner_step()
+                self.hashes[step] = hash_of(b"".join(
+                    anchor.numpy().tobytes() for anchor in self.loop.state.anchor
+                ))  # fmt: skip
+                self.members_at[step] = self.transport.seat.ids
                 self.epochs.append(self.transport.seat.membership.epoch)
             self.loop.drain()
         except PeerLost:
@@ -176,10 +224,12 @@ def run(
     by_log: bool = False,
     arbiter: int | None = None,
     suspect_seconds: float = 30.0,
+    again: int | None = None,
 ) -> list[Site]:
     """Train all, each on a thread of its own; `watch` runs beside them.
 
-    `by_log`: clerks say who the members are, else whoever watches does.
+    `by_log`: clerks say who the members are, else whoever watches does. The cluster `again` is
+    started again once it has ended: its new site comes last, behind all others.
     """
     options = {"grace_seconds": 0.2, "suspect_seconds": suspect_seconds}
     sites = [Site(m, model, method, **options) for m in range(num_clusters)]
@@ -193,7 +243,7 @@ def run(
         incarnations = {other.id: other.link.incarnation for other in sites}
         site.follow_log(incarnations, arbiter, suspect_seconds)
     try:
-        with ThreadPoolExecutor(num_clusters + 1) as threads:
+        with ThreadPoolExecutor(num_clusters + 2) as threads:
             watching = threads.submit(watch, sites)
             done = [
                 threads.submit(
@@ -202,6 +252,13 @@ def run(
                 )
                 for site in sites
             ]  # fmt: skip
+            if again is not None:
+                assert sites[again].is_over.wait(60)
+                site = _started_again(sites, sites[again], options, arbiter, suspect_seconds)
+                sites.append(site)
+                done.append(threads.submit(
+                    site.train, num_steps, compute_loss, num_clusters, NEVER, before, True
+                ))  # fmt: skip
             for one in done:
                 one.result(120)
             watching.result(10)
@@ -209,3 +266,24 @@ def run(
         for site in sites:
             site.link.close()
     return sites
+
+
+def _started_again(
+    sites: Sequence[Site],
+    victim: Site,
+    options: dict[str, Any],
+    arbiter: int | None,
+    suspect: float,
+) -> Site:
+    """Return a new site of a cluster, with a model of its own, which asks to join the others."""
+    model = copy.deepcopy(victim.model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    site = Site(victim.id, model, victim.method, **options)
+    for other in sites:
+        if other.id != site.id:
+            site.link.expect(other.id, 0, f"127.0.0.1:{other.link.port}")
+    incarnations = {other.id: 0 for other in sites} | {site.id: site.link.incarnation}
+    site.follow_log(incarnations, arbiter, suspect, joins=True)
+    return site

@@ -15,7 +15,7 @@ import torch
 
 from dsx.comm.links.group import LinkGroup
 from dsx.comm.links.link import Link
-from dsx.comm.links.switch import LinkOptions
+from dsx.comm.links.options import LinkOptions
 from dsx.core.membership import Seat
 from tests.comm.links.clusters import SOON, KnownKeys, pairs_of, two_links
 

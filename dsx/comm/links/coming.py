@@ -1,0 +1,120 @@
+"""What a rank knows of clusters that go and come: who trains, and who asks to be let in."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+from dsx.comm.links.clerk import Clerk
+from dsx.comm.links.door import RECORDS, Door, GoingOn, Ranks, meet_rank, packed_records
+from dsx.comm.links.link import Link
+from dsx.comm.links.rank_views import Board, FirstRankViews, OtherRankViews
+from dsx.comm.rendezvous import Rendezvous, hello_of
+from dsx.comm.topology import RankInfo
+from dsx.comm.views import Views
+from dsx.core.transport import PeerLost
+from dsx.core.waits import waiting_for
+
+if TYPE_CHECKING:
+    from dsx.comm.joining import RendezvousConfig
+    from dsx.comm.links.host_port import Where
+
+_LOOK_SECONDS = 0.05
+
+
+class Coming:
+    """One rank's part, the same for all of its transports; the first rank has clerk and door."""
+
+    def __init__(
+        self,
+        link: Link,
+        config: RendezvousConfig,
+        rank_info: RankInfo,
+        rendezvous: Rendezvous,
+        connect_own: Callable[[str], Any],
+        where: Where | None,
+        joins: GoingOn | None,
+    ) -> None:
+        """`connect_own` makes a key space of the cluster, over a connection of its own."""
+        self._link, self._config, self._rank_info = link, config, rank_info
+        self._rendezvous, self._connect_own, self._joins = rendezvous, connect_own, joins
+        self._address = None if where is None else where.address
+        self._board: Board | None = None
+        self.clerk: Clerk | None = None  # of the first rank
+        self._places = connect_own("places")
+        place = json.dumps([self._address, where.slot if where else 0, link.incarnation])
+        self._places.set(f"place/{rank_info.rank}", place)
+        link.serve(self._tell_records, RECORDS)
+
+    def views(self, processes: dict[int, int]) -> Views:
+        """Return what tells who the members are, for one more transport.
+
+        `processes` are the first ranks' of all clusters, as far as they are known, by cluster.
+        """
+        if self._rank_info.rank != 0:
+            return OtherRankViews(self._connect_own("views"), self._link, self._expect)
+        if self._board is None:
+            own, count = self._rank_info.cluster_id, self._rank_info.num_clusters
+            store = self._connect_own("views") if self._rank_info.world_size > 1 else None
+            self._board = board = Board(store, range(count), own)
+            settings = self._config.link
+            assert settings is not None
+            self.clerk = Clerk(
+                self._link, dict.fromkeys(range(count), 0) | processes, settings.arbiter_id,
+                settings.suspect_seconds, board.tell, board.lost, self._joins is not None,
+            )  # fmt: skip
+            atexit.register(self.clerk.close)  # before the link, which is registered earlier
+            self._open_door(self.clerk, board)
+        return FirstRankViews(self._board, self._link)
+
+    def finish(self) -> None:
+        """This cluster has done its work."""
+        if self.clerk is not None:
+            self.clerk.finish()
+
+    def wait_for_members(self) -> list[int]:
+        """Return who trains, of a run that this cluster joins, once its log says so; on rank 0."""
+        seconds, clerk = self._config.deadline_seconds, self.clerk
+        assert clerk is not None
+        until = time.monotonic() + seconds
+        with waiting_for("a run's log to take this cluster's request", seconds):
+            while time.monotonic() < until:
+                if clerk.contributors is not None:
+                    return [*clerk.contributors]
+                time.sleep(_LOOK_SECONDS)
+        raise PeerLost(
+            f"cluster {self._rank_info.cluster_id} has asked to join the run that goes on, and "
+            f"nobody has answered within {seconds:g} s (clusters.deadline_seconds)"
+        )
+
+    def ask_for_view(self) -> None:
+        """Say that this cluster, which joins, can be taken in."""
+        if self.clerk is not None:
+            self.clerk.ready()
+
+    def _open_door(self, clerk: Clerk, board: Board) -> None:
+        """Let clusters in that are started again, from now on."""
+        keys = [f"place/{rank}" for rank in range(self._rank_info.world_size)]
+        self._places.wait(keys, timedelta(seconds=self._config.join_deadline_seconds))
+        own = Ranks(tuple(tuple(json.loads(self._places.get(key))) for key in keys))
+
+        def come(cluster: int, ranks: Ranks) -> None:
+            places = json.dumps(ranks.places)
+            board.let_in(cluster, places)
+            self._expect(cluster, places)
+
+        hello = hello_of(self._rank_info, self._config.may_differ)
+        Door(self._link, self._rendezvous.session, hello, own, lambda: clerk.trains, come)
+
+    def _expect(self, cluster: int, places: str) -> None:
+        """Expect the rank of this one's number of a cluster that has been started again."""
+        own = Ranks(((self._address, 0, 0),) * self._rank_info.world_size)
+        ranks = Ranks(tuple((a, slot, process) for a, slot, process in json.loads(places)))
+        meet_rank(self._link, cluster, ranks, own)
+
+    def _tell_records(self, asker: Any, body: bytes, answer: Callable[[bytes], object]) -> None:
+        answer(packed_records(self._rendezvous.records))

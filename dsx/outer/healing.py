@@ -1,0 +1,263 @@
+"""How a cluster joins a run that goes on: a copy, the rounds since, and then its part in it.
+
+    copy of what all share as of a boundary -> take others' results, step by step, without training
+    -> when near: a view takes it in -> up to where the others are -> train
+
+The others' training threads make that copy, and wait for nothing. The steps without training are
+the loop's own, with results of others in place of averages, so outer parameters are the same bits.
+All ranks of the cluster do the same: what they decide they agree on.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from contextlib import suppress
+from typing import Any, TypeVar, cast
+
+import torch
+
+from dsx.comm.launched import Launched
+from dsx.core.transport import PeerLost
+from dsx.core.units import format_bytes
+from dsx.outer.donor import DATA
+from dsx.outer.following import Following
+from dsx.outer.loop import OuterLoop
+from dsx.outer.parcel import Opened
+from dsx.outer.shared_state import load_shared
+from dsx.outer.sources import Ask, BeginAnew, Rate, Sources
+from dsx.outer.transfer import NothingYet, Transfer
+
+_TRIES = 6
+_NEAR_STEPS = 2  # behind the others, for a view to take this cluster in
+_NO_NEARER_SECONDS = 60.0
+_LOOK_SECONDS = 0.02
+_TELL_SECONDS = 5.0
+_LEAD_SECONDS = 0.5  # of the boundary that is copied, ahead of where the others are
+_T = TypeVar("_T")
+logger = logging.getLogger(__name__)
+
+
+class Healing:
+    """One rank's part; `heal` returns when the next inner step is its own."""
+
+    def __init__(
+        self,
+        loop: OuterLoop,
+        ask: Ask,
+        clusters: Callable[[], Sequence[int]],
+        first_own: Callable[[], int | None],
+        ready: Callable[[], object],
+        rate_mbit: float | None,
+        deadline_seconds: float,
+        speaks: bool,
+        give_sign: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`clusters` are those that train. `ready` asks for a view that takes this cluster in;
+        `first_own` is the first launch of which it has a part, once it is known.
+        """
+        self._loop, self._ask, self._clusters = loop, ask, clusters
+        self._first_own, self._ready = first_own, ready
+        self._rate, self._deadline_seconds = Rate(rate_mbit), deadline_seconds
+        self._speaks, self._give_sign = speaks, give_sign
+        self._sources: Sources | None = None
+        self._following: Following
+        self._has_asked = False  # for a view
+        self._done = 0
+        self._told_at = time.monotonic()
+        self.copied_bytes, self.seconds = 0, 0.0
+        self.places: dict[str, Any] = {}  # of the others' data, at the step of this one
+
+    def heal(self) -> None:
+        """Come to where the others are, with what they hold. Collective over the cluster's ranks.
+
+        PeerLost on all of them if it does not succeed.
+        """
+        began = time.monotonic()
+        for attempt in range(1, _TRIES + 1):
+            trouble = self._try(attempt)
+            if not trouble:
+                self.places = self._fetch_places()
+                self.seconds = time.monotonic() - began
+                self._end_when_over()
+                return
+            self._give_up()
+            if self._has_asked:  # a view may count on it already
+                raise PeerLost(f"this cluster cannot follow the others any more: {trouble}")
+            if self._speaks:
+                logger.warning("healing begins anew (%d of %d): %s", attempt, _TRIES, trouble)
+        raise PeerLost(f"this cluster could not join the others in {_TRIES} tries")
+
+    def _fetch_places(self) -> dict[str, Any]:
+        """Return where the others' data were at this step; PeerLost if nobody says."""
+        assert self._sources is not None
+        until = time.monotonic() + self._deadline_seconds
+        while time.monotonic() < until:
+            for answer in self._sources.tell("places", self._loop.history.step).values():
+                if answer[:1] == DATA:
+                    return json.loads(answer[1:])
+            time.sleep(_LOOK_SECONDS)
+        raise PeerLost(f"no cluster says where its data are at step {self._loop.history.step}")
+
+    def _try(self, attempt: int) -> str:
+        """Heal; return why it has to begin anew, the same on all ranks, empty if it has not."""
+        try:
+            self._copy(attempt)
+            self._come_near(_NEAR_STEPS * attempt**2)
+            self._has_asked = True
+            self._ready()
+            until = time.monotonic() + self._deadline_seconds
+            while self._any(self._first_own() is None):
+                if self._any(time.monotonic() > until):
+                    return "no view has taken this cluster in"
+                self._catch_up()
+                time.sleep(_LOOK_SECONDS)
+            self._catch_up()
+        except BeginAnew as error:
+            return str(error)
+        return ""
+
+    def _come_near(self, steps: int) -> None:
+        """Catch up to so many steps behind the others; BeginAnew if that comes no nearer."""
+        least, since = float("inf"), time.monotonic()
+        while True:
+            self._catch_up()
+            behind = self._agree(self._together(self._where) - self._loop.history.step)
+            if behind <= steps:
+                return
+            if behind < least:
+                least, since = behind, time.monotonic()
+            if self._any(time.monotonic() > since + _NO_NEARER_SECONDS):
+                raise BeginAnew(f"the others are {behind:g} steps ahead, and it comes no nearer")
+
+    def _together(self, do: Callable[[], _T]) -> _T:
+        """Do what may fail on one rank; BeginAnew on all of them if it has. Collective."""
+        done, trouble = None, ""
+        try:
+            done = do()
+        except BeginAnew as error:
+            trouble = str(error)
+        if self._any(bool(trouble)):
+            raise BeginAnew(trouble or "another rank of this cluster has to")
+        return cast(_T, done)
+
+    def _copy(self, attempt: int) -> None:
+        """Load what more than half of the others hold alike as of a boundary."""
+        loop = self._loop
+        self._done = 0
+        self._sources = sources = Sources(
+            self._ask, self._clusters(), uuid.uuid4().hex, self._rate, self._deadline_seconds,
+            self._moved,
+        )  # fmt: skip
+        step = int(self._agree(self._together(lambda: self._place_to_copy(2 ** (attempt - 1)))))
+
+        def fetch() -> Opened:
+            sources.tell("begin", step)
+            return sources.parcel(("head",), ("slice",))
+
+        opened = self._together(fetch)
+        self.copied_bytes = opened.num_bytes
+        self._following = Following(sources, self._first_own)
+        loop.attempts.follow = self._following.take
+        load_shared(loop, opened.values, opened.tensors)
+        loop.settle()
+
+    def _place_to_copy(self, patience: int) -> int:
+        """Return a step whose boundary none of the others should have passed yet."""
+        assert self._sources is not None
+        first = self._sources.where()
+        for cluster, place in first.items():
+            if place["refuses"]:
+                raise PeerLost(f"cluster {cluster} takes nobody in: {place['refuses']}")
+        time.sleep(_LEAD_SECONDS / 2)
+        second = self._sources.where()
+        pace = max(second[c]["step"] - first[c]["step"] for c in first.keys() & second.keys())
+        return max(place["step"] for place in second.values()) + (2 + 2 * pace) * patience
+
+    def _catch_up(self) -> None:
+        """Take the steps that the others have taken, without training; with their results."""
+        loop, target = self._loop, int(self._agree(self._together(self._where)))
+        while loop.history.step < target:
+            loop.launch_due(is_skipped=True)
+            self._await(loop.overlap.ripe(loop.in_flight, loop.history.step))
+            loop.apply_ripe(may_stop=False)
+            loop.totals.skipped_steps -= 1
+            self._tell()
+
+    def _await(self, ripe: Sequence[Transfer | NothingYet]) -> None:
+        """Wait until all ranks have what is due; BeginAnew on all if one cannot have it."""
+        while True:
+            trouble = self._following.trouble
+            is_there = all(not isinstance(t, Transfer) or t.pending.has_arrived for t in ripe)
+            if is_failed := self._any(trouble is not None):
+                raise BeginAnew(str(trouble) if is_failed and trouble else "another rank has to")
+            if not self._any(not is_there):
+                return
+            ended = [t.pending.future for t in ripe if isinstance(t, Transfer)
+                     and isinstance(t.pending, Launched)]  # fmt: skip
+            futures.wait(ended, _LOOK_SECONDS)
+            self._tell()
+
+    def _where(self) -> int:
+        assert self._sources is not None
+        return max(place["step"] for place in self._sources.where().values())
+
+    def _agree(self, value: float) -> float:
+        """Return the largest of all ranks' values. Collective."""
+        own = torch.tensor([float(value)], dtype=torch.float64)
+        return float(self._loop.adapter.ranks.max_over_ranks(own))
+
+    def _any(self, flag: bool) -> bool:
+        return bool(self._agree(flag))
+
+    def _moved(self, num_bytes: int) -> None:
+        self._give_sign()
+        self._done += num_bytes
+
+    def _tell(self) -> None:
+        """Say how far this is, here and to the others."""
+        now = time.monotonic()
+        if not self._speaks or now < self._told_at + _TELL_SECONDS:
+            return
+        self._told_at = now
+        assert self._sources is not None
+        text = f"{format_bytes(self._done)}, step {self._loop.history.step}"
+        logger.warning("healing: %s", text)
+        self._sources.say("told", text)
+
+    def _give_up(self) -> None:
+        """End this try; nothing of it is written to afterwards."""
+        if self._sources is None:
+            return
+        self._sources.is_over = True
+        self._sources.say("end")
+        for transfer in self._loop.in_flight:
+            if isinstance(transfer, Transfer):
+                with suppress(Exception):
+                    transfer.pending.wait()
+
+    def _end_when_over(self) -> None:
+        """Let the others forget this cluster once it has taken all that it was to follow."""
+        sources, loop, first = self._sources, self._loop, self._first_own()
+        assert sources is not None and first is not None
+
+        def is_over() -> bool:
+            followed = [
+                t for t in [*loop.in_flight]
+                if isinstance(t, Transfer) and t.attempt.what.number < first
+            ]  # fmt: skip
+            is_past = sum(loop.history.launches) >= first
+            return is_past and all(t.pending.has_arrived for t in followed)
+
+        def run() -> None:
+            while not is_over() and not sources.is_over:
+                sources.say("told", "")
+                time.sleep(1.0)
+            sources.say("end")
+
+        threading.Thread(target=run, name="dsx-healed", daemon=True).start()

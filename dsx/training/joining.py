@@ -1,0 +1,112 @@
+"""A run's clusters come back: each handle gives to one that heals, or heals itself.
+
+Healing takes place where a script first needs the model: in `load_checkpoint`, or before the first
+forward. Then the handle stands at the step of the others, and the data where they do.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+
+from dsx.comm.elastic import ElasticTransport
+from dsx.comm.world import World
+from dsx.config.link import LinkConfig
+from dsx.core.transport import PeerLost
+from dsx.core.units import format_bytes
+from dsx.outer.donor import FIRST, Donor, why_not
+from dsx.outer.healing import Healing
+from dsx.outer.loop import OuterLoop
+from dsx.training.gathering import Gathering
+from dsx.training.records import Records
+from dsx.training.saving import Saving
+
+logger = logging.getLogger(__name__)
+
+
+class Joining:
+    """One rank's part; does nothing where clusters cannot come back."""
+
+    def __init__(
+        self,
+        world: World,
+        loop: OuterLoop,
+        link: LinkConfig,
+        saving: Saving,
+        gathering: Gathering,
+    ) -> None:
+        self._world, self._loop, self._saving = world, loop, saving
+        rate_mbit = link.heal_rate_mbit
+        self._rate_mbit = None if rate_mbit is None else rate_mbit / world.world_size
+        self._refuses = why_not(loop.method, loop.adapter.stage.count)
+        gathering.require_part = self.require_part
+        if world.num_handles > 1:
+            self._refuses = "several engines in one process are not served yet"
+        self.on_joined: list[Callable[[], object]] = []
+        self.is_due = saving.takes_others = world.joins is not None  # it has yet to heal
+        if self.is_due and self._refuses:
+            raise ValueError(
+                f"a run goes on, which cluster {world.cluster_id} would join: {self._refuses}; end "
+                "the others (SIGTERM: all save), and start all clusters with the same command"
+            )
+        transport = loop.transport
+        if isinstance(transport, ElasticTransport):
+            self._transport = transport
+            donor = Donor(loop, self._refuses, self._places, self._told)
+            world.serve(donor.serve, FIRST)
+
+    @property
+    def is_before_first_part(self) -> bool:
+        """Whether the others do what all do together without this cluster yet."""
+        if self._world.joins is None:
+            return False
+        first = self._transport.first_own
+        return first is None or sum(self._loop.history.launches) < first
+
+    def require_part(self, what: str) -> None:
+        """Raise PeerLost for what all clusters do together, before this one has its part."""
+        if self.is_before_first_part:
+            raise PeerLost(
+                f"{what}: cluster {self._world.cluster_id} has joined the run of the others, and "
+                "has had no part in a transfer yet; all do this together from its first one on: "
+                "start this cluster again"
+            )
+
+    def heal_if_due(self, records: Records) -> None:
+        """Come to where the others are, once. Collective over the ranks of the cluster."""
+        if self.is_due:
+            self._heal()
+            self.is_due = self._saving.takes_others = False
+            records.begin(self._loop.history.step, self._loop.totals)
+
+    def _heal(self) -> None:
+        world, loop, transport = self._world, self._loop, self._transport
+        coming, ids = world.coming, list[int]()
+        assert coming is not None
+        if world.rank == 0:
+            ids = coming.wait_for_members()
+        ids = world.in_cluster().from_first("who trains", ids)
+        healing = Healing(
+            loop, world.ask, lambda: ids, lambda: transport.first_own, coming.ask_for_view,
+            self._rate_mbit, world.deadline_seconds, world.rank == 0, transport.give_sign,
+        )  # fmt: skip
+        healing.heal()
+        for name, state in healing.places.items():
+            if name in self._saving.tracked:
+                self._saving.tracked[name].load_state_dict(state)
+        for call in self.on_joined:
+            call()
+        if world.rank == 0:
+            logger.warning(
+                "cluster %d has joined the run at step %d: %s in %.1f s, of this rank",
+                world.cluster_id, loop.history.step, format_bytes(healing.copied_bytes),
+                healing.seconds,
+            )  # fmt: skip
+
+    def _places(self) -> str:
+        return json.dumps({name: one.state_dict() for name, one in self._saving.tracked.items()})
+
+    def _told(self, cluster: int, text: str) -> None:
+        if self._world.rank == 0 and text:
+            logger.warning("cluster %d is healing: %s", cluster, text)
