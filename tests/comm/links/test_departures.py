@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 import time
 from collections.abc import Callable
 
@@ -100,6 +101,7 @@ def test_the_others_go_on_and_lose_no_round(
     name: str, leaver: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also where the first one leaves, which has led the log."""
+    gone = threading.Event()
     longest, last = dict.fromkeys(range(3), 0.0), dict.fromkeys(range(3), 0.0)
 
     def before(site: Site, step: int) -> None:
@@ -107,7 +109,12 @@ def test_the_others_go_on_and_lose_no_round(
         longest[site.id] = max(longest[site.id], now - last[site.id] if step > 2 else 0.0)
         last[site.id] = now
         if site.id == leaver and step == LAST + 1:
-            leave(site)
+            try:
+                leave(site)
+            finally:
+                gone.set()
+        if step == NUM_STEPS:  # of those who go on: one that has left hears so from them
+            until(gone.is_set)
 
     caplog.set_level(logging.INFO)
     method = ALL_CASES[name].method(3)
