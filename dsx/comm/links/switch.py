@@ -77,11 +77,9 @@ class Switch:
         self._ended = ""  # why
         self.dropped = Dropped()
         self._drop = self.dropped.note
-        self._door = None
-        if trust is not None:
-            self._door = sockets.Door(
-                self._context, trust, partial(self._drop, "a key of no member")
-            )
+        refused = partial(self._drop, "a key of no member")
+        self._door = None if trust is None else sockets.Door(self._context, trust, refused)
+        if self._door is not None:
             self.poller.register(self._door.socket, zmq.POLLIN)
         self._listen(options.port)
 

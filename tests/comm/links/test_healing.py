@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from dsx.core.transport import PeerLost, Submission
+from dsx.outer import parcel
 from dsx.outer.donor import why_not
 from tests.comm.links.sites import Site, run
 from tests.comm.links.test_members_lost import LAST, TINY, coded
@@ -112,8 +113,10 @@ def test_who_is_back_contributes() -> None:
 
 
 def test_a_slice_that_was_changed_on_its_way_is_taken_from_another(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(parcel, "LEAST_SLICE_BYTES", 64)  # so that all sources are asked
+
     def watch(sites: list[Site]) -> None:
         wait_until(lambda: sites[1].donor is not None)
         donor = sites[1].donor
