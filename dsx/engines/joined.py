@@ -27,5 +27,5 @@ def refuse_joining(world: World, what: str) -> None:
     if world.joins is not None:
         raise ValueError(
             f"a run goes on, which cluster {world.cluster_id} would join: that is not served with "
-            f"{what}; end the others (SIGTERM: all save), and start all clusters again"
+            f"{what}; end the others (dsx ctl stop: all save), and start all clusters again"
         )

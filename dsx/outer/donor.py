@@ -72,21 +72,28 @@ class Donor:
         loop.attempts.on_result = self._results.keep
         loop.at_boundary = self.pass_boundary
 
+    @property
+    def healing(self) -> list[int]:
+        """The clusters that take from here now; any thread."""
+        with self._lock:
+            return sorted(self._healing)
+
     def pass_boundary(self) -> None:
         """Make the copies that are due; on the training thread."""
         if not self._healing:
             return
-        step = self._loop.history.step
+        step, copy = self._loop.history.step, None
         with self._lock:
             self._places_at[step] = self._places()
             self._places_at.pop(step - _PLACES_KEPT, None)
             due = [h for h in self._healing.values() if h.state == WAIT and h.copy is None]
-            if any(h.step == step for h in due):
-                is_alone = len(self._healing) == 1
-                copy = copy_shared(self._loop, self._results, prunes=is_alone)
-                for healing in due:
-                    if healing.step == step:
-                        healing.copy, healing.state = copy, GONE if copy is None else DATA
+            is_alone = len(self._healing) == 1
+        now = [healing for healing in due if healing.step == step]
+        if now:  # without the lock: the link's thread goes on meanwhile
+            copy = copy_shared(self._loop, self._results, prunes=is_alone)
+        with self._lock:
+            for healing in now:
+                healing.copy, healing.state = copy, GONE if copy is None else DATA
             for healing in due:
                 if healing.step < step:
                     healing.state = GONE

@@ -241,17 +241,18 @@ class OuterLoop:
         last: Sequence[Transfer] = (),
         deferred: float | None = None,
         allows_unequal_steps: bool = False,
+        has_trained: bool = True,
     ) -> None:
         """Go on from a checkpoint whose buffers have been copied into `state`; all clusters do.
 
-        `last` are transfers that have been applied and that others may lack; `deferred` is the
-        inner rate of a boundary that was left, which `end_boundary` then has to end.
+        `last` have been applied, and others may lack them; `deferred` is the inner rate of a
+        boundary that `end_boundary` has to end; without `has_trained` it is idle as of now.
         """
         self.history = history
         self.in_flight = in_flight
         self.notices.begin_anew()
         self.beginning.is_open = False  # masters that differ have been loaded over
-        self._idle.clear()  # what was skipped of a round before the checkpoint is not known
+        self._idle = set[int]() if has_trained else set(range(history.num_fragments))
         self.last_applied = {transfer.fragment: transfer for transfer in last}
         self.deferral.inner_lr = deferred
         self._resuming = Resuming(

@@ -83,7 +83,7 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
         ]  # fmt: skip
         next_round = min(rounds, default=history.launches[fragment.id] + 1)
         state.channels[fragment.id].before.restored(next_round)
-    loop.restore(history, in_flight)
+    loop.restore(history, in_flight, has_trained=False)
     adapter.sync_model_weights()
 
 

@@ -41,14 +41,13 @@ class Changing:
             logger.warning("step %d: %s=%g from here on", order.step, key, value)
 
     def loaded(self) -> None:
-        """Go on with what a checkpoint has."""
+        """Go on with what a checkpoint has, or the run that this cluster has joined."""
         self._follow()
         changed = self._loop.history.changed
         if changed and self._world.rank == 0:
             named = ", ".join(f"{key}={value:g}" for key, value in changed.items())
             logger.warning(
-                "going on with %s, as dsx ctl has set it before the checkpoint was saved; dsx ctl "
-                "set changes it again", named,
+                "going on with %s, as dsx ctl has set it; dsx ctl set changes it again", named,
             )  # fmt: skip
 
     def _follow(self) -> None:

@@ -101,6 +101,7 @@ class Handle:
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, records, self.notices)
+        self.joining.follow(self.preemption.orders, self.preemption.changing.loaded)
         tell_standing(self, world, self._saving)
 
     @property

@@ -19,6 +19,7 @@ from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.training.gathering import Gathering
+from dsx.training.orders import Orders
 from dsx.training.records import Records
 from dsx.training.saving import Saving
 
@@ -48,13 +49,30 @@ class Joining:
         if self.is_due and self._refuses:
             raise ValueError(
                 f"a run goes on, which cluster {world.cluster_id} would join: {self._refuses}; end "
-                "the others (SIGTERM: all save), and start all clusters with the same command"
+                "the others (dsx ctl stop: all save), and start all clusters with the same command"
             )
+        self._donor: Donor | None = None
         transport = loop.transport
         if isinstance(transport, ElasticTransport):
             self._transport = transport
-            donor = Donor(loop, self._refuses, self._places, self._told)
-            world.serve(donor.serve, FIRST)
+            self._donor = Donor(loop, self._refuses, self._places, self._told)
+            world.serve(self._donor.serve, FIRST)
+
+    def follow(self, orders: Orders, changed: Callable[[], object]) -> None:
+        """Have `changed` called with what the others have changed, and orders wait for healing."""
+        orders.why_not = self.why_no_order
+        self.on_joined.append(changed)
+
+    def why_no_order(self) -> str:
+        """Say who is healing here, to whom an order for all would come too late; empty if nobody.
+
+        Any thread.
+        """
+        if self.is_due:
+            return "this cluster is healing itself"
+        healing = [] if self._donor is None else self._donor.healing
+        named = ", ".join(map(str, healing))
+        return f"cluster {named} is healing: ask again once it is back" if healing else ""
 
     @property
     def is_before_first_part(self) -> bool:

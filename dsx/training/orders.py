@@ -63,6 +63,7 @@ class Orders:
         self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._lock = threading.Lock()
         self._desk = desk
+        self.why_not: Callable[[], str] = str  # why no order may be given now; empty if one may
         if desk is not None:
             desk.verbs["progress"] = self._tell
             desk.facts.append(lambda: {"orders": self._under_way()})
@@ -72,7 +73,7 @@ class Orders:
     ) -> None:
         """Take orders of a kind; `check` returns what goes along, or raises ValueError."""
         if self._desk is not None:
-            self._desk.verbs[do] = lambda request: self._post(do, request, check(request))
+            self._desk.verbs[do] = lambda request: self._take(do, request, check)
 
     def due(self) -> list[Order]:
         """Return the orders that take effect now; at every boundary, on every rank."""
@@ -94,6 +95,17 @@ class Orders:
             self._kept[order.id].update(state=state, **more)
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
+
+    def _take(
+        self,
+        do: str,
+        request: Mapping[str, Any],
+        check: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+    ) -> Mapping[str, Any]:
+        why = "" if do == "stop" else self.why_not()
+        if why:
+            raise ValueError(f"dsx ctl {do} is for all clusters at one step, and {why}")
+        return self._post(do, request, check(request))
 
     def _post(
         self, do: str, request: Mapping[str, Any], more: Mapping[str, Any]

@@ -86,7 +86,7 @@ class Preemption:
         )
         self.orders.offer("stop")
         self.asked_saves = AskedSaves(self.orders, self, world.rank == 0)
-        self._changing = Changing(world, loop, self.orders)
+        self.changing = Changing(world, loop, self.orders)
         self._stop: Order | None = None
         self._final: Reason | None = None  # if it is another one than that of the stop
         self._parting = Parting(
@@ -156,7 +156,7 @@ class Preemption:
     def loaded(self, directory: Path) -> None:
         """Go on from a checkpoint. Collective in the cluster."""
         self.follow(directory)
-        self._changing.loaded()
+        self.changing.loaded()
         is_open = self._loop.deferral.is_deferred
         self._has_open_boundary = self._world.in_cluster().any("what was put off", is_open)
 
@@ -288,7 +288,7 @@ class Preemption:
             if order.do == "save":
                 self.asked_saves.add(order)
             elif order.do == "set":
-                self._changing.take(order)
+                self.changing.take(order)
             elif order.do == "stop" and self._stop is None:
                 self._stop = order
                 self.place.ask(Reason(order.cluster, ORDERED))

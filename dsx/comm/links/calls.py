@@ -50,9 +50,18 @@ class Calls:
         self.by_monitor: dict[Any, Call] = {}
         self._numbers = itertools.count(1)  # of connections: a later one replaces an earlier
 
-    def reaches(self, peer: Peer) -> bool:
-        """Whether a peer is called."""
-        return any(call.peer is peer for call in self.by_socket.values())
+    def reach(self, peer: Peer, count: int, address: tuple[str, int]) -> None:
+        """Call a peer at `host:port` and a slot there by `count` connections, if that is not done.
+
+        What was called elsewhere for it, as for a process before it, is ended.
+        """
+        calls = [call for call in self.by_socket.values() if call.peer is peer]
+        if any(call.address == address for call in calls):
+            return
+        for call in calls:
+            self.hang_up(call)
+        for index in range(count):
+            self.call(peer, index, address)
 
     def move(self, before: Peer, after: Peer) -> Peer:
         """Go on calling at the same addresses, for another process, which is returned."""

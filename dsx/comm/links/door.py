@@ -66,7 +66,7 @@ class Door:
     ) -> None:
         """`hello` is what clusters compare when they meet. `come` is told of ranks to expect."""
         self._told = {"session": session, "hello": dict(hello), "places": own.places}
-        self._members, self._come = members, come
+        self._link, self._members, self._come = link, members, come
         link.serve(self._serve, DOOR)
 
     def _serve(self, asker: Name, body: bytes, answer: Answer) -> None:
@@ -84,9 +84,8 @@ class Door:
 
         def let_in() -> None:
             self._come(asker[0], ranks)
-            answer_later(b"{}")
+            self._link.soon(lambda: answer(b"{}"))  # sockets are of the link's thread
 
-        answer_later = answer
         threading.Thread(target=let_in, name="dsx-door", daemon=True).start()
 
 

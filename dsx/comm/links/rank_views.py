@@ -74,13 +74,14 @@ class Board:
 
     def lost(self) -> Mapping[int, tuple[int, str]]:
         """Return whom other ranks have lost: how often it had been let in again, and why."""
-        if self._store is not None and time.monotonic() > self._look_at:
-            self._look_at = time.monotonic() + _LOOK_SECONDS
-            for cluster in self._others:
-                key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
-                if cluster not in self._lost and self._store.check([key]):
-                    self._lost[cluster] = self._store.get(key).decode()
-        return {id: (self._come.get(id, 0), why) for id, why in self._lost.items()}
+        with self._lock:
+            if self._store is not None and time.monotonic() > self._look_at:
+                self._look_at = time.monotonic() + _LOOK_SECONDS
+                for cluster in self._others:
+                    key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
+                    if cluster not in self._lost and self._store.check([key]):
+                        self._lost[cluster] = self._store.get(key).decode()
+            return {id: (self._come.get(id, 0), why) for id, why in self._lost.items()}
 
 
 class FirstRankViews:

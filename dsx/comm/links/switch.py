@@ -103,15 +103,15 @@ class Switch:
             peer.incarnation, peer.is_chosen = incarnation, True
         if self._trust is not None and not self._trust.keys_of(name[0]):
             self.give_up(peer, "it has no key, or its key has been revoked")
-        if address is not None and peer.error is None and not self._calls.reaches(peer):
-            for index in range(self._options.streams + 1):
-                self._calls.call(peer, index, (address, slot))
+        if address is not None and peer.error is None:
+            self._calls.reach(peer, self._options.streams + 1, (address, slot))
 
     def _readmitted(self, peer: Peer, incarnation: int) -> Peer:
         """Return who takes a peer's place if this is a later process: that one has ended then."""
         if self._ended or not (self.readmits and peer.is_before(incarnation)):
             return peer
         self.give_up(peer, "another process has taken its place")  # unless it had been before
+        self._routes = {i: to for i, to in self._routes.items() if to[0] is not peer}
         del self.peers[name := (peer.cluster_id, peer.rank)]
         return self._calls.move(peer, self.peer(name))
 
