@@ -56,8 +56,8 @@ class Clerk:
     ) -> None:
         """`incarnations` are those of the first ranks of all clusters, which have met.
 
-        `lost_elsewhere`: the clusters that other ranks of this one have lost, how many processes
-        of theirs had come and gone before, and what is said.
+        `lost_elsewhere`: the clusters that other ranks of this one have lost, of which process of
+        its first rank (0: of the first that was here), and what is said.
         `joins`: a run goes on already, which this cluster asks to be taken into; of others than
         itself `incarnations` then say nothing but that there may be such a cluster.
         """
@@ -84,7 +84,7 @@ class Clerk:
         self._inbox: queue.Queue[tuple[Name, bytes]] = queue.Queue(_MOST_WAITING)
         self._gone: dict[int, str] = {}
         self._seen: dict[int, int] = {}  # the last process of each cluster
-        self._num_seen: dict[int, int] = {}  # how many there were before it
+        self._first_seen: dict[int, int] = {}
         self._num_refused = 0
         self._has_finished = self._has_said_so = False  # this cluster has done its work
         self._is_over = False  # all have
@@ -225,10 +225,10 @@ class Clerk:
                 continue
             if is_later and incarnation is not None:
                 self._gone.pop(cluster, None)
-                self._num_seen[cluster] = self._num_seen.get(cluster, -1) + 1
+                self._first_seen.setdefault(cluster, incarnation)
                 self._seen[cluster] = incarnation
             of, told = elsewhere.get(cluster, (0, ""))
-            is_of_this = of == self._num_seen.get(cluster, 0)
+            is_of_this = (of or self._first_seen.get(cluster, 0)) == self._seen.get(cluster, 0)
             if why := self._link.why_gone((cluster, 0)) or (told if is_of_this else ""):
                 self._gone[cluster] = why
                 self._repeats.forget(cluster)

@@ -40,6 +40,7 @@ class Board:
         self._lost: dict[int, str] = {}
         self._look_at = 0.0
         self._come: dict[int, int] = {}  # how often a cluster has been let in again
+        self._process: dict[int, int] = {}  # of its first rank, the last that was
 
     def tell(self, told: Told) -> None:
         """Put up a membership, or why there will be none."""
@@ -67,13 +68,16 @@ class Board:
         with self._lock:
             number = sum(self._come.values()) + 1
             self._come[cluster] = self._come.get(cluster, 0) + 1
+            self._process[cluster] = int(json.loads(ranks)[0][2])
             self._lost.pop(cluster, None)
             if self._store is not None:
                 told = json.dumps([cluster, self._come[cluster], ranks])
                 self._store.set(f"come/{number}", told)
 
     def lost(self) -> Mapping[int, tuple[int, str]]:
-        """Return whom other ranks have lost: how often it had been let in again, and why."""
+        """Return whom other ranks have lost: which process of its first rank that has been let in
+        again (0: none was), and why.
+        """  # fmt: skip
         with self._lock:
             if self._store is not None and time.monotonic() > self._look_at:
                 self._look_at = time.monotonic() + _LOOK_SECONDS
@@ -81,7 +85,7 @@ class Board:
                     key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
                     if cluster not in self._lost and self._store.check([key]):
                         self._lost[cluster] = self._store.get(key).decode()
-            return {id: (self._come.get(id, 0), why) for id, why in self._lost.items()}
+            return {id: (self._process.get(id, 0), why) for id, why in self._lost.items()}
 
 
 class FirstRankViews:
