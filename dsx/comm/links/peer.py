@@ -218,7 +218,7 @@ class Peer:
         """Do not count a time in which this process itself has not looked."""
         now = time.monotonic()
         self._heard_at = min(self._heard_at + seconds, now)
-        self._stall.begin(now)
+        self._stall.excuse(seconds, now)
         if self._lost_at is not None:
             self._lost_at = min(self._lost_at + seconds, now)
 

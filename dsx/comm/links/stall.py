@@ -25,9 +25,9 @@ class Stall:
             self._in_a_row = 0
         return waited if waited > limit else None
 
-    def begin(self, now: float) -> None:
-        """Count from now: this process has stood still, and has not looked."""
-        self._since = now
+    def excuse(self, seconds: float, now: float) -> None:
+        """Do not count a time in which this process itself has not looked."""
+        self._since = min(self._since + seconds, now)
 
     def renewed(self, now: float) -> None:
         """Count anew, with twice the patience, if this is not the first time in a row."""

@@ -42,6 +42,7 @@ from dsx.method.schedule.base import Interval, Schedule
 from dsx.method.schedule.layer_assignment import Table, equal_numbers, layer_table
 
 _TOLERATED_CHANGE = 0.2
+_MOST_STEPS = 100_000  # of a period, as there is an entry for each
 Assignment = Literal["optimal", "equal_numbers"]
 
 
@@ -96,6 +97,12 @@ class Layerwise(Schedule):
                     f"schedule.{name} has {len(values)} numbers for {num_fragments} layers "
                     "(fragments); give one per layer, in model order"
                 )
+        if self.interval > _MOST_STEPS:
+            raise ValueError(
+                f"schedule.interval={self.interval} is more than {_MOST_STEPS}, the most that a "
+                "schedule layer by layer has a table for; use a smaller one, or schedule.type "
+                "'periodic'"
+            )
         if self.backward_seconds is not None and self.transfer_seconds is not None:
             self.table(self.backward_seconds, self.transfer_seconds, self.interval)
 

@@ -46,7 +46,7 @@ def check(sites: list[Site], least_steps: int = 20) -> None:
 HEALED = [name for name, case in ALL_CASES.items() if not why_not(case.method(3), 1)]
 REFUSED = [name for name in ALL_CASES if name not in HEALED]
 QUICK = ("diloco", "recommended")
-IN_CI = ("streaming_diloco", "eager_2", "dilocox", "co2", "cocktail_sgd", "overlap_local_sgd")
+IN_CI = ("streaming_diloco", "eager_2", "dilocox", "co2", "overlap_local_sgd")
 CASES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.ci if name in IN_CI else
                  pytest.mark.slow) for name in HEALED
