@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.bench.chaos.check import Verdict, check
-from dsx.bench.chaos.faults import KINDS, Fault, Kind, draw
+from dsx.bench.chaos.faults import KINDS, LOSSES, Fault, Kind, draw
 from dsx.bench.chaos.job import Preset
 from dsx.bench.chaos.logs import Window
 from dsx.bench.chaos.run import clusters_of
@@ -37,6 +37,7 @@ class Options:
     suspect_seconds: float = 8.0
     longest_pause: float = 2.0
     undisturbed: bool = True
+    comes_back: bool = True
 
     def __post_init__(self) -> None:
         require_choice("--preset", self.preset, Preset)
@@ -80,7 +81,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
     """Run it; `tell` gets a line per fault. NoProgress where those who are left do not go on."""
     faults = draw(
         options.seed, options.num_events, options.num_clusters, options.num_ranks, options.kinds,
-        options.longest_pause,
+        options.longest_pause, options.comes_back,
     )  # fmt: skip
     windows: list[Window] = []
     tell(f"starting {options.num_clusters} clusters of {options.num_ranks} ranks")
@@ -89,7 +90,10 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
         for number, fault in enumerate(faults, start=1):
             window = clusters.suffer(fault)
             windows.append(window)
-            tell(f"{number}/{len(faults)} {say(fault)}: {window.end - window.begin:.1f} s")
+            told = f"{number}/{len(faults)} {say(fault)}: {window.end - window.begin:.1f} s"
+            if options.comes_back and fault.kind in LOSSES:
+                told += f", back after {clusters.bring_back(fault.cluster):.1f} s"
+            tell(told)
         clusters.end()
         verdict = check(clusters.logs(), windows, everyone - {*clusters.alive})
     loss = None

@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsx.bench.chaos.logs import Record, Window, last
+from dsx.bench.chaos.logs import Record, Window, last, of_last_process
 
 Rank = tuple[int, int]  # cluster, rank
 Launch = tuple[int, int]  # fragment, step
@@ -51,13 +51,13 @@ def check(
 ) -> Verdict:
     """Read the logs of all ranks, and the times of the faults; `lost` clusters were killed."""
     verdict = Verdict(events=dict(sorted(Counter(w.kind for w in windows).items())))
-    ended = {rank: end for rank, log in logs.items() if (end := last(log, "end"))}
+    ended = {rank: end for rank, log in logs.items() if (end := last(of_last_process(log), "end"))}
     if not ended:
         verdict.problems.append("no rank has come to the end")
     for rank, log in logs.items():
         if rank[0] in lost:  # on purpose
             continue
-        if failed := last(log, "failed"):
+        if failed := last(of_last_process(log), "failed"):
             verdict.problems.append(f"cluster {rank[0]}, rank {rank[1]}: {failed['why']}")
     _check_rounds(logs, ended, verdict)
     _check_end(ended, verdict)
@@ -82,7 +82,7 @@ def _check_rounds(
         for (cluster, rank), log in logs.items():
             if rank != lane:
                 continue
-            launches = [r for r in log if r["what"] == "launch"]
+            launches = [r for r in of_last_process(log) if r["what"] == "launch"]
             due[cluster] = {(r["fragment"], r["step"]) for r in launches}
             for record in log:
                 if record["what"] in ("commit", "refused"):

@@ -43,6 +43,9 @@ def chaos(
     undisturbed: Annotated[
         bool, Option(help="Train as many samples without faults, too, for its loss.")
     ] = True,
+    comes_back: Annotated[
+        bool, Option(help="Start a cluster again that was killed: it joins the run that goes on.")
+    ] = True,
     out: Annotated[
         Path | None, Option(help="Where logs go, a new folder; default: one in /tmp.")
     ] = None,
@@ -54,7 +57,8 @@ def chaos(
 
     Every rank is a process that writes down what it does; the count is made from that alone. Faults
     follow from --seed: kill_rank, kill_cluster, kill_leader, pause, reset, cut, cut_one_way,
-    garble, not_finite, too_large, clock. Clusters that are lost stay lost, and two are always left.
+    garble, not_finite, too_large, clock. A cluster that was killed is started again and joins the
+    others; or it stays away, and two are always left.
     Exit status 1 where a round or a sample is lost, hashes differ, or anybody does not go on.
     """
     require_place("--json", json_file)
@@ -62,7 +66,7 @@ def chaos(
         engine, kinds, out or Path(tempfile.mkdtemp(prefix="dsx-chaos-")) / "run", json_file,
         preset=preset, num_clusters=clusters, num_ranks=ranks, num_events=events, seed=seed,
         step_seconds=step_seconds, suspect_seconds=suspect_seconds, longest_pause=longest_pause,
-        undisturbed=undisturbed,
+        undisturbed=undisturbed, comes_back=comes_back,
     )  # fmt: skip
     if status:
         raise typer.Exit(status)

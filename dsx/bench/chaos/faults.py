@@ -1,8 +1,8 @@
 """Which faults a run is given, in which order: everything follows from a seed.
 
-A loss is for good, as nobody joins a run that goes on: so losses are spread over the run, and come
-only while more than half of those who train are left, and two of them. Whatever cannot be drawn
-any more is drawn anew.
+Where a cluster that is lost is started again, any may be lost at any time. Where losses are for
+good, they are spread over the run, and come only while more than half of those who train are left,
+and two of them.
 """
 
 from __future__ import annotations
@@ -49,16 +49,19 @@ def draw(
     num_ranks: int,
     kinds: Sequence[Kind] = KINDS,
     longest_pause: float = 2.0,
+    comes_back: bool = False,
 ) -> list[Fault]:
-    """Return `count` faults; a cluster that is lost gets no more. Deterministic.
+    """Return `count` faults. Deterministic. A cluster that is lost gets no more, or `comes_back`.
 
-    `longest_pause` of a cluster or its line, in seconds. The cluster that leads is the living one
-    with the lowest id, as long as nobody else had to take over.
+    `longest_pause` of a cluster or its line, in seconds. The cluster that leads is taken to be the
+    living one with the lowest id, as it is until somebody else had to take over.
     """
     chance = random.Random(seed)
     alive = list(range(num_clusters))
     losing: list[Kind] = [kind for kind in kinds if kind in LOSSES]
     passing: list[Kind] = [kind for kind in kinds if kind not in LOSSES]
+    if comes_back:
+        losing, passing = [], list(kinds)
     num_losses = min(count, num_clusters - _FEWEST_LEFT) if losing else 0
     if not passing:
         count = num_losses
@@ -71,7 +74,7 @@ def draw(
             alive.remove(cluster)
         else:
             kind = chance.choice(passing)
-            cluster = chance.choice(alive)
+            cluster = alive[0] if kind == "kill_leader" else chance.choice(alive)
         seconds = chance.uniform(0.2, longest_pause)
         if kind == "clock":
             seconds = chance.choice([-86_400.0, -3.0, 3.0, 86_400.0])

@@ -31,6 +31,12 @@ class Tail:
         self._path, self._read = path, 0
         self.records: list[Record] = []
         self.step = 0  # the last one taken
+        self._since = 0  # of how many records the process of now knows nothing
+
+    def begins_anew(self) -> None:
+        """Another process writes from now on."""
+        self.look()
+        self._since, self.step = len(self.records), 0
 
     def look(self) -> None:
         """Read what is new; a line that is not whole yet is left for the next time."""
@@ -51,8 +57,14 @@ class Tail:
                 self.step = record["step"]
 
     def has(self, *what: str) -> bool:
-        """Return whether there is a record of one of these kinds."""
-        return any(record["what"] in what for record in self.records)
+        """Return whether the process of now has written a record of one of these kinds."""
+        return any(record["what"] in what for record in self.records[self._since :])
+
+
+def of_last_process(records: Sequence[Record]) -> Sequence[Record]:
+    """Return what the last process of a rank has written."""
+    begins = [i for i, record in enumerate(records) if record["what"] == "begin"]
+    return records[begins[-1] :] if begins else records
 
 
 def last(records: Sequence[Record], what: str) -> Record | None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.bench.chaos.faults import LOSSES, Fault
-from dsx.bench.chaos.job import Job, give_orders, log_path, output_path
+from dsx.bench.chaos.job import Job, give_orders, log_path, orders_path, output_path
 from dsx.bench.chaos.lines import Lines
 from dsx.bench.chaos.logs import Record, Tail, Window, last
 from dsx.comm.links.key_changes import add_key, make_key
@@ -96,16 +96,22 @@ class Clusters:
         """Start every rank, and wait until all have trained some steps."""
         self._until(lambda: self._is_ready, _START_SECONDS, "the nursery is not ready")
         for cluster in range(self._job.num_clusters):
-            port = _free_port()
-            for rank in range(self._job.num_ranks):
-                environment = {
-                    "RANK": str(rank), "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(self._job.num_ranks),
-                    "LOCAL_WORLD_SIZE": str(self._job.num_ranks),
-                    "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                }  # fmt: skip
-                self._nursery.ask(cluster=cluster, rank=rank, environment=environment)
+            self._launch(cluster)
         self._until_steps({c: _QUIET_STEPS for c in self.alive}, _START_SECONDS, "the start")
+
+    def bring_back(self, cluster: int) -> float:
+        """Start a cluster again, and wait until it trains with the others; return how long."""
+        began, what = time.monotonic(), f"cluster {cluster} is started again"
+        for rank in range(self._job.num_ranks):
+            self.tails[cluster, rank].begins_anew()
+        self._clock[cluster] = 0.0
+        orders_path(self._directory, cluster).unlink(missing_ok=True)
+        self._until(lambda: not self._has_processes(cluster), self._patience, what)
+        self._launch(cluster)
+        self.alive = sorted([*self.alive, cluster])
+        self._until_steps({cluster: self._furthest() + 1}, _START_SECONDS, what)
+        self._until(self._know_who_is_left, self._patience, f"{what}: not all know it")
+        return time.monotonic() - began
 
     def suffer(self, fault: Fault) -> Window:
         """Do what is asked, and wait until all that are left have gone on; NoProgress if not."""
@@ -196,6 +202,19 @@ class Clusters:
         finally:
             for pid in own:
                 os.kill(pid, signal.SIGCONT)
+
+    def _launch(self, cluster: int) -> None:
+        """Have all ranks of a cluster started."""
+        port, count = _free_port(), str(self._job.num_ranks)
+        for rank in range(self._job.num_ranks):
+            environment = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count,
+                "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            }  # fmt: skip
+            self._nursery.ask(cluster=cluster, rank=rank, environment=environment)
+
+    def _has_processes(self, cluster: int) -> bool:
+        return any(of == cluster for of, _ in self._pids.values())
 
     def _has_launched(self, cluster: int, step: int) -> bool:
         launch = last(self.tails[cluster, 0].records, "launch")

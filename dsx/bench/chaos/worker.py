@@ -70,7 +70,8 @@ class Watch:
         self._loop, self._log = handle.loop, log
         history = self._loop.history
         self._launches, self._rounds = list(history.launches), list(history.rounds)
-        self._applied = {fragment: 0 for fragment in range(history.num_fragments)}
+        self._applied = dict.fromkeys(range(history.num_fragments), 0)
+        self._applied |= {f: transfer.launched for f, transfer in self._loop.last_applied.items()}
 
     def look(self) -> bool:
         """Write what is new: at most one of each fragment, as a period has more than one step.
@@ -181,6 +182,7 @@ def _train(job: Job, cluster: int, rank: int, log: RankLog) -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     handle = dsx.attach(model, optimizer, config=job.dsx(cluster))
+    handle.settle()  # where the others train already, it is behind this that it is one of them
     watch = Watch(handle, log)
     orders = Orders(orders_path(Path(job.directory), cluster), job.last_step)
     while handle.step < orders.given["last_step"]:
