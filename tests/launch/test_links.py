@@ -16,6 +16,8 @@ from dsx.comm.links.key_changes import add_key, make_key
 from tests.comm.links.clusters import Line
 from tests.distributed import free_port
 from tests.installed import needs
+from tests.launch.test_healing import NAMES as THREE
+from tests.launch.test_healing import configs_of
 from tests.launch.test_launch import launch, results, write_config
 
 pytestmark = [needs("deepspeed"), pytest.mark.ci]
@@ -125,34 +127,20 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
 
     What the two save, all three go on from: the first one takes the state of the second.
     """
-    names = ("berlin", "oslo", "rome")
-    ports = dict.fromkeys(names, 0) | {name: free_port() for name in names[:2]}
-    made = {name: make_key(tmp_path / name, name)[-1] for name in names}
-    configs: list[Path] = []
-    for name in names:
-        for other in names:
-            if other != name:
-                add_key(tmp_path / name, made[other])
-        path = write_config(tmp_path / f"{name}.json", num_clusters=3)
-        config: dict[str, Any] = json.loads(path.read_text())
+
+    def change(config: dict[str, Any]) -> None:
         if preset == "recommended":  # codes are made at a launch, and two of each under way
             kept = {"clusters": config["dsx"]["clusters"], "schedule": {"interval": 4}}
             config["dsx"] = {"preset": preset, "delay": {"steps": 3}, **kept}
-        config["dsx"]["link"] = {
-            "security": "curve",
-            "members": [f"{n}=127.0.0.1:{ports[n]}" if ports[n] else n for n in names],
-            "keys": str(tmp_path / name),
-            "port": ports[name] or 29400,
-        }
-        path.write_text(json.dumps(config))
-        configs.append(path)
+
+    configs = configs_of(tmp_path, change)
 
     def start(way: str, *args: Any) -> list[Any]:
         saved = ["--save-dir", tmp_path / "saved", "--out", tmp_path / way]
         return [
             launch(f"{way}_{name}", 2, "--deepspeed_config", configs[m], *saved, *args,
                    "--step-seconds", 0.1, "--dsx-cluster-id", m)
-            for m, name in enumerate(names)
+            for m, name in enumerate(THREE)
         ]  # fmt: skip
 
     clusters = start("first", "--steps", 30)
