@@ -263,7 +263,7 @@ class Switch:
             frame, body = read
             if frame.kind == HELLO:
                 self._take_hello(frame.sender, bytes(body), call)
-            elif call.index in call.peer.connections:
+            elif call.peer.is_over(call.index, call.socket):
                 self._give(call.peer, frame, body)
 
     def _read(self, parts: list[Any], sender: int | None) -> tuple[Frame, memoryview] | None:
