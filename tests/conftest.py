@@ -21,8 +21,15 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long goes first: where files are shared out, it must not be last."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What takes long goes first: where files are shared out, it must not be last.
+
+    `-m ci` leaves out what is slow, also in files of which all else is for `ci`.
+    """
+    if config.getoption("markexpr") == "ci":
+        slow = {item for item in items if item.get_closest_marker("slow")}
+        items[:] = [item for item in items if item not in slow]
+        config.hook.pytest_deselected(items=[*slow])
 
     def order(item: pytest.Item) -> tuple[bool, bool]:
         has_ranks = hasattr(getattr(item, "module", None), "run_distributed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def test_what_is_refused_or_takes_too_long(tmp_path: Path) -> None:
     with three_clusters(tmp_path) as run:
         orders_of(run, "save", check=refuse)
         done = ctl("save", run.configs[0])
-        assert done.exit_code == 2 and "(cluster 0): this run has nowhere to save" in done.stderr
+        assert done.exit_code == 2  # whoever is asked
+        assert re.search(r"\(cluster \d\): this run has nowhere to save", done.stderr)
     with three_clusters(tmp_path / "again") as run:
         orders_of(run, "stop")
         done = ctl("stop", run.configs[0], "--wait", 1)
