@@ -33,6 +33,7 @@ class Call:
     socket: Any
     monitor: Any
     number: int = 0  # of the connection that stands, or stood last
+    greeted: Peer | None = None  # whose process answers, or answered last
 
 
 class Calls:

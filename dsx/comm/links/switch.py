@@ -14,6 +14,7 @@ from typing import Any
 import zmq
 
 from dsx.comm.links import sockets
+from dsx.comm.links.callers import Caller, Callers
 from dsx.comm.links.calls import Call, Calls
 from dsx.comm.links.dropped import Dropped
 from dsx.comm.links.frames import (
@@ -38,7 +39,6 @@ from dsx.comm.links.requests import Name, Requests
 
 _AT_ONCE = 256  # frames taken from a socket before others have their turn
 _LINGER_MILLISECONDS = 500  # for what a socket that is closed has not sent yet
-_PORT_SECONDS = 5.0
 _MOST_PAUSE_SECONDS = 0.2  # between two looks of a thread that gets its turns
 _MOST_IO_THREADS = 4  # of libzmq, which encrypt: as many as there are streams
 _MOST_UNEXPECTED = 4096  # ranks of a cluster that have called and were not expected, yet or at all
@@ -62,7 +62,6 @@ class Switch:
         self.poller = zmq.Poller()
         self.peers: dict[Name, Peer] = {}  # read by others
         self._num_unexpected: Counter[int] = Counter()  # of them, by cluster
-        self._routes: dict[bytes, tuple[Peer, int]] = {}  # of those that have called
         try:
             self._open(trust, options)
         except BaseException:  # a context that is left to the garbage collector may block it
@@ -81,7 +80,8 @@ class Switch:
         self._door = None if trust is None else sockets.Door(self._context, trust, refused)
         if self._door is not None:
             self.poller.register(self._door.socket, zmq.POLLIN)
-        self._listen(options.port)
+        self._callers = Callers(self._context, self.poller, trust, options)
+        self.port = self._callers.port
 
     def peer(self, name: Name) -> Peer:
         """Return a peer, a new one if it is not known yet."""
@@ -111,7 +111,7 @@ class Switch:
         if self._ended or not (self.readmits and peer.is_before(incarnation)):
             return peer
         self.give_up(peer, "another process has taken its place")  # unless it had been before
-        self._routes = {i: to for i, to in self._routes.items() if to[0] is not peer}
+        self._callers.forget(peer)
         del self.peers[name := (peer.cluster_id, peer.rank)]
         return self._calls.move(peer, self.peer(name))
 
@@ -121,7 +121,7 @@ class Switch:
         for each in ready:
             if self._door is not None and each is self._door.socket:
                 self._door.answer()
-            elif each is self._listening:
+            elif each is self._callers.socket:
                 self._take_called()
             elif each in self._calls.by_monitor:
                 call = self._calls.by_monitor[each]
@@ -132,6 +132,7 @@ class Switch:
                         call.peer.close(call.index)
             elif each in self._calls.by_socket:
                 self._take_calling(self._calls.by_socket[each])
+        self._callers.close_ended()
         self._look()
         return before != [(peer.is_there, peer.error) for peer in self.peers.values()]
 
@@ -150,22 +151,6 @@ class Switch:
         self._calls.end(_LINGER_MILLISECONDS)
         self._context.destroy(_LINGER_MILLISECONDS)
 
-    def _listen(self, port: int) -> None:
-        host, dscp = self._options.host, self._options.dscp
-        self._listening, self.port = sockets.listen(self._context, host, port, self._trust, dscp)
-        self.poller.register(self._listening, zmq.POLLIN)
-
-    def _listen_again(self, port: int) -> None:
-        """Take a port that this link has let go, which libzmq does a moment later."""
-        until = time.monotonic() + _PORT_SECONDS
-        while True:
-            try:
-                return self._listen(port)
-            except OSError:
-                if time.monotonic() > until:
-                    raise
-                time.sleep(0.01)
-
     def _look(self) -> None:
         """Look after peers, and after keys now and then."""
         now = time.monotonic()
@@ -181,7 +166,7 @@ class Switch:
                 self.give_up(peer, why)
                 if peer.is_visitor:
                     del self.peers[peer.cluster_id, peer.rank]
-                    self._routes = {i: to for i, to in self._routes.items() if to[0] is not peer}
+                    self._callers.forget(peer)
             elif peer.error is None:
                 if stall := peer.stall(now):
                     logger.warning("%s: %s, and its connections are made anew", peer, stall)
@@ -208,12 +193,7 @@ class Switch:
         if trust.public_key != self._own_key:
             self._own_key = trust.public_key
             logger.warning("this cluster's key has changed: its connections are made anew")
-            self.poller.unregister(self._listening)
-            self._listening.close(0)
-            for peer, index in self._routes.values():
-                peer.close(index)
-            self._routes.clear()
-            self._listen_again(self.port)
+            self._callers.listen_again()
             self._calls.renew()
 
     def _connection_of(self, call: Call) -> Connection:
@@ -226,11 +206,7 @@ class Switch:
 
     def _take_called(self) -> None:
         """Take what those send who have called here."""
-        for _ in range(_AT_ONCE):
-            try:
-                identity, *parts = self._listening.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
+        for identity, parts in self._callers.frames(_AT_ONCE):
             sender, key = None, None
             if self._trust is not None:
                 key = sockets.key_of_text(parts[-1].get("User-Id").encode())
@@ -242,12 +218,13 @@ class Switch:
             if read is None:
                 continue
             frame, body = read
-            known = self._routes.get(identity.bytes)
+            known = self._callers.whose(identity)
             if frame.kind == HELLO:
-                self._take_hello(frame.sender, bytes(body), (identity.bytes, key))
+                by = Caller(identity, int(parts[-1].get(zmq.SRCFD)), key)
+                self._take_hello(frame.sender, bytes(body), by)
             elif known is None:
                 self._drop("a frame before a greeting", f"cluster {frame.sender}")
-            elif known[1] in known[0].connections:
+            else:  # of the process that is meant, also if it has ended since
                 self._give(known[0], frame, body)
 
     def _take_calling(self, call: Call) -> None:
@@ -263,7 +240,7 @@ class Switch:
             frame, body = read
             if frame.kind == HELLO:
                 self._take_hello(frame.sender, bytes(body), call)
-            elif call.peer.is_over(call.index, call.socket):
+            elif call.greeted is call.peer:
                 self._give(call.peer, frame, body)
 
     def _read(self, parts: list[Any], sender: int | None) -> tuple[Frame, memoryview] | None:
@@ -281,6 +258,8 @@ class Switch:
 
     def _give(self, peer: Peer, frame: Frame, body: memoryview) -> None:
         """Hand a frame to whom it is for."""
+        if peer.error is not None:
+            return
         peer.heard()
         mailbox = peer.mailbox
         try:
@@ -304,7 +283,7 @@ class Switch:
         except BadFrame as error:
             self._drop(str(error), f"{peer}")
 
-    def _take_hello(self, sender: int, body: bytes, by: Call | tuple[bytes, bytes | None]) -> None:
+    def _take_hello(self, sender: int, body: bytes, by: Call | Caller) -> None:
         """Take a greeting: of who has called (identity and key), or the answer to one's own."""
         try:
             hello = Hello.read(body)
@@ -334,15 +313,14 @@ class Switch:
         if peer.error is not None:
             return self._drop("a greeting of a process that has been given up", f"{peer}")
         if isinstance(by, Call):
+            by.greeted = peer
             peer.open(index, self._connection_of(by))
             return
-        identity, key = by
         known = peer.connections.get(index)
         if known is not None and known.number > hello.number:
             return  # of a connection that has been replaced
-        self._routes = {i: to for i, to in self._routes.items() if to != (peer, index)}
-        self._routes[identity] = (peer, index)
-        connection = Connection(self._listening, identity, hello.number, key)
+        self._callers.take(peer, index, by)
+        connection = Connection(self._callers.socket, by.identity, hello.number, by.key)
         self._greet(connection, index)
         peer.open(index, connection)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -58,3 +59,36 @@ def test_last_words_of_the_one_before_are_not_taken_for_the_new_ones() -> None:
     assert ends == [None] and bytes(place) == b"its word"
     for switch in (before, now, here):
         switch.end("over")
+
+
+def two_that_have_met() -> tuple[Switch, Switch]:
+    """The first is called by the second, and asks for no sign of life."""
+    here, there = (Switch(name, None, LinkOptions(), Pace(None)) for name in (HERE, THERE))
+    there.expect(HERE, f"127.0.0.1:{here.port}", None)
+    until(lambda: here.peer(THERE).is_there and there.peer(HERE).is_there,
+          lambda: pump(here), lambda: pump(there))  # fmt: skip
+    here.peer(THERE)._probe_at = math.inf
+    return here, there
+
+
+def test_who_is_called_sees_that_its_caller_has_ended_though_it_sends_nothing() -> None:
+    here, there = two_that_have_met()
+    there._context.destroy(0)
+    until(lambda: not here.peer(THERE).connections, lambda: pump(here))
+    until(lambda: here.peer(THERE).error is not None, lambda: pump(here))
+    assert "was closed and did not come back" in str(here.peer(THERE).error)
+    here.end("over")
+
+
+def test_what_a_caller_has_sent_before_it_ended_is_taken() -> None:
+    here, there = two_that_have_met()
+    count, place, ends = 600, bytearray(8), list[Any]()
+    for tag in range(count):
+        there.peer(HERE).mailbox.send(LANE, tag, memoryview(b"its word"), lambda error: None)
+        there.take({})
+    there._context.destroy(1000)
+    until(lambda: bool(here._callers.monitor.getsockopt(zmq.EVENTS) & zmq.POLLIN), lambda: None)
+    until(lambda: not here.peer(THERE).connections, lambda: pump(here))
+    here.peer(THERE).mailbox.receive(LANE, count - 1, memoryview(place), ends.append)
+    assert ends == [None] and bytes(place) == b"its word"
+    here.end("over")
