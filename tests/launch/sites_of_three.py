@@ -13,7 +13,7 @@ from typing import Any
 
 from dsx.comm.links.key_changes import add_key, make_key
 from tests.distributed import free_port
-from tests.launch.test_launch import Launcher, write_config
+from tests.launch.test_launch import SCRIPT, Launcher, write_config
 
 NAMES = ("berlin", "oslo", "rome")
 
@@ -21,8 +21,14 @@ NAMES = ("berlin", "oslo", "rome")
 class Sites:
     """Their configurations, and their launchers once they are started."""
 
-    def __init__(self, folder: Path, launch: Any, names: tuple[str, ...] = NAMES) -> None:
-        self.names, self._folder, self._launch = names, folder, launch
+    def __init__(
+        self,
+        folder: Path,
+        launch: Any,
+        names: tuple[str, ...] = NAMES,
+        script: Path = SCRIPT,
+    ) -> None:
+        self.names, self._folder, self._launch, self._script = names, folder, launch, script
         ports = {name: free_port() if m < 2 else 0 for m, name in enumerate(names)}
         made = {name: make_key(folder / name, name)[-1] for name in names}
         self.configs: list[Path] = []
@@ -53,11 +59,17 @@ class Sites:
     def start(self, way: str, *args: Any, step_seconds: float = 0.1) -> list[Launcher]:
         """Start a launcher per site."""
         self.launchers = [
-            self._launch(f"{way}_{name}", 2, "--deepspeed_config", self.configs[m], *args,
-                         "--step-seconds", step_seconds, "--dsx-cluster-id", m)
-            for m, name in enumerate(self.names)
+            self.start_one(m, way, *args, step_seconds=step_seconds)
+            for m in range(len(self.names))
         ]  # fmt: skip
         return self.launchers
+
+    def start_one(self, m: int, way: str, *args: Any, step_seconds: float = 0.1) -> Launcher:
+        """Start one site's launcher, which comes back where it has been started before."""
+        return self._launch(
+            f"{way}_{self.names[m]}", 2, "--deepspeed_config", self.configs[m], *args,
+            "--step-seconds", step_seconds, "--dsx-cluster-id", m, script=self._script,
+        )  # fmt: skip
 
     def ctl(self, *words: Any, at: int = 0) -> subprocess.CompletedProcess[str]:
         """Run `dsx ctl VERB CONFIG ...` with a site's key."""

@@ -52,7 +52,14 @@ def write_config(path: Path, **clusters: Any) -> Path:
 class Launcher:
     """One launcher's command in a process group of its own, its output in a file."""
 
-    def __init__(self, directory: Path, name: str, how: int | list[Any], *args: Any) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        name: str,
+        how: int | list[Any],
+        *args: Any,
+        script: Path = SCRIPT,
+    ) -> None:
         self.log = directory / f"{name}.log"
         own = ["--num_gpus", how, "--master_port", free_port()]
         command = how if isinstance(how, list) else ["deepspeed", *own]
@@ -66,7 +73,7 @@ class Launcher:
             "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}",
         }
         self.process = subprocess.Popen(
-            [str(part) for part in [*command, SCRIPT, *args]],
+            [str(part) for part in [*command, script, *args]],
             stdout=self.log.open("w"),
             stderr=subprocess.STDOUT,
             env=environment,
@@ -120,8 +127,8 @@ class Launcher:
 def launch(tmp_path: Path) -> Any:
     started: list[Launcher] = []
 
-    def start(name: str, how: int | list[Any], *args: Any) -> Launcher:
-        started.append(Launcher(tmp_path, name, how, *args))
+    def start(name: str, how: int | list[Any], *args: Any, script: Path = SCRIPT) -> Launcher:
+        started.append(Launcher(tmp_path, name, how, *args, script=script))
         return started[-1]
 
     yield start
