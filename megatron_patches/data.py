@@ -33,7 +33,8 @@ class Division:
         self.num_clusters, self.cluster_id = num_clusters, cluster_id
         self.is_split = True  # of training data
         self.is_training = True  # what a loader is being built for
-        self.training_data: Any = None
+        self.datasets: tuple[Any, ...] = (None, None, None)  # of the splits, built last
+        self.loaders: tuple[list[Any], ...] = ([], [], [])  # of the splits, on ranks that read
         self.place = Place()
 
     @property
@@ -68,16 +69,21 @@ def patch(run: Run) -> None:
     @functools.wraps(make)
     def build_train_valid_test_datasets(*args: Any, **kwargs: Any) -> Any:
         made = make(*args, **kwargs)
-        division.training_data = made[0]
+        division.datasets = tuple(made)
         return made
 
     @functools.wraps(load)
     def build_pretraining_data_loader(dataset: Any, *args: Any, **kwargs: Any) -> Any:
-        division.is_training = dataset is division.training_data
+        division.is_training = dataset is division.datasets[0]
         try:
-            return load(dataset, *args, **kwargs)
+            loader = load(dataset, *args, **kwargs)
         finally:
             division.is_training = True
+        if loader is not None:
+            split = next((i for i, d in enumerate(division.datasets) if d is dataset), None)
+            if split is not None:
+                division.loaders[split].append(loader)
+        return loader
 
     training.get_train_valid_test_num_samples = get_train_valid_test_num_samples
     training.build_train_valid_test_datasets = build_train_valid_test_datasets
@@ -95,6 +101,10 @@ def agree(run: Run, arguments: Any, begins_plain: bool = False) -> None:
     if division.is_split:
         _require_same_order(run, arguments)
     _find_place(division, arguments, begins_plain)
+    places = rendezvous.gather("place in the data", division.place.begun)
+    if run.world.joins is not None:  # the others have begun there
+        theirs = next(place for m, place in enumerate(places) if m != run.world.cluster_id)
+        division.place.begin(division.place.parts, *theirs)
     run.tell(_training_line(division, sources["train"], arguments))
     told = rendezvous.gather("validation data", [source.identity for source in sources["valid"]])
     validates = [[Source(identity, identity) for identity in own] for own in told]

@@ -21,6 +21,12 @@ from dsx.engines.megatron.settings import settings_of_arguments
 from dsx.training.positions import SAMPLES
 from megatron_patches import probe
 from megatron_patches.data import agree
+from megatron_patches.joining import (
+    Counters,
+    loading_nothing,
+    refuse_what_cannot_join,
+    skip_what_others_loaded,
+)
 from megatron_patches.resume import choose_iteration
 from megatron_patches.run import Run
 from megatron_patches.save_directory import claim_directory
@@ -48,8 +54,11 @@ def patch(run: Run) -> None:
         refuse_backend(arguments.distributed_backend, dist.get_backend())
         if run.handle is None:
             claim_directory(run, arguments.save)
-            choose_iteration(run, arguments)
-        made = original(*args, **kwargs)
+            refuse_what_cannot_join(run, arguments)
+            if run.world.joins is None:
+                choose_iteration(run, arguments)
+        with loading_nothing(run, arguments):
+            made = original(*args, **kwargs)
         if not (isinstance(made, tuple) and len(made) == 3 and isinstance(made[0], list)):
             raise probe.UnknownMegatron(
                 "setup_model_and_optimizer returned something else than (model, optimizer, "
@@ -75,10 +84,14 @@ class EndOfLoop:
 
 def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
     arguments = probe.arguments_in_force()
-    _require_same_start(run, arguments)
+    joins = run.world.joins is not None
+    if joins:
+        skip_what_others_loaded(run)
+    else:
+        _require_same_start(run, arguments)
     equal = _EQUAL if run.validation == "own" else (*_EQUAL, *_OF_VALIDATION)
     facts = {name: getattr(arguments, name, None) for name in equal}
-    is_plain = begins_plain(run, arguments)
+    is_plain = not joins and begins_plain(run, arguments)
     loaded = (arguments.load, arguments.iteration) if arguments.iteration else None
     source = f"--load {arguments.load}, iteration {arguments.iteration}"
     run.handle = attach_megatron(
@@ -92,6 +105,7 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         tracked={SAMPLES: run.division.place},
     )
     run.handle.preemption.engine = EndOfLoop()
+    run.handle.joining.follows["megatron"] = Counters(run, scheduler)
     if iterations := getattr(arguments, "train_iters", None):
         total = run.handle.step + iterations - arguments.iteration
         run.handle.progress.note({"total_steps": total})
@@ -99,6 +113,7 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         tell(run, arguments)
     agree(run, arguments, is_plain)
     start = f"goes on from iteration {arguments.iteration}" if loaded else "starts"
+    start = "is about to join the others" if joins else start
     method = run.config
     run.tell(
         f"{method.preset} {start}: {run.world.num_clusters} clusters, a sync every "

@@ -19,16 +19,18 @@ class Place:
     def __init__(self) -> None:
         self.counted = 0  # by this cluster, at the save that is under way
         self.parts = 1  # into how many the samples of all clusters are divided
-        self._begun = (
-            0,
-            0,
-        )  # the own count from which clusters count, and the place in the data then
+        self._begun = (0, 0)
         self._saved: dict[str, Any] | None = None
 
     def of(self, counted: int, parts: int | None = None) -> int:
         """Return the place of a cluster's own count."""
         own, place = self._begun
         return place + (self.parts if parts is None else parts) * (counted - own)
+
+    @property
+    def begun(self) -> tuple[int, int]:
+        """The own count from which clusters count, and the place in the data then."""
+        return self._begun
 
     @property
     def counted_before(self) -> int:

@@ -5,25 +5,31 @@ before its checkpoint, what is under way is applied: that checkpoint is of the f
 stop for `--exit-duration-in-mins` is one cluster's own: it is asked for, and all clusters stop at
 one later step, as if `--exit-interval` had named it, with a checkpoint that holds what is under
 way. A signal does not leave the time for that: each cluster stops at its own next step. Wraps
-`train`, which is left then by exiting.
+`train`, which is left then by exiting, and before which a cluster that joins others comes to where
+they are (joining.py).
 """
 
 from __future__ import annotations
 
 import atexit
 import functools
+import inspect
 import time
 from pathlib import Path
 from typing import Any
 
 from megatron_patches import probe
+from megatron_patches.joining import join_if_due
 from megatron_patches.run import Run
+
+_ITERATORS = "train_data_iterator", "valid_data_iterator"
 
 
 def patch(run: Run) -> None:
     """Agree on stops, and finish after `train`."""
     training = probe.training()
-    train = probe.function(training, "train")
+    train = probe.function(training, "train", _ITERATORS)
+    of_train = inspect.signature(train)
     decide = probe.function(training, "checkpoint_and_decide_exit", ["iteration"])
     signals = probe.function(training, "get_signal_handler")
     if not hasattr(training, "_TRAIN_START_TIME"):
@@ -34,6 +40,8 @@ def patch(run: Run) -> None:
 
     @functools.wraps(train)
     def train_and_finish(*args: Any, **kwargs: Any) -> Any:
+        given = of_train.bind(*args, **kwargs).arguments
+        join_if_due(run, *(given.get(name) for name in _ITERATORS))
         watch.begin()
         try:
             result = train(*args, **kwargs)

@@ -15,7 +15,7 @@ import logging
 import time
 import uuid
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -47,6 +47,9 @@ class Rendezvous:
         self._deadline_seconds = deadline_seconds
         self._exchanges = 0
         self.records: list[tuple[str, list[Any]]] = []  # what all have told, in order
+
+    def skip(self, names: Collection[str]) -> None:
+        """Pass over what others have told under these names next; nothing where clusters meet."""
 
     def group_store(self, name: str) -> dist.Store:
         """Return a key space for one group's own connection setup."""
@@ -154,6 +157,11 @@ class Recorded(Rendezvous):
     ) -> None:
         super().__init__(store, rank_info, session, deadline_seconds)
         self._told = [*records]
+
+    def skip(self, names: Collection[str]) -> None:
+        """Pass over what others have told under these names next."""
+        while self._told and self._told[0][0] in names:
+            self.records.append(self._told.pop(0))
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return what the others told then, and the own value of now."""

@@ -25,7 +25,7 @@ from dsx.config.schema import (
 )
 from dsx.engines.data_parallel import bare_parameters, find_placement
 from dsx.engines.end_of_script import before_forward, before_zero_grad, follow_steps
-from dsx.engines.joined import heal_before_forward, refuse_joining
+from dsx.engines.joined import expect_joined, heal_before_forward
 from dsx.engines.launch_settings import read_launch
 from dsx.engines.settings import settings_of_modules, settings_of_optimizers
 from dsx.engines.torch import (
@@ -125,10 +125,11 @@ def initialize(
         config=str(config) if isinstance(config, Path) else config,
     )
     handle = _attach_deepspeed(engine, world, settings, {}, training_data is not None)
-    position = None if training_data is None else follow_training_data(engine, training_data)
-    if position is not None:
-        handle.track(**{DATA_POSITION: position})
-        loader = loader and engine.training_dataloader
+    if training_data is not None:
+        position = follow_training_data(engine, training_data, handle)
+        if position is not None:
+            handle.track(**{DATA_POSITION: position})
+            loader = loader and engine.training_dataloader
     return engine, wrapped, loader, scheduler
 
 
@@ -193,6 +194,7 @@ def attach_megatron(
     `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
     all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
     or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
+    A cluster that joins a run takes neither: `settle()` first, then steps from `handle.step` on.
     ValueError where both are given, and for what of Megatron is not served, by its name.
     """
     if resume and begins_from:
@@ -208,20 +210,19 @@ def attach_megatron(
     if hasattr(optimizer, "dsx"):
         raise ValueError("this optimizer has a dsx handle already: attach it once")
     resolved = load_config(config)
-    _refuse_unused(resolved)
-    _refuse_of_megatron(resolved, world)
+    _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     method, is_on_host = resolved.method, resolved.state.device == "host"
-    adapter = MegatronAdapter(
-        chunks, optimizer, method.fragments, is_on_host, method.schedule.backwards
-    )
+    backwards = method.schedule.backwards
+    adapter = MegatronAdapter(chunks, optimizer, method.fragments, is_on_host, backwards)
     all_facts = {**adapter.facts(), **(facts or {})}
     compared = settings_of_configs(chunks, optimizer) if settings is None else settings
-    waits = begins_from is not None
-    handle = Handle(adapter, world, resolved, all_facts, resume is not None, compared, waits)
+    handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
-    if resume:
+    if handle.joining.is_due:
+        expect_joined(handle, before_zero_grad(optimizer))
+    elif resume:
         load_outer_state(handle, resume[1], resume[0])
     elif begins_from:
         begin_from(handle, *begins_from)
@@ -245,8 +246,8 @@ def _refuse_of_script(settings: DsxConfig) -> None:
         )
 
 
-def _refuse_of_megatron(settings: DsxConfig, world: World) -> None:
-    refuse_joining(world, "Megatron, whose loop counts iterations and samples itself")
+def _refuse_of_megatron(settings: DsxConfig) -> None:
+    _refuse_unused(settings)
     if settings.divergence.max_rollbacks:
         raise ConfigError(
             f"dsx.divergence.max_rollbacks={settings.divergence.max_rollbacks} is not served with "

@@ -5,7 +5,8 @@
 
 The others' training threads make that copy, and wait for nothing. The steps without training are
 the loop's own, with results of others in place of averages, so outer parameters are the same bits.
-All ranks of the cluster do the same: what they decide they agree on.
+All ranks of the cluster do the same, those of all stages of a pipeline: what they decide they agree
+on. Each takes from the ranks of its own number.
 """
 
 from __future__ import annotations
@@ -83,6 +84,7 @@ class Healing:
             trouble = self._try(attempt)
             if not trouble:
                 self.places = self._fetch_places()
+                self._loop.adapter.sync_model_weights()  # of masters that followed
                 self.seconds = time.monotonic() - began
                 self._end_when_over()
                 return
@@ -94,15 +96,19 @@ class Healing:
         raise PeerLost(f"this cluster could not join the others in {_TRIES} tries")
 
     def _fetch_places(self) -> dict[str, Any]:
-        """Return where the others' data were at this step; PeerLost if nobody says."""
+        """Return where the data of one of the others were at this step: the same for all ranks.
+
+        PeerLost if nobody says.
+        """
         assert self._sources is not None
-        until = time.monotonic() + self._deadline_seconds
-        while time.monotonic() < until:
-            for answer in self._sources.tell("places", self._loop.history.step).values():
-                if answer[:1] == DATA:
+        step, until = self._loop.history.step, time.monotonic() + self._deadline_seconds
+        while not self._any(time.monotonic() > until):
+            for cluster in self._sources.clusters:
+                answer = self._sources.tell_one(cluster, "places", step)
+                if not self._any(answer[:1] != DATA):
                     return json.loads(answer[1:])
             time.sleep(_LOOK_SECONDS)
-        raise PeerLost(f"no cluster says where its data are at step {self._loop.history.step}")
+        raise PeerLost(f"no cluster says where its data are at step {step}")
 
     def _try(self, attempt: int) -> str:
         """Heal; return why it has to begin anew, the same on all ranks, empty if it has not."""
@@ -208,9 +214,9 @@ class Healing:
         return max(place["step"] for place in self._sources.where().values())
 
     def _agree(self, value: float) -> float:
-        """Return the largest of all ranks' values. Collective."""
+        """Return the largest of all ranks' values. Collective in the cluster."""
         own = torch.tensor([float(value)], dtype=torch.float64)
-        return float(self._loop.adapter.ranks.max_over_ranks(own))
+        return float(self._loop.adapter.ranks.max_over_stages(own))
 
     def _any(self, flag: bool) -> bool:
         return bool(self._agree(flag))

@@ -74,6 +74,10 @@ class Sources:
         """Ask all something of this try; answers of those who do answer."""
         return self._everyone(verb, self._id, *operands)
 
+    def tell_one(self, cluster: int, verb: str, *operands: Any) -> bytes:
+        """Ask one of them something of this try; its answer, also where there is none."""
+        return self._answer(self._ask(cluster, _packed(verb, self._id, *operands)))
+
     def say(self, verb: str, *operands: Any) -> None:
         """Tell all something, and wait for no answer."""
         for cluster in self.clusters:

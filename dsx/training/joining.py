@@ -20,6 +20,7 @@ from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.training.gathering import Gathering
 from dsx.training.orders import Orders
+from dsx.training.positions import FollowsOthers, Resumable, go_where_others_are, place_here
 from dsx.training.records import Records
 from dsx.training.saving import Saving
 
@@ -40,11 +41,12 @@ class Joining:
         self._world, self._loop, self._saving = world, loop, saving
         rate_mbit = link.heal_rate_mbit
         self._rate_mbit = None if rate_mbit is None else rate_mbit / world.world_size
-        self._refuses = why_not(loop.method, loop.adapter.stage.count)
+        self._refuses = why_not(loop.method)
         gathering.require_part = self.require_part
         if world.num_handles > 1:
             self._refuses = "several engines in one process are not served yet"
         self.on_joined: list[Callable[[], object]] = []
+        self.follows: dict[str, FollowsOthers] = {}  # beside what is tracked for checkpoints
         self.is_due = saving.takes_others = world.joins is not None  # it has yet to heal
         if self.is_due and self._refuses:
             raise ValueError(
@@ -110,9 +112,9 @@ class Joining:
             self._rate_mbit, world.deadline_seconds, world.rank == 0, transport.give_sign,
         )  # fmt: skip
         healing.heal()
-        for name, state in healing.places.items():
-            if name in self._saving.tracked:
-                self._saving.tracked[name].load_state_dict(state)
+        for name, one in self._tracked().items():
+            if name in healing.places:
+                go_where_others_are(one, healing.places[name])
         for call in self.on_joined:
             call()
         if world.rank == 0:
@@ -122,8 +124,11 @@ class Joining:
                 healing.seconds,
             )  # fmt: skip
 
+    def _tracked(self) -> dict[str, Resumable | FollowsOthers]:
+        return {**self._saving.tracked, **self.follows}
+
     def _places(self) -> str:
-        return json.dumps({name: one.state_dict() for name, one in self._saving.tracked.items()})
+        return json.dumps({name: place_here(one) for name, one in self._tracked().items()})
 
     def _told(self, cluster: int, text: str) -> None:
         if self._world.rank == 0 and text:

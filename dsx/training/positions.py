@@ -1,11 +1,15 @@
-"""Positions that travel with a checkpoint: of the data, and of whatever a script tracks."""
+"""Positions that travel with a checkpoint: of the data, and of whatever a script tracks.
+
+They are also told to a cluster that joins a run that goes on: by one rank at a boundary of its own,
+so without a word to other ranks.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 logger = logging.getLogger(__name__)
 DATA_POSITION = "dsx.training_data"  # the position in `dsx.initialize(training_data=...)`
@@ -23,6 +27,30 @@ class Resumable(Protocol):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go back to a position."""
         ...
+
+
+class FollowsOthers(Protocol):
+    """What tells a cluster that joins where this one is otherwise than a checkpoint."""
+
+    def place_here(self) -> dict[str, Any]:
+        """Return this rank's place as of the boundary being passed. Not collective."""
+        ...
+
+    def go_where_others_are(self, place: dict[str, Any]) -> None:
+        """Go to the place of another cluster's rank of this number."""
+        ...
+
+
+def place_here(one: Resumable | FollowsOthers) -> dict[str, Any]:
+    """Return what a cluster that joins is told of it."""
+    own: Any = getattr(one, "place_here", None)
+    return own() if own is not None else cast(Resumable, one).state_dict()
+
+
+def go_where_others_are(one: Resumable | FollowsOthers, place: dict[str, Any]) -> None:
+    """Bring it to what another cluster has told."""
+    own: Any = getattr(one, "go_where_others_are", None)
+    (own if own is not None else cast(Resumable, one).load_state_dict)(place)
 
 
 def restore_positions(

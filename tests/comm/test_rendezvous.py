@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
-from dsx.comm.rendezvous import Rendezvous, meet
+from dsx.comm.rendezvous import Recorded, Rendezvous, meet
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost
@@ -168,3 +168,19 @@ def test_who_waits_for_a_store_says_so(
         open_store("127.0.0.1", port, is_host=False, deadline_seconds=1)
     (said,) = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"waiting for the rendezvous store at 127.0.0.1:{port}, up to 1 s")
+
+
+def test_who_joins_compares_with_what_was_told_and_passes_over_what_is_not_its_own() -> None:
+    told: list[tuple[str, list[Any]]] = [
+        ("layout", [1, 1]), ("resume point", [3, 3]), ("resume point", [[3], [3]]), ("data", [5, 5])
+    ]  # fmt: skip
+    rendezvous = Recorded(dist.HashStore(), RankInfo(1, 2, 0, 1), "s", 1.0, told)
+    assert rendezvous.gather("layout", 2) == [1, 2]
+    rendezvous.skip(["resume point"])
+    with pytest.raises(ValueError, match=r"other: the clusters of the run .*\('data' is due\)"):
+        rendezvous.gather("other", 0)
+    assert rendezvous.compare("data", 6) == [5, 6]
+    assert [name for name, _ in rendezvous.records] == [name for name, _ in told]
+    rendezvous.skip(["data"])
+    with pytest.raises(ValueError, match="nothing more was compared"):
+        rendezvous.gather("data", 0)

@@ -15,7 +15,13 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from dsx.comm.world import current_world
-from dsx.engines.deepspeed.data import ResumedSampler, cut_training_data, source_of
+from dsx.data.cluster_batches import ClusterShard
+from dsx.engines.deepspeed.data import (
+    DataPosition,
+    ResumedSampler,
+    cut_training_data,
+    source_of,
+)
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
 from tests.engines.test_deepspeed_resharding import end
@@ -190,3 +196,29 @@ def test_data_is_told_apart_by_numpy_s_own_values_and_not_by_addresses() -> None
     assert digest(np.arange(3)) == digest(np.arange(3)) is not None
     assert digest(np.arange(3)) != digest(np.arange(3) + 1)
     assert digest([np.array(["a", None], dtype=object)] * 3) is None
+
+
+class Place:
+    """A loader's, of which nothing is read."""
+
+    def __init__(self, consumed: int, num_samples: int) -> None:
+        self.consumed, self.after, self.num_samples = consumed, None, num_samples
+
+    def go_to(self, consumed: int, after: int | None = None) -> None:
+        self.consumed, self.after = consumed, after
+
+
+def test_who_joins_reads_on_where_others_are(caplog: pytest.LogCaptureFixture) -> None:
+    """In its own part of the same samples; of other ones where it would be by itself."""
+
+    def position(cluster: int, place: Any, samples: Any) -> DataPosition:
+        return DataPosition(place, ClusterShard(samples, cluster, 2), lambda: 42)
+
+    told = position(0, Place(7, 12), Samples()).place_here()
+    same, other = Place(0, 12), Place(0, 10)
+    position(1, same, Samples()).go_where_others_are(told)
+    position(1, other, list(range(20))).go_where_others_are(told)
+    assert (same.consumed, other.consumed) == (7, 2)
+    assert "20 samples here and 24 in another cluster" in caplog.text
+    assert position(0, None, Samples()).place_here() == {}  # of a stage in the middle
+    position(1, None, Samples()).go_where_others_are({})

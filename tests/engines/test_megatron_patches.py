@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsx.config.sections import DivergenceConfig
-from megatron_patches import data, losses, probe, training_end, validation
+from megatron_patches import data, joining, losses, probe, training_end, validation
 
 TOTAL, MICRO_BATCH, RANKS, CLUSTERS = 48, 2, 2, 3
 
@@ -220,6 +220,7 @@ class Handle:
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.is_due = False
+        self.joining = SimpleNamespace(is_due=False)
         self.preemption = SimpleNamespace(is_due=False, is_saving=False, end_saved=self.end_saved)
         self.ended: list[Any] = []
 
@@ -252,7 +253,7 @@ def test_a_time_limit_asks_all_clusters(
     training = SimpleNamespace(
         __name__="training",
         _TRAIN_START_TIME=time.time() - 90,
-        train=lambda: None,
+        train=lambda train_data_iterator, valid_data_iterator: None,
         checkpoint_and_decide_exit=decide,
         get_signal_handler=lambda: SimpleNamespace(signals_received=lambda: [False]),
     )
@@ -300,7 +301,7 @@ def ending(monkeypatch: pytest.MonkeyPatch, order: list[Any], exit_interval: int
         every = arguments.exit_interval
         return bool(every) and iteration % every == 0
 
-    def train() -> None:
+    def train(train_data_iterator: Any = None, valid_data_iterator: Any = None) -> None:
         for iteration in range(1, 7):
             if training.checkpoint_and_decide_exit(None, None, None, iteration):
                 raise SystemExit(0)
@@ -353,3 +354,66 @@ def test_a_cluster_that_is_told_to_end_saves_and_leaves_alone(
     assert order == ["save 1", "save 2"]  # no other cluster is waited for
     assert handle.asked[0] == "preempt"
     assert handle.ended == [save and Path(save) / "iter_0000002"]
+
+
+def test_who_joins_goes_on_where_the_others_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What one tells within iteration 7 is what the other begins with: iteration, data, rate."""
+    kind, training = patched(monkeypatch, 1, run := SimpleNamespace())
+    told = SimpleNamespace(
+        curr_iteration=6, consumed_train_samples=48, skipped_train_samples=0,
+        consumed_valid_samples=16, eval_interval=7, eval_iters=2, global_batch_size=8,
+        micro_batch_size=2, dataloader_type="single", train_iters=100,
+    )  # fmt: skip
+    steps: list[int] = []
+    scheduler: Any = SimpleNamespace(num_steps=48, step=lambda increment: steps.append(increment))
+    monkeypatch.setattr(joining.Counters, "_batch", lambda self, arguments: 8)
+    monkeypatch.setattr(joining, "_draw_anew", steps.append)
+    monkeypatch.setattr(probe, "arguments_in_force", lambda: told)
+    place = joining.Counters(run, scheduler).place_here()
+    assert place == {
+        "iteration": 7, "consumed_train_samples": 56, "skipped_train_samples": 0,
+        "consumed_valid_samples": 32, "scheduled": 56,
+    }  # fmt: skip
+    ours = SimpleNamespace(dataloader_type="single", train_iters=100)
+    monkeypatch.setattr(probe, "arguments_in_force", lambda: ours)
+    training.num_floating_point_operations = lambda args, samples: 3.0 * samples
+    scheduler.num_steps = 0
+    counters = joining.Counters(run, scheduler)
+    totals: list[Any] = []
+    run.handle = SimpleNamespace(
+        joining=SimpleNamespace(is_due=True), step=7, progress=SimpleNamespace(note=totals.append),
+        settle=lambda: counters.go_where_others_are(place),
+    )  # fmt: skip
+    run.tell = totals.append
+    run.division.loaders = ([Loader()], [Loader()], [Loader()])
+    train, valid = SimpleNamespace(iterable=iter([])), SimpleNamespace(iterable=iter([]))
+    joining.join_if_due(run, [train, None], valid)
+    assert steps == [56, 7] and ours.iteration == 7 and ours.consumed_train_samples == 56
+    assert ours.num_floating_point_operations_so_far == 3.0 * 56
+    assert next(train.iterable) == CLUSTERS * 56 and next(valid.iterable) == 32
+    assert totals[0] == {"total_steps": 100}
+    with pytest.raises(probe.UnknownMegatron, match="2 data iterators of 1 loaders"):
+        joining.join_if_due(run, [train, train], valid)
+
+
+class Loader:
+    """Reads from where its sampler is."""
+
+    def __init__(self) -> None:
+        self.batch_sampler = SimpleNamespace(consumed_samples=0)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.batch_sampler.consumed_samples, 1000))
+
+
+@pytest.mark.parametrize("flag", ["dataloader_type", "phase_transition_iterations"])
+def test_what_cannot_join_is_named(flag: str) -> None:
+    arguments = SimpleNamespace(dataloader_type="single", phase_transition_iterations=None)
+    run: Any = SimpleNamespace(world=SimpleNamespace(joins=object(), cluster_id=2))
+    joining.refuse_what_cannot_join(run, arguments)
+    setattr(arguments, flag, "external" if flag == "dataloader_type" else [3])
+    name = "--" + flag.replace("_", "-")
+    with pytest.raises(ValueError, match=f"which cluster 2 would join: {name}"):
+        joining.refuse_what_cannot_join(run, arguments)
+    run.world.joins = None
+    joining.refuse_what_cannot_join(run, arguments)

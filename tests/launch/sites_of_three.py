@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,10 @@ class Sites:
         launch: Any,
         names: tuple[str, ...] = NAMES,
         script: Path = SCRIPT,
+        how: Callable[[], Any] = lambda: 2,
     ) -> None:
+        """`how` each launcher is started: see `Launcher`."""
+        self._how = how
         self.names, self._folder, self._launch, self._script = names, folder, launch, script
         ports = {name: free_port() if m < 2 else 0 for m, name in enumerate(names)}
         made = {name: make_key(folder / name, name)[-1] for name in names}
@@ -56,6 +60,17 @@ class Sites:
             config["dsx"].setdefault(section, {}).update(values)
             path.write_text(json.dumps(config))
 
+    def link(self, m: int) -> dict[str, Any]:
+        """Return how a site is joined to the others."""
+        return json.loads(self.configs[m].read_text())["dsx"]["link"]
+
+    def change_engine(self, section: str, **values: Any) -> None:
+        """Change a section of DeepSpeed's own everywhere."""
+        for path in self.configs:
+            config = json.loads(path.read_text())
+            config.setdefault(section, {}).update(values)
+            path.write_text(json.dumps(config))
+
     def start(self, way: str, *args: Any, step_seconds: float = 0.1) -> list[Launcher]:
         """Start a launcher per site."""
         self.launchers = [
@@ -67,7 +82,7 @@ class Sites:
     def start_one(self, m: int, way: str, *args: Any, step_seconds: float = 0.1) -> Launcher:
         """Start one site's launcher, which comes back where it has been started before."""
         return self._launch(
-            f"{way}_{self.names[m]}", 2, "--deepspeed_config", self.configs[m], *args,
+            f"{way}_{self.names[m]}", self._how(), "--deepspeed_config", self.configs[m], *args,
             "--step-seconds", step_seconds, "--dsx-cluster-id", m, script=self._script,
         )  # fmt: skip
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed import free_port
 from tests.installed import needs
+from tests.launch.numbered import require_read_as_due
 from tests.launch.sites_of_three import Sites
 from tests.launch.test_launch import launch
 
@@ -27,34 +30,50 @@ def told_by(out: Path, clusters: list[int]) -> list[dict[str, Any]]:
     return told
 
 
-def carry_on(
-    launch: Any, folder: Path, script: str, *args: Any, victim: int = 0
-) -> tuple[Sites, list[dict[str, Any]]]:
-    """Kill one of three; return what the others tell at the end."""
-    sites = Sites(folder, launch, script=Path(__file__).with_name(script))
+def go_and_come_back(
+    launch: Any,
+    folder: Path,
+    script: str,
+    *args: Any,
+    how: Callable[[], Any] = lambda: 2,
+    victim: int = 0,
+    change: Callable[[Sites], object] = lambda sites: None,
+) -> list[dict[str, Any]]:
+    """Kill one of three; the others go on, and it joins them. Return what all tell at the end."""
+    sites = Sites(folder, launch, script=Path(__file__).with_name(script), how=how)
     sites.change("fragments", num_fragments=2)  # of each stage
+    change(sites)
     given = ["--out", folder / "end", "--stop-file", folder / "stop", *args]
     clusters = sites.start("first", *given)
     for cluster in clusters:
         cluster.wait_for("step 8\n", 120)
     clusters[victim].end()
     others = [m for m in range(3) if m != victim]
-    named = ", ".join(map(str, others))
     for m in others:
+        named = ", ".join(map(str, others))
         clusters[m].wait_for(f"cluster {victim} is lost: going on with clusters {named}")
-    at = clusters[others[0]].output().count("\nstep ")
-    clusters[others[0]].wait_for(f"step {at + 10}\n")
-    (folder / "stop").touch()
+    clusters[victim] = again = sites.start_one(victim, "again", *given)
+    again.wait_for("has joined the run at step", 120)
+    joined_at = int(again.output().partition("has joined the run at step ")[2].partition(":")[0])
     for m in others:
-        assert clusters[m].wait(120) == 0, clusters[m].output()
-    return sites, told_by(folder / "end", others)
+        clusters[m].wait_for(f"cluster {victim} is back: going on with clusters 0, 1, 2")
+    again.wait_for(f"step {joined_at + 12}\n")
+    (folder / "stop").touch()
+    for cluster in clusters:
+        assert cluster.wait(120) == 0, cluster.output()
+    told = told_by(folder / "end", [0, 1, 2])
+    assert joined_at > 8
+    assert [one["started_at"] for one in told] == [joined_at * (m == victim) for m in range(3)]
+    return told
 
 
 @CI
-def test_of_three_pipelines_two_go_on(
+def test_a_pipeline_goes_on_and_comes_back(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _, told = carry_on(launch, tmp_path, "train_pipeline.py")
+    told = go_and_come_back(launch, tmp_path, "train_pipeline.py")
+    require_read_as_due(told, micro_batch=3, replicas=1, is_shuffled=False)
+    assert all(one["engine_steps"] == one["step"] for one in told)
     with capsys.disabled():
         print(f"\nlongest step, beside a usual one: {[(o['longest'], o['usual']) for o in told]}")
 
@@ -68,9 +87,22 @@ def test_of_three_pipelines_two_go_on(
         pytest.param("sharded", marks=SLOW),
     ],
 )
-def test_of_three_of_megatron_two_go_on(
+def test_megatron_goes_on_and_comes_back(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], layout: str
 ) -> None:
-    _, told = carry_on(launch, tmp_path, "train_megatron.py", "--layout", layout)
+    told = go_and_come_back(launch, tmp_path, "train_megatron.py", "--layout", layout, victim=2)
+    with capsys.disabled():
+        print(f"\nlongest step, beside a usual one: {[(o['longest'], o['usual']) for o in told]}")
+
+
+def by_torchrun() -> list[Any]:
+    return ["torchrun", "--nproc-per-node", 2, "--master-port", free_port()]
+
+
+@SLOW
+def test_fully_sharded_ranks_go_on_and_come_back(
+    launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = go_and_come_back(launch, tmp_path, "train_sharded.py", how=by_torchrun)
     with capsys.disabled():
         print(f"\nlongest step, beside a usual one: {[(o['longest'], o['usual']) for o in told]}")

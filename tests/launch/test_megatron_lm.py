@@ -137,10 +137,10 @@ def logged(text: str, what: str) -> dict[int, float]:
     return {int(iteration): float(value) for iteration, value in found}
 
 
-def anchors(checkpoints: Path, iteration: int) -> list[dict[str, torch.Tensor]]:
+def anchors(checkpoints: Path, iteration: int, clusters: int = 2) -> list[dict[str, torch.Tensor]]:
     """Return every cluster's anchors at an iteration, by rank file and name."""
     found: list[dict[str, torch.Tensor]] = []
-    for cluster in range(2):
+    for cluster in range(clusters):
         own: dict[str, torch.Tensor] = {}
         state = checkpoints / f"{cluster}/dsx/cluster_{cluster}/iter_{iteration:07d}"
         for file in sorted(state.rglob("*.safetensors")):

@@ -48,6 +48,9 @@ def train(
     """
     is_first, has_asked = dist.get_rank() == 0, False
     handle.settle()
+    has_followed = _digest(parameters())
+    handle.loop.adapter.sync_model_weights()
+    assert has_followed == _digest(parameters()), "masters have not reached the model"
     started_at, longest, usual = handle.step, 0.0, list[float]()
     while not handle.should_stop():
         if not has_asked and args.stop_file.exists():

@@ -16,8 +16,9 @@ run's epoch: of what its order has left, cluster m takes every C-th sample from 
 
 from __future__ import annotations
 
+import logging
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import islice
 from typing import Any
@@ -33,6 +34,9 @@ from dsx.data.identity import build_of
 from dsx.data.windows import TokenWindows
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.data_sources import Source, share_data
+from dsx.training.handle import Handle
+
+logger = logging.getLogger(__name__)
 
 
 def share_training_data(data: Any, world: World, wanted: str) -> ClusterShard:
@@ -142,9 +146,16 @@ class ResumableLoader:
         self._has_begun = False
         self.consumed = 0  # samples of this epoch, of all ranks
         self.after: int | None = None  # samples that plain DeepSpeed had read of this epoch
+        self.before_reading: Callable[[], object] = lambda: None  # called where an epoch begins
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of an epoch, of all ranks."""
+        return len(self._loader) * self._read_together
 
     def __iter__(self) -> ResumableLoader:
         """Start an epoch, the first one after a resume in its middle."""
+        self.before_reading()
         self._sampler.skipped = self._start // self._num_replicas
         self.consumed, self._start, self._has_begun = self._start, 0, True
         self.after, self._next_after = self._next_after, None
@@ -209,9 +220,13 @@ def loader_of(engine: Any) -> ResumableLoader | None:
 class DataPosition:
     """Where a cluster is in its part of the training data: what a checkpoint carries."""
 
-    def __init__(self, loader: ResumableLoader | None, shard: ClusterShard) -> None:
-        """`loader` is None on a rank that reads nothing."""
-        self._loader = loader
+    def __init__(
+        self, loader: ResumableLoader | None, shard: ClusterShard, trained: Callable[[], int]
+    ) -> None:
+        """`loader` is None on a rank that reads nothing; `trained` says how many samples this
+        cluster would have trained on by now, had it been there from the beginning.
+        """
+        self._loader, self._trained = loader, trained
         self._identity = {
             "cluster_id": shard.cluster_id,
             "num_clusters": shard.num_clusters,
@@ -237,17 +252,50 @@ class DataPosition:
         if self._loader is not None:
             self._loader.go_to(state_dict["consumed"], state_dict.get("after"))
 
+    def place_here(self) -> dict[str, Any]:
+        """Return what this rank has read, of all ranks' samples."""
+        if self._loader is None:
+            return {}
+        read = {"consumed": self._loader.consumed, "after": self._loader.after}
+        return {**read, "num_samples": self._identity["num_samples"]}
 
-def follow_training_data(engine: Any, shard: ClusterShard) -> DataPosition | None:
+    def go_where_others_are(self, place: dict[str, Any]) -> None:
+        """Go on in this cluster's part where another cluster is in its own.
+
+        Of data of its own that have another number of samples, where it would be by itself.
+        """
+        if self._loader is None:
+            return
+        if place["num_samples"] == self._identity["num_samples"]:
+            self._loader.go_to(place["consumed"], place["after"])
+            return
+        self._loader.go_to(self._trained() % self._loader.num_samples)
+        logger.warning(
+            "training_data has %d samples here and %d in another cluster: it goes on where it "
+            "would be after %d samples", self._identity["num_samples"], place["num_samples"],
+            self._trained(),
+        )  # fmt: skip
+
+
+def follow_training_data(engine: Any, shard: ClusterShard, handle: Handle) -> DataPosition | None:
     """Let an engine's loader keep its position; None where DeepSpeed itself does (curricula)."""
     held = engine.training_dataloader
+
+    def trained() -> int:
+        return handle.step * engine.train_batch_size()
+
+    def settle_if_due() -> None:
+        if handle.joining.is_due:
+            handle.settle()
+
     if not engine.pipeline_parallelism:
         if held.curriculum_learning_enabled:
             return None
-        engine.training_dataloader = ResumableLoader(held, engine.dp_world_size)
-        return DataPosition(engine.training_dataloader, shard)
+        engine.training_dataloader = loader = ResumableLoader(held, engine.dp_world_size)
+        loader.before_reading = settle_if_due  # no batch is of a place before
+        return DataPosition(loader, shard, trained)
     if not (engine.is_first_stage() or engine.is_last_stage()):
-        return DataPosition(None, shard)
+        return DataPosition(None, shard, trained)
     loader = held.loader = ResumableLoader(held.loader, engine.dp_world_size)
     held.data_iter = iter(loader)
-    return DataPosition(loader, shard)
+    return DataPosition(loader, shard, trained)

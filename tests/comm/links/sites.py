@@ -181,7 +181,7 @@ class Site:
             20.0, follows=joins,
         )  # fmt: skip
         self.loop = OuterLoop(self.method, adapter, self.transport)
-        self.donor = Donor(self.loop, why_not(self.method, 1))
+        self.donor = Donor(self.loop, why_not(self.method))
         donor = self.donor
         self.link.serve(lambda *request: donor.serve(*request), FIRST)
         try:
