@@ -44,7 +44,7 @@ def test_other_settings_and_another_model_are_refused(launch: Any, tmp_path: Pat
     other = sites.start_one(2, "other_rate", *given, "--rate", 0.02)
     assert other.wait(120) == 1
     assert "clusters train differently: " in other.output()
-    assert "lr: cluster 0 has 0.01, cluster 2 has 0.02;" in other.output()
+    assert "optimizer.lr[0]: cluster 0 has 0.01, cluster 2 has 0.02;" in other.output()
     other = sites.start_one(2, "other_model", *given, "--hidden", 7)
     assert other.wait(120) == 1
     assert "clusters do not match at fragments" in other.output()
