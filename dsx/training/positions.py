@@ -18,7 +18,11 @@ _OF_DSX = {DATA_POSITION, SAMPLES}
 
 
 class Resumable(Protocol):
-    """Anything whose position travels with a checkpoint, as JSON values."""
+    """Anything whose position travels with a checkpoint, as JSON values.
+
+    While a cluster heals it is asked at each boundary, on each rank alone: unless `place_here` is
+    there, too, it must not wait for other ranks.
+    """
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position."""

@@ -100,6 +100,22 @@ class Doomed(LinkTransport):
         raise AssertionError("its fate was not reached")
 
 
+class WithCopies(TorchAdapter):
+    """As if weights were copies of the masters: `is_behind` where they are of before."""
+
+    is_behind = False
+
+    def write(self, fragment: int, source: Tensor) -> None:
+        """Overwrite masters, and no weights."""
+        super().write(fragment, source)
+        self.is_behind = True
+
+    def sync_model_weights(self) -> None:
+        """Bring the weights to the masters."""
+        super().sync_model_weights()
+        self.is_behind = False
+
+
 class Site:
     """One cluster: its link, its views, its model."""
 
@@ -168,7 +184,7 @@ class Site:
         joins: bool = False,
     ) -> None:
         """Train until the end, or until this site is killed."""
-        adapter = TorchAdapter(
+        adapter = WithCopies(
             self.model, self.optimizer, self.method.fragments, self.method.schedule.backwards
         )
         numbers = [fragment.id for fragment in adapter.fragments]
@@ -188,6 +204,7 @@ class Site:
             self.loop.start(keeps_masters=joins)
             if joins:
                 self.heal(self.loop)
+                assert not adapter.is_behind, "masters have followed, and weights have not"
             for step in range(self.loop.history.step + 1, num_steps + 1):
                 before(self, step)
                 self.optimizer.zero_grad()
