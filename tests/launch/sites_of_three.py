@@ -92,7 +92,7 @@ class Sites:
         command = [sys.executable, "-m", "dsx", "ctl", verb, str(self.configs[at]), *rest]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=60, env=environment, check=False
+            command, capture_output=True, text=True, timeout=180, env=environment, check=False
         )
 
     def end(self) -> None:

@@ -61,11 +61,11 @@ def test_a_cluster_comes_back(
         cluster.wait_for("iteration 8,", 200)
     clusters[2].end()
     for cluster in clusters[:2]:
-        cluster.wait_for("cluster 2 is lost: going on with clusters 0, 1")
+        cluster.wait_for("cluster 2 is lost: going on with clusters 0, 1", 200)
     clusters[2] = again = start(2, "again")
     again.wait_for("joined: goes on from iteration ", 200)
     joined_at = int(re.findall(r"joined: goes on from iteration (\d+),", again.output())[0])
-    again.wait_for(f"iteration {joined_at + 12},")
+    again.wait_for(f"iteration {joined_at + 12},", 200)
     assert sites.ctl("stop").returncode == 0
     for cluster in clusters:
         assert cluster.wait(200) == 0, cluster.output()

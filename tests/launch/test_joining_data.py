@@ -10,10 +10,10 @@ import pytest
 from tests.installed import needs
 from tests.launch.numbered import require_read_as_due
 from tests.launch.sites_of_three import Sites
-from tests.launch.test_elastic_engines import go_and_come_back
+from tests.launch.test_elastic_engines import PATIENCE, go_and_come_back
 from tests.launch.test_launch import launch
 
-pytestmark = [needs("deepspeed"), pytest.mark.slow]
+pytestmark = [needs("deepspeed"), pytest.mark.slow, pytest.mark.timeout(900)]
 __all__ = ["launch"]
 SCRIPT = "train_with_data.py"
 
@@ -37,21 +37,21 @@ def test_other_settings_and_another_model_are_refused(launch: Any, tmp_path: Pat
     given = ["--out", tmp_path / "end", "--stop-file", tmp_path / "stop"]
     clusters = sites.start("first", *given)
     for cluster in clusters:
-        cluster.wait_for("step 8\n", 120)
+        cluster.wait_for("step 8\n", PATIENCE)
     clusters[2].end()
     for cluster in clusters[:2]:
-        cluster.wait_for("cluster 2 is lost: going on with clusters 0, 1")
+        cluster.wait_for("cluster 2 is lost: going on with clusters 0, 1", PATIENCE)
     other = sites.start_one(2, "other_rate", *given, "--rate", 0.02)
-    assert other.wait(120) == 1
+    assert other.wait(PATIENCE) == 1
     assert "clusters train differently: " in other.output()
     assert "optimizer.lr[0]: cluster 0 has 0.01, cluster 2 has 0.02;" in other.output()
     other = sites.start_one(2, "other_model", *given, "--hidden", 7)
-    assert other.wait(120) == 1
+    assert other.wait(PATIENCE) == 1
     assert "clusters do not match at fragments" in other.output()
     for cluster in clusters[:2]:
         assert "is healing" not in cluster.output() and "is back" not in cluster.output()
     again = sites.start_one(2, "again", *given)
-    again.wait_for("has joined the run at step", 120)
+    again.wait_for("has joined the run at step", PATIENCE)
     (tmp_path / "stop").touch()
     for cluster in [*clusters[:2], again]:
-        assert cluster.wait(120) == 0, cluster.output()
+        assert cluster.wait(PATIENCE) == 0, cluster.output()
