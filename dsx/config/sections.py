@@ -14,7 +14,7 @@ from dsx.config.files import ConfigError, shown
 from dsx.config.link import LinkConfig
 from dsx.method.alarms import GuardAction
 
-OF_DATA = ("data", "validation")
+OF_DATA = ("data", "data_shards", "validation")
 _DECIDING = (  # what is done, by all
     "on_mismatch",
     "anchor_check_interval",
@@ -81,6 +81,12 @@ class ClustersConfig(BaseModel):
     read all of its own; "auto" looks which it is, by the content. For `dsx.initialize` with
     `training_data`, for Megatron-LM's loop, and for scripts under `python -m dsx.run`; a loader of
     your own divides its data itself."""
+
+    data_shards: int = Field(default=16, ge=0, le=4096)
+    """Into how many shards each cluster's part of the data is cut in an epoch. While a cluster is
+    gone from a run over links, the others read what it has not, a shard at a time, and it goes on
+    behind those when it is back. 0: nobody reads its part. For `training_data` of `dsx.initialize`
+    and a tracked `dsx.data.ClusterBatches`."""
 
     validation: Literal["own", "average", "both"] = "own"
     """Whose loss Megatron-LM's validation prints: that of this cluster's own model, of the average

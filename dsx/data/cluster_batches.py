@@ -11,12 +11,15 @@ the r-th on. A window is read at most once per epoch by one rank; a tail that fi
 is dropped for that epoch. The position (epoch, offset) is the same on all ranks of a cluster and
 does not depend on the round, so a cluster may resume with another world_size or micro_batch_size:
 it goes on with the very next window.
+
+What a cluster that is gone has not read is dealt to the others (deal.py), which read it first, in
+the order in which that cluster would have.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +28,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from dsx.data.deal import Stretch
+from dsx.data.reading import Others
 from dsx.data.shards import Shards, WindowDataset, windows_of
 
 logger = logging.getLogger(__name__)
@@ -134,6 +139,8 @@ class ClusterBatches:
         self.seed = seed
         self.epoch = 0
         self.offset = 0
+        self._others = Others()
+        self._shards_of_others: dict[int, ClusterShard] = {}
         self._order = self._permutation()
 
     def __iter__(self) -> ClusterBatches:
@@ -142,20 +149,41 @@ class ClusterBatches:
 
     def __next__(self) -> Tensor:
         """Return this rank's part of the next round; never raises StopIteration."""
-        if len(self.shard) - self.offset < self.round_size:
+        first = [self._window_of(*place) for place in self._others.take(self.round_size)]
+        missing = self.round_size - len(first)
+        if missing and len(self.shard) - self.offset < missing:
             self.epoch += 1
             self.offset = 0
             self._order = self._permutation()
-        chosen = self._order[self.offset : self.offset + self.round_size][
-            self.rank :: self.world_size
-        ]
-        batch = torch.stack([self.shard[int(index)] for index in chosen])
-        self.offset += self.round_size
-        return batch
+        own = self._order[self.offset : self.offset + missing]
+        self.offset += missing
+        chosen = [*first, *((self.shard, int(index)) for index in own)]
+        return torch.stack([s[index] for s, index in chosen[self.rank :: self.world_size]])
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """The windows of each cluster; None for data of this cluster's own."""
+        return len(self.shard) if self.shard.num_clusters > 1 else None
+
+    def place(self) -> tuple[int, int]:
+        """Return the windows read of the own sequence, and those of what others have left."""
+        return self.epoch * len(self.shard) + self.offset, self._others.read
+
+    def begin_at(self, place: int, read: int = 0, left: Sequence[Stretch] = ()) -> None:
+        """Go to a place in the own sequence, behind `left` of others', of which some is read."""
+        self.epoch, self.offset = divmod(place, len(self.shard))
+        self._others = Others(read, left)
+        self._order = self._permutation()
+
+    def take_over(self, stretches: Sequence[Stretch]) -> None:
+        """Read what others have left before going on."""
+        self._others.add(stretches)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, equal on all ranks of the cluster, and what must match on load."""
-        return {"epoch": self.epoch, "offset": self.offset, **self._identity()}
+        position = {"epoch": self.epoch, "offset": self.offset, **self._identity()}
+        others = self._others.state_dict()
+        return {**position, "others": others} if others else position
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue exactly after the last consumed window, in place.
@@ -179,6 +207,7 @@ class ClusterBatches:
             )
         self.epoch = epoch
         self.offset = offset
+        self._others = Others.of_state(state.get("others"))
         self._order = self._permutation()
 
     def _identity(self) -> dict[str, Any]:
@@ -193,10 +222,30 @@ class ClusterBatches:
         }
 
     def _permutation(self) -> npt.NDArray[np.int64]:
-        """Return this epoch's order of the shard, [len(shard)]."""
-        seeds = np.random.SeedSequence([self.seed, self.epoch, self.shard.cluster_id])
-        # RandomState's stream is frozen by numpy for good; that of Generator may change.
-        return np.random.RandomState(np.random.MT19937(seeds)).permutation(len(self.shard))
+        return order_of(self.seed, self.epoch, self.shard.cluster_id, len(self.shard))
+
+    def _window_of(self, cluster_id: int, place: int) -> tuple[ClusterShard, int]:
+        """Return whose shard the window at a place of another cluster's sequence is in, and where.
+
+        Only the order of one epoch is kept of each, as stretches are read one after another.
+        """
+        own = self.shard
+        if cluster_id not in self._shards_of_others:
+            shard = ClusterShard(own.dataset, cluster_id, own.num_clusters, own.shards)
+            self._shards_of_others[cluster_id] = shard
+        shard = self._shards_of_others[cluster_id]
+        epoch, offset = divmod(place, len(shard))
+        order = self._others.order_of(
+            cluster_id, epoch, lambda: order_of(self.seed, epoch, cluster_id, len(shard))
+        )
+        return shard, int(order[offset])
+
+
+def order_of(seed: int, epoch: int, cluster_id: int, length: int) -> npt.NDArray[np.int64]:
+    """Return a cluster's order of its windows in an epoch, [length]."""
+    seeds = np.random.SeedSequence([seed, epoch, cluster_id])
+    # RandomState's stream is frozen by numpy for good; that of Generator may change.
+    return np.random.RandomState(np.random.MT19937(seeds)).permutation(length)
 
 
 def _check_member(index_name: str, index: int, count_name: str, count: int) -> None:

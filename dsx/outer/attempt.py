@@ -12,7 +12,8 @@ Where codes are made at the launch, they are what is kept: residuals have taken 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -42,7 +43,7 @@ class Attempt:
     `what.number` counts launches from the beginning of the run, `launch.round` those of the
     fragment. `buffers` hold what is sent, which no attempt changes, and get the result. `is_finite`
     returns once the contribution is there; `is_idle` and `anchor` are for the parity check's header
-    as of the launch.
+    as of the launch; `place` is where the cluster was in its data then (places.py).
     """
 
     what: Submission
@@ -51,6 +52,7 @@ class Attempt:
     is_finite: Callable[[], bool]
     is_idle: bool = False
     anchor: int | Tensor = 0
+    place: Mapping[str, Any] = field(default_factory=dict[str, Any])
     pending: Pending | None = None  # of the attempts at it
     notes: Mapping[int, bytes] | None = None  # what came beside a result of others
 
@@ -105,6 +107,7 @@ class Attempts:
         self._measurements = measurements
         self._trace = trace
         self._notices = notices
+        self.places = notices.places
         self.on_result: OnResult = lambda attempt, channel, mean: None  # on the transfer's thread
         self.follow: Follow = lambda attempt, channel: None  # there, too: a result of others
         transport.follow_views(state.reopen)
@@ -133,7 +136,7 @@ class Attempts:
             exchange = self._exchange(attempt, sync_params)
             return self._trace.follow(exchange, fragment, attempt.what.step)
 
-        what = replace(attempt.what, notes=self._notices.to_say())
+        what = replace(attempt.what, notes=self._notices.to_say(attempt.place))
         attempt.pending = self._transport.submit(what, begin(), begin)
         return attempt.pending
 

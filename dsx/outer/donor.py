@@ -30,10 +30,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Healing:
-    """One who heals, by the name of his try; his copy is of the boundary of `step`."""
+    """One who heals, by the name of his try and a number of his process; his copy is of `step`."""
 
     id: str
     step: int
+    process: int = 0
     state: bytes = WAIT
     copy: Parcel | None = None
     heard_at: float = field(default_factory=time.monotonic)
@@ -73,10 +74,10 @@ class Donor:
         loop.at_boundary = self.pass_boundary
 
     @property
-    def healing(self) -> list[int]:
-        """The clusters that take from here now; any thread."""
+    def healing(self) -> dict[int, int]:
+        """The clusters that take from here now, and a number of the process; any thread."""
         with self._lock:
-            return sorted(self._healing)
+            return {cluster: one.process for cluster, one in sorted(self._healing.items())}
 
     def pass_boundary(self) -> None:
         """Make the copies that are due; on the training thread."""
@@ -113,7 +114,7 @@ class Donor:
         id, *rest = operands
         with self._lock:
             if verb == "begin":
-                return self._begin(cluster, str(id), int(rest[0]))
+                return self._begin(cluster, str(id), int(rest[0]), int(rest[1]))
             healing = self._healing.get(cluster)
             if healing is None or healing.id != id:
                 return GONE + b"it is not known here any more"
@@ -140,9 +141,9 @@ class Donor:
             "refuses": self._refuses,
         }
 
-    def _begin(self, cluster: int, id: str, step: int) -> bytes:
+    def _begin(self, cluster: int, id: str, step: int, process: int) -> bytes:
         self._results.begin()
-        self._healing[cluster] = _Healing(id, step)
+        self._healing[cluster] = _Healing(id, step, process)
         return DATA
 
     def _of_copy(self, healing: _Healing, verb: str, operands: list[Any]) -> bytes:

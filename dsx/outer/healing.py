@@ -58,14 +58,17 @@ class Healing:
         deadline_seconds: float,
         speaks: bool,
         give_sign: Callable[[], object] = lambda: None,
+        may_come: Callable[[], bool] = lambda: True,
     ) -> None:
         """`clusters` are those that train. `ready` asks for a view that takes this cluster in;
-        `first_own` is the first launch of which it has a part, once it is known.
+        `first_own` is the first launch of which it has a part, once it is known. `may_come`: the
+        others know that it comes, and leave to it what it is to read.
         """
         self._loop, self._ask, self._clusters = loop, ask, clusters
         self._first_own, self._ready = first_own, ready
         self._rate, self._deadline_seconds = Rate(rate_mbit), deadline_seconds
         self._speaks, self._give_sign = speaks, give_sign
+        self._may_come = may_come
         self._sources: Sources | None = None
         self._following: Following
         self._has_asked = False  # for a view
@@ -115,18 +118,26 @@ class Healing:
         try:
             self._copy(attempt)
             self._come_near(_NEAR_STEPS * attempt**2)
+            if not self._follow_until(self._may_come):
+                return "the others go on reading what is this cluster's"
             self._has_asked = True
             self._ready()
-            until = time.monotonic() + self._deadline_seconds
-            while self._any(self._first_own() is None):
-                if self._any(time.monotonic() > until):
-                    return "no view has taken this cluster in"
-                self._catch_up()
-                time.sleep(_LOOK_SECONDS)
+            if not self._follow_until(lambda: self._first_own() is not None):
+                return "no view has taken this cluster in"
             self._catch_up()
         except BeginAnew as error:
             return str(error)
         return ""
+
+    def _follow_until(self, is_so: Callable[[], bool]) -> bool:
+        """Catch up until all ranks of the cluster find it so; False if that does not come."""
+        until = time.monotonic() + self._deadline_seconds
+        while self._any(not is_so()):
+            if self._any(time.monotonic() > until):
+                return False
+            self._catch_up()
+            time.sleep(_LOOK_SECONDS)
+        return True
 
     def _come_near(self, steps: int) -> None:
         """Catch up to so many steps behind the others; BeginAnew if that comes no nearer."""
@@ -163,7 +174,7 @@ class Healing:
         step = int(self._agree(self._together(lambda: self._place_to_copy(2 ** (attempt - 1)))))
 
         def fetch() -> Opened:
-            sources.tell("begin", step)
+            sources.tell("begin", step, loop.notices.places.process)
             return sources.parcel(("head",), ("slice",))
 
         opened = self._together(fetch)
@@ -248,16 +259,16 @@ class Healing:
                     transfer.pending.wait()
 
     def _end_when_over(self) -> None:
-        """Let the others forget this cluster once it has taken all that it was to follow."""
+        """Let the others forget this cluster once it is in a mean, behind all that it follows."""
         sources, loop, first = self._sources, self._loop, self._first_own()
         assert sources is not None and first is not None
 
         def is_over() -> bool:
             followed = [
                 t for t in [*loop.in_flight]
-                if isinstance(t, Transfer) and t.attempt.what.number < first
+                if isinstance(t, Transfer) and t.attempt.what.number <= first
             ]  # fmt: skip
-            is_past = sum(loop.history.launches) >= first
+            is_past = sum(loop.history.launches) >= first  # and has its first part in a mean
             return is_past and all(t.pending.has_arrived for t in followed)
 
         def run() -> None:

@@ -44,6 +44,7 @@ class Launches:
         self._recovery = recovery
         self._measurements = measurements
         self._attempts = attempts
+        self._places = attempts.places
         self._trace = trace
         self.host_copies = HostCopies(method, adapter, matrix_gathers, state.device)
 
@@ -73,6 +74,7 @@ class Launches:
         timer.mark("contribution")
         host_copy = self.host_copies.start(fragment, contribution, sideband, buffers)
         timer.mark("copy")
+        is_before_update = self._method.schedule.when == "before" and history.step < step
         attempt = Attempt(
             Submission(fragment, step, number=sum(history.launches) + 1),
             Launch(buffers.round, sync_params.rank),
@@ -80,6 +82,7 @@ class Launches:
             host_copy.is_finite,
             is_idle,
             anchor,
+            self._places.to_say(is_before_update),
         )
         if state.is_sent(fragment):
             if is_coded_here:

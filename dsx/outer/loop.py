@@ -315,13 +315,14 @@ class OuterLoop:
     def _receive(self, transfer: Transfer, arrival: Arrival) -> float:
         """Wait for a mean and check it, into `arrival`; return until when it was waited for."""
         fragment, mean_on_wire = transfer.fragment, transfer.pending.wait()
-        parity = transfer.buffers.parity
+        attempt, parity = transfer.attempt, transfer.buffers.parity
         waited_until = time.perf_counter()
         arrival.timer.mark("wait", "wait")
         places = self.transport.seat.membership.places
-        told = transfer.attempt.notes or transfer.pending.notes
+        told = attempt.notes or transfer.pending.notes
         self.guard.look(fragment, mean_on_wire, parity, places)
         self.recovery.act_on(fragment, transfer.launched, parity, self.history, notes=told)
+        self.notices.places.hear(attempt.what.number, places, parity, sum(self.history.launches))
         self.recovery.count_idle(transfer, self.history)
         mean = self.state.scratch(fragment, "mean")
         self.matrix_gathers[fragment].from_wire(mean_on_wire, mean, self.adapter.ranks.all_to_all)
@@ -331,12 +332,11 @@ class OuterLoop:
             transfer.buffers.sideband, fragment, self.history, seconds, transfer.sync_params,
             parity.is_refused,
         )  # fmt: skip
-        launch = transfer.attempt.round
-        arrival.report.update(self.guard.take(fragment, launch, parity, places, self.history))
+        arrival.report |= self.guard.take(fragment, attempt.round, parity, places, self.history)
         arrival.timer.mark("check")
         if parity.is_refused:
             self.totals.refused += 1
-            self.attempts.take_back(transfer.attempt)
+            self.attempts.take_back(attempt)
         else:
             self.history.rounds[fragment] += 1
             self.history.intervals[fragment] = transfer.interval

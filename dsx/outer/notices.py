@@ -15,9 +15,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from dsx.core.engine import ClusterRanks
+from dsx.outer.places import Places
 
 MOST_BYTES = 4096  # of one notice
 
@@ -43,6 +45,7 @@ class NoticeCarrier:
 
     def __init__(self, ranks: ClusterRanks) -> None:
         self._ranks = ranks
+        self.places = Places()
         self._unsaid: list[Notice] = []  # appended to by signal handlers
         self._said: dict[Notice, None] = {}  # under way, in order
         self._heard: dict[Notice, None] = {}  # by the transfer that is being applied
@@ -61,16 +64,17 @@ class NoticeCarrier:
             )
         self._unsaid.append(notice)
 
-    def to_say(self) -> bytes:
-        """Return what a launch takes along, which is said with it."""
+    def to_say(self, place: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+        """Return what a launch takes along, which is said with it; `place` is of places.py."""
         taken = [self._unsaid.pop(0) for _ in range(len(self._unsaid))]
         fresh = [notice for notice in taken if notice not in self._known | self._said.keys()]
         self._said |= dict.fromkeys(fresh)
-        return _pack(fresh) if fresh else b""
+        return _pack(fresh, place) if fresh or place else b""
 
     def hear(self, notes: Mapping[int, bytes]) -> bool:
         """Take what came beside a transfer; whether this rank has anything to tell its stage."""
-        self._heard = {notice: None for text in notes.values() for notice in _unpack(text)}
+        heard = (notice for text in notes.values() for notice in _unpack(text))
+        self._heard = dict.fromkeys(heard)
         return bool(self._heard or self._unsaid)
 
     def agree(self) -> None:
@@ -94,9 +98,16 @@ class NoticeCarrier:
         self._said.clear()
 
 
-def _pack(notices: Iterable[Notice]) -> bytes:
-    return json.dumps([[n.cluster, n.rank, n.number, n.kind, n.text] for n in notices]).encode()
+def places_in(notes: Mapping[int, bytes]) -> dict[int, dict[str, Any]]:
+    """Return what clusters have told of their places, by id."""
+    told = {id: json.loads(text) for id, text in notes.items()}
+    return {id: one for id, entries in told.items() for one in entries if isinstance(one, dict)}
+
+
+def _pack(notices: Iterable[Notice], place: Mapping[str, Any] = MappingProxyType({})) -> bytes:
+    entries = [[n.cluster, n.rank, n.number, n.kind, n.text] for n in notices]
+    return json.dumps([*entries, place] if place else entries).encode()
 
 
 def _unpack(text: bytes) -> list[Notice]:
-    return [Notice(*fields) for fields in json.loads(text)]
+    return [Notice(*fields) for fields in json.loads(text) if isinstance(fields, list)]

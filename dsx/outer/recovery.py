@@ -27,7 +27,7 @@ from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
 from dsx.outer.guard import forget
-from dsx.outer.notices import NoticeCarrier
+from dsx.outer.notices import NoticeCarrier, places_in
 from dsx.outer.parity_check import MEAN, ParityResult, Sides
 from dsx.outer.progress import Progress
 from dsx.outer.state import StateStore
@@ -124,7 +124,10 @@ class Recovery:
         seat = self._transport.seat
         ids = seat.membership.places
         place = {id: position for position, id in enumerate(ids)}
-        flags = torch.zeros(7 + len(ids), len(ids), dtype=torch.float64)
+        rows, end = self._notices.places.rows(ids, places_in(notes)), 7 + len(ids)
+        flags = torch.zeros(end + len(rows), len(ids), dtype=torch.float64)
+        if rows:
+            flags[end:] = torch.tensor(rows, dtype=torch.float64)
         named = (parity.refused_by, parity.idle_in, parity.uncommitted, parity.too_large)
         for row, clusters in enumerate(named):
             flags[row, [place[id] for id in clusters]] = 1
@@ -137,12 +140,13 @@ class Recovery:
         parity.sums = sums.tolist()
         if flags[5, 0]:
             self._notices.agree()
+        self._notices.places.agree(flags[end:].tolist())
         parity.refused_by, parity.idle_in, parity.uncommitted, parity.too_large = (
             [id for id, flag in zip(ids, row, strict=True) if flag] for row in flags[:4].tolist()
         )
         parity.round = int(flags[4, 0])
         kinds = {
-            (ids[a], ids[b]): int(flags[7 + a, b]) for a, b in torch.nonzero(flags[7:]).tolist()
+            (ids[a], ids[b]): int(flags[7 + a, b]) for a, b in torch.nonzero(flags[7:end]).tolist()
         }
         averaged = [id for id, flag in zip(ids, flags[6].tolist(), strict=True) if flag]
         parity.ids = averaged or [*seat.ids]  # no rank of this cluster sends anything of it

@@ -47,6 +47,7 @@ def copy_shared(loop: OuterLoop, results: Results, prunes: bool) -> Parcel | Non
     values = {
         "history": loop.history.state_dict(),
         "under_way": [_described(transfer) for transfer in loop.in_flight],
+        "places": loop.notices.places.state_dict(),
     }
     return Parcel(values, tensors)
 
@@ -84,6 +85,7 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
         next_round = min(rounds, default=history.launches[fragment.id] + 1)
         state.channels[fragment.id].before.restored(next_round)
     loop.restore(history, in_flight, has_trained=False)
+    loop.notices.places.load(values["places"], is_of_others=True)
     adapter.sync_model_weights()
 
 

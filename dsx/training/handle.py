@@ -196,7 +196,7 @@ class Handle:
 
     def track(self, **objects: Resumable) -> None:
         """Let the position of these objects travel with every checkpoint, under their names."""
-        self._saving.tracked.update(objects)
+        self._saving.track(objects)
 
     @property
     def only_before(self) -> int | None:

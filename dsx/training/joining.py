@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import secrets
 from collections.abc import Callable
 
 from dsx.comm.elastic import ElasticTransport
@@ -18,6 +19,7 @@ from dsx.core.units import format_bytes
 from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
+from dsx.training.dealing import follow_boundaries
 from dsx.training.gathering import Gathering
 from dsx.training.orders import Orders
 from dsx.training.positions import FollowsOthers, Resumable, go_where_others_are, place_here
@@ -57,7 +59,10 @@ class Joining:
         transport = loop.transport
         if isinstance(transport, ElasticTransport):
             self._transport = transport
-            self._donor = Donor(loop, self._refuses, self._places, self._told)
+            self._donor = donor = Donor(loop, self._refuses, self._places, self._told)
+            loop.notices.places.coming = lambda: donor.healing
+            loop.notices.places.is_reading = not self.is_due
+            follow_boundaries(loop)
             world.serve(self._donor.serve, FIRST)
 
     def follow(self, orders: Orders, changed: Callable[[], object]) -> None:
@@ -72,7 +77,7 @@ class Joining:
         """
         if self.is_due:
             return "this cluster is healing itself"
-        healing = [] if self._donor is None else self._donor.healing
+        healing = () if self._donor is None else self._donor.healing
         named = ", ".join(map(str, healing))
         return f"cluster {named} is healing: ask again once it is back" if healing else ""
 
@@ -102,7 +107,9 @@ class Joining:
 
     def _heal(self) -> None:
         world, loop, transport = self._world, self._loop, self._transport
-        coming, ids = world.coming, list[int]()
+        process = world.in_cluster().from_first("which process heals", 1 + secrets.randbits(40))
+        loop.notices.places.process = process
+        coming, ids, places = world.coming, list[int](), loop.notices.places
         assert coming is not None
         if world.rank == 0:
             ids = coming.wait_for_members()
@@ -110,11 +117,13 @@ class Joining:
         healing = Healing(
             loop, world.ask, lambda: ids, lambda: transport.first_own, coming.ask_for_view,
             self._rate_mbit, world.deadline_seconds, world.rank == 0, transport.give_sign,
+            lambda: places.may_come,
         )  # fmt: skip
         healing.heal()
         for name, one in self._tracked().items():
-            if name in healing.places:
+            if name in healing.places and name not in places:
                 go_where_others_are(one, healing.places[name])
+        places.begin_reading()
         for call in self.on_joined:
             call()
         if world.rank == 0:

@@ -28,7 +28,7 @@ class Resumable(Protocol):
         """Return the position."""
         ...
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
         """Go back to a position."""
         ...
 

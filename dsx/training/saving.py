@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import shutil
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,14 @@ from dsx.core.units import format_bytes
 from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
+from dsx.training.dealing import deal_tracked
 from dsx.training.keeping import Keeping
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable, restore_positions
 from dsx.training.records import Records
 
 logger = logging.getLogger(__name__)
+_DEALS = "dsx.deals"  # what all clusters know of who reads what
 _COUNTERS = "dsx.counters"  # travels beside what a script tracks
 
 
@@ -52,7 +54,7 @@ class Saving:
         self.takes_others = False  # whether this cluster is about to take what others hold
         self._loop = loop
         self._world = world
-        self._axes = config.axes
+        self._axes, self._num_shards = config.axes, config.clusters.data_shards
         self._records = records
         self._syncs = syncs
         self.last: Path | None = None
@@ -60,6 +62,11 @@ class Saving:
         self._keeps_data = False
         self.before: int | None = None
         self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
+
+    def track(self, objects: Mapping[str, Resumable]) -> None:
+        """Save and load these, too; what can be is dealt between the clusters that are there."""
+        self.tracked.update(objects)
+        deal_tracked(self._loop, self._world, self._num_shards, objects)
 
     @property
     def has_more_to_save(self) -> bool:
@@ -99,6 +106,8 @@ class Saving:
             "skipped_steps": loop.totals.skipped_steps,
             "is_finished": is_finished,
         }
+        if deals := loop.notices.places.state_dict():
+            states[_DEALS] = deals
         rank_info, session = self._world.rank_info, self._world.session
         is_told = loop.stop_place is not None and loop.stop_place.reason is not None
         with self.naming_last(), _leaving_nothing_half(rank_file(directory, rank_info.rank)):
@@ -123,8 +132,9 @@ class Saving:
         counters = states.pop(_COUNTERS)
         self._syncs.bytes_sent = 0 if is_new else counters["bytes_sent"]
         loop.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
+        deals = states.pop(_DEALS, {})
         if not self._keeps_data:
-            restore_positions(self.tracked, states, directory, is_other_number)
+            self._restore_data(directory, states, deals, is_new, is_other_number)
         self._of_step = {}
         self.last = directory
         self.keeping.loaded(directory)
@@ -132,6 +142,27 @@ class Saving:
         with self.naming_last():
             loop.settle()  # whoever lacks a mean that is held here gets it at once
         return counters.get("is_finished", False)
+
+    def _restore_data(
+        self,
+        directory: Path,
+        states: dict[str, Any],
+        deals: Mapping[str, Any],
+        is_new: bool,
+        is_other_number: bool,
+    ) -> None:
+        """Go on reading where all were; one that `is_new` goes on where the others know it."""
+        loop, tracked = self._loop, dict(self.tracked)
+        places = loop.notices.places
+        places.load(deals)
+        for name in deals if is_new else ():
+            if name in places:
+                states.pop(name, None)
+                tracked.pop(name, None)
+        restore_positions(tracked, states, directory, is_other_number)
+        places.resume(loop.transport.seat.ids, sum(loop.history.launches))
+        if is_new:
+            places.begin_reading()
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""

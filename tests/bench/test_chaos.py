@@ -160,6 +160,20 @@ def test_a_contribution_that_was_spoilt_on_purpose_is_no_round_that_is_lost() ->
     assert (verdict.rounds, verdict.rounds_refused, verdict.rounds_lost) == (5, 1, 0)
 
 
+def test_what_a_process_has_read_and_not_committed_is_lost_unless_it_is_read_again() -> None:
+    logs = after_a_loss()
+    assert check(logs, []).samples_lost == 2
+    for rank in range(2):  # the first process was at step 6, and committed 4; the second one reads
+        the(logs[1, rank], "step", step=9)["samples"] = [5 * 3 + 1]
+        the(logs[1, rank], "step", step=10)["samples"] = [6 * 3 + 1]
+    verdict = check(logs, [])
+    assert (verdict.samples_lost, verdict.samples_twice) == (0, 0) and verdict.is_good
+    for rank in range(2):
+        the(logs[1, rank], "step", step=11)["samples"] = [4 * 3 + 1]
+    verdict = check(logs, [])
+    assert (verdict.samples_lost, verdict.samples_twice) == (0, 1) and not verdict.is_good
+
+
 def test_samples_that_two_have_read() -> None:
     logs = sound()
     the(logs[0, 0], "step", step=3)["samples"] = [3 * 3 + 1]

@@ -3,9 +3,10 @@
 A launch is named by its fragment and step. It is committed where a rank says that it has applied
 its mean, with the anchor's hash behind it and the clusters that were averaged. What is refused
 because a cluster contributed what must not enter a mean (a fault of ours) is no round, and not
-lost. Of a cluster's samples those are in a committed contribution that it had read up to a launch
-that was committed with it; and all of them, where it was there at the end, as the last average is
-of all parameters.
+lost. Of the samples of one process of a cluster those are in a committed contribution that it had
+read up to a launch of its own that was committed with it; and all of them, where it was there at
+the end, as the last average is of all parameters. What was read and is in none is lost, unless
+somebody has read it again; what is in two is trained on twice.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsx.bench.chaos.logs import Record, Window, last, of_last_process
+from dsx.bench.chaos.logs import Record, Window, last, of_each_process, of_last_process
 
 Rank = tuple[int, int]  # cluster, rank
 Launch = tuple[int, int]  # fragment, step
@@ -43,7 +44,8 @@ class Verdict:
     @property
     def is_good(self) -> bool:
         """Whether nothing was lost, and all held the same."""
-        return not (self.mismatches or self.rounds_lost or self.samples_lost or self.problems)
+        is_lost = self.rounds_lost or self.samples_lost or self.samples_twice
+        return not (self.mismatches or is_lost or self.problems)
 
 
 def check(
@@ -128,29 +130,36 @@ def _check_end(ended: Mapping[Rank, Record], verdict: Verdict) -> None:
 def _check_samples(
     logs: Mapping[Rank, Sequence[Record]], ended: Mapping[Rank, Record], verdict: Verdict
 ) -> None:
-    """Count what was handed out, and is in no committed contribution."""
-    contained: dict[int, int] = defaultdict(int)  # up to which step, by cluster
+    """Count what was handed out and is in no committed contribution, and what is in two."""
+    committed: dict[int, set[int]] = defaultdict(set)  # steps of launches, by cluster
     for log in logs.values():
         for record in log:
             if record["what"] == "commit":
                 for cluster in record["members"]:
-                    contained[cluster] = max(contained[cluster], record["step"])
-    for (cluster, _), end in ended.items():
-        contained[cluster] = max(contained[cluster], end["step"])
-    handed = Counter[int]()
-    lost = set[int]()
-    inside = set[int]()
+                    committed[cluster].add(record["step"])
+    handed, inside = set[int](), Counter[int]()
     for (cluster, rank), log in logs.items():
         if rank:
             continue
-        for record in log:
-            if record["what"] == "step":
-                handed.update(record["samples"])
-                where = inside if record["step"] <= contained[cluster] else lost
-                where.update(record["samples"])
+        processes = [process for process in of_each_process(log) if _steps(process)]
+        for process in processes:
+            steps = _steps(process)  # and it may have been killed in the one behind these
+            own = [s for s in committed[cluster] if steps[0] <= s <= steps[-1] + 1]
+            if process is processes[-1] and (end := ended.get((cluster, rank))) is not None:
+                own.append(end["step"])
+            last_inside = max(own, default=0)
+            for record in process:
+                if record["what"] == "step":
+                    handed.update(record["samples"])
+                    if record["step"] <= last_inside:
+                        inside.update(record["samples"])
     verdict.samples = len(handed)
-    verdict.samples_lost = len(lost - inside)
-    verdict.samples_twice = sum(count > 1 for count in handed.values())
+    verdict.samples_lost = len(handed - inside.keys())
+    verdict.samples_twice = sum(count > 1 for count in inside.values())
+
+
+def _steps(process: Sequence[Record]) -> list[int]:
+    return [record["step"] for record in process if record["what"] == "step"]
 
 
 def _measure_pauses(

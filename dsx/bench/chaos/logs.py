@@ -67,6 +67,12 @@ def of_last_process(records: Sequence[Record]) -> Sequence[Record]:
     return records[begins[-1] :] if begins else records
 
 
+def of_each_process(records: Sequence[Record]) -> list[Sequence[Record]]:
+    """Return what the processes of a rank have written, one after another."""
+    begins = [i for i, record in enumerate(records) if record["what"] == "begin"] or [0]
+    return [records[a:b] for a, b in zip(begins, [*begins[1:], len(records)], strict=True)]
+
+
 def last(records: Sequence[Record], what: str) -> Record | None:
     """Return the last record of a kind."""
     return next((record for record in reversed(records) if record["what"] == what), None)

@@ -24,11 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dsx
 from dsx.bench.chaos.job import Job, log_path, orders_path
+from dsx.data import ClusterBatches
 from dsx.training.handle import Handle
 
 WIDTH, DEPTH, BATCH = 32, 4, 8
 SPOILING = {"not_finite": float("nan"), "too_large": 1e6}
 _SOUND = 1e3  # no parameter of a sound run comes near
+_NUM_SAMPLES = 1 << 20  # of which no run reads all
 _EVALUATED = range(10_000_000, 10_000_064)  # samples that nobody trains on
 
 
@@ -53,6 +55,16 @@ class Net(nn.Sequential):
         for _ in range(DEPTH):
             layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
         super().__init__(*layers[:-1])
+
+
+class Numbers:
+    """A data set of numbers, which samples are made of."""
+
+    def __len__(self) -> int:
+        return _NUM_SAMPLES
+
+    def __getitem__(self, index: int, /) -> Tensor:
+        return torch.tensor([index])
 
 
 def batch_of(teacher: Net, samples: list[int]) -> tuple[Tensor, Tensor]:
@@ -182,12 +194,17 @@ def _train(job: Job, cluster: int, rank: int, log: RankLog) -> None:
     model = DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     handle = dsx.attach(model, optimizer, config=job.dsx(cluster))
+    batches = ClusterBatches(  # all ranks of a cluster share a sample
+        Numbers(), 1, cluster_id=cluster, num_clusters=job.num_clusters, rank=0, world_size=1,
+        seed=job.seed,
+    )  # fmt: skip
+    handle.track(data=batches)
     handle.settle()  # where the others train already, it is behind this that it is one of them
     watch = Watch(handle, log)
     orders = Orders(orders_path(Path(job.directory), cluster), job.last_step)
     while handle.step < orders.given["last_step"]:
         step, began = handle.step + 1, time.perf_counter()
-        sample = (step - 1) * job.num_clusters + cluster
+        sample = int(next(batches))
         inputs, targets = batch_of(teacher, [sample])
         own = slice(rank, None, job.num_ranks)
         loss = F.mse_loss(model(inputs[own]), targets[own])
