@@ -10,6 +10,9 @@ The position is counted in samples of the cluster, in the order that all its ran
 it serves another number of ranks and another micro-batch, too (a few samples are read twice where
 their number is not divisible). Of a pipeline, the first and the last stage read and count.
 
+What a cluster that is gone has not read is dealt to the others (dsx/data/deal.py). They read it
+before they go on, in its order; the loader is begun anew for that.
+
 A run that begins from a checkpoint of plain DeepSpeed (synchronous.py) first reads the rest of that
 run's epoch: of what its order has left, cluster m takes every C-th sample from the m-th on.
 """
@@ -30,7 +33,10 @@ from torch.utils.data import IterableDataset
 
 from dsx.comm.world import World
 from dsx.data.cluster_batches import ClusterShard, OfWhole
+from dsx.data.deal import Stretch
 from dsx.data.identity import build_of
+from dsx.data.reading import Others
+from dsx.data.shards import windows_of
 from dsx.data.windows import TokenWindows
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.training.data_sources import Source, share_data
@@ -144,7 +150,9 @@ class ResumableLoader:
         self._start = 0
         self._next_after: int | None = None
         self._has_begun = False
+        self.epoch = 0  # how many have been ended
         self.consumed = 0  # samples of this epoch, of all ranks
+        self.others = Others()  # what is read before them
         self.after: int | None = None  # samples that plain DeepSpeed had read of this epoch
         self.before_reading: Callable[[], object] = lambda: None  # called where an epoch begins
 
@@ -156,11 +164,15 @@ class ResumableLoader:
     def __iter__(self) -> ResumableLoader:
         """Start an epoch, the first one after a resume in its middle."""
         self.before_reading()
+        if self._has_begun and self.consumed and not self._start:
+            self.epoch += 1  # the script has left that one
         self._sampler.skipped = self._start // self._num_replicas
         self.consumed, self._start, self._has_begun = self._start, 0, True
         self.after, self._next_after = self._next_after, None
         if self.after is not None:
             self._sampler.rest = rest_of_epoch(self._sampler, self._loader.dataset, self.after)
+        if upcoming := self.others.upcoming():
+            self._read_first([OfWhole(self._sample_at(*place)) for place in upcoming])
         iter(self._loader)
         return self
 
@@ -169,8 +181,9 @@ class ResumableLoader:
             batch = next(self._loader)
         except StopIteration:
             self.consumed, self.after, self._has_begun = 0, None, False
+            self.epoch += 1
             raise
-        self.consumed += self._read_together
+        self.consumed += self._read_together - self.others.skip(self._read_together)
         return batch
 
     def __len__(self) -> int:
@@ -189,7 +202,46 @@ class ResumableLoader:
         self._start = self.consumed = consumed
         self._next_after = self.after = after
         if self._has_begun:
+            self._has_begun = False
             iter(self)
+
+    def take_over(self, stretches: Sequence[Stretch]) -> None:
+        """Read what others have left next; of the rest of plain DeepSpeed's epoch nothing is."""
+        if self.after is not None or self._next_after is not None:
+            logger.warning(
+                "what a lost cluster has left of the epoch that plain DeepSpeed began is not read"
+            )
+            return
+        self.others.add(stretches)
+        self.go_to(self.consumed)
+
+    def _read_first(self, others: list[int]) -> None:
+        """Let this rank read its part of these, then the epoch's rest, padded as torch does."""
+        sampler = self._sampler
+        rest = [*others, *self._order_of(sampler.epoch)[self.consumed :]]
+        rest += rest[: -len(rest) % sampler.num_replicas]
+        sampler.skipped, sampler.rest = 0, rest[sampler.rank :: sampler.num_replicas]
+
+    def _order_of(self, epoch: int) -> list[int]:
+        """Return the order of any cluster's samples, among its own, in an epoch of the sampler."""
+        count, generator = len(self._loader.dataset), torch.Generator()
+        if not self._sampler.shuffle:
+            return list(range(count))
+        generator.manual_seed(self._sampler.seed + epoch)
+        return torch.randperm(count, generator=generator).tolist()
+
+    def _sample_at(self, cluster_id: int, place: int) -> int:
+        """Return the sample, of the whole dataset, at a place of another cluster's sequence."""
+        shard: ClusterShard = self._loader.dataset
+        epoch, offset = divmod(place, len(shard))
+        # a script that calls set_epoch does so in each, in all clusters
+        is_set = self._sampler.epoch == self.epoch
+        of_sampler = epoch if is_set and self.epoch else self._sampler.epoch
+        order = self.others.order_of(
+            cluster_id, epoch, lambda: np.array(self._order_of(of_sampler), dtype=np.int64)
+        )
+        theirs = windows_of(shard.dataset, cluster_id, shard.num_clusters, shard.shards)
+        return int(theirs[int(order[offset])])
 
 
 def rest_of_epoch(sampler: Any, shard: ClusterShard, read: int) -> list[int]:
@@ -227,6 +279,7 @@ class DataPosition:
         cluster would have trained on by now, had it been there from the beginning.
         """
         self._loader, self._trained = loader, trained
+        self._shard = shard
         self._identity = {
             "cluster_id": shard.cluster_id,
             "num_clusters": shard.num_clusters,
@@ -236,10 +289,40 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, the same on all ranks. Collective in the cluster."""
         loader = self._loader
-        told = gather_objects((loader.consumed, loader.after) if loader else (0, None))
-        after = next((after for _, after in told if after is not None), None)
-        state = {"consumed": max(consumed for consumed, _ in told), **self._identity}
-        return state if after is None else {**state, "after": after}
+        told = gather_objects(
+            (loader.epoch, loader.consumed, loader.after, loader.others.state_dict())
+            if loader else (0, 0, None, {})
+        )  # fmt: skip
+        epoch, consumed = max((epoch, consumed) for epoch, consumed, _, _ in told)
+        state: dict[str, Any] = {"consumed": consumed, **self._identity}
+        after = next((after for _, _, after, _ in told if after is not None), None)
+        others = next((others for *_, others in told if others), None)
+        more = {"epoch": epoch or None, "after": after, "others": others}
+        return {**state, **{name: value for name, value in more.items() if value is not None}}
+
+    @property
+    def samples_per_epoch(self) -> int | None:
+        """The samples of each cluster; None for data of this cluster's own."""
+        return len(self._shard) if self._shard.num_clusters > 1 else None
+
+    def place(self) -> tuple[int, int]:
+        """Return the samples read of the own sequence, and those of what others have left."""
+        loader, length = self._loader, len(self._shard)
+        if loader is None:
+            return 0, 0
+        return loader.epoch * length + min(loader.consumed, length), loader.others.read
+
+    def begin_at(self, place: int, read: int, left: Sequence[Stretch]) -> None:
+        """Go to a place in the own sequence, behind `left` of others', of which some is read."""
+        if self._loader is not None:
+            self._loader.epoch, consumed = divmod(place, len(self._shard))
+            self._loader.others = Others(read, left)
+            self._loader.go_to(consumed)
+
+    def take_over(self, stretches: Sequence[Stretch]) -> None:
+        """Read what others have left before going on."""
+        if self._loader is not None:
+            self._loader.take_over(stretches)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the next sample; ValueError for a position in other data."""
@@ -250,6 +333,8 @@ class DataPosition:
                     f"and this run has {name}={ours}; resume with the same dataset"
                 )
         if self._loader is not None:
+            self._loader.epoch = state_dict.get("epoch", 0)
+            self._loader.others = Others.of_state(state_dict.get("others"))
             self._loader.go_to(state_dict["consumed"], state_dict.get("after"))
 
     def place_here(self) -> dict[str, Any]:
