@@ -19,7 +19,7 @@ the order in which that cluster would have.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -140,7 +140,7 @@ class ClusterBatches:
         self.epoch = 0
         self.offset = 0
         self._others = Others()
-        self._shards_of_others: dict[int, ClusterShard] = {}
+        self._shards_of_others: dict[tuple[int, int], ClusterShard] = {}
         self._order = self._permutation()
 
     def __iter__(self) -> ClusterBatches:
@@ -149,7 +149,7 @@ class ClusterBatches:
 
     def __next__(self) -> Tensor:
         """Return this rank's part of the next round; never raises StopIteration."""
-        first = [self._window_of(*place) for place in self._others.take(self.round_size)]
+        first = [self._window_of(one) for one in self._others.take(self.round_size)]
         missing = self.round_size - len(first)
         if missing and len(self.shard) - self.offset < missing:
             self.epoch += 1
@@ -168,6 +168,14 @@ class ClusterBatches:
     def place(self) -> tuple[int, int]:
         """Return the windows read of the own sequence, and those of what others have left."""
         return self.epoch * len(self.shard) + self.offset, self._others.read
+
+    def left(self) -> list[Stretch]:
+        """Return what is still to be read of others'."""
+        return self._others.left()
+
+    def require_same_data(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a saved position is in this dataset, in the order of this seed."""
+        self._require_same(state, {*self._identity()} - {"cluster_id", "num_clusters"})
 
     def begin_at(self, place: int, read: int = 0, left: Sequence[Stretch] = ()) -> None:
         """Go to a place in the own sequence, behind `left` of others', of which some is read."""
@@ -191,14 +199,7 @@ class ClusterBatches:
         `world_size` and `micro_batch_size` may differ from when `state` was taken. Raises
         ValueError if the state belongs to another seed, cluster or dataset; nothing changes then.
         """
-        for name, expected in self._identity().items():
-            saved = state.get(name, "iid" if name == "shards" else None)  # there was no other kind
-            if saved != expected:
-                raise ValueError(
-                    f"the saved data position has {name}={saved}, this run has "
-                    f"{name}={expected}; resume with the saved value, or do not load the position "
-                    "to start the data anew"
-                )
+        self._require_same(state, self._identity())
         epoch, offset = state.get("epoch", -1), state.get("offset", -1)
         if epoch < 0 or not 0 <= offset <= len(self.shard):
             raise ValueError(
@@ -209,6 +210,16 @@ class ClusterBatches:
         self.offset = offset
         self._others = Others.of_state(state.get("others"))
         self._order = self._permutation()
+
+    def _require_same(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        for name, expected in self._identity().items():
+            saved = state.get(name, "iid" if name == "shards" else None)  # there was no other kind
+            if name in names and saved != expected:
+                raise ValueError(
+                    f"the saved data position has {name}={saved}, this run has "
+                    f"{name}={expected}; resume with the saved value, or do not load the position "
+                    "to start the data anew"
+                )
 
     def _identity(self) -> dict[str, Any]:
         """Return what decides which window comes next, besides the position."""
@@ -224,19 +235,18 @@ class ClusterBatches:
     def _permutation(self) -> npt.NDArray[np.int64]:
         return order_of(self.seed, self.epoch, self.shard.cluster_id, len(self.shard))
 
-    def _window_of(self, cluster_id: int, place: int) -> tuple[ClusterShard, int]:
+    def _window_of(self, one: Stretch) -> tuple[ClusterShard, int]:
         """Return whose shard the window at a place of another cluster's sequence is in, and where.
 
         Only the order of one epoch is kept of each, as stretches are read one after another.
         """
-        own = self.shard
-        if cluster_id not in self._shards_of_others:
-            shard = ClusterShard(own.dataset, cluster_id, own.num_clusters, own.shards)
-            self._shards_of_others[cluster_id] = shard
-        shard = self._shards_of_others[cluster_id]
-        epoch, offset = divmod(place, len(shard))
+        own, of = self.shard, (one.of, one.among or self.shard.num_clusters)
+        if of not in self._shards_of_others:
+            self._shards_of_others[of] = ClusterShard(own.dataset, *of, own.shards)
+        shard = self._shards_of_others[of]
+        epoch, offset = divmod(one.start, len(shard))
         order = self._others.order_of(
-            cluster_id, epoch, lambda: order_of(self.seed, epoch, cluster_id, len(shard))
+            *of, epoch, lambda: order_of(self.seed, epoch, one.of, len(shard))
         )
         return shard, int(order[offset])
 

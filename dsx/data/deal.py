@@ -23,21 +23,29 @@ were at the launch. So it is the same in all of them at the same step, and says 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Places `start`..`stop` - 1 of the sequence of cluster `of`."""
+    """Places `start`..`stop` - 1 of the sequence of cluster `of`.
+
+    `among` so many clusters, where the data was cut for another number than it is now; else 0.
+    """
 
     of: int
     start: int
     stop: int
+    among: int = 0
 
     def behind(self, count: int) -> Stretch:
         """Return what is left of it after so many samples."""
-        return Stretch(self.of, min(self.start + count, self.stop), self.stop)
+        return replace(self, start=min(self.start + count, self.stop))
+
+    def plain(self) -> list[int]:
+        """Return it as JSON values, which its fields are made of again."""
+        return [self.of, self.start, self.stop, *([self.among] if self.among else [])]
 
 
 @runtime_checkable
@@ -51,6 +59,14 @@ class Dealt(Protocol):
 
     def place(self) -> tuple[int, int]:
         """Return the place in the own sequence, and how many samples of others' have been read."""
+        ...
+
+    def left(self) -> list[Stretch]:
+        """Return what is still to be read of others'."""
+        ...
+
+    def require_same_data(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a saved position is in this data, whoever's part it was."""
         ...
 
     def begin_at(self, place: int, read: int, left: Sequence[Stretch]) -> None:
@@ -164,7 +180,7 @@ class Deal:
             ahead = [id for id in here if self.shares[id].place > at]
             if not ahead:
                 break
-            self.shares[of].place = stop = self._end_of_shard(at)
+            self.shares[of].place = stop = self.end_of_shard(at)
             self._give(self._least(ahead), Stretch(of, at, stop), dealt)
         return dealt
 
@@ -185,16 +201,22 @@ class Deal:
                 self._leave_behind(share)
             share.state = "here" if id in ids else "away"
 
+    def end_of_shard(self, place: int) -> int:
+        """Return where the shard ends that a place is in."""
+        epoch, offset = divmod(place, self.samples_per_epoch)
+        stop = min((offset // self._shard + 1) * self._shard, self.samples_per_epoch)
+        return epoch * self.samples_per_epoch + stop
+
     def state_dict(self) -> dict[str, Any]:
         """Return JSON values, the same in all clusters."""
         shares = [
-            [s.place, s.read, [_listed(one) for one in s.held], s.dropped, s.state, s.until]
+            [s.place, s.read, [one.plain() for one in s.held], s.dropped, s.state, s.until]
             for s in self.shares
         ]
         return {
             "samples_per_epoch": self.samples_per_epoch, "num_shards": self.num_shards,
             "shares": shares, "coming": [[id, *known] for id, known in sorted(self.coming.items())],
-            "left_behind": [_listed(one) for one in self.left_behind],
+            "left_behind": [one.plain() for one in self.left_behind],
             "loaded_at": self.loaded_at,
         }  # fmt: skip
 
@@ -210,11 +232,6 @@ class Deal:
         deal.loaded_at = state["loaded_at"]
         deal.left_behind = [Stretch(*one) for one in state["left_behind"]]
         return deal
-
-    def _end_of_shard(self, place: int) -> int:
-        epoch, offset = divmod(place, self.samples_per_epoch)
-        stop = min((offset // self._shard + 1) * self._shard, self.samples_per_epoch)
-        return epoch * self.samples_per_epoch + stop
 
     def _least(self, ids: Sequence[int]) -> int:
         """Return who holds the fewest samples that are not committed."""
@@ -235,7 +252,3 @@ class Deal:
                 return
             share.dropped += length
             del share.held[0]
-
-
-def _listed(stretch: Stretch) -> list[int]:
-    return [stretch.of, stretch.start, stretch.stop]

@@ -16,7 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dsx.data.deal import Deal, Dealt
+from dsx.data.deal import Deal, Dealt, Stretch
+from dsx.data.recut import recut
 from dsx.outer.parity_check import ParityResult
 
 logger = logging.getLogger(__name__)
@@ -155,3 +156,61 @@ class Places:
         for one in self._followed.values():
             one.deal.load(ids, launched)
             one.at_boundary = one.reads.place()
+
+    def saved_state(self) -> dict[str, Any]:
+        """Return what a checkpoint of this cluster keeps: what all know, and its own standing."""
+        return {
+            name: {
+                **one.deal.state_dict(),
+                "own": [*one.reads.place(), [left.plain() for left in one.reads.left()]],
+            }
+            for name, one in self._followed.items()
+        }
+
+    def meet(
+        self, saved: Mapping[str, Any], is_new: bool, step: int, gather: Callable[[Any], list[Any]]
+    ) -> None:
+        """Take what is known by whoever has come farthest. Collective over all clusters.
+
+        Of checkpoints that have been saved at unequal steps. What has been dealt to this cluster
+        since its own is read, too.
+        """
+        for name, one in sorted(self._followed.items()):
+            told = gather([step, saved[name]] if name in saved and not is_new else [-1, None])
+            _, farthest = max(told, key=lambda one: one[0])
+            if farthest is None:
+                continue
+            one.deal = Deal.of_state(farthest)
+            share = one.deal.shares[self._id]
+            known = one.reads.place()[1] + sum(s.stop - s.start for s in one.reads.left())
+            end = share.dropped
+            for stretch in share.held if not is_new else ():
+                end += stretch.stop - stretch.start
+                if end > known:
+                    one.reads.take_over([stretch])
+
+    def recut(
+        self,
+        saved: Mapping[str, Any],
+        is_new: bool,
+        num_clusters: int,
+        gather: Callable[[Any], list[Any]],
+    ) -> None:
+        """Go on with another number of clusters than has saved. Collective over all of them."""
+        for name, one in sorted(self._followed.items()):
+            if name not in saved:
+                continue
+            told = gather(None if is_new else saved[name]["own"])
+            standing = {
+                id: (place, [Stretch(*stretch) for stretch in left])
+                for id, own in enumerate(told) if own is not None for place, _, left in [own]
+            }  # fmt: skip
+            length = one.reads.samples_per_epoch
+            assert length is not None
+            one.deal = recut(Deal.of_state(saved[name]), standing, num_clusters, length)
+            logger.warning(
+                "%r: the data were cut for %d clusters and are for %d now: what none of them has "
+                "trained on of the epoch that had begun is read first, shared between all",
+                name, len(saved[name]["shares"]), num_clusters,
+            )  # fmt: skip
+        self.begin_reading()

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
 
 from dsx.comm.elastic import ElasticTransport
 from dsx.comm.world import World
 from dsx.data.deal import Dealt
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
-from dsx.training.positions import Resumable
+from dsx.training.positions import Resumable, restore_positions
 
 logger = logging.getLogger(__name__)
 
@@ -50,3 +52,55 @@ def follow_boundaries(loop: OuterLoop) -> None:
         and_then()
 
     loop.at_boundary = pass_boundary
+
+
+def restore_data(
+    loop: OuterLoop,
+    tracked: Mapping[str, Resumable],
+    directory: Path,
+    states: dict[str, Any],
+    deals: Mapping[str, Any],
+    is_new: bool,
+    is_other_number: bool,
+    may_be_unequal: bool,
+) -> None:
+    """Go on reading where all were; one that `is_new` goes on where the others know it.
+
+    Collective over all clusters where their number is another, or they may have saved at unequal
+    steps.
+    """
+    places, seat = loop.notices.places, loop.transport.seat
+    launched = sum(loop.history.launches)
+    known = {name for name in deals if name in places}
+
+    def gather(value: Any) -> list[Any]:
+        return [*loop.transport.gather("places in the data", value)()]
+
+    apart = {name: states[name] for name in known if is_new or is_other_number}
+    if is_other_number:
+        apart = {name: one for name, one in apart.items() if _is_of_same_data(tracked[name], one)}
+    rest = {name: one for name, one in tracked.items() if name not in apart}
+    restore_positions(
+        rest, {n: s for n, s in states.items() if n not in apart}, directory, is_other_number
+    )
+    if is_other_number:
+        same = {name: deals[name] for name in apart}
+        places.recut(same, is_new, len(seat.membership.places), gather)
+        places.resume(seat.ids, launched)
+        return
+    places.load(deals)
+    if may_be_unequal:
+        places.meet(deals, is_new, loop.history.step, gather)
+    places.resume(seat.ids, launched)
+    if is_new:
+        places.begin_reading()
+
+
+def _is_of_same_data(reads: object, state: Mapping[str, Any]) -> bool:
+    """Whether a saved position is in the data that is read now; if not it starts anew."""
+    assert isinstance(reads, Dealt)
+    try:
+        reads.require_same_data(state)
+    except ValueError:
+        return False
+    return True

@@ -23,10 +23,10 @@ from dsx.core.units import format_bytes
 from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
-from dsx.training.dealing import deal_tracked
+from dsx.training.dealing import deal_tracked, restore_data
 from dsx.training.keeping import Keeping
 from dsx.training.notices import Notices
-from dsx.training.positions import Resumable, restore_positions
+from dsx.training.positions import Resumable
 from dsx.training.records import Records
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Saving:
             "skipped_steps": loop.totals.skipped_steps,
             "is_finished": is_finished,
         }
-        if deals := loop.notices.places.state_dict():
+        if deals := loop.notices.places.saved_state():
             states[_DEALS] = deals
         rank_info, session = self._world.rank_info, self._world.session
         is_told = loop.stop_place is not None and loop.stop_place.reason is not None
@@ -134,7 +134,9 @@ class Saving:
         loop.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
         deals = states.pop(_DEALS, {})
         if not self._keeps_data:
-            self._restore_data(directory, states, deals, is_new, is_other_number)
+            restore_data(
+                loop, self.tracked, directory, states, deals, is_new, is_other_number, is_preempted
+            )
         self._of_step = {}
         self.last = directory
         self.keeping.loaded(directory)
@@ -142,27 +144,6 @@ class Saving:
         with self.naming_last():
             loop.settle()  # whoever lacks a mean that is held here gets it at once
         return counters.get("is_finished", False)
-
-    def _restore_data(
-        self,
-        directory: Path,
-        states: dict[str, Any],
-        deals: Mapping[str, Any],
-        is_new: bool,
-        is_other_number: bool,
-    ) -> None:
-        """Go on reading where all were; one that `is_new` goes on where the others know it."""
-        loop, tracked = self._loop, dict(self.tracked)
-        places = loop.notices.places
-        places.load(deals)
-        for name in deals if is_new else ():
-            if name in places:
-                states.pop(name, None)
-                tracked.pop(name, None)
-        restore_positions(tracked, states, directory, is_other_number)
-        places.resume(loop.transport.seat.ids, sum(loop.history.launches))
-        if is_new:
-            places.begin_reading()
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""

@@ -33,7 +33,7 @@ class Reader:
     read: list[Sample] = field(default_factory=list[Sample])
 
     def step(self, count: int) -> None:
-        taken = self.others.take(count)
+        taken = [(one.of, one.start) for one in self.others.take(count)]
         missing = count - len(taken)
         self.read += [*taken, *((self.id, self.place + i) for i in range(missing))]
         self.place += missing

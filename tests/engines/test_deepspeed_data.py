@@ -16,12 +16,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from dsx.comm.world import current_world
 from dsx.data.cluster_batches import ClusterShard
-from dsx.engines.deepspeed.data import (
-    DataPosition,
-    ResumedSampler,
-    cut_training_data,
-    source_of,
-)
+from dsx.engines.deepspeed.data import DataPosition, cut_training_data, source_of
+from dsx.engines.deepspeed.loader import ResumedSampler
 from tests.distributed import run_distributed
 from tests.engines.engines import ds_config, quiet
 from tests.engines.test_deepspeed_resharding import end

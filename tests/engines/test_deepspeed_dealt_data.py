@@ -11,7 +11,8 @@ import torch
 from dsx.data.cluster_batches import ClusterShard
 from dsx.data.deal import Dealt, Stretch
 from dsx.engines.deepspeed import data
-from dsx.engines.deepspeed.data import DataPosition, ResumableLoader
+from dsx.engines.deepspeed.data import DataPosition
+from dsx.engines.deepspeed.loader import ResumableLoader
 from tests.installed import needs
 
 pytestmark = needs("deepspeed")
@@ -39,7 +40,7 @@ def ranks_of(cluster: int) -> list[tuple[Any, DataPosition]]:
             data_parallel_rank=rank,
         )  # fmt: skip
         resumable = ResumableLoader(loader, RANKS)
-        made.append((resumable, DataPosition(resumable, shard)))
+        made.append((resumable, DataPosition(resumable, shard, lambda: 0)))
     return made
 
 

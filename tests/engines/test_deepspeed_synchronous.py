@@ -19,8 +19,8 @@ from torch.utils.data import DistributedSampler
 import dsx
 from dsx.comm.world import current_world
 from dsx.data.cluster_batches import ClusterShard
-from dsx.engines.deepspeed.data import rest_of_epoch
 from dsx.engines.deepspeed.engine import adopt_world
+from dsx.engines.deepspeed.loader import rest_of_epoch
 from tests.distributed import run_distributed
 from tests.engines import engines, pipelines, test_deepspeed_data
 from tests.engines.engines import Kind, quiet

@@ -21,9 +21,8 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from hashlib import blake2b
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -32,13 +31,13 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from dsx.comm.world import World
-from dsx.data.cluster_batches import ClusterShard, OfWhole
+from dsx.data.cluster_batches import ClusterShard
 from dsx.data.deal import Stretch
 from dsx.data.identity import build_of
 from dsx.data.reading import Others
-from dsx.data.shards import windows_of
 from dsx.data.windows import TokenWindows
 from dsx.engines.cluster_collectives import gather_objects
+from dsx.engines.deepspeed.loader import ResumableLoader
 from dsx.training.data_sources import Source, share_data
 from dsx.training.handle import Handle
 
@@ -114,154 +113,6 @@ def _require_length(data: Any) -> None:
         )
 
 
-class ResumedSampler:
-    """A sampler that leaves out what was read before a resume, once.
-
-    `rest`: what it gives in that epoch in place of the sampler's own, if anything.
-    """
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler = sampler
-        self.skipped = 0
-        self.rest: Sequence[int] | None = None
-
-    def __iter__(self) -> Iterator[int]:
-        skipped, self.skipped = self.skipped, 0
-        rest, self.rest = self.rest, None
-        return islice(iter(self._sampler if rest is None else rest), skipped, None)
-
-    def __len__(self) -> int:
-        return len(self._sampler)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_sampler":  # not there yet, in a copy
-            raise AttributeError(name)
-        return getattr(self._sampler, name)  # set_epoch, and what else it has
-
-
-class ResumableLoader:
-    """DeepSpeed's loader of one rank, whose next sample is known."""
-
-    def __init__(self, loader: Any, num_replicas: int) -> None:
-        self._loader = loader
-        self._sampler = loader.data_sampler = ResumedSampler(loader.data_sampler)
-        self._read_together = loader.batch_size * num_replicas
-        self._num_replicas = num_replicas
-        self._start = 0
-        self._next_after: int | None = None
-        self._has_begun = False
-        self.epoch = 0  # how many have been ended
-        self.consumed = 0  # samples of this epoch, of all ranks
-        self.others = Others()  # what is read before them
-        self.after: int | None = None  # samples that plain DeepSpeed had read of this epoch
-        self.before_reading: Callable[[], object] = lambda: None  # called where an epoch begins
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of an epoch, of all ranks."""
-        return len(self._loader) * self._read_together
-
-    def __iter__(self) -> ResumableLoader:
-        """Start an epoch, the first one after a resume in its middle."""
-        self.before_reading()
-        if self._has_begun and self.consumed and not self._start:
-            self.epoch += 1  # the script has left that one
-        self._sampler.skipped = self._start // self._num_replicas
-        self.consumed, self._start, self._has_begun = self._start, 0, True
-        self.after, self._next_after = self._next_after, None
-        if self.after is not None:
-            self._sampler.rest = rest_of_epoch(self._sampler, self._loader.dataset, self.after)
-        if upcoming := self.others.upcoming():
-            self._read_first([OfWhole(self._sample_at(*place)) for place in upcoming])
-        iter(self._loader)
-        return self
-
-    def __next__(self) -> Any:
-        try:
-            batch = next(self._loader)
-        except StopIteration:
-            self.consumed, self.after, self._has_begun = 0, None, False
-            self.epoch += 1
-            raise
-        self.consumed += self._read_together - self.others.skip(self._read_together)
-        return batch
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_loader":  # not there yet, in a copy
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    def go_to(self, consumed: int, after: int | None = None) -> None:
-        """Read on after so many samples; in an iteration that has begun, too.
-
-        With `after` of the rest of an epoch of which plain DeepSpeed had read so many.
-        """
-        self._start = self.consumed = consumed
-        self._next_after = self.after = after
-        if self._has_begun:
-            self._has_begun = False
-            iter(self)
-
-    def take_over(self, stretches: Sequence[Stretch]) -> None:
-        """Read what others have left next; of the rest of plain DeepSpeed's epoch nothing is."""
-        if self.after is not None or self._next_after is not None:
-            logger.warning(
-                "what a lost cluster has left of the epoch that plain DeepSpeed began is not read"
-            )
-            return
-        self.others.add(stretches)
-        self.go_to(self.consumed)
-
-    def _read_first(self, others: list[int]) -> None:
-        """Let this rank read its part of these, then the epoch's rest, padded as torch does."""
-        sampler = self._sampler
-        rest = [*others, *self._order_of(sampler.epoch)[self.consumed :]]
-        rest += rest[: -len(rest) % sampler.num_replicas]
-        sampler.skipped, sampler.rest = 0, rest[sampler.rank :: sampler.num_replicas]
-
-    def _order_of(self, epoch: int) -> list[int]:
-        """Return the order of any cluster's samples, among its own, in an epoch of the sampler."""
-        count, generator = len(self._loader.dataset), torch.Generator()
-        if not self._sampler.shuffle:
-            return list(range(count))
-        generator.manual_seed(self._sampler.seed + epoch)
-        return torch.randperm(count, generator=generator).tolist()
-
-    def _sample_at(self, cluster_id: int, place: int) -> int:
-        """Return the sample, of the whole dataset, at a place of another cluster's sequence."""
-        shard: ClusterShard = self._loader.dataset
-        epoch, offset = divmod(place, len(shard))
-        # a script that calls set_epoch does so in each, in all clusters
-        is_set = self._sampler.epoch == self.epoch
-        of_sampler = epoch if is_set and self.epoch else self._sampler.epoch
-        order = self.others.order_of(
-            cluster_id, epoch, lambda: np.array(self._order_of(of_sampler), dtype=np.int64)
-        )
-        theirs = windows_of(shard.dataset, cluster_id, shard.num_clusters, shard.shards)
-        return int(theirs[int(order[offset])])
-
-
-def rest_of_epoch(sampler: Any, shard: ClusterShard, read: int) -> list[int]:
-    """Return what this rank reads of the epoch of which plain DeepSpeed has read `read` samples.
-
-    That run's order is the one of this sampler's seed and epoch over the whole dataset, whatever
-    its number of ranks. All clusters get equally many of those left, so that up to C - 1 are left
-    out; within a cluster they are dealt, and padded, as `DistributedSampler` does.
-    """
-    order, generator = list(range(len(shard.dataset))), torch.Generator()
-    if sampler.shuffle:
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        order = torch.randperm(len(order), generator=generator).tolist()
-    left = order[read:]
-    own = left[shard.cluster_id :: shard.num_clusters][: len(left) // shard.num_clusters]
-    missing = -len(own) % sampler.num_replicas
-    padded = own + (own * (missing // max(len(own), 1) + 1))[:missing]
-    return [OfWhole(index) for index in padded[sampler.rank :: sampler.num_replicas]]
-
-
 def loader_of(engine: Any) -> ResumableLoader | None:
     """Return the loader of `training_data` that this rank reads, if it keeps its position."""
     held = engine.training_dataloader
@@ -312,6 +163,14 @@ class DataPosition:
             return 0, 0
         return loader.epoch * length + min(loader.consumed, length), loader.others.read
 
+    def left(self) -> list[Stretch]:
+        """Return what is still to be read of others'."""
+        return [] if self._loader is None else self._loader.others.left()
+
+    def require_same_data(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError unless a saved position is in this dataset."""
+        self._require_same(state, ("num_samples",))
+
     def begin_at(self, place: int, read: int, left: Sequence[Stretch]) -> None:
         """Go to a place in the own sequence, behind `left` of others', of which some is read."""
         if self._loader is not None:
@@ -326,12 +185,7 @@ class DataPosition:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with the next sample; ValueError for a position in other data."""
-        for name, ours in self._identity.items():
-            if state_dict[name] != ours:
-                raise ValueError(
-                    f"the position in training_data was saved with {name}={state_dict[name]}, "
-                    f"and this run has {name}={ours}; resume with the same dataset"
-                )
+        self._require_same(state_dict, self._identity)
         if self._loader is not None:
             self._loader.epoch = state_dict.get("epoch", 0)
             self._loader.others = Others.of_state(state_dict.get("others"))
@@ -360,6 +214,14 @@ class DataPosition:
             "would be after %d samples", self._identity["num_samples"], place["num_samples"],
             self._trained(),
         )  # fmt: skip
+
+    def _require_same(self, state: Mapping[str, Any], names: Collection[str]) -> None:
+        for name, ours in self._identity.items():
+            if name in names and state[name] != ours:
+                raise ValueError(
+                    f"the position in training_data was saved with {name}={state[name]}, "
+                    f"and this run has {name}={ours}; resume with the same dataset"
+                )
 
 
 def follow_training_data(engine: Any, shard: ClusterShard, handle: Handle) -> DataPosition | None:
