@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -125,7 +126,8 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
 ) -> None:
     """Two ranks each; the first one is killed, which has led the log, and by which all had met.
 
-    What the two save, all three go on from: the first one takes the state of the second.
+    What the two save, all three go on from: the first one takes the state of the second, and reads
+    on behind what it had committed.
     """
 
     def change(config: dict[str, Any]) -> None:
@@ -136,7 +138,8 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
     configs = configs_of(tmp_path, change)
 
     def start(way: str, *args: Any) -> list[Any]:
-        saved = ["--save-dir", tmp_path / "saved", "--out", tmp_path / way]
+        saved = ["--save-dir", tmp_path / "saved", "--out", tmp_path / way,
+                 "--reads", tmp_path / f"{way}_read"]  # fmt: skip
         return [
             launch(f"{way}_{name}", 2, "--deepspeed_config", configs[m], *saved, *args,
                    "--step-seconds", 0.1, "--dsx-cluster-id", m)
@@ -145,7 +148,7 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
 
     clusters = start("first", "--steps", 30)
     for cluster in clusters:
-        cluster.wait_for("step 11\n")
+        cluster.wait_for("step 11\n", 120)
     clusters[0].end()
     for cluster in clusters[1:]:
         assert cluster.wait() == 0, cluster.output()
@@ -162,3 +165,21 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
     (told,) = {(tmp_path / f"second.{m}").read_text() for m in range(3)}
     assert [one["started_at"] for one in json.loads(told)] == [30, 30, 30]
     assert len({one["checksum"] for one in json.loads(told)}) == 1
+    killed = samples_read(tmp_path, "first", 0)
+    others = Counter(samples_read(tmp_path, "first", 1) + samples_read(tmp_path, "first", 2))
+    for m in range(3):
+        others.update(samples_read(tmp_path, "second", m))
+    assert {*others.values()} == {1}
+    committed = [sample for sample in killed if sample not in others]
+    assert committed == killed[: len(committed)] and 0 < len(committed) < len(killed)
+
+
+def samples_read(folder: Path, way: str, cluster: int, num_ranks: int = 2) -> list[int]:
+    """Return what a cluster has read, in the order that its ranks share."""
+    ranks = [
+        [json.loads(line)["samples"] for line in file.read_text().splitlines()]
+        for rank in range(num_ranks)
+        if (file := folder / f"{way}_read.{cluster}.{rank}").exists()
+    ]
+    steps = zip(*ranks, strict=False)  # one rank may have been killed a step before another
+    return [one for batches in steps for samples in zip(*batches, strict=True) for one in samples]

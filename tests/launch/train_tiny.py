@@ -14,6 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
+from deepspeed.runtime.engine import DeepSpeedEngine
 
 import dsx
 from tests.tiny import TinyNet, batch
@@ -27,6 +28,7 @@ parser.add_argument("--step-seconds", type=float, default=0.0)
 parser.add_argument("--save-dir")
 parser.add_argument("--resume", action="store_true")
 parser.add_argument("--out")
+parser.add_argument("--reads", type=Path)  # training_data, and writes down what of it is read
 parser.add_argument("--stop-file", type=Path)  # asks for an early stop, once it is there
 dsx.add_config_arguments(parser)
 args = parser.parse_args()
@@ -35,10 +37,17 @@ logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
 world = dsx.init_distributed(args.deepspeed_config, args)
 model = TinyNet(world.cluster_id)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-engine, *_ = dsx.initialize(args=args, model=model, optimizer=optimizer)
+data = list(range(3600)) if args.reads else None
+if args.reads:  # in this process: workers of each rank are many on a small machine
+    io = DeepSpeedEngine.deepspeed_io
+    DeepSpeedEngine.deepspeed_io = lambda *a, **k: io(*a, num_local_io_workers=0, **k)
+engine, _, loader, _ = dsx.initialize(
+    args=args, model=model, optimizer=optimizer, training_data=data
+)
 if args.resume:
     engine.load_checkpoint(args.save_dir)
 started_at = engine.dsx.step
+batches = iter(loader) if args.reads else None
 has_asked = False
 while engine.dsx.step < args.steps:
     if args.stop_file and not has_asked and args.stop_file.exists():
@@ -46,6 +55,10 @@ while engine.dsx.step < args.steps:
         has_asked = True
     if args.stop_file and engine.dsx.should_stop():
         break
+    if batches is not None:
+        read = {"step": engine.dsx.step + 1, "samples": next(batches).tolist()}
+        with Path(f"{args.reads}.{world.cluster_id}.{world.rank}").open("a") as file:
+            file.write(json.dumps(read) + "\n")
     loss = engine(*batch(world.cluster_id, engine.dsx.step + 1, world.rank))
     engine.backward(loss)
     engine.step()

@@ -30,6 +30,7 @@ from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import hash_of
+from dsx.training.dealing import follow_boundaries
 
 Fate = Callable[[Submission], int | None]  # after how many rounds of it a cluster ends
 NEVER: Fate = lambda what: None  # noqa: E731
@@ -136,6 +137,7 @@ class Site:
         self.processes: dict[int, int] = {}
         self.healing: Healing | None = None
         self.donor: Donor | None = None
+        self.batches: Any = None  # which is dealt between the clusters, if a test has set it
 
     def end(self) -> None:
         """As a kill does: the connections are closed, nothing is said."""
@@ -171,8 +173,11 @@ class Site:
         self.healing = Healing(
             loop, lambda cluster, body: self.link.ask((cluster, 0), body), clusters,
             lambda: transport.first_own, clerk.ready, rate_mbit, 20.0, True, transport.give_sign,
+            lambda: loop.notices.places.may_come,
         )  # fmt: skip
+        loop.notices.places.process = 1 + self.link.incarnation % (1 << 40)
         self.healing.heal()
+        loop.notices.places.begin_reading()
 
     def train(
         self,
@@ -198,7 +203,11 @@ class Site:
         )  # fmt: skip
         self.loop = OuterLoop(self.method, adapter, self.transport)
         self.donor = Donor(self.loop, why_not(self.method))
-        donor = self.donor
+        donor, places = self.donor, self.loop.notices.places
+        if self.batches is not None:
+            places.follow("data", self.batches, self.id, num_clusters, 16)
+            places.coming, places.is_reading = lambda: donor.healing, not joins
+            follow_boundaries(self.loop)
         self.link.serve(lambda *request: donor.serve(*request), FIRST)
         try:
             self.loop.start(keeps_masters=joins)
@@ -242,6 +251,7 @@ def run(
     arbiter: int | None = None,
     suspect_seconds: float = 30.0,
     again: int | None = None,
+    batches_of: Callable[[int], Any] = lambda id: None,
 ) -> list[Site]:
     """Train all, each on a thread of its own; `watch` runs beside them.
 
@@ -250,6 +260,8 @@ def run(
     """
     options = {"grace_seconds": 0.2, "suspect_seconds": suspect_seconds}
     sites = [Site(m, model, method, **options) for m in range(num_clusters)]
+    for site in sites:
+        site.batches = batches_of(site.id)
     for site in sites:
         for other in sites:
             if other is not site:
@@ -272,6 +284,7 @@ def run(
             if again is not None:
                 assert sites[again].is_over.wait(60)
                 site = _started_again(sites, sites[again], options, arbiter, suspect_seconds)
+                site.batches = batches_of(site.id)
                 sites.append(site)
                 done.append(threads.submit(
                     site.train, num_steps, compute_loss, num_clusters, NEVER, before, True
