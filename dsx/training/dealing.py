@@ -33,9 +33,10 @@ def deal_tracked(
         if not isinstance(one, Dealt) or one.samples_per_epoch is None:
             continue
         if loop.adapter.stage.count > 1:
-            logger.warning(
-                "%r: between clusters of pipeline stages nothing is dealt yet: what a lost cluster "
-                "has not read stays unread", name,
+            level = logging.DEBUG if world.rank else logging.WARNING
+            logger.log(
+                level, "%r: between clusters of pipeline stages nothing is dealt yet: what a lost "
+                "cluster has not read stays unread", name,
             )  # fmt: skip
             continue
         num_clusters = len(loop.transport.seat.membership.places)

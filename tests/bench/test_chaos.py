@@ -283,9 +283,9 @@ def test_forty_faults(tmp_path: Path) -> None:
     words = ["--preset", "recommended", "--events", "40", "--seed", "1", "--kinds", kinds]
     found = run(tmp_path, *words, "--no-comes-back")
     assert found["problems"] == [] and sum(found["events"].values()) == 40
-    assert (found["mismatches"], found["rounds_lost"], found["samples_twice"]) == (0, 0, 0)
-    lost = sum(found["events"].get(kind, 0) for kind in LOSSES)
-    assert lost == 2 and 0 < found["samples_lost"] <= 16 * lost  # and nobody takes up theirs
+    assert (found["mismatches"], found["rounds_lost"]) == (0, 0)
+    assert (found["samples_lost"], found["samples_twice"]) == (0, 0)  # others take up theirs
+    assert sum(found["events"].get(kind, 0) for kind in LOSSES) == 2
     assert found["rounds"] > 60 and found["rounds_refused"] > 0
     assert found["loss"] < 2 * found["loss_undisturbed"]
 
@@ -296,6 +296,7 @@ def test_clusters_are_killed_and_come_back(tmp_path: Path) -> None:
     kinds = "kill_rank,kill_leader,reset"
     found = run(tmp_path, "--events", "5", "--seed", "3", "--kinds", kinds, "--no-undisturbed")
     assert found["problems"] == []
-    assert (found["mismatches"], found["rounds_lost"], found["samples_twice"]) == (0, 0, 0)
+    assert (found["mismatches"], found["rounds_lost"]) == (0, 0)
+    assert (found["samples_lost"], found["samples_twice"]) == (0, 0)
     killed = sum(found["events"].get(kind, 0) for kind in LOSSES)
     assert found["joins"] == killed > 1

@@ -59,7 +59,8 @@ def chaos(
     follow from --seed: kill_rank, kill_cluster, kill_leader, pause, reset, cut, cut_one_way,
     garble, not_finite, too_large, clock. A cluster that was killed is started again and joins the
     others; or it stays away, and two are always left.
-    Exit status 1 where a round or a sample is lost, hashes differ, or anybody does not go on.
+    Exit status 1 where a round or a sample is lost, a sample is trained on twice, hashes differ, or
+    anybody does not go on.
     """
     require_place("--json", json_file)
     status = _measure(
