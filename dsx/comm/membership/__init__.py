@@ -21,6 +21,8 @@ Safety
   S7 A joiner becomes a contributor only with every result that was committed before.
   S8 A run is founded while no process has a log of another.
   S9 A contributor that is told a commit of what it has not reported stops, and says so.
+  S10 A view that an operator has forced begins a branch: whoever follows one takes nothing of
+     another, but a word that it was left out, and joins with a copy.
 Progress
   P1 A coordinator is sticky: no promise to others while it lives. One without a quorum resigns.
   P2 Candidates stand one after the other, by id; one that is too far behind does not stand.

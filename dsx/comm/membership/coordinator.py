@@ -107,7 +107,8 @@ class Coordinator:
             if not contributor_of(wanted, j.id) and self._replica.links.get(j.id) == j.incarnation
         )  # fmt: skip
         self.roll.to_drop = set()
-        self._append(View(self.head.epoch + 1, wanted, joiners))
+        is_forced = any(self.head.has(*one) for one in self._replica.out)
+        self._append(View(self.head.epoch + 1, wanted, joiners, is_forced))
 
     def _waits_for_joiner(self) -> bool:
         """Whether commits wait for a joiner that is near: from farther and longer each try (P4)."""

@@ -53,7 +53,9 @@ class Election:
         Until enough have come, this cluster binds itself to nothing.
         """
         replica, me = self._replica, self._replica.me
-        self._campaign = Ballot(replica.promised.number + 1, me.id, me.incarnation)
+        self._campaign = Ballot(
+            replica.promised.number + 1, me.id, me.incarnation, replica.branch
+        )  # fmt: skip
         self._promises = {}
         for peer in replica.links:
             replica.send(peer, Prepare(self._campaign, replica.state.index))

@@ -18,11 +18,15 @@ from dsx.comm.membership.codec import encode_value
 
 @dataclass(frozen=True, order=True)
 class Ballot:
-    """Under which a coordinator appends: the owner makes it unique, so no two are equal (S1)."""
+    """Under which a coordinator appends: the owner makes it unique, so no two are equal (S1).
+
+    `branch` is 0, or that of the forced view that all goes on from; others' are not compared (S10).
+    """
 
     number: int = 0
     id: int = 0
     incarnation: int = 0
+    branch: int = 0
 
     def is_of(self, id: int, incarnation: int) -> bool:
         """Return whether it belongs to that process; the ballot of nobody, number 0, to none."""
@@ -61,11 +65,15 @@ Contributors: TypeAlias = tuple[Contributor, ...]
 
 @dataclass(frozen=True)
 class View:
-    """From here on these contribute. It ends all attempts of the view before."""
+    """From here on these contribute. It ends all attempts of the view before.
+
+    `is_forced`: without some that have a vote, as an operator has said that they do not go on.
+    """
 
     epoch: int
     contributors: Contributors
     joiners: tuple[Joiner, ...] = ()
+    is_forced: bool = False
 
     def __post_init__(self) -> None:
         if not self.contributors:

@@ -8,12 +8,13 @@ event the driver takes the actions from the left until there are none. `docs/dev
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Collection, Generator, Iterable
 from contextlib import contextmanager
 
 from dsx.comm.membership import codec
 from dsx.comm.membership.actions import Action
 from dsx.comm.membership.bounds import CLUSTERS, LANES
+from dsx.comm.membership.branches import forceable, may_follow, outside_of_branch
 from dsx.comm.membership.coordinator import Coordinator
 from dsx.comm.membership.election import Election
 from dsx.comm.membership.entries import Contributor, Contributors, View, has_process
@@ -229,6 +230,16 @@ class Participant:
         self._replica.standing.is_leaving = True
         self._report()
 
+    def force(self, without: Collection[int], branch: int) -> None:
+        """Go on without clusters of the view in force, as an operator has said that they do not.
+
+        All of the others have to be told the same, with the same `branch`, a number that is greater
+        than that of any force before. ValueError where there is nothing to be forced.
+        """
+        self._replica.force(forceable(self._replica, without, branch), branch)
+        self._election.end()
+        self._coordinator = None
+
     def finish(self) -> None:
         """This cluster has done all of its work; once all contributors have, the run ends."""
         self._replica.standing.is_finished = True
@@ -285,6 +296,10 @@ class Participant:
 
     def _take(self, peer: int, message: Message) -> None:
         replica = self._replica
+        if not may_follow(replica, message):
+            if answer := outside_of_branch(replica, message):
+                replica.send(peer, answer)
+            return
         if isinstance(message, Append | Install | Prepare | Outside):
             if message.ballot.is_of(peer, replica.links[peer]):  # nobody uses another's (S1)
                 self._take_from_owner(peer, message)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from dsx.comm.membership.entries import Contributor, Contributors
 
@@ -12,6 +12,7 @@ def is_quorum(
     processes: Mapping[int, int],
     newest: Mapping[int, int],
     arbiter: int | None,
+    out: Collection[tuple[int, int]] = (),
 ) -> bool:
     """Return whether `processes`, id to incarnation, are more than half of a view (S2).
 
@@ -19,7 +20,12 @@ def is_quorum(
     half a vote more, which decides even splits and nothing else. Of two clusters without an
     arbiter, one goes on alone once the other's process is known to have ended, because the same
     cluster has come back: `newest` has the last incarnation that was met of each.
+
+    Of processes in `out`, id and incarnation, an operator has said that they do not go on: a view
+    is that of the others then (S10).
     """
+    left = tuple(c for c in contributors if (c.id, c.incarnation) not in out)
+    contributors = left or contributors
     here = [c for c in contributors if processes.get(c.id) == c.incarnation]
     if 2 * _votes(here, arbiter) > _votes(contributors, arbiter):
         return True

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 
 from dsx.comm.membership.actions import Action, Applied, Copy, Dropped, Send, Stopped
-from dsx.comm.membership.entries import Ballot, Commit, Contributor, Contributors, has_process
+from dsx.comm.membership.entries import Ballot, Commit, Contributor, Contributors, View, has_process
 from dsx.comm.membership.log import Log
 from dsx.comm.membership.messages import Append, Install, Message, Outside, Refusal, Status
 from dsx.comm.membership.quorum import is_quorum
@@ -30,6 +31,7 @@ class Replica:
         self.standing = Standing()
         self.actions: deque[Action] = deque()
         self.stopped = ""  # why this cluster must not go on
+        self.out: frozenset[tuple[int, int]] = frozenset()  # processes that are said not to go on
 
     # who is who
 
@@ -59,7 +61,23 @@ class Replica:
 
     def is_quorum(self, contributors: Contributors, processes: Mapping[int, int]) -> bool:
         """Return whether these processes may decide for a view."""
-        return is_quorum(contributors, processes, self.newest, self.arbiter)
+        return is_quorum(contributors, processes, self.newest, self.arbiter, self.out)
+
+    @property
+    def branch(self) -> int:
+        """What this cluster's log has gone on from: a forced view's number, or 0 (S10)."""
+        return self.promised.branch
+
+    def force(self, out: Contributors, branch: int) -> None:
+        """Go on without those, on a branch of one's own: nothing of another is taken (S10).
+
+        All who are told the same carry over what they have promised and accepted, so the order
+        among their logs stays; whoever led stands again.
+        """
+        self.out = frozenset((c.id, c.incarnation) for c in out)
+        self.promised = replace(self.promised, branch=branch)
+        self.accepted = replace(self.accepted, branch=branch)
+        self.is_leading, self.silence = False, self.timing.patience + 1
 
     @property
     def coordinator_lives(self) -> bool:
@@ -111,6 +129,8 @@ class Replica:
         if isinstance(entry, Commit) and self.is_contributor:
             self.standing.require_own(entry)
         self.state = state
+        if isinstance(entry, View):
+            self.out = frozenset(one for one in self.out if state.has(*one))
         self.standing.take_up(entry, state, self.is_member)
         self.actions.append(Applied(index, entry, state, self.is_contributor))
 
@@ -172,9 +192,22 @@ class Replica:
 
     def take_outside(self, message: Outside) -> None:
         """Join again if a view that is not older than the own has gone on without this cluster."""
+        if message.ballot.branch != self.branch:
+            if message.epoch > self.state.epoch:  # whoever has gone on since is a run of its own
+                self.leave_branch(message.ballot.branch)
+            return
         is_older = message.ballot < self.accepted or message.epoch < self.state.epoch
         if not is_older and not self.is_leading and not self.standing.request:
             self.be_dropped()
+
+    def leave_branch(self, branch: int) -> None:
+        """Begin with nothing in another branch; what was promised in the own one is never broken,
+        as nothing of that is followed or answered from here on.
+        """
+        self.promised = self.accepted = Ballot(branch=branch)
+        self.state, self.log, self.out = State(), Log(), frozenset()
+        self.is_leading, self.floor = False, 0
+        self.be_dropped()
 
     def be_dropped(self) -> None:
         """Throw away what is under way, and join again."""

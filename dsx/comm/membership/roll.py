@@ -110,6 +110,8 @@ class Roll:
         """Whether it is heard from, and can follow the log; a hung process's links stay up."""
         if one.id == self._replica.me.id:
             return True
+        if (one.id, one.incarnation) in self._replica.out:
+            return False
         status = self.told.get(one.id)
         if status and contributor_of(head.contributors, one.id):
             begins_anew = status.request and status.epoch == head.epoch

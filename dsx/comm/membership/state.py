@@ -48,6 +48,7 @@ class State:
     next_numbers: dict[Lane, int] = field(default_factory=dict[str, int])
     said: dict[Key, Remembered] = field(default_factory=dict[str, Remembered])
     committed: int = 0  # entries up to and with the last commit
+    forced_at: int = 0  # the epoch of the last view that was forced
     is_ended: bool = False
     digest: Digest = ""  # of all entries so far
 
@@ -81,7 +82,8 @@ class State:
         if isinstance(entry, View):
             self._require(entry, "epoch", entry.epoch, self.epoch + 1)
             of_view = {"contributors": entry.contributors, "joiners": entry.joiners}
-            return {"epoch": entry.epoch, **of_view}
+            forced_at = entry.epoch if entry.is_forced else self.forced_at
+            return {"epoch": entry.epoch, "forced_at": forced_at, **of_view}
         self._require(entry, "epoch", entry.epoch, self.epoch)  # S6: none of an older view
         if isinstance(entry, End):
             return {"is_ended": True}

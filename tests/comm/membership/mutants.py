@@ -67,6 +67,26 @@ MUTANTS = [
         ("two_without_arbiter", 0),
     ),
     Mutant(
+        "who is said not to go on still has a vote", LOG + "replica",
+        "self.newest, self.arbiter, self.out)", "self.newest, self.arbiter)",
+        ("a_half_goes_on", 0),
+    ),
+    Mutant(
+        "what another branch says is followed", LOG + "branches",
+        "    branch = branch_of(message)\n", "    return True\n",
+        ("two_runs", 0),
+    ),
+    Mutant(
+        "who has gone on is told that he was left out, and obeys", LOG + "replica",
+        "if message.epoch > self.state.epoch:", "if message.epoch > 0:",
+        ("two_runs", 0),
+    ),
+    Mutant(
+        "a force does not begin a branch", LOG + "replica",
+        "replace(self.promised, branch=branch)", "replace(self.promised)",
+        ("two_runs", 0),
+    ),
+    Mutant(
         "a new coordinator keeps its own log", LOG + "election",
         "if promise.start <= replica.state.index and rank > best:", "if False:",
         ("one_holds", 0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.comm.membership import elections, partitions
+from tests.comm.membership import elections, forced, partitions
 
 SCENARIOS = [
     elections.one_founding, elections.lost_run, elections.old_log, elections.two_copies,
@@ -12,4 +12,6 @@ SCENARIOS = [
     partitions.minority_waits, partitions.even_split, partitions.two_without_arbiter,
     partitions.two_with_arbiter, partitions.three_with_arbiter, partitions.leaving,
     partitions.first_saying_wins, partitions.said_once, partitions.lagging, partitions.the_end,
+    forced.a_half_goes_on, forced.one_of_two, forced.two_runs, forced.most_of_the_rest,
+    forced.under_way,
 ]  # fmt: skip

@@ -56,7 +56,8 @@ class Training:
         return json.dumps([[m, w, x.decode()] for m, w, x in parts]).encode()
 
     def apply(self, lane: str, n: int, result: bytes) -> None:
-        world, key = self.world, (lane, n)
+        world = self.world
+        key = (world.replica(self.me).branch, lane, n)
         need(self.state[lane][0] == n, f"{self.me} applies {lane}/{n} to {self.state[lane]}")
         need(world.results.setdefault(key, result) == result, f"two results of {key}")
         digest = digest_of(result)
@@ -69,7 +70,9 @@ class Training:
     def load(self, states: dict[str, bytes]) -> None:
         self.state = {lane: json.loads(data) for lane, data in states.items()}
         for lane, (n, chain) in self.state.items():
-            need(self.world.chain(lane, n) == chain, f"{self.me} has loaded a wrong {lane}/{n}")
+            branch = self.world.replica(self.me).branch
+            is_right = self.world.chain(branch, lane, n) == chain
+            need(is_right, f"{self.me} has loaded a wrong {lane}/{n}")
         self.made = set()
 
 
@@ -101,9 +104,9 @@ class World:
         )
         self.cuts: set[frozenset[int]] = set()
         self.slow: set[tuple[int, int]] = set()  # ways on which nothing arrives for now
-        self.digests: dict[int, str] = {0: ""}
-        self.results: dict[tuple[str, int], bytes] = {}
-        self.commits: dict[tuple[str, int], str] = {}
+        self.digests: dict[tuple[int, int], str] = {}  # by branch and index
+        self.results: dict[tuple[int, str, int], bytes] = {}  # by branch, lane and number
+        self.commits: dict[tuple[int, str, int], str] = {}
         self.count: collections.Counter[str] = collections.Counter()
         for m in range(self.size):
             self.begin(m)
@@ -119,10 +122,11 @@ class World:
     def leaders(self) -> list[int]:
         return [m for m, replica in self.replicas.items() if replica.is_leading]
 
-    def chain(self, lane: str, n: int) -> str:
+    def chain(self, branch: int, lane: str, n: int) -> str:
         chain = ""
-        for i in range(n):
-            chain = chained(chain, self.results[lane, i])
+        for i in range(n):  # what was before a branch is that of the trunk
+            key = (branch if (branch, lane, i) in self.results else 0, lane, i)
+            chain = chained(chain, self.results[key])
         return chain
 
     # processes and connections
@@ -227,20 +231,21 @@ class World:
         if state.index == 1:  # only a founder's log begins here
             others = [r.log.end for p, r in self.replicas.items() if p != m]
             need(not any(others), f"{m} founds a run while others have a log")
-            if 1 in self.digests:  # all that was has died with its processes
-                self.digests, self.results, self.commits = {0: ""}, {}, {}
+            if (0, 1) in self.digests:  # all that was has died with its processes
+                self.digests, self.results, self.commits = {}, {}, {}
                 self.count["founded_again"] += 1
-        known = self.digests.setdefault(state.index, state.digest)
+        known = self.digests.setdefault((replica.branch, state.index), state.digest)
         need(known == state.digest, f"two logs at {state.index}, seen in {m}")
         entry = replica.actions[-1].entry
         if not isinstance(entry, Commit) or self.liar >= 0:
             return
         lane, n = entry.lane, entry.number
         need(entry.epoch == state.epoch, f"{entry} in view {state.epoch}")
-        if (lane, n) in self.commits:
-            need(self.commits[lane, n] == entry.digest, f"two commits of {lane}/{n}")
+        key = (replica.branch, lane, n)
+        if key in self.commits:
+            need(self.commits[key] == entry.digest, f"two commits of {lane}/{n}")
             return
-        self.commits[lane, n] = entry.digest
+        self.commits[key] = entry.digest
         self.count["commits"] += 1
         for c in state.contributors:
             node = self.nodes.get(c.id)
