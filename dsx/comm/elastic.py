@@ -175,6 +175,8 @@ class ElasticTransport:
             until = time.monotonic() + self._deadline_seconds
             while not self._under_way.is_known and not self._error and time.monotonic() < until:
                 self._settled.wait(_LOOK_SECONDS)
+                if self._views.waits:
+                    until = time.monotonic() + self._deadline_seconds
             if self._error is not None:
                 raise self._error
             if not self._under_way.is_known:
@@ -188,6 +190,8 @@ class ElasticTransport:
                 futures.wait([launched.future], _LOOK_SECONDS)
                 signs = [span.members.last_sign for span in [*self._under_way.spans]]
                 limit = self._deadline_seconds + SLACK_SECONDS
+                if self._views.waits:
+                    self.give_sign()
                 is_late = time.monotonic() > max(self._under_way.sign, *signs, began) + limit
                 if is_late and not launched.future.done():
                     raise PeerLost(
@@ -209,6 +213,9 @@ class ElasticTransport:
                     return
                 while membership is not None:
                     membership = self._regroup(membership)
+                if self._views.waits:  # for who is lost, or an order to go on without
+                    self._lost_at = time.monotonic()
+                    self.give_sign()
                 if (over := self._under_way.take_what_is_over()) is not None:
                     over.members.close()
                 if self._lost and time.monotonic() > self._lost_at + self._view_seconds:

@@ -34,8 +34,13 @@ class StopPlace:
     `may_receive` and `may_leave` are the training thread's, `look` and `agree` another one's.
     """
 
-    def __init__(self, store: Any, rank: int, num_ranks: int, deadline_seconds: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, num_ranks: int, deadline_seconds: float, number: int = 0
+    ) -> None:
+        """`number`: which stop of the process, as one that has waited for others may go on."""
         self._store = store
+        self._asked_key, self._agreed_key = f"{number}/{_ASKED}", f"{number}/{_AGREED}"
+        self._place_key = f"{number}/{_PLACE}"
         self._rank, self._num_ranks = rank, num_ranks
         self._deadline_seconds = deadline_seconds
         self._lock = threading.Lock()
@@ -106,8 +111,12 @@ class StopPlace:
 
     def look(self) -> None:
         """Hear whether another rank of the cluster asks for a stop; RuntimeError from the store."""
-        if self._store is not None and not self._asked.done() and self._store.check([_ASKED]):
-            self.ask(Reason(**json.loads(self._store.get(_ASKED))))
+        if (
+            self._store is not None
+            and not self._asked.done()
+            and self._store.check([self._asked_key])
+        ):
+            self.ask(Reason(**json.loads(self._store.get(self._asked_key))))
 
     def agree(self) -> int:
         """Say where this rank can stop, and return where all do: a step. Waits for the others."""
@@ -128,17 +137,17 @@ class StopPlace:
         store, deadline = self._store, timedelta(seconds=self._deadline_seconds)
         if store is None:
             return own
-        store.compare_set(_ASKED, "", json.dumps(asdict(self._asked.result())))
-        store.set(f"{_PLACE}/{self._rank}", json.dumps(own))
+        store.compare_set(self._asked_key, "", json.dumps(asdict(self._asked.result())))
+        store.set(f"{self._place_key}/{self._rank}", json.dumps(own))
         if self._rank == 0:
-            names = [f"{_PLACE}/{rank}" for rank in range(self._num_ranks)]
+            names = [f"{self._place_key}/{rank}" for rank in range(self._num_ranks)]
             with waiting_for("where each rank can stop", self._deadline_seconds):
                 store.wait(names, deadline)
             last = max(json.loads(store.get(name)) for name in names)
-            store.set(_AGREED, json.dumps(last))
+            store.set(self._agreed_key, json.dumps(last))
         with waiting_for("rank 0, which says where all stop", self._deadline_seconds):
-            store.wait([_AGREED], deadline)
-        return json.loads(store.get(_AGREED))
+            store.wait([self._agreed_key], deadline)
+        return json.loads(store.get(self._agreed_key))
 
     def _explain(self) -> str:
         reason = self._asked.result()

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from dsx.core.membership import Membership
 from dsx.core.transport import PeerLost
+
+
+@dataclass(frozen=True)
+class Waits:
+    """This cluster waits for `gone`, without whom too few are left to go on; for nobody if empty.
+
+    Nothing ends meanwhile: what is under way goes on with them, or is averaged again without.
+    """
+
+    gone: tuple[int, ...] = ()
 
 
 class Views(Protocol):
@@ -16,6 +27,11 @@ class Views(Protocol):
 
         PeerLost says why there will be none.
         """
+        ...
+
+    @property
+    def waits(self) -> bool:
+        """Whether this cluster waits for others, as of the last `next`: no deadline passes."""
         ...
 
     def report(self, lost: PeerLost) -> None:

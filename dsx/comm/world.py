@@ -264,6 +264,7 @@ class World:
         views, is_first = self.coming.views(processes), self._transports == 1
         if self.desk is not None and self.coming.clerk is not None and is_first:
             self.desk.facts.append(self.coming.clerk.facts)
+            self.desk.verbs["force_view"] = self.coming.clerk.force
         patience = config.link.suspect_seconds + _VIEW_SECONDS
         members = tuple(Member(id, process=processes[id]) for id in sorted(processes))
         seat = Seat(Membership(0, members, self.seat.ids), self.cluster_id)

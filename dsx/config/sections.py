@@ -112,6 +112,11 @@ class ClustersConfig(BaseModel):
     links whose others go on. If so many are told meanwhile that the rest would be no majority, all
     save and end. null: a sixth of `grace_seconds`."""
 
+    quorum_wait_seconds: float = Field(default=600.0, ge=0, le=_LONGEST)
+    """How long a cluster that cannot go on without those who are lost, having saved, waits for
+    them, in seconds, before it ends with exit status 1. Over links with `link.members`, with
+    DeepSpeed and plain PyTorch. 0: it ends at once."""
+
     interface: _Text | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's
     name stands for."""

@@ -113,6 +113,42 @@ def leave(
             raise typer.Exit(1) from error
 
 
+@app.command("force-view")
+@one_line_errors("ctl force-view", ModuleNotFoundError)
+def force_view(
+    config: Config,
+    without: Annotated[
+        list[int] | None, typer.Option(help="A cluster to be left out; once for each.")
+    ] = None,
+    with_: Annotated[
+        list[int] | None, typer.Option("--with", help="Instead: a cluster that goes on.")
+    ] = None,
+    cluster_id: OwnId = None,
+    seconds: Seconds = 10.0,
+    wait: Wait = 120.0,
+    yes: Annotated[bool, typer.Option("--yes", help="Ask no question.")] = False,
+) -> None:
+    """Have those go on who wait for others that are lost for good: read what it risks, below.
+
+    If those that are left out run still, there may be two runs from then on.
+    """
+    from dsx.ctl.force import force, plan
+
+    with _visiting("force-view", config, cluster_id, seconds) as (visit, link):
+        if bool(without) == bool(with_):
+            raise ValueError("say --without N or --with N, once for each cluster, and not both")
+        made = plan(visit, link.names, without or [], with_ or [])
+        typer.echo(made.question(link.names))
+        if not yes and typer.prompt(f'Type "{made.word}" to do so', default="no") != made.word:
+            typer.echo("nothing is done", err=True)
+            raise typer.Exit(1)
+        try:
+            force(visit, made, link.names, typer.echo, wait)
+        except TimeoutError as error:
+            typer.echo(f"dsx ctl force-view: {error}", err=True)
+            raise typer.Exit(1) from error
+
+
 def _give(
     do: str,
     config: str,

@@ -80,6 +80,9 @@ def follow_leave(
     (answer,) = visit.ask("leave", to=cluster).values()
     if "error" in answer:
         raise ValueError(f"{who}: {answer['error']}")
+    if answer.get("waits"):
+        say(f"{who} waits for others that are lost, and ends; saved: {answer['path'] or 'nothing'}")
+        return
     say(f"{who} saves at the end of a step, and leaves")
     until = time.monotonic() + wait_seconds
     saved: Mapping[str, Any] | None = None

@@ -42,6 +42,9 @@ def status_table(answers: Answers, asked: int, names: Sequence[str]) -> Table:
 
 def state_of(id: int, told: Mapping[str, Any], members: Sequence[int] | None) -> str:
     """Return what a cluster does, in a word or a few."""
+    if "error" not in told and (waiting := told.get("waiting")):
+        named = ", ".join(map(str, waiting["clusters"]))
+        return f"{told['state']}: for {named}, ends in {waiting['seconds']:.0f} s"
     if "error" not in told:
         return str(told["state"])
     if members is not None and id not in members:

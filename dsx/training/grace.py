@@ -23,7 +23,7 @@ class Grace:
         self._seconds = seconds
         self._speaks = speaks
         self._steps: deque[float] = deque(maxlen=_FIRST_STEPS)
-        self._num_steps = 0
+        self.num_steps = 0
         self._passed = time.perf_counter()
         self._save: tuple[float, str] | None = None
         self._is_told = False
@@ -33,8 +33,8 @@ class Grace:
         now = time.perf_counter()
         self._steps.append(now - self._passed)
         self._passed = now
-        self._num_steps += 1
-        if self._num_steps == _FIRST_STEPS + 1:
+        self.num_steps += 1
+        if self.num_steps == _FIRST_STEPS + 1:
             self._compare()
 
     def saved(self, seconds: float) -> None:

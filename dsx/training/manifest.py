@@ -22,7 +22,7 @@ def manifest_of(
     engine saves because the run is told to end.
     """
     farewells = handle.loop.transport.farewells
-    gone = () if farewells is None else farewells.gone
+    gone = {*handle.preemption.waiting.gone, *(() if farewells is None else farewells.gone)}
     members = tuple(m for m in handle.members if m not in gone)
     return Manifest(
         FORMAT,

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from dsx.core.leaving import Reason
 from dsx.core.transport import Farewells
+from dsx.training.signals import Signals
 
 _PARTING_SECONDS = 0.2  # what was said last may still be on its way
 _HEARD_SECONDS = 2.0  # in which whoever has given an order asks what has come of it
@@ -52,10 +53,15 @@ class Parting:
             logger.debug("the cluster's first rank has left")
         self._all_have.set_result(None)
 
-    def wait_for_others(self, reason: Reason, until: float) -> None:
-        """Stay until all clusters, and all ranks of this one, have saved, or are given up."""
+    def wait_for_others(self, reason: Reason, until: float, alone: bool = False) -> None:
+        """Stay until all clusters, and all ranks of this one, have saved, or are given up.
+
+        `alone`: the other clusters are not waited for; they hear of an order, and follow it.
+        """
         farewells = self._farewells()
-        if farewells is not None and not (reason.is_loss or reason.leaves):
+        if alone and farewells is not None and reason.is_order:
+            farewells.say_reason(reason)
+        if farewells is not None and not (reason.is_loss or reason.leaves or alone):
             if reason.is_order:  # said before, it would stop those who are not there yet
                 farewells.say_reason(reason)
             farewells.say_saved()
@@ -80,6 +86,14 @@ def how_it_ends(step: int, reason: Reason, path: Path | None, seconds: float, si
         f"saved in {seconds:.1f} s, {since:.1f} s after that: {path}; to go on, start the same "
         f"command again and load {path.parents[1]}"
     )
+
+
+def end_if_told_again(signals: Signals, late_at: float) -> None:
+    """End at once if a signal comes again, after `late_at`, by time.monotonic()."""
+    count, number = signals.count()
+    if count > 1 and time.monotonic() > late_at:
+        logger.error("told to end again, and no step has ended meanwhile: ending now")
+        end_now(128 + number)
 
 
 def end_by(code: int, until: float) -> None:

@@ -13,10 +13,11 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from signal import Signals as Signal
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from dsx.comm.launcher_watch import allow_seconds
 from dsx.comm.stop_place import StopPlace
@@ -27,29 +28,20 @@ from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
 from dsx.training.asked_saves import AskedSaves
 from dsx.training.changing import Changing
+from dsx.training.engine_end import Callback, Engine
 from dsx.training.grace import Grace
 from dsx.training.leaving import Leaving
 from dsx.training.notices import Notices
+from dsx.training.open_boundary import OpenBoundary
 from dsx.training.orders import Order, Orders
-from dsx.training.parting import Parting, end_by, end_now, how_it_ends
+from dsx.training.parting import Parting, end_by, end_if_told_again, end_now, how_it_ends
 from dsx.training.records import Records
 from dsx.training.signals import Signals
+from dsx.training.stops import Stops
+from dsx.training.waiting import Waiting
 
-Callback = Callable[[Path], Mapping[str, Any] | None]
 _TICK_SECONDS = 0.25
 logger = logging.getLogger(__name__)
-
-
-class Engine(Protocol):
-    """What an engine does about the end of a run."""
-
-    needs_callback: bool  # whether the script saves what is trained
-    ends_elsewhere: bool  # whether a loop of the engine's own saves and leaves
-    saves_when_asked: bool  # whether it can save and go on
-
-    def save(self, base: Path, tag: str) -> Path:
-        """Save everything as a tag below `base`; return what a script loads. On every rank."""
-        ...
 
 
 class Preemption:
@@ -67,17 +59,15 @@ class Preemption:
         self._grace_seconds = clusters.grace_seconds
         self._patience_seconds = clusters.deadline_seconds  # where nobody waits for the end
         self._listens = bool(clusters.preemption_signals)
-        self._store = world.connect_own_store("stop_place") if world.world_size > 1 else None
-        self.place = StopPlace(self._store, world.rank, world.world_size, clusters.grace_seconds)
-        loop.stop_place = self.place
+        self._stops = Stops(world, loop, clusters.grace_seconds)
         self._base: Path | None = None  # where this run has saved to, or loaded from
         self.callback: Callback | None = None
         self.engine: Engine | None = None
         self.is_due = self.is_saving = self.is_over = False
         self.grace = Grace(clusters.grace_seconds, world.rank == 0)
         self._told_at = 0.0  # by time.monotonic()
-        self._boundaries = 0
-        self._has_open_boundary = False  # on any rank of this cluster
+        self._open = OpenBoundary(world, loop)
+        self._notices = notices
         self._is_closed = False
         self.is_finished = False  # nothing more to save, unless another step is taken
         self._is_wanted = False
@@ -90,9 +80,13 @@ class Preemption:
         self._stop: Order | None = None
         self._final: Reason | None = None  # if it is another one than that of the stop
         self._parting = Parting(
-            lambda: loop.transport.farewells, self._store, world.rank, world.world_size
+            lambda: loop.transport.farewells, self._stops.store, world.rank, world.world_size
         )
-        self._leaving = Leaving.of(world, clusters, self.place.ask)
+        self._leaving = Leaving.of(world, clusters, lambda reason: self.place.ask(reason))
+        self.waiting = Waiting(
+            world, loop, clusters.quorum_wait_seconds, self.orders, records, self._own_reason,
+            lambda: self.engine is not None and not self.engine.ends_elsewhere,
+        )  # fmt: skip
         self._signals = Signals(clusters.preemption_signals)
         if self._listens:
             allow_seconds(clusters.grace_seconds)
@@ -118,8 +112,7 @@ class Preemption:
         self.is_due = not self.place.may_leave(is_put_off or self._stop is not None)
         self._hand_over_if_due()
         self.grace.pass_boundary()
-        self._boundaries += 1
-        if self._boundaries == 1 and self._listens and self._world.rank == 0:
+        if self.grace.num_steps == 1 and self._listens and self._world.rank == 0:
             self.asked_saves.warn_of_what_is_missing()
 
     def begin_finish(self) -> None:
@@ -144,8 +137,8 @@ class Preemption:
 
         Where the step that a boundary belongs to is complete. On every rank of the cluster.
         """
-        if self.is_due or self.is_over:
-            self._end()
+        while self.is_due or self.is_over:
+            self._end()  # and comes back where it has waited for others, and goes on
         self.asked_saves.save_due()
 
     def follow(self, directory: Path) -> None:
@@ -157,18 +150,14 @@ class Preemption:
         """Go on from a checkpoint. Collective in the cluster."""
         self.follow(directory)
         self.changing.loaded()
-        is_open = self._loop.deferral.is_deferred
-        self._has_open_boundary = self._world.in_cluster().any("what was put off", is_open)
+        self._open.look()
 
     def begin_step(self) -> None:
         """Apply what a loaded checkpoint had left of its boundary; engines call it before a step.
 
         On every rank of the cluster; it waits for the other clusters then.
         """
-        if self._has_open_boundary:
-            self._has_open_boundary = False
-            self._loop.end_boundary()
-            self._loop.adapter.sync_model_weights()
+        self._open.end()
 
     def script_state(self, directory: Path) -> dict[str, Any]:
         """Return what the script's callback gives for its own state; it may write files, too."""
@@ -187,11 +176,18 @@ class Preemption:
         self._thread.join(1.0)
 
     @property
+    def place(self) -> StopPlace:
+        """Where this cluster stops next, if it is to."""
+        return self._stops.place
+
+    @property
     def state(self) -> str:
         """What this cluster does, in a word."""
         if self.is_over:
             return "saving" if self.is_saving and not self._parting.has_saved else "ending"
-        if self.asked_saves.is_saving:
+        if self.waiting.is_on:
+            return "waiting"
+        if self.asked_saves.is_saving or self.is_saving:
             return "saving"
         return "training" if self.place.reason is None else "about to end"
 
@@ -219,13 +215,14 @@ class Preemption:
             try:
                 if self.place.reason is None:
                     self._listen()
-                else:
-                    self._end_if_told_again()
+                elif self._told_at and not (self.is_due or self.is_saving):
+                    end_if_told_again(self._signals, self._told_at + self._grace_seconds)
             except Exception:
                 logger.exception("dsx still hears signals, but")
                 time.sleep(_TICK_SECONDS)
             if ticks == 40 and self.folder is not None:
-                self._start(self._estimate, "dsx-estimate-of-a-save")
+                estimate = partial(self.grace.estimate_of, self._loop, self.folder)
+                self._start(estimate, "dsx-estimate-of-a-save")
 
     def _listen(self) -> None:
         """Look whether the run is to end; then ask for it, and say so to the other clusters."""
@@ -239,23 +236,21 @@ class Preemption:
             self.place.ask(end)
         elif heard is not None and not heard.is_order:  # an order comes to all at one step
             self.place.ask(heard)
-        elif count or self._is_wanted:
+        elif (lost := self.waiting.reason) is not None:
+            self.place.ask(lost)
+        elif (own := self._own_reason()) is not None:
             ask = self.place.ask if self._leaving is None else self._leaving.ask
-            ask(Reason(self._world.cluster_id, number))
+            ask(own)
+
+    def _own_reason(self) -> Reason | None:
+        """Why this rank is told to end, if it is."""
+        count, number = self._signals.count()
+        return Reason(self._world.cluster_id, number) if count or self._is_wanted else None
 
     def _agree(self) -> None:
         """Hear of an end from the cluster's other ranks, and agree where; asks the store."""
-        try:
-            while not self.place.is_asked_within(2 * _TICK_SECONDS):
-                if self._is_closed:
-                    return
-                self.place.look()
-        except RuntimeError as error:
-            if self._is_closed:
-                return
-            logger.debug("the cluster's store does not answer: %s", error)
-            while not self.place.is_asked_within(2 * _TICK_SECONDS):
-                pass  # what comes now cannot be agreed on, which is said then
+        if not self._stops.wait_for_one(lambda: self._is_closed):
+            return
         self._told_at = time.monotonic()
         reason, farewells = self._reason, self._loop.transport.farewells
         if reason.leaves and self._leaving is not None:
@@ -271,11 +266,8 @@ class Preemption:
             return
         if self._world.rank == 0:
             logger.warning("%s: saving at the end of this step", reason.sentence)
-        self._parting.meet_in_cluster()
-
-    def _estimate(self) -> None:
-        if (folder := self.folder) is not None:
-            self.grace.estimate_of(self._loop, folder)
+        if not reason.is_loss:
+            self._parting.meet_in_cluster()
 
     def _hand_over_if_due(self) -> None:
         if self._leaving is not None and self.is_due and self._reason.leaves:
@@ -293,28 +285,42 @@ class Preemption:
                 self._stop = order
                 self.place.ask(Reason(order.cluster, ORDERED))
 
-    def _end_if_told_again(self) -> None:
-        """End at once if a signal comes again, long after the first, and nothing is being saved."""
-        count, number = self._signals.count()
-        is_late = time.monotonic() - self._told_at > self._grace_seconds
-        if count > 1 and self._told_at and is_late and not (self.is_due or self.is_saving):
-            logger.error("told to end again, and no step has ended meanwhile: ending now")
-            end_now(128 + number)
-
-    def _end(self) -> NoReturn:
-        folder, engine = self.folder, self.engine
+    def _end(self) -> None:
         if self.is_over:
             raise SystemExit(self._reason.exit_code)
-        self.is_over = True
+        self.is_over = not self._reason.is_loss or not self.waiting.seconds
+        folder, engine = self.folder, self.engine
         path, started = None, time.monotonic()
         if engine is not None and folder and (self.callback or not engine.needs_callback):
             self.is_saving = True
             path = engine.save(folder, f"preempted_step{self._loop.history.step}")
-        self.end_saved(path, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        if not self.is_over:
+            self.is_saving = False
+            self._final = self.waiting.wait(path, seconds)
+            if self._final is None:
+                self._go_on()
+                return
+            self._told_at = time.monotonic()
+        self.end_saved(path, seconds)
+
+    def _go_on(self) -> None:
+        """Go on where this cluster has waited, from the boundary at which it stands."""
+        step = self._loop.history.step
+        self._stops.begin_next(step)
+        self._start(self._agree, "dsx-preemption-store")
+        self._open.look()
+        self._open.end(may_stop=True)
+        self._notices.pass_boundary(step)
+        self._take_orders()
+        self.is_due = not self.place.may_leave(self._open.look())
+        self._hand_over_if_due()
 
     def end_saved(self, path: Path | None, seconds: float) -> NoReturn:
         """End the process, its cluster having saved to `path` within so many seconds, if at all."""
-        self.is_over = True
+        self.is_over, has_waited = True, self._final is not None
+        if has_waited or self._reason.is_loss:  # until now it might have gone on
+            self._start(self._parting.meet_in_cluster, "dsx-parting")
         since = time.monotonic() - self._told_at
         how = how_it_ends(self._loop.history.step, self._reason, path, seconds, since)
         if self._world.rank == 0:
@@ -324,10 +330,10 @@ class Preemption:
         end_by(self._reason.exit_code, until)
         if self._stop is not None:
             self.orders.note(self._stop, "done", path=str(path or ""), seconds=seconds)
-        if self._leaving is not None and self._reason.leaves:
+        if self._leaving is not None and self._reason.leaves and self._final is None:
             self._final, told = self._leaving.end(self._reason, path, until)
             how += f"; {told}"
-        self._parting.wait_for_others(self._reason, until)
+        self._parting.wait_for_others(self._reason, until, has_waited)
         self._loop.transport.close()  # a thread inside gloo would abort the interpreter's end
         if self._leaving is not None:
             self._leaving.close()

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,13 @@ class Records:
         self._run.close()
         if self.folder is not None:
             stall_watch().leave(self.folder, *self._place)
+
+    @contextmanager
+    def standing_still(self, step: int) -> Generator[None]:
+        """Wait inside for no step: training stands still behind this one, and is to."""
+        self._next_step.end()
+        yield
+        self._await_step(step)
 
     def _await_step(self, step: int) -> None:
         self._next_step.begin(f"the end of inner step {step + 1}", self._deadline_seconds)

@@ -86,13 +86,19 @@ class Sites:
             "--step-seconds", step_seconds, "--dsx-cluster-id", m, script=self._script,
         )  # fmt: skip
 
-    def ctl(self, *words: Any, at: int = 0) -> subprocess.CompletedProcess[str]:
-        """Run `dsx ctl VERB CONFIG ...` with a site's key."""
-        verb, *rest = map(str, words)
+    def ctl(self, *what: Any, at: int = 0, words: str = "") -> subprocess.CompletedProcess[str]:
+        """Run `dsx ctl VERB CONFIG ...` with a site's key, and type `words`."""
+        verb, *rest = map(str, what)
         command = [sys.executable, "-m", "dsx", "ctl", verb, str(self.configs[at]), *rest]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
         return subprocess.run(
-            command, capture_output=True, text=True, timeout=180, env=environment, check=False
+            command,
+            capture_output=True,
+            text=True,
+            timeout=180,
+            env=environment,
+            check=False,
+            input=words,
         )
 
     def end(self) -> None:

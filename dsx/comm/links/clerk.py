@@ -4,8 +4,8 @@ It tells the participant of links, messages and time, sends what it wants sent, 
 concerns the cluster: who the members are, one membership after another (`told`), and why there will
 be none. Views of the same processes are one membership: an election changes nothing for a mean.
 
-A process that its link has given up, or that another rank of this cluster has lost its connection
-to, is gone for good: what comes back is another one.
+A process that its link has lost, or that another rank of this cluster has lost, is gone until both
+reach it again, or for good once a view has left it out: what comes back then is another one.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dsx.comm.links.departures import Departures
+from dsx.comm.links.force import Force
 from dsx.comm.links.link import Link
 from dsx.comm.links.peer import SIGNS_PER_SUSPICION
+from dsx.comm.links.quorum import Quorum, are
 from dsx.comm.links.repeats import Repeats
 from dsx.comm.links.requests import Answer, Name
 from dsx.comm.membership.actions import Applied, Copy, Dropped, Send
@@ -28,21 +30,25 @@ from dsx.comm.membership.entries import Contributor, Contributors, End, View, ha
 from dsx.comm.membership.messages import Status, decode, encode
 from dsx.comm.membership.participant import Participant
 from dsx.comm.membership.timing import Timing
-from dsx.core.leaving import LOST, Reason
+from dsx.comm.views import Waits
+from dsx.core.leaving import Reason
 from dsx.core.membership import Member, Membership
-from dsx.core.transport import PeerLost, PeerPreempted
+from dsx.core.transport import PeerLost
 
 _LOG = b"L"  # how the log's messages begin
 _TICK_SECONDS = 0.1
 _MOST_WAITING = 10_000  # messages of others
 _END_SECONDS = 2.0  # in which the others may hear of the end
 _TOLD_REFUSALS = 5
-Told = Membership | PeerLost
+_FORCE_SECONDS = 2.0
+Told = Membership | Waits | PeerLost
 logger = logging.getLogger(__name__)
 
 
 class Clerk:
-    """One cluster's; `told` is called in its thread, with each membership and at the end of all."""
+    """One cluster's; `told` is called in its thread: with each membership, with whom this cluster
+    waits for to go on, and at the end of all.
+    """  # fmt: skip
 
     def __init__(
         self,
@@ -82,16 +88,20 @@ class Clerk:
         self._told_to_end: Reason | None = None  # and not said so yet
         self._is_leaving = False
         self._inbox: queue.Queue[tuple[Name, bytes]] = queue.Queue(_MOST_WAITING)
+        self._forces: queue.Queue[Force] = queue.Queue()
         self._gone: dict[int, str] = {}
         self._seen: dict[int, int] = {}  # the last process of each cluster
         self._first_seen: dict[int, int] = {}
         self._num_refused = 0
         self._has_finished = self._has_said_so = False  # this cluster has done its work
         self._is_over = False  # all have
-        self._has_told_end = self._is_closed = False
+        self._is_closed = False
+        self.quorum = Quorum(told)
+        self.end: PeerLost | None = None  # why this cluster goes on with nobody, once that is told
         if not joins:
             self._log.begin(everyone)
         link.readmit()
+        link.hold([c.id for c in everyone], 0)
         link.serve(self._receive, _LOG)
         self._thread = threading.Thread(target=self._run, name="dsx-clerk", daemon=True)
         self._thread.start()
@@ -108,6 +118,7 @@ class Clerk:
             "waits_for": list(self._log.waits_for),
             "gone": {str(id): why for id, why in self._gone.copy().items()},
             "heard_seconds": {id: round(s, 3) for id, s in silent.items() if s is not None},
+            **self.quorum.facts(),
         }
 
     def say_told_to_end(self, reason: Reason) -> None:
@@ -140,6 +151,12 @@ class Clerk:
     def ready(self) -> None:
         """This cluster, which joins, has all that it needs to be taken in."""
         self._is_ready = True
+
+    def force(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Go on without clusters that are lost, as a member's tool asks; ValueError if refused."""
+        force = Force(request)
+        self._forces.put(force)
+        return {"view": force.done.result(_FORCE_SECONDS)}
 
     def finish(self) -> None:
         """This cluster has done its work; once all have, nobody who leaves is missed."""
@@ -176,6 +193,8 @@ class Clerk:
                     self._has_said_so = True
                     self._log.finish()
                 self._take_leave()
+                while not self._forces.empty():
+                    self._forces.get().take(self._log)
                 self._look_at_links()
                 if self._is_ready and self._copy is not None and not self._is_in:
                     self._log.ready(self._copy.request, self._copy.state.index)
@@ -219,47 +238,43 @@ class Clerk:
     def _look_at_links(self) -> None:
         elsewhere = self._lost_elsewhere()
         for cluster in self._everyone:
+            if cluster == self._link.cluster_id:
+                continue
             incarnation = self._link.process_at((cluster, 0))
             is_later = incarnation is not None and incarnation > self._seen.get(cluster, 0)
-            if cluster == self._link.cluster_id or (cluster in self._gone and not is_later):
-                continue
             if is_later and incarnation is not None:
                 self._gone.pop(cluster, None)
                 self._first_seen.setdefault(cluster, incarnation)
                 self._seen[cluster] = incarnation
             of, told = elsewhere.get(cluster, (0, ""))
             is_of_this = (of or self._first_seen.get(cluster, 0)) == self._seen.get(cluster, 0)
-            if why := self._link.why_gone((cluster, 0)) or (told if is_of_this else ""):
+            why = self._link.why_gone((cluster, 0)) or (told if is_of_this else "")
+            if why and cluster not in self._gone:
                 self._gone[cluster] = why
                 self._repeats.forget(cluster)
                 self._log.down(cluster)
-            elif incarnation is not None and self._log.links.get(cluster) != incarnation:
-                self._repeats.forget(cluster)
-                self._log.up(cluster, incarnation)
+            elif not why and incarnation is not None:
+                self._gone.pop(cluster, None)  # it is reached again, as the same process
+                if self._log.links.get(cluster) != incarnation:
+                    self._repeats.forget(cluster)
+                    self._log.up(cluster, incarnation)
+            if self._link.has_let_go((cluster, 0)) and cluster in self.trains:
+                self._end_left_out()
             self._act()
         self._require_quorum()
 
     def _require_quorum(self) -> None:
-        """Say so where too few are left for a majority: those who are gone do not come back."""
-        if self.has_left.is_set():
+        """Wait, or end, where too few are left for a majority."""
+        if self.has_left.is_set() or self.end is not None:
             return
-        left = [c.id for c in self._log.state.contributors if c.id in self._gone]
-        if self._is_over and left:  # who trains on with others after the end goes no further
-            self._end(PeerLost(f"{_names(left)} gone, after the end of the run"))
-        missing = [id for id in self._log.waits_for if id in self._gone]
-        if missing and not self._is_over:
-            self._end(self._without_majority(missing))
-
-    def _without_majority(self, missing: list[int]) -> PeerPreempted:
         members = [c.id for c in self._log.state.contributors]
-        whys = "; ".join(f"cluster {id}: {self._gone[id]}" for id in missing)
-        error = PeerPreempted(
-            f"{_names(missing)} lost ({whys}), and no more than half of {_listed(members)} are "
-            "left to go on alone: the others could, too"
-        )
-        error.reason = Reason(missing[0], LOST)
-        error.cluster, error.gone = missing[0], tuple(missing)
-        return error
+        left = [id for id in members if id in self._gone]
+        if self._is_over and left:  # who trains on with others after the end goes no further
+            self._end(PeerLost(f"{are(left)} gone, after the end of the run"))
+        elif not self._is_over:
+            error = self.quorum.look(self._log.waits_for, self._gone, members)
+            if error is not None:
+                self._end(error)
 
     def _act(self) -> None:
         while self._log.actions:
@@ -274,10 +289,7 @@ class Clerk:
             elif isinstance(action, Dropped):
                 if self._is_leaving:
                     self.has_left.set()
-                self._end(PeerLost(
-                    f"the others have gone on without cluster {self._link.cluster_id}: it has to "
-                    "join them again, from a checkpoint"
-                ))  # fmt: skip
+                self._end_left_out()
             else:
                 self._end(PeerLost(action.reason))
 
@@ -297,18 +309,15 @@ class Clerk:
         members = tuple(Member(c.id, c.weight, c.incarnation) for c in entry.contributors)
         self._told(Membership(entry.epoch, members, self._everyone, left))
 
+    def _end_left_out(self) -> None:
+        self._end(PeerLost(
+            f"the others have gone on without cluster {self._link.cluster_id}: it has to join them "
+            "again, from a checkpoint"
+        ))  # fmt: skip
+
     def _end(self, error: PeerLost) -> None:
-        if not self._has_told_end:
-            self._has_told_end = True
+        if self.end is None:
+            self.end = error
             if not (self._is_over or self.has_left.is_set()):
                 logger.error("%s", error)
             self._told(error)
-
-
-def _listed(clusters: list[int]) -> str:
-    named = ", ".join(map(str, clusters))
-    return f"cluster {named}" if len(clusters) == 1 else f"clusters {named}"
-
-
-def _names(clusters: list[int]) -> str:
-    return f"{_listed(clusters)} {'is' if len(clusters) == 1 else 'are'}"

@@ -55,12 +55,15 @@ class Coming:
 
         `processes` are the first ranks' of all clusters, as far as they are known, by cluster.
         """
+        self._link.hold(() if self._joins else processes.keys(), 0)
         if self._rank_info.rank != 0:
-            return OtherRankViews(self._connect_own("views"), self._link, self._expect)
+            members = () if self._joins else tuple(processes)
+            views = self._connect_own("views")
+            return OtherRankViews(views, self._link, members, self._expect)
         if self._board is None:
-            own, count = self._rank_info.cluster_id, self._rank_info.num_clusters
-            store = self._connect_own("views") if self._rank_info.world_size > 1 else None
-            self._board = board = Board(store, range(count), own)
+            count, num_ranks = self._rank_info.num_clusters, self._rank_info.world_size
+            store = self._connect_own("views") if num_ranks > 1 else None
+            self._board = board = Board(store, num_ranks)
             settings = self._config.link
             assert settings is not None
             self.clerk = Clerk(

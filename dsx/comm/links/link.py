@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
 
@@ -79,6 +79,18 @@ class Link:
         """From now on let a later process of a rank take the place of one that was given up."""
         self._switch.readmits = True
 
+    def hold(self, clusters: Collection[int], epoch: int) -> None:
+        """Give up nobody of these clusters, the members of a view, who is lost and may come back.
+
+        Those of others are, from then on. Of an earlier epoch than was told before it is nothing.
+        """
+        self._switch.held.hold(clusters, epoch)
+
+    def has_let_go(self, name: Name) -> bool:
+        """Whether a process has said that it goes on without this one, for good."""
+        peer = self._switch.peers.get(name)
+        return peer is not None and peer.has_let_go
+
     def wait_for(self, cluster_id: int, rank: int, seconds: float) -> None:
         """Block until a process is there; LinkDown if it has gone, TimeoutError after `seconds`."""
         until = time.monotonic() + seconds
@@ -144,14 +156,22 @@ class Link:
         return None if peer is None or not peer.is_met else peer.silent_seconds
 
     def process_at(self, name: Name) -> int | None:
-        """Return the incarnation of a process that has been met and is not given up, else None."""
+        """Return the incarnation of a process that has been met and is not lost, else None."""
         peer = self._switch.peers.get(name)
-        return None if peer is None or not peer.is_met or peer.error else peer.incarnation
+        is_there = peer is not None and peer.is_met and not (peer.error or peer.suspected)
+        return peer.incarnation if peer is not None and is_there else None
+
+    def is_lost(self, name: Name) -> bool:
+        """Whether a process is not reached, and may come back."""
+        peer = self._switch.peers.get(name)
+        return peer is not None and peer.error is None and bool(peer.suspected)
 
     def why_gone(self, name: Name) -> str:
-        """Return why a process has been given up; empty if it has not."""
+        """Return why a process is lost, for good or until it is reached again; empty if not."""
         peer = self._switch.peers.get(name)
-        return "" if peer is None or peer.error is None else str(peer.error)
+        if peer is None:
+            return ""
+        return peer.suspected if peer.error is None else str(peer.error)
 
     def trouble(self, name: Name) -> str:
         """Return why a process could not be called, the last time; empty if it was not tried."""
@@ -220,7 +240,8 @@ class Link:
     def _let_go(self) -> None:
         """Tell who waits for closed lanes of those that libzmq holds nothing of."""
         if self._letting_go:
-            peers = [peer for peer in self._switch.peers.values() if peer.error is None]
+            all_peers = self._switch.peers.values()
+            peers = [peer for peer in all_peers if peer.error is None and not peer.suspected]
             waiting, self._letting_go = self._letting_go, []
             for lane, let_go in waiting:
                 if any(peer.holds(lane) for peer in peers):

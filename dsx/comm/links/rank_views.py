@@ -1,7 +1,7 @@
 """The memberships as each rank of a cluster hears of them: the first one has them from its clerk.
 
 It puts each into the cluster's own store, under its number; the others wait there, and note there
-whom they have lost.
+whom they do not reach.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from dsx.comm.links.clerk import Told
 from dsx.comm.links.link import Link
+from dsx.comm.views import Waits
 from dsx.core.leaving import Reason
 from dsx.core.membership import Member, Membership
 from dsx.core.transport import PeerLost, PeerPreempted
 
 _LOOK_SECONDS = 0.25  # between two looks at what other ranks have noted
+_NOTED = "num_lost"  # how often any of them has
 
 
 class Board:
@@ -31,19 +33,18 @@ class Board:
     `store` is the cluster's; None where it has one rank.
     """
 
-    def __init__(self, store: dist.Store | None, clusters: Sequence[int], own: int) -> None:
-        self._store = store
-        self._others = [id for id in clusters if id != own]
+    def __init__(self, store: dist.Store | None, num_ranks: int = 1) -> None:
+        self._store, self._num_ranks = store, num_ranks
         self._readers: list[queue.Queue[Told]] = []
         self._all: list[Told] = []
         self._lock = threading.Lock()
-        self._lost: dict[int, str] = {}
-        self._look_at = 0.0
+        self._lost: dict[int, tuple[int, str]] = {}  # how often it had come by then, and why
+        self._look_at, self._num_noted = 0.0, 0
         self._come: dict[int, int] = {}  # how often a cluster has been let in again
         self._process: dict[int, int] = {}  # of its first rank, the last that was
 
     def tell(self, told: Told) -> None:
-        """Put up a membership, or why there will be none."""
+        """Put up a membership, whom this cluster waits for, or why there will be none."""
         with self._lock:
             self._all.append(told)
             for reader in self._readers:
@@ -69,7 +70,6 @@ class Board:
             number = sum(self._come.values()) + 1
             self._come[cluster] = self._come.get(cluster, 0) + 1
             self._process[cluster] = int(json.loads(ranks)[0][2])
-            self._lost.pop(cluster, None)
             if self._store is not None:
                 told = json.dumps([cluster, self._come[cluster], ranks])
                 self._store.set(f"come/{number}", told)
@@ -81,11 +81,21 @@ class Board:
         with self._lock:
             if self._store is not None and time.monotonic() > self._look_at:
                 self._look_at = time.monotonic() + _LOOK_SECONDS
-                for cluster in self._others:
-                    key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
-                    if cluster not in self._lost and self._store.check([key]):
-                        self._lost[cluster] = self._store.get(key).decode()
-            return {id: (self._process.get(id, 0), why) for id, why in self._lost.items()}
+                self._look_who_is_lost(self._store)
+            return {
+                id: (self._process.get(id, 0), why) for id, (come, why) in self._lost.items()
+                if come == self._come.get(id, 0)
+            }  # fmt: skip
+
+    def _look_who_is_lost(self, store: Any) -> None:
+        num_noted = store.add(_NOTED, 0)
+        if num_noted == self._num_noted:
+            return
+        self._num_noted, self._lost = num_noted, {}
+        for key in (f"lost/{rank}" for rank in range(1, self._num_ranks)):
+            if store.check([key]):
+                noted: dict[str, tuple[int, str]] = json.loads(store.get(key))
+                self._lost |= {int(id): (come, why) for id, (come, why) in noted.items()}
 
 
 class FirstRankViews:
@@ -94,6 +104,7 @@ class FirstRankViews:
     def __init__(self, board: Board, link: Link) -> None:
         self._board, self._link = board, link
         self._told = board.reader()
+        self.waits = False
 
     def next(self, epoch: int, seconds: float) -> Membership | None:
         """Return the newest membership, if it is later; PeerLost says why there is none."""
@@ -103,6 +114,10 @@ class FirstRankViews:
                 told = self._told.get(timeout=0.0 if found is not None else seconds)
                 if isinstance(told, PeerLost):
                     raise told
+                if isinstance(told, Waits):
+                    self.waits = bool(told.gone)
+                    continue
+                self._link.hold(told.ids, told.epoch)
                 found = told if told.epoch > epoch else found
         except queue.Empty:
             return found
@@ -118,11 +133,20 @@ class OtherRankViews:
     """Of a rank that hears of them over the cluster's store, by a connection of its own."""
 
     def __init__(
-        self, store: Any, link: Link, expect: Callable[[int, str], object] = lambda m, ranks: None
+        self,
+        store: Any,
+        link: Link,
+        members: Sequence[int] = (),
+        expect: Callable[[int, str], object] = lambda m, ranks: None,
     ) -> None:
-        """`expect` is told of a cluster's new processes, and where they are."""
+        """`members`: those of the first membership, as far as they are known. `expect` is told of a
+        cluster's new processes, and where they are.
+        """
         self._store, self._link, self._expect = store, link, expect
+        self._members = members
+        self._noted: dict[str, tuple[int, str]] = {}  # whom this rank does not reach, and why
         self._number = 0
+        self.waits = False
         self._num_come = 0
         self._come: dict[int, int] = {}  # how often a cluster has been let in again
 
@@ -135,22 +159,35 @@ class OtherRankViews:
             told = unpacked(self._store.get(f"view/{self._number}"))
             if isinstance(told, PeerLost):
                 raise told
+            if isinstance(told, Waits):
+                self.waits = bool(told.gone)
+                continue
+            self._link.hold(told.ids, told.epoch)
+            self._members = told.ids
             found = told if told.epoch > epoch else found
+        self._look_who_is_lost()
         return found
 
     def report(self, lost: PeerLost) -> None:
-        """Note whom this rank has lost for good, for the clerk to find."""
-
-        def note(cluster: int, why: str) -> None:
-            key = f"lost/{cluster}/{self._come.get(cluster, 0)}"
-            threading.Thread(
-                target=lambda: self._store.set(key, why), name="dsx-report", daemon=True
-            ).start()
-
-        _report(lost, self._link, note)
+        """Nothing to do: `next` looks at the link."""
 
     def close(self) -> None:
         """Nothing to do: waits are short."""
+
+    def _look_who_is_lost(self) -> None:
+        """Note whom of the members this rank does not reach, for the clerk to find."""
+        rank, noted = self._link.rank, dict[str, tuple[int, str]]()
+        for cluster in self._members:
+            if why := self._link.why_gone((cluster, rank)):
+                noted[str(cluster)] = self._come.get(cluster, 0), f"rank {rank}: {why}"
+        if noted.keys() == self._noted.keys():
+            return
+        self._noted = noted
+        try:
+            self._store.set(f"lost/{rank}", json.dumps(noted))
+            self._store.add(_NOTED, 1)
+        except RuntimeError as error:
+            raise _no_store(error) from error
 
     def _look_who_comes(self) -> None:
         while self._is_there(f"come/{self._num_come + 1}", 0.0):
@@ -167,15 +204,14 @@ class OtherRankViews:
             time.sleep(min(seconds, _LOOK_SECONDS))
             return seconds > 0 and self._store.check([key])
         except RuntimeError as error:
-            raise PeerLost(
-                "this cluster's store, by which its first rank tells who the members are, does not "
-                f"answer: {str(error).splitlines()[0]}"
-            ) from error
+            raise _no_store(error) from error
 
 
-def _report(lost: PeerLost, link: Link, note: Any) -> None:
-    if lost.cluster is not None and (why := link.why_gone((lost.cluster, link.rank))):
-        note(lost.cluster, f"rank {link.rank}: {why}")
+def _no_store(error: RuntimeError) -> PeerLost:
+    return PeerLost(
+        "this cluster's store, by which its first rank tells who the members are, does not "
+        f"answer: {str(error).splitlines()[0]}"
+    )
 
 
 def packed(told: Told) -> str:
@@ -184,6 +220,8 @@ def packed(told: Told) -> str:
         members = [[member.id, member.weight, member.process] for member in told.members]
         others = {"everyone": told.everyone, "left": told.left}
         return json.dumps({"epoch": told.epoch, "members": members, **others})
+    if isinstance(told, Waits):
+        return json.dumps({"waits": told.gone})
     of_end = [asdict(told.reason), told.gone] if isinstance(told, PeerPreempted) else None
     return json.dumps({"why": str(told), "cluster": told.cluster, "end": of_end})
 
@@ -194,6 +232,8 @@ def unpacked(text: bytes) -> Told:
     if "epoch" in told:
         members = tuple(Member(*fields) for fields in told["members"])
         return Membership(told["epoch"], members, tuple(told["everyone"]), tuple(told["left"]))
+    if "waits" in told:
+        return Waits(tuple(told["waits"]))
     error = PeerLost(told["why"])
     if told["end"] is not None:
         reason, gone = told["end"]

@@ -31,6 +31,7 @@ from dsx.comm.links.frames import (
     Frame,
     read_acks,
 )  # fmt: skip
+from dsx.comm.links.held import LET_GO, Held
 from dsx.comm.links.hello import Hello
 from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.pace import Pace
@@ -70,6 +71,7 @@ class Switch:
 
     def _open(self, trust: sockets.Trust | None, options: LinkOptions) -> None:
         self._calls = Calls(self._context, self.poller, trust, options.dscp)
+        self.held = Held(self._calls)
         self._keys_at = 0.0
         self._looked_at = time.monotonic()
         self.requests = Requests(self.own)
@@ -162,12 +164,14 @@ class Switch:
             if paused > 0:  # this process stood still: what came meanwhile has not been taken
                 peer.excuse(paused)
             why = peer.look(now)
-            if why is not None:
+            is_kept = why is not None and self.held.keeps(peer, why, now)
+            if why is not None and not is_kept:
                 self.give_up(peer, why)
                 if peer.is_visitor:
                     del self.peers[peer.cluster_id, peer.rank]
                     self._callers.forget(peer)
-            elif peer.error is None:
+            elif peer.error is None and not is_kept:
+                self.held.is_back(peer)
                 if stall := peer.stall(now):
                     logger.warning("%s: %s, and its connections are made anew", peer, stall)
                     if not self._calls.call_anew(peer):
@@ -200,8 +204,8 @@ class Switch:
         key = None if self._trust is None else sockets.key_of_text(call.key)
         return Connection(call.socket, None, call.number, key)
 
-    def _greet(self, connection: Connection, index: int) -> None:
-        body = Hello(self.own[1], index, connection.number, self.incarnation).pack()
+    def _greet(self, connection: Connection, index: int, over: int = 0) -> None:
+        body = Hello(self.own[1], index, connection.number, self.incarnation, over).pack()
         connection.send(Frame(HELLO, self.own[0]).pack(len(body)), body)
 
     def _take_called(self) -> None:
@@ -290,6 +294,10 @@ class Switch:
         except BadFrame as error:
             return self._drop(str(error), f"cluster {sender}")
         index, name = hello.connection, (sender, hello.rank)
+        if hello.over:
+            if self.held.is_let_go(self.peers.get(name), hello, self.incarnation):
+                self.give_up(self.peers[name], LET_GO)
+            return
         if index > self._options.streams:
             count = self._options.streams + 1
             return self._drop(
@@ -311,7 +319,10 @@ class Switch:
         if hello.incarnation != peer.incarnation:
             return self._drop("a greeting of another process than the one that is meant", f"{peer}")
         if peer.error is not None:
-            return self._drop("a greeting of a process that has been given up", f"{peer}")
+            self._drop("a greeting of a process that has been given up", f"{peer}")
+            is_call = isinstance(by, Call)
+            back = self._connection_of(by) if is_call else self._called(by, hello)
+            return self._greet(back, index, over=hello.incarnation)
         if isinstance(by, Call):
             by.greeted = peer
             peer.open(index, self._connection_of(by))
@@ -320,9 +331,8 @@ class Switch:
         if known is not None and known.number > hello.number:
             return  # of a connection that has been replaced
         self._callers.take(peer, index, by)
-        connection = Connection(self._callers.socket, by.identity, hello.number, by.key)
-        self._greet(connection, index)
+        self._greet(connection := self._called(by, hello), index)
         peer.open(index, connection)
 
-    def _refused(self, address: str) -> None:
-        self._drop("a key of no member", address)
+    def _called(self, by: Caller, hello: Hello) -> Connection:
+        return Connection(self._callers.socket, by.identity, hello.number, by.key)

@@ -30,6 +30,7 @@ from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import hash_of
+from tests.comm.links.clusters import Line
 from dsx.training.dealing import follow_boundaries
 
 Fate = Callable[[Submission], int | None]  # after how many rounds of it a cluster ends
@@ -47,6 +48,7 @@ class ToldViews:
     def __init__(self) -> None:
         self._queue: queue.Queue[Membership | PeerLost] = queue.Queue()
         self.reported: list[PeerLost] = []
+        self.waits = False
 
     def put(self, view: Membership | PeerLost) -> None:
         self._queue.put(view)
@@ -153,7 +155,7 @@ class Site:
         self, incarnations: dict[int, int], arbiter: int | None, suspect: float, joins: bool = False
     ) -> None:
         """Let a clerk say who the members are."""
-        self.board = board = Board(None, [*incarnations], self.id)
+        self.board = board = Board(None)
         self.processes = incarnations
         self.clerk = Clerk(self.link, incarnations, arbiter, suspect, board.tell, board.lost, joins)
         self.views = FirstRankViews(board, self.link)
@@ -252,14 +254,18 @@ def run(
     suspect_seconds: float = 30.0,
     again: int | None = None,
     batches_of: Callable[[int], Any] = lambda id: None,
+    line: Callable[[Line], object] | None = None,
+    quorum_wait_seconds: float = 0.0,
 ) -> list[Site]:
     """Train all, each on a thread of its own; `watch` runs beside them.
 
     `by_log`: clerks say who the members are, else whoever watches does. The cluster `again` is
-    started again once it has ended: its new site comes last, behind all others.
+    started again once it has ended: its new site comes last, behind all others. `line` is given
+    the one line on which all call the first site.
     """
     options = {"grace_seconds": 0.2, "suspect_seconds": suspect_seconds}
     sites = [Site(m, model, method, **options) for m in range(num_clusters)]
+    lines = [Line(sites[0].link.port)] if line is not None else []
     for site in sites:
         site.batches = batches_of(site.id)
     for site in sites:
@@ -267,10 +273,15 @@ def run(
             if other is not site:
                 called = other.id < site.id
                 address = f"127.0.0.1:{other.link.port}" if called else None
+                address = lines[0].address if called and lines and not other.id else address
                 site.link.expect(other.id, 0, address)
     for site in sites if by_log else ():
         incarnations = {other.id: other.link.incarnation for other in sites}
         site.follow_log(incarnations, arbiter, suspect_seconds)
+        assert site.clerk is not None
+        site.clerk.quorum.seconds = lambda: quorum_wait_seconds
+    if line is not None:
+        line(lines[0])
     try:
         with ThreadPoolExecutor(num_clusters + 2) as threads:
             watching = threads.submit(watch, sites)
@@ -295,6 +306,8 @@ def run(
     finally:
         for site in sites:
             site.link.close()
+        for each in lines:
+            each.close()
     return sites
 
 
