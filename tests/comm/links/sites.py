@@ -30,8 +30,8 @@ from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import hash_of
-from tests.comm.links.clusters import Line
 from dsx.training.dealing import follow_boundaries
+from tests.comm.links.clusters import Line
 
 Fate = Callable[[Submission], int | None]  # after how many rounds of it a cluster ends
 NEVER: Fate = lambda what: None  # noqa: E731
