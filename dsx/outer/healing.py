@@ -131,8 +131,10 @@ class Healing:
 
     def _follow_until(self, is_so: Callable[[], bool]) -> bool:
         """Catch up until all ranks of the cluster find it so; False if that does not come."""
-        until = time.monotonic() + self._deadline_seconds
+        until, step = time.monotonic() + self._deadline_seconds, self._loop.history.step
         while self._any(not is_so()):
+            if self._loop.history.step > step:  # the others go on, and a launch of them is awaited
+                until, step = time.monotonic() + self._deadline_seconds, self._loop.history.step
             if self._any(time.monotonic() > until):
                 return False
             self._catch_up()

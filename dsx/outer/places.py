@@ -12,7 +12,7 @@ Nothing is told where nothing is dealt: in a run whose members cannot be lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,10 @@ class Places:
             deal = Deal.of_state(self._saved[name])
         self._id = cluster_id
         self._followed[name] = _Followed(reads, deal, reads.place())
+
+    def num_shards(self, name: str) -> int:
+        """Return into how many shards a part of an epoch is cut."""
+        return self._followed[name].deal.num_shards
 
     def __contains__(self, name: str) -> bool:
         return name in self._followed
@@ -128,10 +132,15 @@ class Places:
         """Whether this cluster, which heals, knows where in its data it goes on."""
         return all(one.deal.may_come(self._id, self.process) for one in self._followed.values())
 
-    def begin_reading(self) -> None:
-        """Go on where the deal says: this cluster has healed, or was not there at a save."""
+    def begin_reading(self, names: Collection[str] | None = None) -> None:
+        """Go on where the deal says: this cluster has healed, or was not there at a save.
+
+        With `names` in those alone: of others no deal is known.
+        """
         self.is_reading = True
-        for one in self._followed.values():
+        for name, one in self._followed.items():
+            if names is not None and name not in names:
+                continue
             share = one.deal.shares[self._id]
             one.reads.begin_at(share.place, share.read, share.left)
             one.at_boundary = one.reads.place()
@@ -213,4 +222,4 @@ class Places:
                 "trained on of the epoch that had begun is read first, shared between all",
                 name, len(saved[name]["shares"]), num_clusters,
             )  # fmt: skip
-        self.begin_reading()
+        self.begin_reading(saved)

@@ -104,7 +104,7 @@ class Waiting:
                         return None
                     time.sleep(_TICK_SECONDS)
         finally:
-            self.is_on, self._order = False, None
+            self.is_on, self._order, self.path = False, None, None
 
     def _own(self) -> dict[str, Any] | str:
         """Return what this rank knows: why to end, as a JSON value, or what to do."""

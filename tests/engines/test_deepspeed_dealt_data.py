@@ -96,6 +96,25 @@ def test_a_cluster_that_comes_back_begins_where_the_others_say() -> None:
     assert ranks[1][1].place() == (78, 6)
 
 
+def test_a_place_between_the_ranks_turns_is_exact() -> None:
+    """One sample is not read again because a rank would come to it by turns."""
+    ranks = ranks_of(0)
+    for _, position in ranks:
+        position.begin_at(15, 0, [])
+    loaders = [endless(loader) for loader, _ in ranks]
+    assert read(loaders, 5) == sequence(0, 45)[15:]
+    assert ranks[0][1].place() == (45, 0)
+
+
+def test_the_end_of_an_epoch_is_as_long_on_all_ranks() -> None:
+    """Also where less than one sample for each of them is left."""
+    ranks = ranks_of(0)
+    for loader, _ in ranks:
+        loader.consumed, loader._sampler.num_replicas = 50, 4
+        loader._read_first([7])
+    assert [one._sampler.rest for one, _ in ranks] == [[7], [7]]
+
+
 def test_without_a_loss_the_order_is_that_of_deepspeed() -> None:
     (loader, position), _ = ranks_of(2)
     plain = ranks_of(2)[0][0]._loader

@@ -141,8 +141,8 @@ def _check_samples(
     for (cluster, rank), log in logs.items():
         if rank:
             continue
-        processes = [process for process in of_each_process(log) if _steps(process)]
-        for process in processes:
+        processes = of_each_process(log)
+        for process in (one for one in processes if _steps(one)):
             steps = _steps(process)  # and it may have been killed in the one behind these
             own = [s for s in committed[cluster] if steps[0] <= s <= steps[-1] + 1]
             if process is processes[-1] and (end := ended.get((cluster, rank))) is not None:

@@ -156,7 +156,7 @@ class Clerk:
         """Go on without clusters that are lost, as a member's tool asks; ValueError if refused."""
         force = Force(request)
         self._forces.put(force)
-        return {"view": force.done.result(_FORCE_SECONDS)}
+        return {"view": force.result(_FORCE_SECONDS)}
 
     def finish(self) -> None:
         """This cluster has done its work; once all have, nobody who leaves is missed."""
@@ -202,7 +202,7 @@ class Clerk:
                 self._act()
         except Exception as error:
             logger.exception("the clerk has ended by an error")
-            self._told(PeerLost(f"this cluster's clerk has ended by an error: {error}"))
+            self._end(PeerLost(f"this cluster's clerk has ended by an error: {error}"))
 
     def _take_leave(self) -> None:
         if self._told_to_end is not None:
@@ -287,8 +287,6 @@ class Clerk:
             elif isinstance(action, Copy):
                 self._copy = action
             elif isinstance(action, Dropped):
-                if self._is_leaving:
-                    self.has_left.set()
                 self._end_left_out()
             else:
                 self._end(PeerLost(action.reason))
@@ -310,6 +308,8 @@ class Clerk:
         self._told(Membership(entry.epoch, members, self._everyone, left))
 
     def _end_left_out(self) -> None:
+        if self._is_leaving:
+            self.has_left.set()
         self._end(PeerLost(
             f"the others have gone on without cluster {self._link.cluster_id}: it has to join them "
             "again, from a checkpoint"

@@ -31,10 +31,10 @@ class LinkWork:
 
     @property
     def has_failed(self) -> bool:
-        """Whether it is over and not there: the peer has gone, or has closed the lane."""
-        return self._ended.done() and (
-            self._ended.cancelled() or self._ended.exception() is not None
-        )
+        """Whether its peer is not reached, has gone, or has closed the lane."""
+        if not self._ended.done():
+            return self._is_lost()
+        return self._ended.cancelled() or self._ended.exception() is not None
 
     def wait(self, timeout: timedelta) -> float:
         """Block until it is there; RuntimeError says why it will not be.

@@ -24,11 +24,16 @@ class Held:
         self._epoch = -1
         self._clusters: frozenset[int] = frozenset()
         self._call_at: dict[Peer, float] = {}
+        self.has_ended = False  # whether nobody is kept any more, and none has been left out
 
     def hold(self, clusters: Collection[int], epoch: int) -> None:
         """Keep the ranks of these clusters, the members of a view, and no others; any thread."""
-        if epoch >= self._epoch:
+        if epoch >= self._epoch and not self.has_ended:
             self._epoch, self._clusters = epoch, frozenset(clusters)
+
+    def end(self) -> None:
+        """Keep nobody any more, as this cluster does not go on; any thread."""
+        self.has_ended, self._clusters = True, frozenset()
 
     def holds(self, peer: Peer) -> bool:
         """Whether a peer is one of a member's ranks."""

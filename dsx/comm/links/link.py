@@ -86,6 +86,10 @@ class Link:
         """
         self._switch.held.hold(clusters, epoch)
 
+    def hold_nobody(self) -> None:
+        """From now on give up whoever is lost: this cluster does not go on, and waits for none."""
+        self._switch.held.end()
+
     def has_let_go(self, name: Name) -> bool:
         """Whether a process has said that it goes on without this one, for good."""
         peer = self._switch.peers.get(name)

@@ -113,6 +113,7 @@ class FirstRankViews:
             while True:
                 told = self._told.get(timeout=0.0 if found is not None else seconds)
                 if isinstance(told, PeerLost):
+                    self._link.hold_nobody()
                     raise told
                 if isinstance(told, Waits):
                     self.waits = bool(told.gone)
@@ -158,6 +159,7 @@ class OtherRankViews:
             self._number += 1
             told = unpacked(self._store.get(f"view/{self._number}"))
             if isinstance(told, PeerLost):
+                self._link.hold_nobody()
                 raise told
             if isinstance(told, Waits):
                 self.waits = bool(told.gone)
@@ -180,7 +182,8 @@ class OtherRankViews:
         for cluster in self._members:
             if why := self._link.why_gone((cluster, rank)):
                 noted[str(cluster)] = self._come.get(cluster, 0), f"rank {rank}: {why}"
-        if noted.keys() == self._noted.keys():
+        before = {id: come for id, (come, _) in self._noted.items()}
+        if before == {id: come for id, (come, _) in noted.items()}:
             return
         self._noted = noted
         try:

@@ -322,6 +322,8 @@ class Switch:
             self._drop("a greeting of a process that has been given up", f"{peer}")
             is_call = isinstance(by, Call)
             back = self._connection_of(by) if is_call else self._called(by, hello)
+            if self.held.has_ended:  # it is this cluster that does not go on
+                return None
             return self._greet(back, index, over=hello.incarnation)
         if isinstance(by, Call):
             by.greeted = peer

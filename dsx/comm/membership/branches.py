@@ -64,7 +64,7 @@ def forceable(replica: Replica, without: Collection[int], branch: int) -> Contri
     told = f"view {replica.state.epoch} of clusters {', '.join(map(str, ids))}"
     if not replica.is_contributor:
         raise ValueError(f"cluster {me} does not contribute to {told}")
-    if replica.is_quorum(view, here):
+    if replica.has_quorum_of_all:
         raise ValueError(f"nothing is to be forced: enough clusters of {told} are reached")
     if unknown := sorted({*without} - {*ids}):
         raise ValueError(f"clusters {unknown} are not in {told}")

@@ -128,7 +128,7 @@ class Participant:
     def waits_for(self) -> tuple[int, ...]:
         """The contributors of the view in force that are not reached, if it takes one to go on."""
         replica = self._replica
-        if replica.is_quorum(replica.state.contributors, replica.here):
+        if replica.has_quorum_of_all:
             return ()
         here = replica.here.items()
         return tuple(c.id for c in replica.state.contributors if (c.id, c.incarnation) not in here)

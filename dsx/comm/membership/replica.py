@@ -64,6 +64,14 @@ class Replica:
         return is_quorum(contributors, processes, self.newest, self.arbiter, self.out)
 
     @property
+    def has_quorum_of_all(self) -> bool:
+        """Whether those who are reached may decide, also if nobody were to be left out by force.
+
+        So what is forced may be asked for again, until all who are to go on have it.
+        """
+        return is_quorum(self.state.contributors, self.here, self.newest, self.arbiter)
+
+    @property
     def branch(self) -> int:
         """What this cluster's log has gone on from: a forced view's number, or 0 (S10)."""
         return self.promised.branch
@@ -174,7 +182,10 @@ class Replica:
         With it comes the rest of the log, as with any first append under a ballot (S4).
         """
         standing, request = self.standing, install.request
-        if self.is_deposed(peer, install.ballot) or install.state.index < self.state.index:
+        is_of_own = install.ballot.branch == self.branch  # else it has no log (branches.py)
+        if is_of_own and self.is_deposed(peer, install.ballot):
+            return
+        if install.state.index < self.state.index:
             return
         if request and (request != standing.request or request == standing.answered):
             return

@@ -78,7 +78,9 @@ class ResumableLoader:
         self.after, self._next_after = self._next_after, None
         if self.after is not None:
             self._sampler.rest = rest_of_epoch(self._sampler, self._loader.dataset, self.after)
-        if upcoming := self.others.upcoming():
+        upcoming = self.others.upcoming()
+        is_between = self.after is None and self.consumed % self._num_replicas > 0
+        if upcoming or is_between:  # a place that the ranks do not come to by turns
             self._read_first([OfWhole(self._sample_at(one)) for one in upcoming])
         iter(self._loader)
         return self
@@ -126,7 +128,8 @@ class ResumableLoader:
         """Let this rank read its part of these, then the epoch's rest, padded as torch does."""
         sampler = self._sampler
         rest = [*others, *self._order_of(sampler.epoch, len(self._loader.dataset))[self.consumed :]]
-        rest += rest[: -len(rest) % sampler.num_replicas]
+        missing = -len(rest) % sampler.num_replicas
+        rest += (rest * (missing // max(len(rest), 1) + 1))[:missing]
         sampler.skipped, sampler.rest = 0, rest[sampler.rank :: sampler.num_replicas]
 
     def _order_of(self, epoch: int, count: int) -> list[int]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch
 
 from dsx.core.transport import PeerLost, PeerPreempted, Submission
-from tests.comm.links.clusters import Line
+from tests.comm.links.clusters import Line, groups_of, two_links
 from tests.comm.links.sites import Site, run
 from tests.comm.links.test_healing import NUM_STEPS as UNTIL_HEALED
 from tests.comm.links.test_healing import check as check_healed
@@ -151,3 +153,18 @@ def test_who_is_left_out_by_force_is_told_so_when_the_line_is_whole_again() -> N
         )  # fmt: skip
     assert len(found[0].hashes) == NUM_STEPS and found[0].members_at[NUM_STEPS] == (0,)
     assert len(found[1].hashes) < NUM_STEPS
+
+
+def test_who_waits_for_one_that_is_lost_hears_so_once_the_run_does_not_go_on() -> None:
+    """Until then that one may come back, and no deadline passes."""
+    with two_links(grace_seconds=0.2) as (links, _):
+        first, _ = groups_of(links)
+        links[0].hold((0, 1), 0)
+        work = first.recv([torch.zeros(4)], 1, 0)
+        assert not work.has_failed
+        links[1].close()
+        until(lambda: links[0].is_lost((1, 0)))
+        assert work.has_failed and links[0].process_at((1, 0)) is None
+        links[0].hold_nobody()
+        with pytest.raises(RuntimeError, match="closed"):
+            work.wait(timedelta(seconds=60))

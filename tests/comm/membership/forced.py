@@ -49,6 +49,22 @@ def a_half_goes_on(seed: int) -> None:
     goes_on(world)
 
 
+def told_in_part(seed: int) -> None:
+    """Of four, one of the two who are left has not heard it: both wait, and are told again."""
+    world = begin_with(seed, 4)
+    half, others = ({0, 1}, {2, 3}) if seed % 2 else ({1, 3}, {0, 2})
+    world.part(half)
+    first = min(half) if seed % 3 else max(half)
+    force(world, {first}, others)
+    world.run_for(500)
+    commits_nothing(world)
+    for m in half:
+        need(set(world.nodes[m].log.waits_for) >= others, f"{m} says that it does not wait")
+    force(world, half, others, BRANCH + 1)
+    world.run_until(lambda: in_view(world, half), "the half goes on")
+    commits_more(world, 5)
+
+
 def one_of_two(seed: int) -> None:
     """Of two, one goes on alone, whether the other lives or not; it joins, or its restart does."""
     world = begin_with(seed, 2)

@@ -12,6 +12,6 @@ SCENARIOS = [
     partitions.minority_waits, partitions.even_split, partitions.two_without_arbiter,
     partitions.two_with_arbiter, partitions.three_with_arbiter, partitions.leaving,
     partitions.first_saying_wins, partitions.said_once, partitions.lagging, partitions.the_end,
-    forced.a_half_goes_on, forced.one_of_two, forced.two_runs, forced.most_of_the_rest,
-    forced.under_way,
+    forced.a_half_goes_on, forced.told_in_part, forced.one_of_two, forced.two_runs,
+    forced.most_of_the_rest, forced.under_way,
 ]  # fmt: skip
