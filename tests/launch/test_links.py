@@ -171,7 +171,7 @@ def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
         others.update(samples_read(tmp_path, "second", m))
     assert {*others.values()} == {1}
     committed = [sample for sample in killed if sample not in others]
-    assert committed == killed[: len(committed)] and 0 < len(committed) < len(killed)
+    assert committed == killed[: len(committed)] and committed  # it may have been all
 
 
 def samples_read(folder: Path, way: str, cluster: int, num_ranks: int = 2) -> list[int]:
