@@ -55,7 +55,7 @@ class Coordinator:
         under_way = replica.log.views(replica.state.index)
         may_come = all(replica.is_quorum(view, replica.here) for view in under_way)
         self._hopeless_for = 0 if may_come else self._hopeless_for + 1
-        if self._hopeless_for > replica.timing.doubt:
+        if self._hopeless_for > replica.timing.hopeless:
             replica.is_leading = False  # and stands anew, without that view (S3)
             return
         self.replication.tick()

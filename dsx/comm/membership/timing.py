@@ -13,4 +13,5 @@ class Timing:
     stagger: int = 3  # between the first candidate and the next
     retry: int = 12  # until a candidate, or a joiner, tries again
     doubt: int = 8  # in which one that two do not reach alike may turn out to be gone
+    hopeless: int = 20  # in which a view under way has no quorum of its own, and is given up then
     near: int = 16  # entries: commits wait for a joiner that is as near as that

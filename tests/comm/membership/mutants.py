@@ -99,7 +99,7 @@ MUTANTS = [
     ),
     Mutant(
         "a coordinator waits for ever for a view that has no quorum", LOG + "coordinator",
-        "if self._hopeless_for > replica.timing.doubt:", "if False:",
+        "if self._hopeless_for > replica.timing.hopeless:", "if False:",
         ("hopeless_view", 0),
     ),
     Mutant(
