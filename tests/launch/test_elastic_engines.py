@@ -83,7 +83,7 @@ def test_a_pipeline_goes_on_and_comes_back(
 @pytest.mark.parametrize(
     "layout",
     [
-        pytest.param("pipeline", marks=CI),
+        pytest.param("pipeline", marks=SLOW),
         pytest.param("tensor", marks=SLOW),
         pytest.param("sharded", marks=SLOW),
     ],

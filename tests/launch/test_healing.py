@@ -45,7 +45,12 @@ def configs_of(folder: Path, change: Any = None) -> list[Path]:
 
 @pytest.mark.parametrize(
     ("victim", "zero_stage"),
-    [(2, 1), (0, 1), pytest.param(1, 3, marks=SLOW), pytest.param(2, 0, marks=SLOW)],
+    [
+        pytest.param(2, 1, marks=SLOW),
+        (0, 1),
+        pytest.param(1, 3, marks=SLOW),
+        pytest.param(2, 0, marks=SLOW),
+    ],
 )
 def test_a_cluster_that_is_killed_and_started_again_joins_the_others(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], victim: int, zero_stage: int

@@ -124,7 +124,9 @@ def test_two_launchers_over_a_line_that_is_cut_and_a_cluster_that_is_killed(
         print(f"\nto the bit, with 3 cuts and a killed gateway; saved {seconds:.1f} s after a kill")
 
 
-@pytest.mark.parametrize("preset", ["streaming_diloco", "recommended"])
+@pytest.mark.parametrize(
+    "preset", ["streaming_diloco", pytest.param("recommended", marks=pytest.mark.slow)]
+)
 def test_of_three_sites_two_go_on_without_the_one_that_is_killed(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], preset: str
 ) -> None:

@@ -66,7 +66,7 @@ def checksums(whole: list[list[dict[str, Any]]]) -> list[float]:
     return [cluster["checksum"] for cluster in whole[0]]
 
 
-@pytest.mark.parametrize("asks", ["the launcher", "one rank"])
+@pytest.mark.parametrize("asks", ["the launcher", pytest.param("one rank", marks=pytest.mark.slow)])
 def test_one_launcher_over_all_clusters(launch: Any, tmp_path: Path, asks: str) -> None:  # noqa: F811
     whole, run = undisturbed(launch, tmp_path), tmp_path / "run"
     config = configured(tmp_path / "ds.json", run)
