@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dsx.data.deal import Deal, Dealt, Stretch
@@ -29,7 +29,7 @@ class _Followed:
 
     reads: Dealt
     deal: Deal
-    at_boundary: tuple[int, int] = field(default=(0, 0))
+    at_boundary: tuple[int, int]
 
 
 class Places:

@@ -63,8 +63,7 @@ class Tail:
 
 def of_last_process(records: Sequence[Record]) -> Sequence[Record]:
     """Return what the last process of a rank has written."""
-    begins = [i for i, record in enumerate(records) if record["what"] == "begin"]
-    return records[begins[-1] :] if begins else records
+    return of_each_process(records)[-1]
 
 
 def of_each_process(records: Sequence[Record]) -> list[Sequence[Record]]:

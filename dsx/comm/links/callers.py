@@ -93,7 +93,7 @@ class Callers:
 
     def take(self, peer: Peer, index: int, caller: Caller) -> None:
         """Note whose connection it is from now on, in place of an earlier one."""
-        self._take_events()  # what is told of this descriptor until now is of one before
+        self.take_events()  # what is told of this descriptor until now is of one before
         before = {i for i, to in self._routes.items() if to == (peer, index)}
         self._forget(before | {caller.identity})
         self._routes[caller.identity] = (peer, index)
@@ -105,14 +105,14 @@ class Callers:
 
     def close_ended(self) -> None:
         """Have peers close the connections that have ended; once all that has come is taken."""
-        self._take_events()
-        if not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        if self._ended and not self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
             for identity in self._ended:
                 peer, index = self._routes.pop(identity)
                 peer.close(index)
             self._ended.clear()
 
-    def _take_events(self) -> None:
+    def take_events(self) -> None:
+        """Take which connections have ended, as `monitor` tells."""
         with suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))

@@ -98,39 +98,50 @@ class Board:
                 self._lost |= {int(id): (come, why) for id, (come, why) in noted.items()}
 
 
-class FirstRankViews:
+class _Views:
+    """What a rank does with what is told, however it hears of it."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self.waits = False
+
+    def report(self, lost: PeerLost) -> None:
+        """Nothing to do: the clerk, or `next`, looks at the link."""
+
+    def close(self) -> None:
+        """Nothing to do: waits are short."""
+
+    def _take(self, told: Told) -> Membership | None:
+        """Follow it; return the membership that it is, if it is one."""
+        if isinstance(told, PeerLost):
+            self._link.hold_nobody()
+            raise told
+        if isinstance(told, Waits):
+            self.waits = bool(told.gone)
+            return None
+        self._link.hold(told.ids, told.epoch)
+        return told
+
+
+class FirstRankViews(_Views):
     """Of the rank whose clerk it is."""
 
     def __init__(self, board: Board, link: Link) -> None:
-        self._board, self._link = board, link
+        super().__init__(link)
         self._told = board.reader()
-        self.waits = False
 
     def next(self, epoch: int, seconds: float) -> Membership | None:
         """Return the newest membership, if it is later; PeerLost says why there is none."""
         found: Membership | None = None
         try:
             while True:
-                told = self._told.get(timeout=0.0 if found is not None else seconds)
-                if isinstance(told, PeerLost):
-                    self._link.hold_nobody()
-                    raise told
-                if isinstance(told, Waits):
-                    self.waits = bool(told.gone)
-                    continue
-                self._link.hold(told.ids, told.epoch)
-                found = told if told.epoch > epoch else found
+                told = self._take(self._told.get(timeout=0.0 if found is not None else seconds))
+                found = told if told is not None and told.epoch > epoch else found
         except queue.Empty:
             return found
 
-    def report(self, lost: PeerLost) -> None:
-        """Nothing to do: the clerk looks at the same link."""
 
-    def close(self) -> None:
-        """Nothing to do: waits are short."""
-
-
-class OtherRankViews:
+class OtherRankViews(_Views):
     """Of a rank that hears of them over the cluster's store, by a connection of its own."""
 
     def __init__(
@@ -143,11 +154,11 @@ class OtherRankViews:
         """`members`: those of the first membership, as far as they are known. `expect` is told of a
         cluster's new processes, and where they are.
         """
-        self._store, self._link, self._expect = store, link, expect
+        super().__init__(link)
+        self._store, self._expect = store, expect
         self._members = members
         self._noted: dict[str, tuple[int, str]] = {}  # whom this rank does not reach, and why
         self._number = 0
-        self.waits = False
         self._num_come = 0
         self._come: dict[int, int] = {}  # how often a cluster has been let in again
 
@@ -157,24 +168,12 @@ class OtherRankViews:
         self._look_who_comes()
         while self._is_there(f"view/{self._number + 1}", 0.0 if found else seconds):
             self._number += 1
-            told = unpacked(self._store.get(f"view/{self._number}"))
-            if isinstance(told, PeerLost):
-                self._link.hold_nobody()
-                raise told
-            if isinstance(told, Waits):
-                self.waits = bool(told.gone)
-                continue
-            self._link.hold(told.ids, told.epoch)
-            self._members = told.ids
-            found = told if told.epoch > epoch else found
+            told = self._take(unpacked(self._store.get(f"view/{self._number}")))
+            if told is not None:
+                self._members = told.ids
+                found = told if told.epoch > epoch else found
         self._look_who_is_lost()
         return found
-
-    def report(self, lost: PeerLost) -> None:
-        """Nothing to do: `next` looks at the link."""
-
-    def close(self) -> None:
-        """Nothing to do: waits are short."""
 
     def _look_who_is_lost(self) -> None:
         """Note whom of the members this rank does not reach, for the clerk to find."""

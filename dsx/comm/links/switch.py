@@ -125,6 +125,8 @@ class Switch:
                 self._door.answer()
             elif each is self._callers.socket:
                 self._take_called()
+            elif each is self._callers.monitor:
+                self._callers.take_events()
             elif each in self._calls.by_monitor:
                 call = self._calls.by_monitor[each]
                 for stands in self._calls.events(call):
@@ -320,11 +322,11 @@ class Switch:
             return self._drop("a greeting of another process than the one that is meant", f"{peer}")
         if peer.error is not None:
             self._drop("a greeting of a process that has been given up", f"{peer}")
-            is_call = isinstance(by, Call)
-            back = self._connection_of(by) if is_call else self._called(by, hello)
-            if self.held.has_ended:  # it is this cluster that does not go on
-                return None
-            return self._greet(back, index, over=hello.incarnation)
+            if not self.held.has_ended:  # else it is this cluster that does not go on
+                is_call = isinstance(by, Call)
+                back = self._connection_of(by) if is_call else self._called(by, hello)
+                self._greet(back, index, over=hello.incarnation)
+            return
         if isinstance(by, Call):
             by.greeted = peer
             peer.open(index, self._connection_of(by))

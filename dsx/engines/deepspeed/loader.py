@@ -125,20 +125,11 @@ class ResumableLoader:
         self.go_to(self.consumed)
 
     def _read_first(self, others: list[int]) -> None:
-        """Let this rank read its part of these, then the epoch's rest, padded as torch does."""
+        """Let this rank read its part of these, then of the epoch's rest."""
         sampler = self._sampler
-        rest = [*others, *self._order_of(sampler.epoch, len(self._loader.dataset))[self.consumed :]]
-        missing = -len(rest) % sampler.num_replicas
-        rest += (rest * (missing // max(len(rest), 1) + 1))[:missing]
-        sampler.skipped, sampler.rest = 0, rest[sampler.rank :: sampler.num_replicas]
-
-    def _order_of(self, epoch: int, count: int) -> list[int]:
-        """Return the order of any cluster's samples, among its own, in an epoch of the sampler."""
-        generator = torch.Generator()
-        if not self._sampler.shuffle:
-            return list(range(count))
-        generator.manual_seed(self._sampler.seed + epoch)
-        return torch.randperm(count, generator=generator).tolist()
+        own = _order_of(sampler, sampler.epoch, len(self._loader.dataset))
+        rest = [*others, *own[self.consumed :]]
+        sampler.skipped, sampler.rest = 0, _part_of_rank(sampler, rest)
 
     def _sample_at(self, one: Stretch) -> int:
         """Return the sample, of the whole dataset, at a place of another cluster's sequence."""
@@ -150,8 +141,9 @@ class ResumableLoader:
         is_set = self._sampler.epoch == self.epoch
         of_sampler = epoch if is_set and self.epoch else self._sampler.epoch
         order = self.others.order_of(
-            *of, epoch, lambda: np.array(self._order_of(of_sampler, len(theirs)), dtype=np.int64)
-        )
+            *of, epoch,
+            lambda: np.array(_order_of(self._sampler, of_sampler, len(theirs)), dtype=np.int64),
+        )  # fmt: skip
         return int(theirs[int(order[offset])])
 
 
@@ -162,12 +154,22 @@ def rest_of_epoch(sampler: Any, shard: ClusterShard, read: int) -> list[int]:
     its number of ranks. All clusters get equally many of those left, so that up to C - 1 are left
     out; within a cluster they are dealt, and padded, as `DistributedSampler` does.
     """
-    order, generator = list(range(len(shard.dataset))), torch.Generator()
-    if sampler.shuffle:
-        generator.manual_seed(sampler.seed + sampler.epoch)
-        order = torch.randperm(len(order), generator=generator).tolist()
-    left = order[read:]
+    left = _order_of(sampler, sampler.epoch, len(shard.dataset))[read:]
     own = left[shard.cluster_id :: shard.num_clusters][: len(left) // shard.num_clusters]
-    missing = -len(own) % sampler.num_replicas
-    padded = own + (own * (missing // max(len(own), 1) + 1))[:missing]
-    return [OfWhole(index) for index in padded[sampler.rank :: sampler.num_replicas]]
+    return [OfWhole(index) for index in _part_of_rank(sampler, own)]
+
+
+def _order_of(sampler: Any, epoch: int, count: int) -> list[int]:
+    """Return the order of so many samples in an epoch of a sampler, as `DistributedSampler` has."""
+    if not sampler.shuffle:
+        return list(range(count))
+    generator = torch.Generator()
+    generator.manual_seed(sampler.seed + epoch)
+    return torch.randperm(count, generator=generator).tolist()
+
+
+def _part_of_rank(sampler: Any, indices: list[int]) -> list[int]:
+    """Return what this rank reads of these, padded as `DistributedSampler` does."""
+    missing = -len(indices) % sampler.num_replicas
+    padded = indices + (indices * (missing // max(len(indices), 1) + 1))[:missing]
+    return padded[sampler.rank :: sampler.num_replicas]
