@@ -174,7 +174,7 @@ class ClusterBatches:
         return self._others.left()
 
     def require_same_data(self, state: Mapping[str, Any]) -> None:
-        """Raise ValueError unless a saved position is in this dataset, in the order of this seed."""
+        """Raise ValueError unless a saved position is in this dataset, in this seed's order."""
         self._require_same(state, {*self._identity()} - {"cluster_id", "num_clusters"})
 
     def begin_at(self, place: int, read: int = 0, left: Sequence[Stretch] = ()) -> None:

@@ -89,8 +89,8 @@ def build(
     sources with rows. A row that is bad (no JSON, or no text there) is an error, and with
     `skip_bad` left out and counted. With `workers` processes the result is the same, to the bit; a
     script that asks for several has to be one that can be imported (`if __name__ == "__main__":`).
-    A build that was killed goes on where it was. `progress` is told some times a second; `part_bytes` of the
-    sources are encoded at a time by each process, and lost by a kill.
+    A build that was killed goes on where it was. `progress` is told some times a second;
+    `part_bytes` of the sources are encoded at a time by each process, and lost by a kill.
 
     A dsx dataset whose sources changed is replaced. Raises ValueError for sources that cannot be
     split and for an `out` that is not a dsx dataset.

@@ -137,8 +137,8 @@ class Deal:
         """Take launch `number`, which has been applied.
 
         `ids` have averaged, and `told` are their places at the launch; `coming` are those whom one
-        of them knows to be healing, and a number of that process. `launched` is the last launch of all by now. What is refused
-        contains nothing.
+        of them knows to be healing, and a number of that process. `launched` is the last launch of
+        all by now. What is refused contains nothing.
         """
         before, self.coming = self.coming, {}
         for id, process in coming.items():

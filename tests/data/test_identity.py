@@ -67,14 +67,14 @@ def test_another_build_is_refused_by_name(folder: Path, other: str, said: str) -
         json.loads((folder / name / "dataset.json").read_text())["content_digest"]
         for name in ("a", other)
     ]
-    pattern = rf"cluster 0's .*a.train is {digests[0]}.train, and cluster 1's .* {digests[1]}.*{said}"
+    pattern = (
+        rf"cluster 0's .*a.train is {digests[0]}.train, and cluster 1's .* {digests[1]}.*{said}"
+    )
     with pytest.raises(ValueError, match=pattern):
         require_same(windows, gathering(folder / other))
 
 
-def test_a_copy_that_is_cut_or_of_no_build_counts_for_nothing(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_a_copy_that_is_cut_or_of_no_build_counts_for_nothing(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder / "a", tmp_path / "copy")
     data = tmp_path / "copy" / "train.bin"
     data.write_bytes(data.read_bytes()[:-2])

@@ -50,7 +50,7 @@ def test_no_window_is_of_two_clusters_and_all_have_as_many(
 
 
 def test_the_quickstarts_script_offers_all_of_them() -> None:
-    assert arguments.SHARDS == (*SHARDS, "own")
+    assert (*SHARDS, "own") == arguments.SHARDS
 
 
 def test_stretches_and_kinds_by_hand() -> None:
