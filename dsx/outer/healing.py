@@ -209,17 +209,21 @@ class Healing:
             self._tell()
 
     def _await(self, ripe: Sequence[Transfer | NothingYet]) -> None:
-        """Wait until all ranks have what is due; BeginAnew on all if one cannot have it."""
+        """Wait until all ranks have what is due; BeginAnew, or PeerLost, on all if one cannot."""
+        under_way = [t.pending for t in ripe if isinstance(t, Transfer)]
+        launched = [pending for pending in under_way if isinstance(pending, Launched)]
         while True:
-            trouble = self._following.trouble
-            is_there = all(not isinstance(t, Transfer) or t.pending.has_arrived for t in ripe)
-            if is_failed := self._any(trouble is not None):
-                raise BeginAnew(str(trouble) if is_failed and trouble else "another rank has to")
+            ended = [each.future for each in launched if each.future.done()]
+            failed = next((e for future in ended if (e := future.exception())), None)
+            trouble = self._following.trouble  # known by then, if that is why one has failed
+            if self._any(trouble is not None):
+                raise BeginAnew(str(trouble) if trouble else "another rank has to")
+            if self._any(failed is not None):
+                raise failed or PeerLost("another rank of this cluster has lost what it follows")
+            is_there = all(pending.has_arrived for pending in under_way)
             if not self._any(not is_there):
                 return
-            ended = [t.pending.future for t in ripe if isinstance(t, Transfer)
-                     and isinstance(t.pending, Launched)]  # fmt: skip
-            futures.wait(ended, _LOOK_SECONDS)
+            futures.wait([each.future for each in launched], _LOOK_SECONDS)
             self._tell()
 
     def _where(self) -> int:
