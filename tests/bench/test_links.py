@@ -31,8 +31,8 @@ def found(seconds: float, cpu: float, payload: int, wire: int, *steps: float) ->
 
 def test_figures_are_of_both_ends() -> None:
     one_way = [
-        [found(8.0, 3.0, 10**9, 1_040_000_000, 1.0, 1.5), found(8.0, 1.0, 0, 10**7, 1.0, 1.1)],
-        [found(10.0, 2.0, 10**9, 1_060_000_000, 1.0, 1.2), found(9.0, 1.0, 0, 10**7, 1.0, 1.0)],
+        [found(8.0, 3.0, 10**9, 1_050_000_000, 1.0, 1.5), found(8.0, 1.0, 0, 10**7, 1.0, 1.1)],
+        [found(10.0, 2.0, 10**9, 1_070_000_000, 1.0, 1.2), found(9.0, 1.0, 0, 10**7, 1.0, 1.0)],
     ]
     row = row_of(Wire(1000.0, 1), KINDS["link/curve"], one_way)
     assert (row.transport, row.security, row.line_mbit, row.ways) == ("link", "curve", 1000.0, 1)

@@ -240,9 +240,12 @@ def _cpu(ends: Sequence[Found]) -> float:
 
 
 def _wire(ends: Sequence[Found]) -> float:
-    """Return the bytes sent over both interfaces per byte of payload, acknowledgements included."""
-    sent = sum(end.passed.payload_bytes for end in ends)
-    return sum(end.passed.wire_bytes for end in ends) / sent
+    """Return what the line carries, in each way that has payload, per byte of payload.
+
+    Acknowledgements are in it where both ways have some; else they go the way that is empty.
+    """
+    senders = [end.passed for end in ends if end.passed.payload_bytes]
+    return sum(s.wire_bytes for s in senders) / sum(s.payload_bytes for s in senders)
 
 
 def _slowdowns(ends: Sequence[Found]) -> list[float]:
