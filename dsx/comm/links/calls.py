@@ -18,6 +18,7 @@ from dsx.comm.links import sockets
 from dsx.comm.links.peer import Peer
 
 _NOT_TAKEN = "it does not take this cluster's key"
+_TELL_MILLISECONDS = 200  # in which it goes out that calls are made anew
 _NOBODY = "nobody listens there, or the port is closed on the way"
 _NOT_KNOWN = "who answers there has none of its keys, or is no link"
 
@@ -113,11 +114,16 @@ class Calls:
                 if keys and call.peer.error is None:
                     self.call(call.peer, call.index, call.address)
 
-    def call_anew(self, peer: Peer) -> bool:
-        """End all calls to a peer and make them again; False if there are none."""
+    def call_anew(self, peer: Peer, tells: bool = False) -> bool:
+        """End all calls to a peer and make them again; False if there are none.
+
+        `tells` it so before, as far as it hears anything.
+        """
         calls = [call for call in self.by_socket.values() if call.peer is peer]
+        if calls and tells:
+            peer.tell_of_renewal()
         for call in calls:
-            self.hang_up(call)
+            self.hang_up(call, _TELL_MILLISECONDS if tells and not call.index else 0)
             self.call(peer, call.index, call.address, call.key)
         return bool(calls)
 

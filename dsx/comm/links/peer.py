@@ -25,6 +25,7 @@ _FIRST_PROBE_SECONDS = 0.25
 _LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
 _ACKS_IN_A_FRAME = 4096
 _STALLS_PER_SUSPICION = 2  # connections are made anew before their peer is given up
+_RENEWALS_PER_SUSPICION = 4  # in which connections that are made anew may be closed
 _RENEWAL_SECONDS = 1.0  # between two times that a peer is called anew because it asks for it
 _DONE = zmq.MessageTracker()  # of what is copied
 _ACK_SECONDS = 0.1  # in which acknowledgements that nobody waits for may become more
@@ -95,6 +96,7 @@ class Peer:
         self._has_met = False
         self._stall = Stall(suspect_seconds / _STALLS_PER_SUSPICION, self._heard_at)
         self._renewed_at, self.is_not_heard = 0.0, False  # as it says
+        self._renewing_until = 0.0  # until then a connection that is closed says nothing
 
     def __str__(self) -> str:
         return f"cluster {self.cluster_id} (rank {self.rank})"
@@ -128,7 +130,7 @@ class Peer:
         self.connections[index] = connection
         self._heard_at = time.monotonic()
         if index == 0:
-            self._lost_at = None
+            self._lost_at, self._renewing_until = None, 0.0
             self._has_met = True
             for other in [*self.connections]:  # acknowledgements may have been lost with it
                 self.mailbox.connection_lost(other)
@@ -140,7 +142,8 @@ class Peer:
         if self.connections.pop(index, None) is not None:
             self.mailbox.connection_lost(index)
             if index == 0:
-                self._lost_at = time.monotonic()
+                now = time.monotonic()
+                self._lost_at = None if now < self._renewing_until else now
 
     def stall(self, now: float) -> str:
         """Say why its connections are to be made anew, though they stand; empty if they are not."""
@@ -153,9 +156,26 @@ class Peer:
         return "" if seconds is None else f"nothing has come through for {seconds:.1f} s"
 
     def renewed(self) -> None:
-        """Its connections are being made anew: that they are closed meanwhile says nothing."""
-        self._lost_at, self._renewed_at = None, time.monotonic()
+        """Its connections are being made anew from here."""
+        self._renewed_at = time.monotonic()
         self._stall.renewed(self._renewed_at)
+        self._expect_it_back()
+
+    def take_again(self, is_renewing: bool) -> None:
+        """Take the word that it makes its connections anew, or asks for it, as it hears nothing."""
+        if is_renewing:
+            self._expect_it_back()
+        else:
+            self.is_not_heard = True
+
+    def _expect_it_back(self) -> None:
+        """That its connections are closed says nothing now: it is lost if it stays silent."""
+        self._lost_at = None
+        self._renewing_until = time.monotonic() + self._suspect_seconds / _RENEWALS_PER_SUSPICION
+
+    def tell_of_renewal(self) -> None:
+        """Say that its connections are made anew, before they are closed."""
+        self.say(Frame(AGAIN, self._own, start=1), b"")
 
     def ask_for_a_call(self) -> None:
         """Ask over whatever stands that it makes its connections anew."""

@@ -176,7 +176,7 @@ class Switch:
                 self.held.is_back(peer)
                 if stall := peer.stall(now):
                     logger.warning("%s: %s, and its connections are made anew", peer, stall)
-                    if not self._calls.call_anew(peer):
+                    if not self._calls.call_anew(peer, tells=True):
                         peer.ask_for_a_call()
                     peer.renewed()
                 peer.flush(self.pace)
@@ -280,8 +280,8 @@ class Switch:
             elif frame.kind == PROBE:
                 peer.answer_probe(frame)
                 mailbox.forget_below(frame.serial)
-            elif frame.kind == AGAIN:
-                peer.is_not_heard = True
+            elif frame.kind == AGAIN:  # to be called, or that it calls
+                peer.take_again(is_renewing=frame.start > 0)
             elif frame.kind == ASK:
                 self.requests.take(peer, frame.serial, bytes(body))
             elif frame.kind == ANSWER:

@@ -102,3 +102,17 @@ def test_acknowledgements_that_nobody_waits_for_go_together(clock: Clock) -> Non
     assert clock.short.count(ACKS) == 3
     clock.pass_seconds(1, hears=True)
     assert clock.short.count(ACKS) == 3
+
+
+def test_a_connection_that_closes_while_it_is_made_anew_is_no_loss(clock: Clock) -> None:
+    clock.peer.take_again(is_renewing=True)
+    clock.peer.close(0)
+    clock.pass_seconds(SUSPECT_SECONDS - 0.1, hears=False)  # in which it calls, or is silent
+    clock.now += 0.2
+    assert "nothing was heard" in str(clock.peer.look(clock.now))
+    anew: Any = Sent()
+    clock.peer.open(0, anew)
+    clock.pass_seconds(1.0, hears=True)
+    clock.peer.close(0)  # for another reason
+    clock.now += 1.0
+    assert "did not come back" in str(clock.peer.look(clock.now))

@@ -53,6 +53,24 @@ def test_a_connection_that_swallows_what_comes_is_made_anew(number: int, is_call
         assert len(line.said) > 2 and seconds < 15
 
 
+@pytest.mark.parametrize("is_caller", [True, False], ids=["of the caller", "of the called"])
+def test_a_line_that_stops_while_a_connection_is_made_anew_is_no_loss(is_caller: bool) -> None:
+    with two_links(over_line=True, suspect_seconds=8.0) as (links, line):
+        assert line is not None
+        groups = groups_of(links)
+        check(swap(groups, 3_000_000))
+        line.swallows = lambda of, by: (of, by) == (1, is_caller)
+        works = swap(groups, 3_000_000, 1)
+        before, until = len(line.said), time.monotonic() + 20
+        while len(line.said) == before and time.monotonic() < until:
+            time.sleep(0.001)
+        line.flows.clear()
+        time.sleep(1.3)  # longer than a connection that is closed may take to come back
+        assert [link.why_gone((1 - m, 0)) for m, link in enumerate(links)] == ["", ""]
+        line.flows.set()
+        check(works)
+
+
 def test_who_is_silent_for_good_is_still_given_up() -> None:
     """And no earlier than it was: connections that are made anew are not a sign that it ended."""
     with two_links(over_line=True, suspect_seconds=3.0) as (links, line):
