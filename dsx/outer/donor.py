@@ -137,6 +137,7 @@ class Donor:
         loop = self._loop
         return {
             "step": loop.history.step,
+            "launch": sum(loop.history.launches),
             "ids": [*loop.transport.seat.ids],
             "refuses": self._refuses,
         }

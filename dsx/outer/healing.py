@@ -216,12 +216,13 @@ class Healing:
             ended = [each.future for each in launched if each.future.done()]
             failed = next((e for future in ended if (e := future.exception())), None)
             trouble = self._following.trouble  # known by then, if that is why one has failed
-            if self._any(trouble is not None):
-                raise BeginAnew(str(trouble) if trouble else "another rank has to")
-            if self._any(failed is not None):
-                raise failed or PeerLost("another rank of this cluster has lost what it follows")
             is_there = all(pending.has_arrived for pending in under_way)
-            if not self._any(not is_there):
+            worst = self._agree(3 if trouble else 2 if failed else 0 if is_there else 1)
+            if worst == 3:
+                raise BeginAnew(str(trouble) if trouble else "another rank has to")
+            if worst == 2:
+                raise failed or PeerLost("another rank of this cluster has lost what it follows")
+            if not worst:
                 return
             futures.wait([each.future for each in launched], _LOOK_SECONDS)
             self._tell()
@@ -282,5 +283,6 @@ class Healing:
                 sources.say("told", "")
                 time.sleep(1.0)
             sources.say("end")
+            self._following.forget()
 
         threading.Thread(target=run, name="dsx-healed", daemon=True).start()

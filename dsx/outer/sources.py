@@ -62,12 +62,14 @@ class Sources:
         self._ask, self.clusters, self._id = ask, tuple(clusters), id
         self._rate, self._deadline_seconds, self.moved = rate, deadline_seconds, moved
         self.is_over = False
+        self.newest = 0  # launch that one of them has made, as was told last
 
     def where(self) -> dict[int, dict[str, Any]]:
         """Return where each cluster is that answers; BeginAnew if it is not most of them."""
         answers = self._everyone("where")
         found = {c: json.loads(a[1:]) for c, a in answers.items() if a[:1] == DATA}
         self._require_most(len(found), "do not answer")
+        self.newest = max(self.newest, *(place["launch"] for place in found.values()))
         return found
 
     def tell(self, verb: str, *operands: Any) -> dict[int, bytes]:

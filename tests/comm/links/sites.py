@@ -293,7 +293,7 @@ def run(
                 for site in sites
             ]  # fmt: skip
             if again is not None:
-                assert sites[again].is_over.wait(60)
+                assert sites[again].is_over.wait(240)
                 site = _started_again(sites, sites[again], options, arbiter, suspect_seconds)
                 site.batches = batches_of(site.id)
                 sites.append(site)
