@@ -35,11 +35,12 @@ from dsx.outer.sources import Ask, BeginAnew, Rate, Sources
 from dsx.outer.transfer import NothingYet, Transfer
 
 _TRIES = 6
-_NEAR_STEPS = 2  # behind the others, for a view to take this cluster in
+_NEAR_STEPS = 2  # behind the others, for a view to take this cluster in, or as far as they come
+# in half of _LEAD_SECONDS
 _NO_NEARER_SECONDS = 60.0
 _LOOK_SECONDS = 0.02
 _TELL_SECONDS = 5.0
-_LEAD_SECONDS = 0.5  # of the boundary that is copied, ahead of where the others are
+_LEAD_SECONDS = 0.5  # of the boundary that is copied, ahead of the others
 _T = TypeVar("_T")
 logger = logging.getLogger(__name__)
 
@@ -72,6 +73,7 @@ class Healing:
         self._sources: Sources | None = None
         self._following: Following
         self._has_asked = False  # for a view
+        self._pace = 0  # of the others, in steps of half of _LEAD_SECONDS
         self._done = 0
         self._told_at = time.monotonic()
         self.copied_bytes, self.seconds = 0, 0.0
@@ -117,7 +119,7 @@ class Healing:
         """Heal; return why it has to begin anew, the same on all ranks, empty if it has not."""
         try:
             self._copy(attempt)
-            self._come_near(_NEAR_STEPS * attempt**2)
+            self._come_near(int(self._agree(max(self._pace, _NEAR_STEPS))) * attempt**2)
             if not self._follow_until(self._may_come):
                 return "the others go on reading what is this cluster's"
             self._has_asked = True
@@ -195,8 +197,9 @@ class Healing:
                 raise PeerLost(f"cluster {cluster} takes nobody in: {place['refuses']}")
         time.sleep(_LEAD_SECONDS / 2)
         second = self._sources.where()
-        pace = max(second[c]["step"] - first[c]["step"] for c in first.keys() & second.keys())
-        return max(place["step"] for place in second.values()) + (2 + 2 * pace) * patience
+        both = first.keys() & second.keys()
+        self._pace = max((second[c]["step"] - first[c]["step"] for c in both), default=0)
+        return max(place["step"] for place in second.values()) + (2 + 2 * self._pace) * patience
 
     def _catch_up(self) -> None:
         """Take the steps that the others have taken, without training; with their results."""
