@@ -103,6 +103,7 @@ class Sources:
 
     def _agreed_head(self, request: Sequence[Any]) -> tuple[bytes, list[int]]:
         what, pause = f"{request[0]} of {len(self.clusters)} cluster(s)", 0.002
+        until, steps = time.monotonic() + self._deadline_seconds, dict[int, int]()
         with waiting_for(what, None):
             while not self.is_over:
                 answers = self.tell(*request)
@@ -114,6 +115,14 @@ class Sources:
                 self._require_most(len(here), "do not have it any more")
                 if len(here) == sum(heads.values()):
                     raise BeginAnew(f"{what}: they tell different ones")
+                if time.monotonic() > until:  # it is there once the others have gone on
+                    until, before = time.monotonic() + self._deadline_seconds, steps
+                    steps = {cluster: place["step"] for cluster, place in self.where().items()}
+                    if steps == before:
+                        raise PeerLost(
+                            f"{what}: none of them has taken a step for "
+                            f"{self._deadline_seconds:g} s (clusters.deadline_seconds)"
+                        )
                 self.moved(0)
                 time.sleep(pause)
                 pause = min(2 * pause, _LOOK_SECONDS)
