@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 MAY_IMPORT_ENGINES = ("comm", "engines", "cli", "examples")
 WORKERS = (  # a rank each
     "bench.e2e.worker", "bench.torchft.worker", "bench.examples.inside",
-    "bench.wall_clock.worker", "bench.wall_clock.inner", "bench.chaos.worker",
+    "bench.wall_clock.worker", "bench.wall_clock.inner", "bench.chaos.engines",
 )  # fmt: skip
 
 

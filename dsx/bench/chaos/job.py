@@ -29,7 +29,7 @@ class Job:
     """One run: `members` as "link.members" has them, `ports` and `keys` by cluster.
 
     Nobody goes on behind `last_step`, which an order may make earlier. A step takes `step_seconds`
-    at least.
+    at least. `engine` is a module of engines/.
     """
 
     directory: str
@@ -43,6 +43,7 @@ class Job:
     step_seconds: float
     suspect_seconds: float
     seed: int
+    engine: str = "torch"
 
     def dsx(self, cluster: int) -> dict[str, Any]:
         """Return a cluster's configuration."""

@@ -21,11 +21,13 @@ def main(directory: Path) -> None:
     import torch
 
     from dsx.bench.chaos import worker
+    from dsx.bench.chaos.engines.engine import module_of
     from dsx.bench.chaos.job import Job, output_path
 
-    importlib.import_module("dsx.comm.links.transport")
-    torch.set_num_threads(1)
     job = Job.read(directory)
+    importlib.import_module("dsx.comm.links.transport")
+    module_of(job.engine).warm()
+    torch.set_num_threads(1)
     wake, ended = os.pipe()
     os.set_blocking(ended, False)
     signal.set_wakeup_fd(ended)

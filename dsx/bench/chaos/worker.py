@@ -1,37 +1,23 @@
-"""One rank of one cluster: trains a small model, and writes down what it does as it does it.
+"""One rank of one cluster: trains with an engine, and writes down what it does as it does it.
 
 A line is written by one call, and stands whatever happens to the process behind it. What is written
 are steps (with the numbers of the samples), launches and commits (with a hash of the anchor), and
-the end.
+the end. The engine (engines/) is the only thing that differs from one run to another.
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import json
 import logging
 import os
 import time
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-import dsx
+from dsx.bench.chaos.engines.engine import digest, module_of
 from dsx.bench.chaos.job import Job, log_path, orders_path
-from dsx.data import ClusterBatches
+from dsx.bench.chaos.spoiling import SPOILING, Spoiler
 from dsx.training.handle import Handle
-
-WIDTH, DEPTH, BATCH = 32, 4, 8
-SPOILING = {"not_finite": float("nan"), "too_large": 1e6}
-_SOUND = 1e3  # no parameter of a sound run comes near
-_NUM_SAMPLES = 1 << 20  # of which no run reads all
-_EVALUATED = range(10_000_000, 10_000_064)  # samples that nobody trains on
 
 
 class RankLog:
@@ -44,35 +30,6 @@ class RankLog:
         """Write a line, with the time that no jump of a clock moves."""
         line = json.dumps({"what": what, "at": time.monotonic(), **fields})
         os.write(self._file, line.encode() + b"\n")
-
-
-class Net(nn.Sequential):
-    """A few layers, of which a teacher of the same shape is to be learnt."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        layers: list[nn.Module] = []
-        for _ in range(DEPTH):
-            layers += [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
-        super().__init__(*layers[:-1])
-
-
-class Numbers:
-    """A data set of numbers, which samples are made of."""
-
-    def __len__(self) -> int:
-        return _NUM_SAMPLES
-
-    def __getitem__(self, index: int, /) -> Tensor:
-        return torch.tensor([index])
-
-
-def batch_of(teacher: Net, samples: list[int]) -> tuple[Tensor, Tensor]:
-    """Return inputs and targets [len * BATCH, WIDTH] of some samples, the same anywhere."""
-    made = [torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(n)) for n in samples]
-    inputs = torch.cat(made)
-    with torch.no_grad():
-        return inputs, teacher(inputs)
 
 
 class Watch:
@@ -109,8 +66,7 @@ class Watch:
         return has_launched
 
     def _hash(self, fragment: int) -> str:
-        anchor = self._loop.state.anchor[fragment].detach().cpu().contiguous()
-        return hashlib.blake2b(anchor.numpy().tobytes(), digest_size=8).hexdigest()
+        return digest([self._loop.state.anchor[fragment]])
 
 
 class Orders:
@@ -153,22 +109,6 @@ class Orders:
                 self._spoilt[kind] = self.given.get(kind, 0)
 
 
-@contextlib.contextmanager
-def spoilt(model: nn.Module, factor: float | None) -> Generator[None]:
-    """Let what is read of the parameters meanwhile be wrong by a factor, as a flipped bit would."""
-    if factor is None:
-        yield
-        return
-    kept = [parameter.detach().clone() for parameter in model.parameters()]
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(factor)
-        yield
-        for parameter, before in zip(model.parameters(), kept, strict=True):
-            if not parameter.abs().amax() < _SOUND:  # nothing else has been written into it
-                parameter.copy_(before)
-
-
 def _move_clock(by: float) -> None:
     """Let this process see another time of day."""
     now = time.time
@@ -189,46 +129,30 @@ def train(job: Job, cluster: int, rank: int) -> None:
 
 
 def _train(job: Job, cluster: int, rank: int, log: RankLog) -> None:
-    dsx.init_distributed(job.dsx(cluster))
-    teacher, net = Net(job.seed + 1), Net(job.seed)
-    model = DistributedDataParallel(net)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    handle = dsx.attach(model, optimizer, config=job.dsx(cluster))
-    batches = ClusterBatches(  # all ranks of a cluster share a sample
-        Numbers(), 1, cluster_id=cluster, num_clusters=job.num_clusters, rank=0, world_size=1,
-        seed=job.seed,
-    )  # fmt: skip
-    handle.track(data=batches)
+    engine = module_of(job.engine).build(job, cluster, rank)
+    handle = engine.handle
     handle.settle()  # where the others train already, it is behind this that it is one of them
-    watch = Watch(handle, log)
+    watch, spoiler = Watch(handle, log), Spoiler(handle.loop, engine.masters)
     orders = Orders(orders_path(Path(job.directory), cluster), job.last_step)
     while handle.step < orders.given["last_step"]:
         step, began = handle.step + 1, time.perf_counter()
-        sample = int(next(batches))
-        inputs, targets = batch_of(teacher, [sample])
-        own = slice(rank, None, job.num_ranks)
-        loss = F.mse_loss(model(inputs[own]), targets[own])
-        optimizer.zero_grad()
-        loss.backward()
-        with spoilt(net, orders.spoils(step)):
-            optimizer.step()
+        spoiler.factor = orders.spoils(step)
+        samples, loss = engine.step()
         seconds = time.perf_counter() - began
-        log.write("step", step=step, seconds=seconds, samples=[sample], loss=loss.item(),
+        log.write("step", step=step, seconds=seconds, samples=samples, loss=loss,
                   members=list(handle.members))  # fmt: skip
         if watch.look():
             orders.has_launched(step)
         orders.look()
         time.sleep(max(0.0, job.step_seconds - (time.perf_counter() - began)))
+    spoiler.factor = None
     handle.finish()
     watch.look()
     history = handle.loop.history
-    with handle.averaged(), torch.no_grad():
-        inputs, targets = batch_of(teacher, list(_EVALUATED))
-        loss = F.mse_loss(net(inputs), targets).item()
-        weights = torch.cat([p.flatten() for p in net.parameters()])
+    with handle.averaged():
+        loss, weights = engine.evaluate(), engine.weights_hash()
     log.write(
         "end", step=history.step, loss=loss, launches=list(history.launches),
-        rounds=list(history.rounds), members=list(handle.members),
-        hash=hashlib.blake2b(weights.numpy().tobytes(), digest_size=8).hexdigest(),
+        rounds=list(history.rounds), members=list(handle.members), hash=weights,
     )  # fmt: skip
     handle.close()
