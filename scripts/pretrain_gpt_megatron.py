@@ -13,7 +13,7 @@ megatron-core gives its parameters.
 `--scaled-down FILE` takes a file of flags, such as those in configs/paper, and trains its method on
 a model that is small enough for a CPU (dsx/examples/scaled_down.py).
 
-Without a GPU, megatron-core runs on the CPU through megatron_on_cpu.py, which is a demonstration.
+Without a GPU, megatron-core runs on the CPU through dsx/bench/megatron_on_cpu.py, for a demo.
 """
 
 from __future__ import annotations
@@ -350,7 +350,7 @@ def prepare_process() -> None:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_here))
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch")
     if not torch.cuda.is_available():
-        from megatron_on_cpu import install
+        from dsx.bench.megatron_on_cpu import install
 
         install()
         if os.environ.get("RANK") == "0":

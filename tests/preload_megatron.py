@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+from dsx.bench.megatron_on_cpu import install
 from tests.templates import preload
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
-
-from megatron_on_cpu import install
 
 preload(
     "pytest",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -25,8 +23,6 @@ from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
 from tests.reference_schedules import Clock, due_streaming
 from tests.tiny import H
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 # looked up and not imported: in a rank's process megatron comes after `megatron_on_cpu`
 needs_megatron = pytest.mark.skipif(
@@ -131,7 +127,7 @@ def join() -> Any:
     """Join this process's cluster once, with megatron-core on the CPU."""
     world = current_world()
     if world is None:
-        from megatron_on_cpu import install
+        from dsx.bench.megatron_on_cpu import install
 
         install()
         world = dsx.init_distributed(dsx_config())

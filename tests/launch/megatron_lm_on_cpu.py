@@ -1,21 +1,18 @@
 """megatron_patches without a GPU: `torchrun ... megatron_lm_on_cpu.py pretrain_gpt.py ...`.
 
-Beside what megatron-core needs (scripts/megatron_on_cpu.py), the training loop asserts that CUDA is
-there and compiles C++ helpers into its tree; here a compiled one is expected to be there.
+Beside what megatron-core needs (dsx/bench/megatron_on_cpu.py), the training loop asserts that CUDA
+is there and compiles C++ helpers into its tree; here a compiled one is expected to be there.
 """
 
 from __future__ import annotations
 
 import collections
-import sys
 import typing
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import megatron_on_cpu  # noqa: E402
+from dsx.bench import megatron_on_cpu
 
 
 def install() -> None:

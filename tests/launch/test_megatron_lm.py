@@ -112,7 +112,7 @@ def pretrain(
 FINDS_MUON = """
 import importlib, typing
 if not hasattr(typing, "override"): typing.override = lambda method: method
-import megatron_on_cpu; megatron_on_cpu.install()
+from dsx.bench.megatron_on_cpu import install; install()
 for name in ("muon", "emerging_optimizers"):  # up to 0.17, and from 0.18
     try: module = importlib.import_module(f"megatron.core.optimizer.{name}")
     except ModuleNotFoundError: continue
@@ -122,11 +122,10 @@ for name in ("muon", "emerging_optimizers"):  # up to 0.17, and from 0.18
 
 def require_muon(tree: Path) -> None:
     """Skip unless the tree finds the Emerging-Optimizers that it was written for."""
-    paths = environment(tree)
-    paths["PYTHONPATH"] += os.pathsep + str(ROOT / "scripts")
     asked = subprocess.run(
-        [sys.executable, "-c", FINDS_MUON], env=paths, capture_output=True, text=True, timeout=200
-    )
+        [sys.executable, "-c", FINDS_MUON], env=environment(tree), capture_output=True, text=True,
+        timeout=200,
+    )  # fmt: skip
     if "found" not in asked.stdout:
         pytest.skip(f"this tree's Emerging-Optimizers are not here; {asked.stderr[-300:]}")
 

@@ -7,9 +7,9 @@ import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2] / part) for part in ("", "scripts")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from megatron_on_cpu import install  # noqa: E402
+from dsx.bench.megatron_on_cpu import install  # noqa: E402
 
 install()
 

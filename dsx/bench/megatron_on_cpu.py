@@ -2,14 +2,15 @@
 
 megatron-core names CUDA devices and streams throughout. `install` maps them to the CPU, for this
 process, before `megatron` is imported: allocations, `.cuda()`, `.to()`, streams, events, random
-states, and the type names that its optimizers compare. Nothing of dsx needs it, and on a machine
-with GPUs it is not used. What runs under it says nothing about streams, NCCL or speed.
+states, and the type names that its optimizers compare. Nothing that trains on GPUs uses it: of dsx
+only `dsx bench chaos` does. What runs under it says nothing about streams, NCCL or speed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import logging
 import os
 import sys
@@ -154,35 +155,52 @@ def _map_tensors() -> None:
     tensor.type = cuda_type  # type: ignore[method-assign]
 
 
+def _says(value: Any) -> Callable[..., Any]:
+    """Return a function of anything; another one each time, as dynamo takes none of two names."""
+
+    def say(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return say
+
+
+def _get_state(*args: Any, **kwargs: Any) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+    torch.set_rng_state(state)
+
+
+def _set_seed(seed: int) -> None:
+    torch.manual_seed(seed)
+
+
 def _map_cuda() -> None:
     cuda: Any = torch.cuda
     stream = Stream()
-    cuda.current_device, cuda.device_count = lambda: 0, lambda: 1
-    for name in NOTHING_TO_DO:  # one function each: dynamo does not take one under two names
-        setattr(cuda, name, (lambda: lambda *args, **kwargs: None)())
+    cuda.current_device, cuda.device_count = _says(0), _says(1)
+    for name in NOTHING_TO_DO:
+        setattr(cuda, name, _says(None))
     for name in SIZES:
-        setattr(cuda, name, (lambda: lambda *args: 0)())
+        setattr(cuda, name, _says(0))
     cuda.Stream, cuda.Event = Stream, type("Event", (Stream,), {})
-    cuda.stream = lambda _: contextlib.nullcontext()
-    cuda.current_stream, cuda.default_stream = lambda *args: stream, lambda *args: stream
-    cuda.get_rng_state = lambda *args: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    cuda.manual_seed = lambda seed: torch.manual_seed(seed)
+    cuda.stream = _says(contextlib.nullcontext())
+    cuda.current_stream, cuda.default_stream = _says(stream), _says(stream)
+    cuda.get_rng_state, cuda.set_rng_state = _get_state, _set_state
+    cuda.manual_seed = _set_seed
     cuda.initial_seed = torch.initial_seed
-    cuda.get_device_capability = lambda *args: (9, 0)
-    cuda.get_device_name = lambda *args: "cpu"
-    cuda.get_device_properties = lambda *args: SimpleNamespace(
-        major=9, minor=0, multi_processor_count=1, total_memory=1, name="cpu"
+    cuda.get_device_capability = _says((9, 0))
+    cuda.get_device_name = _says("cpu")
+    cuda.get_device_properties = _says(
+        SimpleNamespace(major=9, minor=0, multi_processor_count=1, total_memory=1, name="cpu")
     )
-    cuda.nvtx.range_push = lambda *args: None
-    cuda.nvtx.range_pop = lambda *args: None
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _says(None), _says(None)
 
 
 def _map_random_states() -> None:
     """Keep what tensor parallelism does with random states, on the CPU's generator."""
-    import megatron.core.tensor_parallel.random as random
-
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     # one generator is both here, and it would tell so for every weight
     logging.getLogger(random.__name__).setLevel(logging.ERROR)
-    random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    random._get_cuda_rng_state, random._set_cuda_rng_state = _get_state, _set_state
