@@ -223,7 +223,7 @@ def test_what_cannot_be_asked_is_said(tmp_path: Path) -> None:
 
     assert "--kinds='fire' is not known; allowed: 'kill_rank'" in said("--kinds", "fire")
     assert "--preset='fast' is not known" in said("--preset", "fast")
-    assert "--engine 'megatron' is not served here; it takes torch" in said("--engine", "megatron")
+    assert "--engine='jax' is not known; allowed: 'torch'" in said("--engine", "jax")
     assert f"--out {tmp_path} is there already" in said("--out", str(tmp_path))
     assert "--longest-pause" in said("--longest-pause", "9")
 

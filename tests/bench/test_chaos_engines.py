@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
+import pytest
 import torch
 
+from dsx.bench.chaos.bench import Options
 from dsx.bench.chaos.spoiling import Spoiler
+from tests.bench.test_chaos import run
+from tests.installed import needs
 
 
 def test_what_is_spoilt_is_spoilt_for_a_launch_alone() -> None:
@@ -19,3 +26,45 @@ def test_what_is_spoilt_is_spoilt_for_a_launch_alone() -> None:
         loop.launch_due()
         assert master.equal(before)
     assert seen[0].equal(before) and seen[1].equal(before * 1e6) and seen[2].isnan().all()
+
+
+def test_an_engine_that_is_not_there_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"--engine deepspeed needs deepspeed, .*\[deepspeed\]"):
+        Options(tmp_path / "out", engine="deepspeed")
+
+
+def test_what_an_engine_does_not_take_is_refused(tmp_path: Path) -> None:
+    def refused(match: str, **choices: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            Options(tmp_path / "out", **choices)
+
+    refused("--zero 2 is for --engine deepspeed, and this is torch", zero_stage=2)
+
+
+@needs("deepspeed")
+def test_a_stage_that_zero_has_not_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--zero 4 is no ZeRO stage"):
+        Options(tmp_path / "out", engine="deepspeed", zero_stage=4)
+
+
+def require_nothing_lost(found: dict[str, Any], num_events: int) -> None:
+    assert found["problems"] == [] and sum(found["events"].values()) == num_events
+    assert (found["mismatches"], found["rounds_lost"]) == (0, 0)
+    assert (found["samples_lost"], found["samples_twice"]) == (0, 0)
+    assert found["rounds"] > 20 and found["loss"] < 0.1
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(400)
+@needs("deepspeed")
+def test_deepspeed(tmp_path: Path) -> None:
+    kinds = "kill_rank,reset,cut,clock,not_finite,too_large"
+    words = ["--clusters", "3", "--events", "8", "--seed", "2", "--kinds", kinds]
+    found = run(tmp_path, "--engine", "deepspeed", "--no-undisturbed", *words)
+    require_nothing_lost(found, 8)
+    assert found["engine"] == "deepspeed"
+    assert found["joins"] == found["events"]["kill_rank"] > 0
+    assert found["rounds_refused"] > 0

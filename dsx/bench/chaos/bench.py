@@ -9,13 +9,13 @@ from typing import Any
 
 from dsx.bench.chaos.check import Verdict, check
 from dsx.bench.chaos.faults import KINDS, LOSSES, Fault, Kind, draw
-from dsx.bench.chaos.job import Preset
+from dsx.bench.chaos.job import EngineName, Preset
 from dsx.bench.chaos.logs import Window
 from dsx.bench.chaos.run import clusters_of
+from dsx.bench.chaos.served import SERVED, require_served
 from dsx.core.checks import require_choice
 from dsx.plan.published.scenario import require_number
 
-ENGINES = ("torch",)
 _MOST_CLUSTERS, _MOST_RANKS, _MOST_EVENTS = 16, 8, 100_000
 
 
@@ -24,6 +24,7 @@ class Options:
     """What is asked for; `longest_pause` of a cluster or its line, in seconds.
 
     `suspect_seconds` is the run's `link.suspect_seconds`. A pause is to be shorter than it.
+    `zero_stage` is for DeepSpeed alone; None is 1.
     """
 
     directory: Path
@@ -38,8 +39,11 @@ class Options:
     longest_pause: float = 2.0
     undisturbed: bool = True
     comes_back: bool = True
+    engine: EngineName = "torch"
+    zero_stage: int | None = None
 
     def __post_init__(self) -> None:
+        require_choice("--engine", self.engine, EngineName)
         require_choice("--preset", self.preset, Preset)
         for kind in self.kinds:
             require_choice("--kinds", kind, Kind)
@@ -49,6 +53,7 @@ class Options:
         require_number("--step-seconds", self.step_seconds, 0.001, 60)
         require_number("--suspect-seconds", self.suspect_seconds, 2, 600)
         require_number("--longest-pause", self.longest_pause, 0.2, self.suspect_seconds / 2)
+        require_served(self.engine, self.num_ranks, self.zero_stage)
         if self.directory.exists():
             raise ValueError(
                 f"--out {self.directory} is there already; name a folder that is not, in which the "
@@ -69,7 +74,7 @@ class Report:
         """Return plain values."""
         options = {**asdict(self.options), "directory": str(self.options.directory)}
         return {
-            "engine": "torch",
+            "engine": self.options.engine,
             "options": options,
             **asdict(self.verdict),
             "loss_undisturbed": self.loss_undisturbed,
@@ -98,7 +103,8 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
         verdict = check(clusters.logs(), windows, everyone - {*clusters.alive})
     loss = None
     if options.undisturbed:
-        steps = round(verdict.samples / options.num_clusters)
+        of_step = SERVED[options.engine].samples_per_step(options.num_ranks)
+        steps = round(verdict.samples / options.num_clusters / of_step)
         tell(f"the same for {steps:,} steps without a fault")
         with _clusters(options, options.directory / "undisturbed", steps) as clusters:
             clusters.finish()
@@ -120,5 +126,6 @@ def say(fault: Fault) -> str:
 def _clusters(options: Options, directory: Path, last_step: int = 1_000_000) -> Any:
     return clusters_of(
         directory, options.preset, options.num_clusters, options.num_ranks, options.seed,
-        options.step_seconds, options.suspect_seconds, last_step,
+        options.step_seconds, options.suspect_seconds, last_step, options.engine,
+        1 if options.zero_stage is None else options.zero_stage,
     )  # fmt: skip

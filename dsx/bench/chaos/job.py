@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 Preset = Literal["streaming", "delayed", "recommended", "diloco"]
+EngineName = Literal["torch", "deepspeed", "megatron"]
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "streaming": {
         "preset": "streaming_diloco",
@@ -43,7 +44,8 @@ class Job:
     step_seconds: float
     suspect_seconds: float
     seed: int
-    engine: str = "torch"
+    engine: EngineName = "torch"
+    zero_stage: int = 1  # of DeepSpeed
 
     def dsx(self, cluster: int) -> dict[str, Any]:
         """Return a cluster's configuration."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.bench.chaos.faults import LOSSES, Fault
-from dsx.bench.chaos.job import Job, give_orders, log_path, orders_path, output_path
+from dsx.bench.chaos.job import EngineName, Job, give_orders, log_path, orders_path, output_path
 from dsx.bench.chaos.lines import Lines
 from dsx.bench.chaos.logs import Record, Tail, Window, last
 from dsx.comm.links.key_changes import add_key, make_key
@@ -275,6 +275,8 @@ def clusters_of(
     step_seconds: float,
     suspect_seconds: float,
     last_step: int = 1_000_000,
+    engine: EngineName = "torch",
+    zero_stage: int = 1,
 ) -> Generator[Clusters]:
     """Yield clusters that have begun to train, each with keys and a line of its own."""
     directory.mkdir(parents=True)
@@ -291,7 +293,7 @@ def clusters_of(
     members = [f"{n}={a}" for n, a in zip(names, lines.addresses, strict=True)]
     job = Job(
         str(directory), preset, num_clusters, num_ranks, members, ports, [str(k) for k in keys],
-        last_step, step_seconds, suspect_seconds, seed,
+        last_step, step_seconds, suspect_seconds, seed, engine, zero_stage,
     )  # fmt: skip
     job.write()
     nursery = Nursery(directory)

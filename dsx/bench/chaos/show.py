@@ -11,7 +11,8 @@ from dsx.bench.chaos.bench import Report
 def show(report: Report, console: Console) -> None:
     """Print what happened, what was lost, and what is not as it should be."""
     verdict = report.verdict
-    table = Table(show_header=False, title=f"{report.options.preset}: {len(report.faults)} faults")
+    title = f"{report.options.engine}, {report.options.preset}: {len(report.faults)} faults"
+    table = Table(show_header=False, title=title)
     for kind, count in verdict.events.items():
         table.add_row(kind, f"{count:,}")
     table.add_section()

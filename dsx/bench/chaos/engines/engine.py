@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from dsx.bench.chaos.job import Job
+from dsx.bench.chaos.job import EngineName, Job
 from dsx.training.handle import Handle
 
 
@@ -60,7 +60,7 @@ class Module(Protocol):
         ...
 
 
-def module_of(name: str) -> Module:
+def module_of(name: EngineName) -> Module:
     """Return the module of an engine; of what it needs nothing is imported by that."""
     return cast("Module", importlib.import_module(f"dsx.bench.chaos.engines.{name}"))
 
