@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from dsx.bench.chaos.bench import Options
+from dsx.bench.chaos.left_out import samples_skipped
 from dsx.bench.chaos.spoiling import Spoiler
-from tests.bench.test_chaos import run
+from tests.bench.test_chaos import after_a_loss, run, sound
 from tests.installed import needs
 
 
@@ -31,9 +32,15 @@ def test_what_is_spoilt_is_spoilt_for_a_launch_alone() -> None:
 def test_an_engine_that_is_not_there_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    def find(name: str) -> None:
+        if "." in name:  # what it would be in is not there either
+            raise ModuleNotFoundError(name)
+
+    monkeypatch.setattr(importlib.util, "find_spec", find)
     with pytest.raises(ValueError, match=r"--engine deepspeed needs deepspeed, .*\[deepspeed\]"):
         Options(tmp_path / "out", engine="deepspeed")
+    with pytest.raises(ValueError, match=r"needs megatron.core, which .*train\[megatron\]"):
+        Options(tmp_path / "out", engine="megatron")
 
 
 def test_what_an_engine_does_not_take_is_refused(tmp_path: Path) -> None:
@@ -42,6 +49,7 @@ def test_what_an_engine_does_not_take_is_refused(tmp_path: Path) -> None:
             Options(tmp_path / "out", **choices)
 
     refused("--zero 2 is for --engine deepspeed, and this is torch", zero_stage=2)
+    refused("--engine='jax' is not known", engine="jax")
 
 
 @needs("deepspeed")
@@ -50,21 +58,48 @@ def test_a_stage_that_zero_has_not_is_refused(tmp_path: Path) -> None:
         Options(tmp_path / "out", engine="deepspeed", zero_stage=4)
 
 
+@needs("megatron")
+def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="--ranks 3 is not served with --engine megatron"):
+        Options(tmp_path / "out", engine="megatron", num_ranks=3)
+
+
+def test_what_a_cluster_would_have_read_while_it_was_away_is_skipped() -> None:
+    logs = after_a_loss()  # away at steps 7 and 8
+    assert samples_skipped(logs, 1) == 2 and samples_skipped(logs, 5) == 10
+    assert samples_skipped(sound(), 1) == 0
+    assert samples_skipped(sound(lost=1), 1) == 6  # it is not back by the end, at step 12
+
+
 def require_nothing_lost(found: dict[str, Any], num_events: int) -> None:
     assert found["problems"] == [] and sum(found["events"].values()) == num_events
     assert (found["mismatches"], found["rounds_lost"]) == (0, 0)
     assert (found["samples_lost"], found["samples_twice"]) == (0, 0)
-    assert found["rounds"] > 20 and found["loss"] < 0.1
+    assert found["joins"] == found["events"]["kill_rank"] > 0
+    assert found["rounds"] > 20 and found["rounds_refused"] > 0
+
+
+KINDS = "kill_rank,reset,cut,clock,not_finite,too_large"
+WORDS = ["--clusters", "3", "--events", "8", "--seed", "2", "--kinds", KINDS, "--no-undisturbed"]
 
 
 @pytest.mark.ci
 @pytest.mark.timeout(400)
 @needs("deepspeed")
 def test_deepspeed(tmp_path: Path) -> None:
-    kinds = "kill_rank,reset,cut,clock,not_finite,too_large"
-    words = ["--clusters", "3", "--events", "8", "--seed", "2", "--kinds", kinds]
-    found = run(tmp_path, "--engine", "deepspeed", "--no-undisturbed", *words)
+    found = run(tmp_path, "--engine", "deepspeed", *WORDS)
     require_nothing_lost(found, 8)
-    assert found["engine"] == "deepspeed"
-    assert found["joins"] == found["events"]["kill_rank"] > 0
-    assert found["rounds_refused"] > 0
+    assert found["engine"] == "deepspeed" and found["samples_are_dealt"]
+    assert found["loss"] < 0.1
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(400)
+@needs("megatron")
+def test_megatron(tmp_path: Path) -> None:
+    """What a lost cluster had left is read by nobody, and told as that."""
+    found = run(tmp_path, "--engine", "megatron", *WORDS)
+    require_nothing_lost(found, 8)
+    assert found["engine"] == "megatron" and not found["samples_are_dealt"]
+    assert found["samples_skipped"] > 0
+    assert found["loss"] < 3.5  # ln 32, of which it knows nothing yet, is 3.47

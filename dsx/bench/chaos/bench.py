@@ -10,6 +10,7 @@ from typing import Any
 from dsx.bench.chaos.check import Verdict, check
 from dsx.bench.chaos.faults import KINDS, LOSSES, Fault, Kind, draw
 from dsx.bench.chaos.job import EngineName, Preset
+from dsx.bench.chaos.left_out import samples_skipped
 from dsx.bench.chaos.logs import Window
 from dsx.bench.chaos.run import clusters_of
 from dsx.bench.chaos.served import SERVED, require_served
@@ -63,12 +64,18 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """What was asked and drawn, and what it came to; `loss_undisturbed` after as many samples."""
+    """What was asked and drawn, and what it came to; `loss_undisturbed` after as many samples.
+
+    Where an engine's data are not dealt, nobody is to read what a lost cluster has `given_up` and
+    `skipped` (left_out.py): numbers of samples, None where others read it.
+    """
 
     options: Options
     faults: Sequence[Fault]
     verdict: Verdict
     loss_undisturbed: float | None
+    given_up: int | None = None
+    skipped: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -77,6 +84,9 @@ class Report:
             "engine": self.options.engine,
             "options": options,
             **asdict(self.verdict),
+            "samples_are_dealt": SERVED[self.options.engine].is_dealt,
+            "samples_given_up": self.given_up,
+            "samples_skipped": self.skipped,
             "loss_undisturbed": self.loss_undisturbed,
             "faults": [asdict(fault) for fault in self.faults],
         }
@@ -89,6 +99,8 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
         options.longest_pause, options.comes_back,
     )  # fmt: skip
     windows: list[Window] = []
+    served = SERVED[options.engine]
+    of_step = served.samples_per_step(options.num_ranks)
     tell(f"starting {options.num_clusters} clusters of {options.num_ranks} ranks")
     with _clusters(options, options.directory / "disturbed") as clusters:
         everyone = {*clusters.alive}
@@ -101,9 +113,12 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
             tell(told)
         clusters.end()
         verdict = check(clusters.logs(), windows, everyone - {*clusters.alive})
+        given_up, skipped = None, None
+        if not served.is_dealt:
+            given_up, verdict.samples_lost = verdict.samples_lost, 0
+            skipped = samples_skipped(clusters.logs(), of_step)
     loss = None
     if options.undisturbed:
-        of_step = SERVED[options.engine].samples_per_step(options.num_ranks)
         steps = round(verdict.samples / options.num_clusters / of_step)
         tell(f"the same for {steps:,} steps without a fault")
         with _clusters(options, options.directory / "undisturbed", steps) as clusters:
@@ -111,7 +126,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
             other = check(clusters.logs(), ())
             verdict.problems += [f"undisturbed: {problem}" for problem in other.problems]
             loss = other.loss
-    return Report(options, faults, verdict, loss)
+    return Report(options, faults, verdict, loss, given_up, skipped)
 
 
 def say(fault: Fault) -> str:

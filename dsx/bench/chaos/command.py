@@ -26,7 +26,7 @@ def chaos(
     clusters: Annotated[int, Option(help="Clusters, all on this host.")] = 4,
     ranks: Annotated[int, Option(help="Ranks of each.")] = 2,
     engine: Annotated[
-        str, Option(metavar="NAME", help="What trains: torch (DDP), or deepspeed.")
+        str, Option(metavar="NAME", help="What trains: torch (DDP), deepspeed or megatron.")
     ] = "torch",
     zero: Annotated[
         int | None, Option(metavar="STAGE", help="0 to 3, of DeepSpeed; default: 1.")

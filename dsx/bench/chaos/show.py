@@ -24,6 +24,9 @@ def show(report: Report, console: Console) -> None:
     table.add_row("samples read", f"{verdict.samples:,}")
     table.add_row("samples in no committed contribution", f"{verdict.samples_lost:,}")
     table.add_row("samples read twice", f"{verdict.samples_twice:,}")
+    if report.given_up is not None:
+        table.add_row("samples read by lost clusters, for nothing", f"{report.given_up:,}")
+        table.add_row("samples of lost clusters that nobody has read", f"{report.skipped:,}")
     table.add_section()
     median, most = verdict.pause_median_seconds, verdict.pause_max_seconds
     if median is not None and most is not None:
