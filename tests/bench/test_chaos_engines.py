@@ -13,7 +13,8 @@ import torch
 from dsx.bench.chaos.bench import Options
 from dsx.bench.chaos.left_out import samples_skipped
 from dsx.bench.chaos.spoiling import Spoiler
-from tests.bench.test_chaos import after_a_loss, run, sound
+from tests.bench.chaos_logs import sound
+from tests.bench.test_chaos import run
 from tests.installed import needs
 
 
@@ -65,10 +66,10 @@ def test_ranks_that_do_not_divide_the_heads_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_a_cluster_would_have_read_while_it_was_away_is_skipped() -> None:
-    logs = after_a_loss()  # away at steps 7 and 8
+    logs = sound("killed", is_back=True)  # away at steps 7 and 8
     assert samples_skipped(logs, 1) == 2 and samples_skipped(logs, 5) == 10
     assert samples_skipped(sound(), 1) == 0
-    assert samples_skipped(sound(lost=1), 1) == 6  # it is not back by the end, at step 12
+    assert samples_skipped(sound("killed"), 1) == 6  # it is not back by the end, at step 12
 
 
 def require_nothing_lost(found: dict[str, Any], num_events: int) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dsx.bench.chaos.check import Verdict, check
-from dsx.bench.chaos.faults import KINDS, LOSSES, Fault, Kind, draw
-from dsx.bench.chaos.job import EngineName, Preset
+from dsx.bench.chaos.check import check
+from dsx.bench.chaos.disks import may_mount
+from dsx.bench.chaos.faults import (
+    KINDS,
+    Fault,
+    Kind,
+    comes_back_at_once,
+    draw,
+    require_possible,
+)
+from dsx.bench.chaos.forking import NoProgress
+from dsx.bench.chaos.inflicting import Inflictor
+from dsx.bench.chaos.job import PLANS, EngineName, Preset
 from dsx.bench.chaos.left_out import samples_skipped
 from dsx.bench.chaos.logs import Window
-from dsx.bench.chaos.run import clusters_of
+from dsx.bench.chaos.run import Clusters, clusters_of
 from dsx.bench.chaos.served import SERVED, require_served
+from dsx.bench.chaos.verdict import Verdict
 from dsx.core.checks import require_choice
 from dsx.plan.published.scenario import require_number
 
@@ -49,6 +61,12 @@ class Options:
         for kind in self.kinds:
             require_choice("--kinds", kind, Kind)
         require_number("--clusters", self.num_clusters, 2, _MOST_CLUSTERS)
+        require_possible(self.kinds, self.num_clusters, self.comes_back)
+        if "full_disk" in self.kinds and not may_mount():
+            raise ValueError(
+                "--kinds full_disk: this process may not mount a disk (as root it may); leave it "
+                "out"
+            )
         require_number("--ranks", self.num_ranks, 1, _MOST_RANKS)
         require_number("--events", self.num_events, 1, _MOST_EVENTS)
         require_number("--step-seconds", self.step_seconds, 0.001, 60)
@@ -64,7 +82,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Report:
-    """What was asked and drawn, and what it came to; `loss_undisturbed` after as many samples.
+    """What was asked and done, and what it came to; `loss_undisturbed` after as many samples.
 
     Where an engine's data are not dealt, nobody is to read what a lost cluster has `given_up` and
     `skipped` (left_out.py): numbers of samples, None where others read it.
@@ -93,49 +111,74 @@ class Report:
 
 
 def measure(options: Options, tell: Callable[[str], None]) -> Report:
-    """Run it; `tell` gets a line per fault. NoProgress where those who are left do not go on."""
+    """Run it; `tell` gets a line per fault. NoProgress where the run does not begin."""
     faults = draw(
         options.seed, options.num_events, options.num_clusters, options.num_ranks, options.kinds,
         options.longest_pause, options.comes_back,
     )  # fmt: skip
+    suffered: list[Fault] = []
     windows: list[Window] = []
+    last_step, stuck = None, list[str]()
+    given_up, skipped = None, None
     served = SERVED[options.engine]
     of_step = served.samples_per_step(options.num_ranks)
     tell(f"starting {options.num_clusters} clusters of {options.num_ranks} ranks")
     with _clusters(options, options.directory / "disturbed") as clusters:
         everyone = {*clusters.alive}
-        for number, fault in enumerate(faults, start=1):
-            window = clusters.suffer(fault)
-            windows.append(window)
-            told = f"{number}/{len(faults)} {say(fault)}: {window.end - window.begin:.1f} s"
-            if options.comes_back and fault.kind in LOSSES:
-                told += f", back after {clusters.bring_back(fault.cluster):.1f} s"
-            tell(told)
-        clusters.end()
-        verdict = check(clusters.logs(), windows, everyone - {*clusters.alive})
-        given_up, skipped = None, None
+        try:
+            for number, window in enumerate(_inflict(options, clusters, faults, suffered), start=1):
+                windows.append(window)
+                seconds = window.end - window.begin
+                tell(f"{number}/{len(faults)} {say(suffered[-1])}: {seconds:.1f} s")
+            last_step = clusters.end()
+        except NoProgress as error:  # what there is of the run is judged all the same
+            stuck.append(f"those who are left do not go on: {error}")
+            if len(suffered) > len(windows):
+                last, since = suffered[-1], windows[-1].end if windows else 0.0
+                windows.append(Window(last.kind, last.cluster, since, time.monotonic()))
+        away = everyone - {*clusters.alive}
+        verdict = check(clusters.logs(), windows, away, PLANS[options.preset], last_step)
+        verdict.problems[:0] = stuck
         if not served.is_dealt:
             given_up, verdict.samples_lost = verdict.samples_lost, 0
             skipped = samples_skipped(clusters.logs(), of_step)
     loss = None
-    if options.undisturbed:
+    if options.undisturbed and not stuck:
         steps = round(verdict.samples / options.num_clusters / of_step)
         tell(f"the same for {steps:,} steps without a fault")
         with _clusters(options, options.directory / "undisturbed", steps) as clusters:
             clusters.finish()
-            other = check(clusters.logs(), ())
+            other = check(clusters.logs(), (), (), PLANS[options.preset], steps)
             verdict.problems += [f"undisturbed: {problem}" for problem in other.problems]
             loss = other.loss
-    return Report(options, faults, verdict, loss, given_up, skipped)
+    return Report(options, suffered, verdict, loss, given_up, skipped)
+
+
+def _inflict(
+    options: Options, clusters: Clusters, faults: Sequence[Fault], suffered: list[Fault]
+) -> Iterator[Window]:
+    """Do one fault after another, each noted as it befalls whom; yield when each of them was."""
+    inflictor = Inflictor(clusters)
+    for drawn in faults:
+        fault = inflictor.aim(drawn)
+        suffered.append(fault)
+        window = inflictor.suffer(fault)
+        if comes_back_at_once(fault.kind, options.kinds, options.comes_back):
+            clusters.bring_back(fault.cluster)
+            window = replace(window, end=time.monotonic())
+        yield window
 
 
 def say(fault: Fault) -> str:
     """Say a fault in words."""
-    rank = f", rank {fault.rank}" if fault.kind == "kill_rank" else ""
-    lasts = fault.kind in ("pause", "cut", "cut_one_way", "clock")
-    return f"{fault.kind} of cluster {fault.cluster}{rank}" + (
-        f" ({fault.seconds:+.1f} s)" if lasts else ""
-    )
+    how = ""
+    if fault.kind in ("pause", "cut", "cut_one_way", "clock"):
+        how = f" ({fault.seconds:+.1f} s)"
+    elif fault.kind == "leave":
+        how = " by dsx ctl" if fault.by_order else f", SIGTERM to rank {fault.rank}"
+    elif fault.kind == "kill_rank":
+        how = f", rank {fault.rank}"
+    return f"{fault.kind} of cluster {fault.cluster}{how}"
 
 
 def _clusters(options: Options, directory: Path, last_step: int = 1_000_000) -> Any:
@@ -143,4 +186,5 @@ def _clusters(options: Options, directory: Path, last_step: int = 1_000_000) -> 
         directory, options.preset, options.num_clusters, options.num_ranks, options.seed,
         options.step_seconds, options.suspect_seconds, last_step, options.engine,
         1 if options.zero_stage is None else options.zero_stage,
+        has_disks="full_disk" in options.kinds,
     )  # fmt: skip

@@ -62,8 +62,9 @@ def chaos(
 
     Every rank is a process that writes down what it does; the count is made from that alone. Faults
     follow from --seed: kill_rank, kill_cluster, kill_leader, pause, reset, cut, cut_one_way,
-    garble, not_finite, too_large, clock. A cluster that was killed is started again and joins the
-    others; or it stays away, and two are always left.
+    garble, not_finite, too_large, clock, leave, join, full_disk (as root). A cluster that was
+    killed is started again and joins the others; one that leaves stays away until a join, where
+    that is among them; or all stay away. Two are always left.
     Exit status 1 where a round or a sample is lost, a sample is trained on twice, hashes differ, or
     anybody does not go on.
     """
@@ -83,11 +84,15 @@ def _measure(kinds: str | None, directory: Path, json_file: Path | None, **choic
     from rich.console import Console
 
     from dsx.bench.chaos.bench import Options, measure
+    from dsx.bench.chaos.disks import may_mount
     from dsx.bench.chaos.faults import KINDS, Kind
-    from dsx.bench.chaos.run import NoProgress
+    from dsx.bench.chaos.forking import NoProgress
     from dsx.bench.chaos.show import show
 
     chosen: Sequence[Kind] = KINDS if kinds is None else cast("Any", kinds.split(","))
+    if kinds is None and not may_mount():
+        typer.echo("full_disk is left out: this process may not mount a disk", err=True)
+        chosen = [kind for kind in KINDS if kind != "full_disk"]
     options = Options(directory, kinds=chosen, **choices)
     try:
         report = measure(options, lambda line: typer.echo(line, err=True))

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from dsx.bench.chaos.plan import Plan
+
 Preset = Literal["streaming", "delayed", "recommended", "diloco"]
 EngineName = Literal["torch", "deepspeed", "megatron"]
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -23,6 +25,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 }
 INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
 OWN_CODES = {"recommended"}  # which have a codec of their own
+PLANS: Mapping[str, Plan] = {
+    "streaming": Plan(8, in_turns=True), "delayed": Plan(6, in_turns=False),
+    "recommended": Plan(8, in_turns=True), "diloco": Plan(6, in_turns=False),
+}  # fmt: skip
+_SHARDS = 4096  # short ones: who is given one reads it before the run ends
+_LEAVE_SECONDS = 0.5  # that a cluster trains on after SIGTERM, for others may be told as well
 
 
 @dataclass(frozen=True)
@@ -57,7 +65,8 @@ class Job:
             "port": self.ports[cluster], "suspect_seconds": self.suspect_seconds,
         }  # fmt: skip
         clusters = {"num_clusters": self.num_clusters, "deadline_seconds": 120.0,
-                    "join_deadline_seconds": 120.0, "cluster_id": cluster}  # fmt: skip
+                    "join_deadline_seconds": 120.0, "leave_after_seconds": _LEAVE_SECONDS,
+                    "data_shards": _SHARDS, "cluster_id": cluster}  # fmt: skip
         return {"dsx": {**method, "clusters": clusters, "link": link}}
 
     def write(self) -> None:
@@ -78,6 +87,11 @@ def log_path(directory: Path, cluster: int, rank: int) -> Path:
 def output_path(directory: Path, cluster: int, rank: int) -> Path:
     """Return where a rank's own output goes."""
     return directory / f"rank_{cluster}_{rank}.log"
+
+
+def checkpoints_path(directory: Path, cluster: int) -> Path:
+    """Return where a cluster's checkpoints are."""
+    return directory / "checkpoints" / f"cluster_{cluster}"
 
 
 def orders_path(directory: Path, cluster: int) -> Path:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 Record = dict[str, Any]
+Rank = tuple[int, int]  # cluster, rank
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,26 @@ class Tail:
             if record["what"] == "step":
                 self.step = record["step"]
 
+    @property
+    def failure(self) -> str | None:
+        """Why the process of now has failed, if it has."""
+        for record in self.records[self._since :]:
+            if record["what"] == "failed":
+                return record["why"]
+            if record["what"] == "exit" and record["status"]:
+                return f"exit status {record['status']}"
+        return None
+
     def has(self, *what: str) -> bool:
         """Return whether the process of now has written a record of one of these kinds."""
         return any(record["what"] in what for record in self.records[self._since :])
+
+
+def note_exit(path: Path, status: int) -> None:
+    """Write behind what a rank has written how its process has ended; a signal's is negative."""
+    with path.open("ab", buffering=0) as file:
+        record = {"what": "exit", "at": time.monotonic(), "status": status}
+        file.write(json.dumps(record).encode() + b"\n")
 
 
 def of_last_process(records: Sequence[Record]) -> Sequence[Record]:

@@ -57,6 +57,8 @@ def main(directory: Path) -> None:
                 try:
                     worker.train(job, cluster, rank)
                     status = 0
+                except SystemExit as end:  # a run that is told to end
+                    status = end.code if isinstance(end.code, int) else 1
                 except BaseException as error:
                     print(f"{type(error).__name__}: {error}", flush=True)
                 finally:

@@ -18,7 +18,7 @@ def show(report: Report, console: Console) -> None:
     table.add_section()
     table.add_row("rounds committed, by fragment", f"{verdict.rounds:,}")
     table.add_row("rounds refused, of a contribution that was wrong", f"{verdict.rounds_refused:,}")
-    table.add_row("clusters that came back", f"{verdict.joins:,}")
+    table.add_row("clusters that joined, or came back", f"{verdict.joins:,}")
     table.add_row("rounds lost", f"{verdict.rounds_lost:,}")
     table.add_row("hashes that differ", f"{verdict.mismatches:,}")
     table.add_row("samples read", f"{verdict.samples:,}")

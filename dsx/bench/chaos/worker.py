@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from dsx.bench.chaos.engines.engine import digest, module_of
-from dsx.bench.chaos.job import Job, log_path, orders_path
+from dsx.bench.chaos.job import Job, checkpoints_path, log_path, orders_path
+from dsx.bench.chaos.saves import Saves, steps_of_ends
 from dsx.bench.chaos.spoiling import SPOILING, Spoiler
+from dsx.comm.world import current_world
 from dsx.training.handle import Handle
 
 
@@ -41,17 +43,20 @@ class Watch:
         self._launches, self._rounds = list(history.launches), list(history.rounds)
         self._applied = dict.fromkeys(range(history.num_fragments), 0)
         self._applied |= {f: transfer.launched for f, transfer in self._loop.last_applied.items()}
+        stage = self._loop.adapter.stage
+        log.write("fragments", count=history.num_fragments, stage=[stage.index, stage.count])
 
-    def look(self) -> bool:
+    def look(self, is_spoilt: bool = False) -> bool:
         """Write what is new: at most one of each fragment, as a period has more than one step.
 
-        Returns whether anything has been launched.
+        Returns whether anything has been launched; `is_spoilt` says that it is wrong on purpose.
         """
         history, has_launched = self._loop.history, False
         for fragment, launches in enumerate(history.launches):
             if self._launches[fragment] < launches:
                 self._launches[fragment], has_launched = launches, True
-                self._log.write("launch", fragment=fragment, step=history.launched[fragment])
+                self._log.write("launch", fragment=fragment, step=history.launched[fragment],
+                                is_spoilt=is_spoilt)  # fmt: skip
         for fragment, transfer in self._loop.last_applied.items():
             if self._applied[fragment] == transfer.launched:
                 continue
@@ -109,6 +114,13 @@ class Orders:
                 self._spoilt[kind] = self.given.get(kind, 0)
 
 
+def leader_of_log() -> int | None:
+    """Return who leads the log, as far as this rank knows: the first one of a cluster does."""
+    world = current_world()
+    clerk = None if world is None else world.clerk
+    return None if clerk is None else clerk.facts()["coordinator"]
+
+
 def _move_clock(by: float) -> None:
     """Let this process see another time of day."""
     now = time.time
@@ -123,6 +135,12 @@ def train(job: Job, cluster: int, rank: int) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(message)s")
     try:
         _train(job, cluster, rank, log)
+    except SystemExit as end:
+        if end.code:
+            log.write("failed", why=f"SystemExit: {end.code}")
+        else:  # told to leave
+            log.write("left", saved=steps_of_ends(checkpoints_path(directory, cluster)))
+        raise
     except BaseException as error:
         log.write("failed", why=f"{type(error).__name__}: {error}")
         raise
@@ -133,17 +151,23 @@ def _train(job: Job, cluster: int, rank: int, log: RankLog) -> None:
     handle = engine.handle
     handle.settle()  # where the others train already, it is behind this that it is one of them
     watch, spoiler = Watch(handle, log), Spoiler(handle.loop, engine.masters)
-    orders = Orders(orders_path(Path(job.directory), cluster), job.last_step)
+    directory, took = Path(job.directory), 0.0  # since the step before
+    orders = Orders(orders_path(directory, cluster), job.last_step)
+    saves = Saves(engine.save, checkpoints_path(directory, cluster), rank == 0, log)
     while handle.step < orders.given["last_step"]:
         step, began = handle.step + 1, time.perf_counter()
         spoiler.factor = orders.spoils(step)
         samples, loss = engine.step()
-        seconds = time.perf_counter() - began
+        seconds = time.perf_counter() - began + took
         log.write("step", step=step, seconds=seconds, samples=samples, loss=loss,
-                  members=list(handle.members))  # fmt: skip
-        if watch.look():
+                  members=list(handle.members), leader=leader_of_log())  # fmt: skip
+        if watch.look(spoiler.factor is not None):
             orders.has_launched(step)
+        saves.save_if_due(step)
         orders.look()
+        stopped = time.perf_counter()
+        handle.should_stop()
+        took = time.perf_counter() - stopped
         time.sleep(max(0.0, job.step_seconds - (time.perf_counter() - began)))
     spoiler.factor = None
     handle.finish()

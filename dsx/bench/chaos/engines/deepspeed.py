@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -90,6 +91,10 @@ class DataParallel:
         read = [torch.empty_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(read, own)
         return Step([int(number) for one in read for number in one.flatten()], loss.item())
+
+    def save(self, base: Path, tag: str) -> None:
+        """Save as DeepSpeed does."""
+        self._engine.save_checkpoint(str(base), tag=tag)
 
     def evaluate(self) -> float:
         """Return the mean squared error."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from pathlib import Path
 from typing import NamedTuple, Protocol, cast
 
 from torch import Tensor
@@ -34,6 +35,13 @@ class Engine(Protocol):
 
     def step(self) -> Step:
         """Read, and take one inner step. Collective in the cluster."""
+        ...
+
+    def save(self, base: Path, tag: str) -> None:
+        """Save all there is as `base/cluster_<m>/<tag>`. Collective in the cluster.
+
+        OSError on all its ranks where any cannot write; then nothing is left of it.
+        """
         ...
 
     def evaluate(self) -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import dsx
 from dsx.bench.chaos.engines.engine import Step, digest
+from dsx.bench.chaos.engines.own_saves import OwnSaves
 from dsx.bench.chaos.job import Job
 from dsx.bench.megatron_on_cpu import install
 
@@ -63,6 +65,7 @@ class TensorParallel:
         self._cluster, self._num_clusters = cluster, job.num_clusters
         self._chunk, self._optimizer = _model_and_optimizer(job.num_ranks)
         self.handle = dsx.attach_megatron([self._chunk], self._optimizer, config=job.dsx(cluster))
+        self._saves = OwnSaves(self.handle, self._state)
 
     def masters(self) -> Sequence[Tensor]:
         """Return the parameters, which are fp32 and the masters themselves."""
@@ -83,6 +86,14 @@ class TensorParallel:
         )  # fmt: skip
         self._optimizer.step()
         return Step([sample], told["loss"].item())
+
+    def save(self, base: Path, tag: str) -> None:
+        """Save the outer state, and beside it each rank's slices and optimizer."""
+        self._saves.save(base, tag)
+
+    def _state(self) -> dict[str, Any]:
+        weights = {name: p.detach() for name, p in self._chunk.named_parameters()}
+        return {"model": weights, "optimizer": self._optimizer.state_dict()}
 
     def evaluate(self) -> float:
         """Return the mean cross-entropy of a token."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dsx
 from dsx.bench.chaos.engines.engine import Step, digest
+from dsx.bench.chaos.engines.own_saves import OwnSaves
 from dsx.bench.chaos.engines.teacher import RATE, Net, Numbers, Teacher
 from dsx.bench.chaos.job import Job
 from dsx.data import ClusterBatches
@@ -41,7 +44,8 @@ class Ddp:
             seed=job.seed,
         )  # fmt: skip
         self.handle.track(data=self._batches)
-        self._own = slice(rank, None, job.num_ranks)
+        self._saves = OwnSaves(self.handle, self._state)
+        self._own, self._is_first = slice(rank, None, job.num_ranks), rank == 0
 
     def masters(self) -> Sequence[Tensor]:
         """Return the parameters."""
@@ -56,6 +60,15 @@ class Ddp:
         loss.backward()
         self._optimizer.step()
         return Step([sample], loss.item())
+
+    def save(self, base: Path, tag: str) -> None:
+        """Save the outer state, and beside it model and optimizer, of which all have the same."""
+        self._saves.save(base, tag)
+
+    def _state(self) -> dict[str, Any] | None:
+        if not self._is_first:
+            return None
+        return {"model": self._net.state_dict(), "optimizer": self._optimizer.state_dict()}
 
     def evaluate(self) -> float:
         """Return the mean squared error."""
