@@ -304,6 +304,54 @@ def test_one_that_dies_by_itself() -> None:
     assert any("and nobody has killed it: exit status -9" in problem for problem in problems)
 
 
+def killed_late() -> tuple[Logs, Window]:
+    """Cluster 1 is killed when it has been there for long."""
+    logs = sound()
+    for (cluster, _), log in logs.items():
+        if cluster == 1:
+            without(log, the(log, "end"))
+            the(log, "exit")["status"] = -9
+        else:
+            the(log, "end")["members"] = [0, 2]
+    return logs, Window("kill_rank", 1, 12.5, 14.0)
+
+
+def test_one_that_was_killed_had_done_its_part_until_then() -> None:
+    logs, window = killed_late()
+    verdict = judge(logs, window, away=[1])
+    assert verdict.problems == [] and verdict.is_good
+    said = "fragment 1, launch of step 4: lost"
+    without(logs[1, 1], the(logs[1, 1], "commit", step=4))
+    assert judge(logs, window, away=[1]).problems == [said]
+    logs, window = killed_late()
+    without(logs[1, 1], the(logs[1, 1], "launch", step=4))
+    assert judge(logs, window, away=[1]).problems == [said]
+    logs, window = killed_late()
+    for log in logs.values():
+        the(log, "commit", step=4)["members"] = [0, 2]
+    said = "fragment 1, launch of step 4: cluster 1 was left out of its mean, and was there"
+    assert judge(logs, window, away=[1]).problems == [said]
+
+
+def test_who_is_killed_ends_and_who_is_started_behind_that_does_not() -> None:
+    logs, window = killed_late()
+    the(logs[1, 1], "exit")["at"] = 15.0
+    problems = judge(logs, window, away=[1]).problems
+    assert "cluster 1, rank 1: it was killed, and lives on" in problems
+    logs = sound("killed", is_back=True)
+    without(logs[1, 0], the(logs[1, 0], "end"))
+    the(logs[1, 0], "exit", at=13.5)["status"] = -9
+    problems = judge(logs, Window("kill_cluster", 1, 6.25, 14.0)).problems
+    assert any("nobody has killed it: exit status -9" in problem for problem in problems)
+
+
+def test_who_was_to_contribute_what_is_wrong_has() -> None:
+    problems = judge(sound(), Window("too_large", 2, 9.0, 11.0)).problems
+    assert problems == [
+        f"cluster 2, rank {rank}: too_large, and it has launched nothing wrong" for rank in (0, 1)
+    ]
+
+
 def full_disk() -> tuple[Logs, Window]:
     logs = sound()
     for rank in range(2):

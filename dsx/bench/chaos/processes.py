@@ -13,6 +13,7 @@ from dsx.bench.chaos.logs import Rank, Record, Window, last, of_each_process
 from dsx.bench.chaos.verdict import Verdict
 
 _KILLS = ("kill_rank", "kill_cluster", "kill_leader")
+_SPOILING = ("not_finite", "too_large")
 _NO_ROOM = ("No space left on device", "file write failed")  # as Python, and torch, have it
 
 Logs = Mapping[Rank, Sequence[Record]]
@@ -43,8 +44,12 @@ def check_processes(
             verdict.problems.append(f"{who}: it was there, and has not come to the end")
     for window in windows:
         own = {of: log for of, log in logs.items() if of[0] == window.cluster}
+        if window.kind in _KILLS:
+            _check_kill(own, window, verdict)
         if window.kind == "leave":
             _check_leave(own, logs, window, verdict)
+        elif window.kind in _SPOILING:
+            _check_spoilt(own, window, verdict)
         elif window.kind == "full_disk":
             _check_full_disk(own, window, verdict)
         elif window.kind == "kill_leader":
@@ -60,7 +65,10 @@ def check_processes(
 def _troubles(process: Sequence[Record], cluster: int, windows: Sequence[Window]) -> list[str]:
     """Say how a process has not ended as it was meant to."""
     ended_at, exit_ = process[-1]["at"], last(process, "exit")
-    mine = [w for w in windows if w.cluster == cluster and _is_in(w, ended_at)]
+    mine = [
+        w for w in windows
+        if w.cluster == cluster and process[0]["at"] <= w.begin and _is_in(w, ended_at)
+    ]  # fmt: skip
     if any(window.kind in _KILLS for window in mine):
         return []
     if failed := last(process, "failed"):
@@ -82,6 +90,26 @@ def _troubles(process: Sequence[Record], cluster: int, windows: Sequence[Window]
         if step is not None and not {step["step"], step["step"] + 1} & {*left["saved"]}:
             troubles.append(f"it has left at step {step['step']}, and saved at {left['saved']}")
     return troubles
+
+
+def _check_kill(own: Logs, window: Window, verdict: Verdict) -> None:
+    """Look whether all processes of a cluster have ended, as they do not by themselves."""
+    for (cluster, rank), log in own.items():
+        process = _process_at(log, window.begin)
+        exit_ = None if process is None else last(process, "exit")
+        if exit_ is None or not exit_["status"] or not _is_in(window, exit_["at"]):
+            verdict.problems.append(f"cluster {cluster}, rank {rank}: it was killed, and lives on")
+
+
+def _check_spoilt(own: Logs, window: Window, verdict: Verdict) -> None:
+    """Look whether a cluster has contributed what is wrong, as it was to."""
+    for (cluster, rank), log in own.items():
+        if not any(
+            r["what"] == "launch" and r["is_spoilt"] and _is_in(window, r["at"]) for r in log
+        ):
+            verdict.problems.append(
+                f"cluster {cluster}, rank {rank}: {window.kind}, and it has launched nothing wrong"
+            )
 
 
 def _check_leave(own: Logs, logs: Logs, window: Window, verdict: Verdict) -> None:

@@ -16,6 +16,8 @@ from dsx.bench.chaos.logs import Rank, Record, last, of_each_process
 from dsx.bench.chaos.plan import Launch, Plan
 from dsx.bench.chaos.verdict import Verdict
 
+_NEVER = float("inf")
+
 
 class _Held(NamedTuple):
     what: str
@@ -82,7 +84,8 @@ def check_rounds(
             last_step = max((end["step"] for end in ours.values()), default=0)
             due = plan.due(count.pop(), last_step, (index, len(stages)))
         _check_held(stage, verdict)
-        _check_lost(stage, ours, due, verdict)
+        interval = _NEVER if plan is None else plan.interval
+        _check_lost(stage, ours, due, interval, verdict)
         _check_counts(stage, ours, verdict)
 
 
@@ -112,8 +115,16 @@ def _check_held(stage: _Stage, verdict: Verdict) -> None:
 
 
 def _check_lost(
-    stage: _Stage, ended: Mapping[Rank, Record], due: set[Launch] | None, verdict: Verdict
+    stage: _Stage,
+    ended: Mapping[Rank, Record],
+    due: set[Launch] | None,
+    interval: float,
+    verdict: Verdict,
 ) -> None:
+    """Count what is due and not committed; and what one of those who were there has not had.
+
+    `interval` of the plan, in which what was launched is applied; infinity where there is none.
+    """
     rounds = {of for of in stage.held if stage.is_committed(of)}
     refused = {of for of in stage.held if stage.is_refused_rightly(of)}
     lost = {*stage.held} - rounds - refused
@@ -128,20 +139,22 @@ def _check_lost(
         processes = of_each_process(log)
         for process in processes:
             goes_on = process is processes[-1] and rank in ended
-            launched = {_of(record) for record in process if record["what"] == "launch"}
-            if goes_on or last(process, "left"):
-                left_out += [
-                    f"{_say(of)}: cluster {rank[0]} was left out of its mean, and was there"
-                    for of in sorted(launched & rounds)
-                    if all(rank[0] not in held.members for held in stage.held[of].values())
-                ]
+            # of one that was killed: what it had last under way it need not have applied
+            steps = [r["step"] for r in process if r["what"] == "step"]
+            begins, until = min(steps, default=_NEVER), _NEVER
             if not goes_on:
-                continue
-            begins = _first_step(process)
+                until = max(steps, default=0) - 2 * interval
+            launched = {_of(record) for record in process if record["what"] == "launch"}
+            left_out += [
+                f"{_say(of)}: cluster {rank[0]} was left out of its mean, and was there"
+                for of in sorted(launched & rounds)
+                if of[1] <= (_NEVER if last(process, "left") else until)
+                and all(rank[0] not in held.members for held in stage.held[of].values())
+            ]
             held = {_of(r) for r in process if r["what"] in ("commit", "refused")}
-            lost |= launched - held
-            lost |= {of for of in rounds | refused if of[1] >= begins} - held
-            lost |= {of for of in due or () if of[1] >= begins} - launched
+            lost |= {of for of in launched - held if of[1] <= until}
+            lost |= {of for of in rounds | refused if begins <= of[1] <= until} - held
+            lost |= {of for of in due or () if begins <= of[1] <= until} - launched
     if due is not None:
         lost |= due - rounds - refused
         strange = sorted((rounds | refused) - due)
@@ -167,10 +180,6 @@ def _check_counts(stage: _Stage, ended: Mapping[Rank, Record], verdict: Verdict)
                 f"fragments; there were {[counted[fragment] for fragment in own]}"
             )
             return
-
-
-def _first_step(process: Sequence[Record]) -> float:
-    return next((r["step"] for r in process if r["what"] == "step"), float("inf"))
 
 
 def _of(record: Record) -> Launch:
