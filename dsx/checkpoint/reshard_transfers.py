@@ -72,6 +72,7 @@ class ReshardedTransfers:
             "is_finite": all(e["is_finite"] for e in entries),
             "is_idle": any(e["is_idle"] for e in entries),
             "anchor": 0,  # hashes are of the old shards
+            "told": {id: at for e in entries for id, at in e.get("told", {}).items()},
         }
         norms = [rank.read(f"in_flight.norm/{index}") for rank in self._ranks]
         norm = torch.stack(norms).square().sum().sqrt() if self._is_first else torch.tensor(0.0)

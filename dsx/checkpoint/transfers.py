@@ -28,6 +28,7 @@ from dsx.outer.attempt import Attempt
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parity_check import ParityResult
 from dsx.outer.resuming import Unresumed
+from dsx.outer.saved_places import told_beside
 from dsx.outer.transfer import Arrived, NothingYet, Totals, Transfer, TransferBuffers
 
 LAST = "last"  # what names the transfer applied last, where others have their number
@@ -169,6 +170,8 @@ def _describe(
         "is_finite": attempt.is_finite() if is_sent else True,
         "is_idle": attempt.is_idle,
         "anchor": int(attempt.anchor),
+        "told": told_beside(transfer) if has_arrived else {},
+        "place": {} if has_arrived or not attempt.place else {**attempt.place, "coming": []},
         "parity": asdict(buffers.parity) if has_arrived else None,
         "sideband": asdict(buffers.sideband.shape),
         "bytes_sent": transfer.pending.bytes_sent if has_arrived else 0,
@@ -267,6 +270,7 @@ def _restore(
         codec = cast(EncodingChannel, loop.state.channels[entry["fragment"]].codec)
         messages = codec.messages(transfer.attempt.launch)
         saved |= {f"code.{name}": message for name, message in messages.items()}
+    transfer.attempt.place = entry.get("place", {})
     for name, tensor in saved.items():
         if tensor is not None and f"in_flight.{name}/{key}" in file:
             tensor.copy_(file.read(f"in_flight.{name}/{key}"))
@@ -299,6 +303,7 @@ def restored_transfer(
         lambda: entry["is_finite"],
         entry["is_idle"],
         entry["anchor"],
+        told=entry.get("told", {}) if entry["has_arrived"] else {},
     )
     is_here = entry["has_arrived"] or not loop.state.is_sent(fragment)
     return Transfer(

@@ -149,12 +149,27 @@ class Deal:
                 self.coming.pop(id, None)
                 if share.state == "away":
                     share.state = "here"
-                if id in told and not is_refused:
-                    share.place = max(share.place, told[id][0])
-                    share.read = max(share.read, told[id][1])
-                    self._forget_read(share)
             elif share.state == "here" and number > self.loaded_at:
                 share.state, share.until = "leaving", launched
+        if not is_refused:
+            self.count({id: at for id, at in told.items() if id in ids})
+
+    def count(self, told: Mapping[int, tuple[int, int]]) -> None:
+        """Take what a committed launch contains: the places, at that launch, of who is in it."""
+        for id, (place, read) in told.items():
+            share = self.shares[id]
+            if share.state == "away":
+                share.state = "here"
+            share.place, share.read = max(share.place, place), max(share.read, read)
+            self._forget_read(share)
+
+    def dealt_since(self, id: int, known: int) -> list[Stretch]:
+        """Return what a cluster was dealt behind so many samples, counted since it came."""
+        end, since = self.shares[id].dropped, list[Stretch]()
+        for stretch in self.shares[id].held:
+            end += stretch.stop - stretch.start
+            since += [stretch] if end > known else []
+        return since
 
     def pass_boundary(self, first_under_way: float) -> dict[int, list[Stretch]]:
         """Return what each cluster is dealt from here on; `first_under_way` is a launch's number.

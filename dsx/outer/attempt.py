@@ -55,6 +55,7 @@ class Attempt:
     place: Mapping[str, Any] = field(default_factory=dict[str, Any])
     pending: Pending | None = None  # of the attempts at it
     notes: Mapping[int, bytes] | None = None  # what came beside a result of others
+    told: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see saved_places.py
 
     @property
     def round(self) -> int:

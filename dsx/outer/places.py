@@ -16,8 +16,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dsx.data.deal import Deal, Dealt, Stretch
-from dsx.data.recut import recut
+from dsx.data.deal import Deal, Dealt
 from dsx.outer.parity_check import ParityResult
 
 logger = logging.getLogger(__name__)
@@ -62,6 +61,11 @@ class Places:
 
     def __contains__(self, name: str) -> bool:
         return name in self._followed
+
+    @property
+    def names(self) -> list[str]:
+        """The data that are dealt."""
+        return sorted(self._followed)
 
     def to_say(self, is_before_update: bool) -> dict[str, Any]:
         """Return what a launch takes along, as JSON values; empty if nothing is dealt.
@@ -176,50 +180,21 @@ class Places:
             for name, one in self._followed.items()
         }
 
-    def meet(
-        self, saved: Mapping[str, Any], is_new: bool, step: int, gather: Callable[[Any], list[Any]]
-    ) -> None:
-        """Take what is known by whoever has come farthest. Collective over all clusters.
+    def adopt(self, name: str, deal: Deal, is_own: bool) -> None:
+        """Go on from a deal that all clusters have agreed on, from checkpoints.
 
-        Of checkpoints that have been saved at unequal steps. What has been dealt to this cluster
-        since its own is read, too.
+        `is_own`: what reads here goes on from its own, and with what it has been dealt since.
         """
-        for name, one in sorted(self._followed.items()):
-            told = gather([step, saved[name]] if name in saved and not is_new else [-1, None])
-            _, farthest = max(told, key=lambda one: one[0])
-            if farthest is None:
-                continue
-            one.deal = Deal.of_state(farthest)
-            share = one.deal.shares[self._id]
+        one, self._agreed = self._followed[name], []
+        one.deal = deal
+        if is_own:
             known = one.reads.place()[1] + sum(s.stop - s.start for s in one.reads.left())
-            end = share.dropped
-            for stretch in share.held if not is_new else ():
-                end += stretch.stop - stretch.start
-                if end > known:
-                    one.reads.take_over([stretch])
+            if since := deal.dealt_since(self._id, known):
+                one.reads.take_over(since)
+        one.at_boundary = one.reads.place()
 
-    def recut(
-        self,
-        saved: Mapping[str, Any],
-        is_new: bool,
-        num_clusters: int,
-        gather: Callable[[Any], list[Any]],
-    ) -> None:
-        """Go on with another number of clusters than has saved. Collective over all of them."""
-        for name, one in sorted(self._followed.items()):
-            if name not in saved:
-                continue
-            told = gather(None if is_new else saved[name]["own"])
-            standing = {
-                id: (place, [Stretch(*stretch) for stretch in left])
-                for id, own in enumerate(told) if own is not None for place, _, left in [own]
-            }  # fmt: skip
-            length = one.reads.samples_per_epoch
-            assert length is not None
-            one.deal = recut(Deal.of_state(saved[name]), standing, num_clusters, length)
-            logger.warning(
-                "%r: the data were cut for %d clusters and are for %d now: what none of them has "
-                "trained on of the epoch that had begun is read first, shared between all",
-                name, len(saved[name]["shares"]), num_clusters,
-            )  # fmt: skip
-        self.begin_reading(saved)
+    def samples_per_epoch(self, name: str) -> int:
+        """Return the samples of one part of an epoch, as the data are cut here."""
+        length = self._followed[name].reads.samples_per_epoch
+        assert length is not None
+        return length

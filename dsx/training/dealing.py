@@ -8,15 +8,17 @@ place, as the script says.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsx.comm.elastic import ElasticTransport
 from dsx.comm.world import World
 from dsx.data.deal import Dealt
+from dsx.data.recut import recut
 from dsx.outer.loop import OuterLoop
 from dsx.outer.places import Places
+from dsx.outer.saved_places import AgreedPlaces, SavedPlaces, take_told
 from dsx.outer.transfer import Transfer
 from dsx.training.positions import Resumable, restore_positions
 
@@ -64,43 +66,70 @@ def restore_data(
     deals: Mapping[str, Any],
     is_new: bool,
     is_other_number: bool,
-    may_be_unequal: bool,
 ) -> None:
     """Go on reading where all were; one that `is_new` goes on where the others know it.
 
-    Collective over all clusters where their number is another than the data were cut for, or they
-    may have saved at unequal steps.
+    Collective over all clusters where anything is dealt; ValueError, in all of them, if they have
+    not saved the same.
     """
-    places, seat = loop.notices.places, loop.transport.seat
-    launched = sum(loop.history.launches)
-    known = {name for name in deals if name in places}
-    places_now = len(seat.membership.places)
-    is_cut_anew = any(len(deals[name]["shares"]) != places_now for name in known)
+    places, ids = loop.notices.places, loop.transport.seat.ids
+    num_clusters = len(loop.transport.seat.membership.places)
     _warn_of_unheard(places, deals)
-
-    def gather(value: Any) -> list[Any]:
-        return [*loop.transport.gather("places in the data", value)()]
-
-    apart = {name: states[name] for name in known if is_new or is_cut_anew}
-    if is_cut_anew:
-        apart = {name: one for name, one in apart.items() if _is_of_same_data(tracked[name], one)}
-    rest = {name: one for name, one in tracked.items() if name not in apart}
-    restore_positions(
-        rest, {n: s for n, s in states.items() if n not in apart}, directory,
-        is_other_number or is_cut_anew,
-    )  # fmt: skip
-    if is_cut_anew:
-        same = {name: deals[name] for name in apart}
-        places.recut(same, is_new, places_now, gather)
-        places.resume(seat.ids, max(gather(launched)))
+    if not places.names:
+        restore_positions(tracked, states, directory, is_other_number)
         return
-    places.load(deals)
-    if may_be_unequal:
-        places.meet(deals, is_new, loop.history.step, gather)
-        launched = max(gather(launched))  # the same in all, which may have saved apart
-    places.resume(seat.ids, launched)
-    if is_new:
-        places.begin_reading(deals)
+    known = {name: deals[name] for name in places.names if name in deals}
+    is_cut_anew = any(len(deal["shares"]) != num_clusters for deal in known.values())
+    foreign = [
+        name for name in known
+        if is_cut_anew and not _is_of_same_data(tracked[name], states[name])
+    ]  # fmt: skip
+    own = _saved_places(loop, known, foreign, is_new)
+    agreed = AgreedPlaces.of(
+        own, lambda value: [*loop.transport.gather("places in the data", value)()]
+    )
+    dealt = [name for name in known if name not in foreign]
+    apart = {name for name in dealt if is_new or is_cut_anew}
+    restore_positions(
+        {name: one for name, one in tracked.items() if name not in apart},
+        {name: one for name, one in states.items() if name not in apart},
+        directory,
+        is_other_number or is_cut_anew,
+    )
+    for name in dealt:
+        deal = agreed.deal(name)
+        if is_cut_anew:
+            standing, length = agreed.standing(name, deal), places.samples_per_epoch(name)
+            logger.warning(
+                "%r: the data were cut for %d clusters and are for %d now: what none of them has "
+                "trained on of the epoch that had begun is read first, shared between all",
+                name, len(deal.shares), num_clusters,
+            )  # fmt: skip
+            deal = recut(deal, standing, num_clusters, length)
+        places.adopt(name, deal, is_own=name not in apart)
+    places.resume(ids, agreed.launched)
+    if apart:
+        places.begin_reading(apart)
+
+
+def _saved_places(
+    loop: OuterLoop, deals: Mapping[str, Any], foreign: Sequence[str], is_new: bool
+) -> SavedPlaces:
+    """Return what this cluster's checkpoint says. Collective over the ranks of the cluster."""
+    told: dict[int, dict[str, Any]] = {}
+    for of_rank in loop.adapter.ranks.gather(take_told(loop.in_flight)):  # one may send nothing
+        for number, at in of_rank.items():
+            told.setdefault(number, {}).update(at)
+    return SavedPlaces(
+        cluster=loop.transport.seat.cluster_id,
+        deals=deals,
+        foreign=foreign,
+        takes_others=is_new,
+        step=loop.history.step,
+        launched=sum(loop.history.launches),
+        under_way=[t.attempt.what.number for t in loop.in_flight if isinstance(t, Transfer)],
+        told=sorted(told.items()),
+    )
 
 
 def _warn_of_unheard(places: Places, deals: Mapping[str, Any]) -> None:

@@ -134,9 +134,7 @@ class Saving:
         loop.totals.skipped_steps = 0 if is_new else counters.get("skipped_steps", 0)
         deals = states.pop(_DEALS, {})
         if not self._keeps_data:
-            restore_data(
-                loop, self.tracked, directory, states, deals, is_new, is_other_number, is_preempted
-            )
+            restore_data(loop, self.tracked, directory, states, deals, is_new, is_other_number)
         self._of_step = {}
         self.last = directory
         self.keeping.loaded(directory)

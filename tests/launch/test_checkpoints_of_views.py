@@ -72,5 +72,6 @@ def test_four_are_three_and_then_five(tmp_path: Path) -> None:
     ]  # fmt: skip
     times = Counter(sample for run in (four, three, five) for read in run for sample in read)
     again = {sample for sample, count in times.items() if count > 1}
-    assert max(times.values()) == 2 and 0 < len(again) <= 4
-    assert {*four[3][-len(again) :]} == again  # which the one that is gone had not committed
+    assert max(times.values()) <= 2 and len(again) in (0, 2)
+    # which the one that is gone had not committed, unless its last mean had come by the save
+    assert {*four[3][len(four[3]) - len(again) :]} == again
