@@ -76,15 +76,15 @@ def follow_leave(
 
     ValueError where it is refused, TimeoutError if it is not done after `wait_seconds`.
     """
-    who = f"{names[cluster]} (cluster {cluster})"
+    who, until = f"{names[cluster]} (cluster {cluster})", time.monotonic() + wait_seconds
     (answer,) = visit.ask("leave", to=cluster).values()
     if "error" in answer:
         raise ValueError(f"{who}: {answer['error']}")
     if answer.get("waits"):
-        say(f"{who} waits for others that are lost, and ends; saved: {answer['path'] or 'nothing'}")
+        say(f"{who} waits for others that are lost, and ends once it has saved")
+        _follow_alone(visit, cluster, str(answer["id"]), who, say, until)
         return
     say(f"{who} saves at the end of a step, and leaves")
-    until = time.monotonic() + wait_seconds
     saved: Mapping[str, Any] | None = None
     while time.monotonic() < until:
         told = visit.ask("status")
@@ -100,6 +100,33 @@ def follow_leave(
             return
         time.sleep(_LOOK_SECONDS)
     raise TimeoutError(f"{who} has not left within {wait_seconds:g} s; it still may")
+
+
+def _follow_alone(
+    visit: Visit,
+    cluster: int,
+    id: str,
+    who: str,
+    say: Callable[[str], object],
+    until: float,
+) -> None:
+    """Follow an order that one cluster alone has taken, and that ends it."""
+    while time.monotonic() < until:
+        try:
+            (told,) = visit.ask("progress", to=cluster, id=id).values()
+        except NobodyAnswers:
+            told = {"is_gone": True}
+        if told.get("state") == "done":
+            saved = f"saved in {told['seconds']:.1f} s: {told['path']}"
+            say(f"{who}: {saved if told['path'] else 'nothing is saved'}")
+            return
+        if told.get("state") == "failed":
+            raise ValueError(f"{who}: {told['why']}")
+        if told.get("is_gone"):
+            say(f"{who} has ended")
+            return
+        time.sleep(_LOOK_SECONDS)
+    raise TimeoutError(f"{who} has not ended; it still may")
 
 
 def _take(

@@ -73,6 +73,11 @@ class Notices:
         place, interval = (world.cluster_id, world.rank), loop.method.schedule.interval
         return cls(loop.notices, place, interval, None if is_one_part else world.in_cluster())
 
+    @property
+    def cluster(self) -> int:
+        """This cluster."""
+        return self._place[0]
+
     def post(self, kind: str, payload: Any = None) -> None:
         """Tell all ranks of all clusters; returns at once. ValueError above 4 kB of JSON."""
         number = next(self._numbers)

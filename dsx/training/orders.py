@@ -58,7 +58,7 @@ class Orders:
         record: Callable[[Mapping[str, Any]], object],
     ) -> None:
         """`interval` is H; `desk` is the first rank's, if the run has one."""
-        self._notices, self._speaks, self._interval = notices, speaks, interval
+        self._notices, self._speaks, self.interval = notices, speaks, interval
         self._record = record
         self._kept: OrderedDict[str, dict[str, Any]] = OrderedDict()
         self._lock = threading.Lock()
@@ -99,13 +99,16 @@ class Orders:
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
 
-    def done_at_once(self, do: str, request: Mapping[str, Any], **more: Any) -> Mapping[str, Any]:
-        """Enter an order that this cluster alone follows, now; return the answer to it."""
-        id = uuid.uuid4().hex[:12]
-        with self._lock:
-            self._kept[id] = {"do": do, "by": request["by"], "state": "done", **more}
-        logger.warning("%s has asked to %s (dsx ctl): this cluster does so now", request["by"], do)
-        return {"id": id, "interval": self._interval}
+    def take_alone(self, do: str, request: Mapping[str, Any], step: int) -> Order:
+        """Enter an order that this cluster alone follows, from this step on."""
+        id, by = uuid.uuid4().hex[:12], str(request["by"])
+        order = Order(id, do, by, step, self._notices.cluster, {})
+        self.note(order, "agreed", step=step)
+        return order
+
+    def pass_on(self, order: Order) -> None:
+        """Have all clusters follow one that this cluster was to follow alone."""
+        self._notices.post(_KIND, [order.id, order.do, order.by, dict(order.more)])
 
     def _take(
         self,
@@ -127,7 +130,7 @@ class Orders:
         with self._lock:
             self._kept[id] = {"do": do, "by": request["by"], "state": "asked"}
         self._notices.post(_KIND, [id, do, request["by"], dict(more)])
-        return {"id": id, "interval": self._interval}
+        return {"id": id, "interval": self.interval}
 
     def _tell(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         with self._lock:

@@ -15,7 +15,7 @@ from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dsx.core.leaving import Reason
+from dsx.core.leaving import ORDERED, Reason
 from dsx.core.transport import Farewells
 from dsx.training.signals import Signals
 
@@ -33,6 +33,7 @@ class Parting:
     ) -> None:
         self._farewells, self._store = farewells, store
         self._rank, self._num_ranks = rank, num_ranks
+        self._goes_alone = False
         self._has_saved: Future[None] = Future()
         self._all_have: Future[None] = Future()
 
@@ -58,7 +59,7 @@ class Parting:
 
         `alone`: the other clusters are not waited for; they hear of an order, and follow it.
         """
-        farewells = self._farewells()
+        farewells, self._goes_alone = self._farewells(), alone
         if alone and farewells is not None and reason.is_order:
             farewells.say_reason(reason)
         if farewells is not None and not (reason.is_loss or reason.leaves or alone):
@@ -73,7 +74,7 @@ class Parting:
 
     def let_be_heard(self, reason: Reason) -> None:
         """Stay a while, connections to the others being closed, for whoever has given an order."""
-        if reason.is_order:
+        if reason.is_order or (reason.signal == ORDERED and self._goes_alone):
             time.sleep(_HEARD_SECONDS + _PARTING_SECONDS * (self._rank == 0))
 
 

@@ -84,8 +84,8 @@ class Preemption:
         )
         self._leaving = Leaving.of(world, clusters, lambda reason: self.place.ask(reason))
         self.waiting = Waiting(
-            world, loop, clusters.quorum_wait_seconds, self.orders, records, self._own_reason,
-            lambda: self.engine is not None and not self.engine.ends_elsewhere,
+            world, loop, clusters.quorum_wait_seconds, self.orders, records, self._stops,
+            self._own_reason, lambda: self.engine is not None and not self.engine.ends_elsewhere,
         )  # fmt: skip
         self._signals = Signals(clusters.preemption_signals)
         if self._listens:

@@ -9,9 +9,10 @@ what is to be done: the first rank knows of the others, and any rank may be told
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from dsx.comm.world import World
 from dsx.core.leaving import LOST, ORDERED, Reason
 from dsx.core.waits import waiting_for
 from dsx.outer.loop import OuterLoop
-from dsx.training.orders import Orders
+from dsx.training.orders import Order, Orders
 from dsx.training.records import Records
+from dsx.training.stops import Stops
 
 if TYPE_CHECKING:  # libzmq is an extra
     from dsx.comm.links.quorum import Waiting as Lost
@@ -30,6 +32,15 @@ _TELL_SECONDS = 60.0
 _WAITS, _GOES_ON = "waits", "goes on"
 Verb = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """An order of a member's tool that ends this cluster; `instead`, if it goes on after all."""
+
+    reason: Reason
+    order: Order
+    instead: Callable[[], object]
 
 
 class Waiting:
@@ -42,6 +53,7 @@ class Waiting:
         seconds: float,
         orders: Orders,
         records: Records,
+        stops: Stops,
         told: Callable[[], Reason | None],
         can_wait: Callable[[], bool],
     ) -> None:
@@ -51,9 +63,9 @@ class Waiting:
         self._world, self._loop, self._orders, self._told = world, loop, orders, told
         self._records = records
         self.seconds = seconds if world.coming is not None else 0.0
-        self._order: Reason | None = None  # of a member's tool, to the first rank
+        self._stops, self._lock = stops, threading.Lock()
+        self._asked: _Asked | None = None  # of the first rank
         self._told_at = 0.0
-        self.path: Path | None = None  # where this cluster has saved before it waits
         self.is_on = False
         if world.clerk is not None:
 
@@ -87,7 +99,7 @@ class Waiting:
 
         Collective over the ranks of the cluster.
         """
-        self.path, self.is_on = path, True
+        self.is_on = True
         saved = "nothing is saved" if path is None else f"saved in {seconds:.1f} s: {path}"
         if self.lost is not None:
             self._tell_all(self.lost, saved)
@@ -99,16 +111,20 @@ class Waiting:
                     told = in_cluster.gather("what a lost quorum comes to", self._own())
                     ends = [one for one in told if isinstance(one, dict)]
                     if ends:
-                        return Reason(**ends[0])
+                        reason = Reason(**ends[0])
+                        self._end(reason, path, seconds)
+                        return reason
                     if told[0] == _GOES_ON:
+                        self._go_on()
                         return None
                     time.sleep(_TICK_SECONDS)
         finally:
-            self.is_on, self._order, self.path = False, None, None
+            self.is_on = False
 
     def _own(self) -> dict[str, Any] | str:
         """Return what this rank knows: why to end, as a JSON value, or what to do."""
-        told = self._order or self._told()
+        asked = self._asked
+        told = self._told() if asked is None else asked.reason
         clerk = self._world.clerk
         if told is None and clerk is not None:
             farewells = self._loop.transport.farewells
@@ -144,22 +160,56 @@ class Waiting:
             gone = ", ".join(map(str, lost.gone))
             logger.warning("waiting for cluster(s) %s, for %.0f s more", gone, lost.left_seconds)
 
+    def _end(self, reason: Reason, path: Path | None, seconds: float) -> None:
+        """Tell what has come of the order by which this cluster ends: all is saved by now."""
+        asked = self._asked
+        if asked is not None and asked.reason == reason:
+            self._orders.note(asked.order, "done", path=str(path or ""), seconds=seconds)
+
+    def _go_on(self) -> None:
+        """Follow an order that has come too late to end the wait as all clusters do."""
+        with self._lock:
+            asked, self._asked = self._asked, None
+        if asked is not None:
+            try:
+                asked.instead()
+            except ValueError as error:
+                logger.warning("dsx ctl %s is not followed: %s", asked.order.do, error)
+                self._orders.note(asked.order, "failed", why=str(error))
+
     def _take_order(self, do: str, request: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Answer an order while this cluster waits, else None; ValueError for what has to wait."""
-        if self.lost is None:
-            return None
-        gone = ", ".join(map(str, self.gone))
-        if do != "stop":
+        if do == "stop":
+            reason = Reason(self._world.cluster_id, ORDERED)
+            return self._ask(do, request, reason, self._orders.pass_on)
+        if gone := self.gone:
+            named = ", ".join(map(str, gone))
             raise ValueError(
-                f"this cluster waits for cluster(s) {gone}, and trains no step meanwhile: dsx ctl "
+                f"this cluster waits for cluster(s) {named}, and trains no step meanwhile: dsx ctl "
                 f"{do} is for later; dsx ctl stop ends it, saved as it is"
             )
-        self._order = Reason(self._world.cluster_id, ORDERED)
-        told = {"step": self._loop.history.step, "path": str(self.path or ""), "seconds": 0.0}
-        return self._orders.done_at_once(do, request, **told)
+        return None
 
     def _leave(self, request: Mapping[str, Any], leave: Verb) -> Mapping[str, Any]:
-        if self.lost is None:
-            return leave(request)
-        self._order = Reason(self._world.cluster_id, ORDERED, leaves=True)
-        return {"reason": self._order.name, "waits": True, "path": str(self.path or "")}
+        reason = Reason(self._world.cluster_id, ORDERED, leaves=True)
+        answer = self._ask("leave", request, reason, lambda order: leave(request))
+        return leave(request) if answer is None else {**answer, "waits": True}
+
+    def _ask(
+        self,
+        do: str,
+        request: Mapping[str, Any],
+        reason: Reason,
+        instead: Callable[[Order], object],
+    ) -> Mapping[str, Any] | None:
+        """End this cluster where it waits, or is about to, once it has saved; None if it is not."""
+        with self._lock:
+            if not (gone := self.gone):
+                return None
+            if self._asked is not None:  # it ends by that one
+                return {"id": self._asked.order.id, "interval": self._orders.interval}
+            order = self._orders.take_alone(do, request, self._loop.history.step)
+            self._asked = _Asked(reason, order, lambda: instead(order))
+        logger.warning("%s has asked to %s (dsx ctl): this cluster does so alone", order.by, do)
+        self._stops.place.ask(Reason(gone[0], LOST))
+        return {"id": order.id, "interval": self._orders.interval}

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.installed import needs
-from tests.launch.sites_of_three import Sites
+from tests.launch.sites_of_three import Sites, ranks_of
 from tests.launch.test_launch import Launcher, launch, results
 
 pytestmark = [needs("deepspeed"), pytest.mark.ci, pytest.mark.timeout(600)]
 __all__ = ["launch"]
 NAMES = ("berlin", "oslo")
+SLOW = pytest.mark.slow
 
 
 def two_sites(tmp_path: Path, launch: Any) -> tuple[Sites, Any]:
@@ -95,3 +98,32 @@ def test_a_forced_view_has_one_of_two_go_on_alone(launch: Any, tmp_path: Path) -
     step = joined_at(again)
     again.wait_for(f"step {step + 4}\n")
     end_all(tmp_path, survivor, again)
+
+
+@pytest.mark.parametrize(
+    ("how", "status"), [("stop", 0), ("SIGTERM", 143), pytest.param("leave", 0, marks=SLOW)]
+)
+def test_one_that_waits_and_is_told_to_end_ends_saved_as_it_is(
+    launch: Any, tmp_path: Path, how: str, status: int
+) -> None:
+    sites, _ = two_sites(tmp_path, launch)
+    survivor = sites.launchers[0]
+    ranks = ranks_of(survivor)
+    sites.launchers[1].end()
+    survivor.wait_for("waits for cluster(s) 1")
+    (saved,) = (tmp_path / "run" / "checkpoints" / "cluster_0").glob("preempted_step*")
+    if how == "SIGTERM":
+        os.kill(ranks[1], signal.SIGTERM)
+    else:
+        told = sites.ctl(how, *(["--cluster", 0] if how == "leave" else []))
+        assert told.returncode == 0, told.stdout + told.stderr
+        assert "berlin (cluster 0): saved in" in told.stdout and str(saved) in told.stdout
+    word = "leaving the others, told to" if how == "leave" else "told to end"
+    by = how if how == "SIGTERM" else f"dsx ctl {how}"
+    survivor.wait_for(f"{word} by {by} (cluster 0); saved in")
+    assert (survivor.wait(60) != 0) == (status != 0), survivor.output()
+    survivor.wait_for_ranks()
+    if status:
+        assert f"exits with return code = {status}" in survivor.output()
+    manifest = json.loads((saved / "dsx.json").read_text())
+    assert manifest["is_preempted"] and manifest["members"] == [0] and not manifest["has_left"]
