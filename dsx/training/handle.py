@@ -246,11 +246,10 @@ class Handle:
         finish.require_own(self._own, "finish()")
         self.settle()
         with self._saving.naming_last():
-            self.preemption.begin_finish()
+            again = self._saving.has_more_to_save
+            told = self.preemption.meet_at_end(self._gathering, [self.step, again])
             self.loop.drain()
             self._syncs.flush()
-            again = self._saving.has_more_to_save
-            told = self._gathering.gather("end of training", [self.step, again])
             steps = [step for step, _ in told]
             if len(set(steps)) == 1:
                 finish.end_comparison(self.loop, finish.begin_comparison(self.loop))

@@ -28,7 +28,9 @@ from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
 from dsx.training.asked_saves import AskedSaves
 from dsx.training.changing import Changing
+from dsx.training.end_meeting import EndMeeting
 from dsx.training.engine_end import Callback, Engine
+from dsx.training.gathering import Gathering
 from dsx.training.grace import Grace
 from dsx.training.leaving import Leaving
 from dsx.training.notices import Notices
@@ -100,7 +102,7 @@ class Preemption:
 
     def begin_boundary(self) -> None:
         """Enter the boundary that follows a step; before anything is launched."""
-        self.is_finished = False
+        self.is_finished = self.waiting.is_past = False
         self.place.begin(self._loop.history.step + 1)
 
     def pass_boundary(self) -> None:
@@ -115,22 +117,15 @@ class Preemption:
         if self.grace.num_steps == 1 and self._listens and self._world.rank == 0:
             self.asked_saves.warn_of_what_is_missing()
 
-    def begin_finish(self) -> None:
-        """Wait for what is under way before `finish()` applies it; where peers leave, save and end.
-
-        On every rank of the cluster.
-        """
+    def meet_at_end(self, gathering: Gathering, value: Any) -> list[Any]:
+        """Return what `gather` does, once all have come to the end, unless this one stops."""
         if self.engine is None or self.engine.ends_elsewhere:
-            return
+            return gathering.gather("end of training", value)
         self.begin_step()
         self._loop.settle()
         self.begin_boundary()
-        under_way = [t.pending for t in self._loop.in_flight if isinstance(t, Transfer)]
-        is_there = all([self.place.may_receive(pending) for pending in under_way])
-        if self._world.in_cluster().any("what is under way at the end", not is_there):
-            self.is_due = not self.place.may_leave(has_put_off=True)
-            self._hand_over_if_due()
-            self.end_if_due()
+        meeting = EndMeeting(self._world, self._loop, self._stops, self.waiting, self._stop_here)
+        return meeting.meet(gathering, value)
 
     def end_if_due(self) -> None:
         """Save and end the process, by SystemExit, where the cluster is to stop; engines ask.
@@ -269,6 +264,12 @@ class Preemption:
         if not reason.is_loss:
             self._parting.meet_in_cluster()
 
+    def _stop_here(self) -> None:
+        """Stop where a rank of this cluster has been told to; back if it has waited for others."""
+        self.is_due = not self.place.may_leave(has_put_off=True)
+        self._hand_over_if_due()
+        self.end_if_due()
+
     def _hand_over_if_due(self) -> None:
         if self._leaving is not None and self.is_due and self._reason.leaves:
             under_way = [t.pending for t in self._loop.in_flight if isinstance(t, Transfer)]
@@ -306,12 +307,11 @@ class Preemption:
 
     def _go_on(self) -> None:
         """Go on where this cluster has waited, from the boundary at which it stands."""
-        step = self._loop.history.step
-        self._stops.begin_next(step)
+        self._stops.begin_next(self.step)
         self._start(self._agree, "dsx-preemption-store")
         self._open.look()
         self._open.end(may_stop=True)
-        self._notices.pass_boundary(step)
+        self._notices.pass_boundary(self.step)
         self._take_orders()
         self.is_due = not self.place.may_leave(self._open.look())
         self._hand_over_if_due()

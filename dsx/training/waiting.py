@@ -67,10 +67,12 @@ class Waiting:
         self._asked: _Asked | None = None  # of the first rank
         self._told_at = 0.0
         self.is_on = False
+        self.is_past = False  # what has been drained is nothing to go on from: no wait any more
         if world.clerk is not None:
 
             def patience() -> float:
-                return seconds if can_wait() and world.num_handles == 1 else 0.0
+                is_served = can_wait() and world.num_handles == 1 and not self.is_past
+                return seconds if is_served else 0.0
 
             world.clerk.quorum.seconds = patience
         if world.desk is not None:

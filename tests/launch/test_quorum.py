@@ -127,3 +127,28 @@ def test_one_that_waits_and_is_told_to_end_ends_saved_as_it_is(
         assert f"exits with return code = {status}" in survivor.output()
     manifest = json.loads((saved / "dsx.json").read_text())
     assert manifest["is_preempted"] and manifest["members"] == [0] and not manifest["has_left"]
+
+
+def test_one_that_loses_the_other_at_the_end_of_training_saves_first(
+    launch: Any, tmp_path: Path
+) -> None:
+    """It has nothing under way, and waits in `finish()` for one that is slower, and is killed."""
+    sites = Sites(tmp_path, launch, NAMES)
+    for path in sites.configs:
+        config = json.loads(path.read_text())
+        method = {"preset": "diloco", "schedule": {"interval": 2}, "delay": {}, "fragments": {}}
+        config["dsx"].update(method)
+        path.write_text(json.dumps(config))
+    fast, slow = (
+        sites.start_one(m, "first", "--steps", 3, step_seconds=seconds)
+        for m, seconds in enumerate((0.1, 10.0))
+    )
+    fast.wait_for("step 3\n", 180)
+    slow.end()
+    fast.wait_for("waits for cluster(s) 1")
+    (saved,) = (tmp_path / "run" / "checkpoints" / "cluster_0").glob("preempted_step*")
+    manifest = json.loads((saved / "dsx.json").read_text())
+    assert manifest["step"] == 3 and manifest["members"] == [0] and not manifest["is_finished"]
+    told = sites.ctl("stop")
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert fast.wait(60) == 0, fast.output()

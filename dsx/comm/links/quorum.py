@@ -77,6 +77,8 @@ class Quorum:
             )
         elif lost and lost.keys() != waiting.gone.keys():
             self._wait(replace(waiting, gone=lost))
+        elif not self.seconds():  # this cluster has come to where it cannot wait
+            return waiting.error()
         elif not waiting.left_seconds:
             logger.error(
                 "nobody has come back within %g s (clusters.quorum_wait_seconds)", waiting.seconds
