@@ -92,6 +92,7 @@ class Clerk:
         self._gone: dict[int, str] = {}
         self._seen: dict[int, int] = {}  # the last process of each cluster
         self._first_seen: dict[int, int] = {}
+        self._apart: set[tuple[int, int, int]] = set()  # processes of another run, as told
         self._num_refused = 0
         self._has_finished = self._has_said_so = False  # this cluster has done its work
         self._is_over = False  # all have
@@ -260,8 +261,22 @@ class Clerk:
                     self._log.up(cluster, incarnation)
             if self._link.has_let_go((cluster, 0)) and cluster in self.trains:
                 self._end_left_out()
+            self._tell_if_apart(cluster)
             self._act()
         self._require_quorum()
+
+    def _tell_if_apart(self, cluster: int) -> None:
+        """Say so, once for each process and branch, where a cluster is of another run."""
+        met = cluster, self._seen.get(cluster, 0), self._log.branch
+        is_apart = self._link.is_apart((cluster, 0)) and cluster not in self.trains
+        if is_apart and met not in self._apart and not self._has_finished and self.end is None:
+            self._apart.add(met)
+            logger.warning(
+                "cluster %d is reached, and goes on in another run than this one: a view has been "
+                "forced (dsx ctl force-view), and since then the two learn apart; neither takes "
+                "anything from the other. End one of them (dsx ctl stop), and start its clusters "
+                "again: they join the other", cluster,
+            )  # fmt: skip
 
     def _require_quorum(self) -> None:
         """Wait, or end, where too few are left for a majority."""

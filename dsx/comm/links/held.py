@@ -51,10 +51,16 @@ class Held:
         return True
 
     def is_let_go(self, peer: Peer | None, hello: Hello, own: int) -> bool:
-        """Take that a process of this incarnation has been left out; whether it is by a member."""
-        if peer is None or peer.error is not None or not self.holds(peer):
+        """Take that a process of this incarnation has been left out; whether it is by a member.
+
+        Whoever this one has left out itself is of another run, which goes on apart.
+        """
+        if peer is None or (hello.incarnation, hello.over) != (peer.incarnation, own):
             return False
-        peer.has_let_go = (hello.incarnation, hello.over) == (peer.incarnation, own)
+        if peer.error is not None:
+            peer.is_apart = not self.has_ended
+            return False
+        peer.has_let_go = self.holds(peer)
         return peer.has_let_go
 
     def is_back(self, peer: Peer) -> None:

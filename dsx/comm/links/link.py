@@ -95,6 +95,11 @@ class Link:
         peer = self._switch.peers.get(name)
         return peer is not None and peer.has_let_go
 
+    def is_apart(self, name: Name) -> bool:
+        """Whether a process is reached that this one has left out, and that goes on as well."""
+        peer = self._switch.peers.get(name)
+        return peer is not None and peer.is_apart
+
     def wait_for(self, cluster_id: int, rank: int, seconds: float) -> None:
         """Block until a process is there; LinkDown if it has gone, TimeoutError after `seconds`."""
         until = time.monotonic() + seconds

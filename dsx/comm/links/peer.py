@@ -83,6 +83,7 @@ class Peer:
         self.error: LinkDown | None = None
         self.suspected = ""  # why it is lost, while it may come back (held.py)
         self.has_let_go = False  # it goes on without this process, and has said so
+        self.is_apart = False  # each has left the other out, and goes on
         self.trouble = ""  # why it could not be called, the last time
         self.latency_seconds = 0.0  # there and back, the least seen
         self.asked: dict[int, bytes] = {}  # requests without an answer, by number

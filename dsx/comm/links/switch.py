@@ -297,8 +297,10 @@ class Switch:
             return self._drop(str(error), f"cluster {sender}")
         index, name = hello.connection, (sender, hello.rank)
         if hello.over:
-            if self.held.is_let_go(self.peers.get(name), hello, self.incarnation):
+            if self.held.is_let_go(peer := self.peers.get(name), hello, self.incarnation):
                 self.give_up(self.peers[name], LET_GO)
+            elif peer is not None and peer.is_apart and isinstance(by, Call):
+                self._greet(self._connection_of(by), index, over=hello.incarnation)
             return
         if index > self._options.streams:
             count = self._options.streams + 1

@@ -92,6 +92,11 @@ class Participant:
         return self._replica.state
 
     @property
+    def branch(self) -> int:
+        """The forced view that its log goes on from, by its number; 0 for none (S10)."""
+        return self._replica.branch
+
+    @property
     def is_contributor(self) -> bool:
         """Whether this cluster has its part in attempts of the view in force."""
         return self._replica.is_contributor

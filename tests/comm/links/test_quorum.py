@@ -155,6 +155,35 @@ def test_who_is_left_out_by_force_is_told_so_when_the_line_is_whole_again() -> N
     assert len(found[1].hashes) < NUM_STEPS
 
 
+@pytest.mark.ci
+def test_two_runs_say_so_where_they_meet(caplog: pytest.LogCaptureFixture) -> None:
+    """Both have been forced to go on without the other: each says it once, and both go on."""
+    cut = Cut()
+    words = "is reached, and goes on in another run than this one"
+
+    def before(site: Site, step: int) -> None:
+        cut.before(site, step)
+        if cut.has_been and step > LAST + 4:
+            until(lambda: caplog.text.count(words) == 2)
+
+    def watch(sites: list[Site]) -> None:
+        until(lambda: cut.has_been and all(waits(site) for site in sites))
+        for site in sites:
+            force(site, 1 - site.id)
+        until(lambda: all(s.transport and s.transport.seat.ids == (s.id,) for s in sites))
+        assert cut.line is not None and words not in caplog.text
+        cut.line.is_open = True
+
+    sites = run(
+        ALL_CASES["diloco"].method(2), **TINY, num_steps=NUM_STEPS, num_clusters=2,
+        by_log=True, before=before, watch=watch, line=cut.take, quorum_wait_seconds=WAIT,
+    )  # fmt: skip
+    for site in sites:
+        assert len(site.hashes) == NUM_STEPS and site.members_at[NUM_STEPS] == (site.id,)
+        assert caplog.text.count(f"cluster {site.id} {words}") == 1
+    assert sites[0].hashes[NUM_STEPS] != sites[1].hashes[NUM_STEPS]
+
+
 def test_who_waits_for_one_that_is_lost_hears_so_once_the_run_does_not_go_on() -> None:
     """Until then that one may come back, and no deadline passes."""
     with two_links(grace_seconds=0.2) as (links, _):
