@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -244,3 +249,33 @@ def test_clusters_leave_join_and_have_full_disks(tmp_path: Path) -> None:
     assert (found["mismatches"], found["rounds_lost"]) == (0, 0)
     assert (found["samples_lost"], found["samples_twice"]) == (0, 0)
     assert found["joins"] == found["events"]["join"] and {*found["events"]} == {*kinds.split(",")}
+
+
+@pytest.mark.ci
+@pytest.mark.timeout(200)
+def test_ranks_end_with_a_driver_that_is_killed(tmp_path: Path) -> None:
+    words = ["--clusters", "2", "--ranks", "1", "--out", str(tmp_path / "run")]
+    driver = subprocess.Popen([sys.executable, "-m", "dsx", "bench", "chaos", *words])
+    try:
+        wait_until(lambda: len(processes_of(tmp_path)) > 3)  # driver, nursery, and both ranks
+    finally:
+        driver.kill()
+        driver.wait()
+    wait_until(lambda: not processes_of(tmp_path))
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return what runs with a folder's name among its words."""
+    found: list[str] = []
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if str(folder) in (words := one.read_text()) and "chaos" in words:
+                found.append(words)
+    return found
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    until = time.monotonic() + 80
+    while not is_so():
+        assert time.monotonic() < until
+        time.sleep(0.1)

@@ -44,7 +44,9 @@ def main(directory: Path) -> None:
         if 0 not in ready:
             continue
         data = os.read(0, 1 << 16)
-        if not data:
+        if not data:  # whoever drives the run has ended, and so do the ranks
+            for pid in running:
+                os.kill(pid, signal.SIGKILL)
             return
         *lines, buffer = (buffer + data).split(b"\n")
         for line in lines:
