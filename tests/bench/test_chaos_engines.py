@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from dsx.bench.chaos.bench import Options
+from dsx.bench.chaos.costs import costs_by_kind
 from dsx.bench.chaos.left_out import samples_skipped
+from dsx.bench.chaos.logs import Window
 from dsx.bench.chaos.spoiling import Spoiler
-from tests.bench.chaos_logs import sound
+from tests.bench.chaos_logs import sound, the
 from tests.bench.test_chaos import run
 from tests.installed import needs
 
@@ -70,6 +72,19 @@ def test_what_a_cluster_would_have_read_while_it_was_away_is_skipped() -> None:
     assert samples_skipped(logs, 1) == 2 and samples_skipped(logs, 5) == 10
     assert samples_skipped(sound(), 1) == 0
     assert samples_skipped(sound("killed"), 1) == 6  # it is not back by the end, at step 12
+
+
+def test_what_a_kind_of_fault_costs_is_the_longest_step_beside_it_of_somebody_else() -> None:
+    logs = sound()
+    for cluster, step, seconds in ((1, 3, 1.5), (0, 6, 2.5), (2, 6, 100.0)):
+        the(logs[cluster, 0], "step", step=step)["seconds"] = seconds
+    windows = [
+        Window("reset", 0, 2.5, 3.5), Window("cut", 2, 5.5, 6.5), Window("cut", 2, 8.5, 9.5),
+    ]  # fmt: skip
+    assert costs_by_kind(logs, windows) == {
+        "cut": {"faults": 2, "median_seconds": 1.0, "max_seconds": 2.0},
+        "reset": {"faults": 1, "median_seconds": 1.0, "max_seconds": 1.0},
+    }
 
 
 def require_nothing_lost(found: dict[str, Any], num_events: int) -> None:

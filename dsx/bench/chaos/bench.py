@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dsx.bench.chaos.check import check
+from dsx.bench.chaos.costs import costs_by_kind
 from dsx.bench.chaos.disks import may_mount
 from dsx.bench.chaos.faults import (
     KINDS,
@@ -84,6 +85,8 @@ class Options:
 class Report:
     """What was asked and done, and what it came to; `loss_undisturbed` after as many samples.
 
+    `costs` are pauses by kind of fault (costs.py).
+
     Where an engine's data are not dealt, nobody is to read what a lost cluster has `given_up` and
     `skipped` (left_out.py): numbers of samples, None where others read it.
     """
@@ -92,6 +95,7 @@ class Report:
     faults: Sequence[Fault]
     verdict: Verdict
     loss_undisturbed: float | None
+    costs: Mapping[str, Mapping[str, float]]
     given_up: int | None = None
     skipped: int | None = None
 
@@ -102,6 +106,7 @@ class Report:
             "engine": self.options.engine,
             "options": options,
             **asdict(self.verdict),
+            "costs": self.costs,
             "samples_are_dealt": SERVED[self.options.engine].is_dealt,
             "samples_given_up": self.given_up,
             "samples_skipped": self.skipped,
@@ -139,6 +144,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
         away = everyone - {*clusters.alive}
         verdict = check(clusters.logs(), windows, away, PLANS[options.preset], last_step)
         verdict.problems[:0] = stuck
+        costs = costs_by_kind(clusters.logs(), windows)
         if not served.is_dealt:
             given_up, verdict.samples_lost = verdict.samples_lost, 0
             skipped = samples_skipped(clusters.logs(), of_step)
@@ -151,7 +157,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
             other = check(clusters.logs(), (), (), PLANS[options.preset], steps)
             verdict.problems += [f"undisturbed: {problem}" for problem in other.problems]
             loss = other.loss
-    return Report(options, suffered, verdict, loss, given_up, skipped)
+    return Report(options, suffered, verdict, loss, costs, given_up, skipped)
 
 
 def _inflict(

@@ -14,7 +14,9 @@ def show(report: Report, console: Console) -> None:
     title = f"{report.options.engine}, {report.options.preset}: {len(report.faults)} faults"
     table = Table(show_header=False, title=title)
     for kind, count in verdict.events.items():
-        table.add_row(kind, f"{count:,}")
+        cost = report.costs[kind]
+        pause = f"{cost['median_seconds']:.2f} s, longest {cost['max_seconds']:.2f} s"
+        table.add_row(f"{kind}; its pause of a survivor", f"{count:,}; {pause}")
     table.add_section()
     table.add_row("rounds committed, by fragment", f"{verdict.rounds:,}")
     table.add_row("rounds refused, of a contribution that was wrong", f"{verdict.rounds_refused:,}")
