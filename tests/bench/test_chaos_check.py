@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from dsx.bench.chaos.check import check
 from dsx.bench.chaos.logs import Window
+from dsx.bench.chaos.pauses import measure_pauses
 from dsx.bench.chaos.plan import Plan
 from dsx.bench.chaos.verdict import Verdict
 from tests.bench.chaos_logs import KILL, LAST_STEP, LEAVE, PLAN, Logs, sound, the, without
@@ -463,3 +465,18 @@ def test_a_plan_says_what_is_due() -> None:
     in_turns = Plan(8, in_turns=True)
     assert in_turns.due(4, 11) == {(0, 2), (1, 4), (2, 6), (3, 8), (0, 10)}
     assert in_turns.due(4, 5, (1, 2)) == {(0, 3), (1, 5)}  # a second stage is a step later
+
+
+def test_a_long_run_is_judged_in_no_time() -> None:
+    """A thousand faults of one run, and their thousand processes: nothing is looked for in all."""
+    logs, windows = sound(), list[Window]()
+    for log in logs.values():
+        steps = [r for r in log if r["what"] == "step"]
+        log[2:2] = [{**steps[0], "at": 0.6 + i * 1e-5, "seconds": 0.25} for i in range(10_000)]
+    for number in range(2_000):
+        windows.append(Window("reset", number % 3, 3.0 + number * 1e-4, 3.00005 + number * 1e-4))
+    verdict = Verdict()
+    began = time.process_time()
+    measure_pauses(logs, windows, verdict)
+    assert time.process_time() - began < 20  # where each step was held against each fault: minutes
+    assert verdict.pause_max_seconds == 0.25

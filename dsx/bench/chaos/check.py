@@ -1,15 +1,15 @@
 """What a run with faults comes to, by what its ranks have written; nothing of dsx is asked.
 
-Rounds (rounds.py), samples (samples.py), processes (processes.py), the end, and pauses.
+Rounds (rounds.py), samples (samples.py), processes (processes.py), pauses (pauses.py), the end.
 """
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from dsx.bench.chaos.logs import Rank, Record, Window, last, of_last_process
+from dsx.bench.chaos.pauses import measure_pauses
 from dsx.bench.chaos.plan import Plan
 from dsx.bench.chaos.processes import check_processes
 from dsx.bench.chaos.rounds import check_rounds
@@ -37,7 +37,7 @@ def check(
     check_rounds(logs, ended, plan, verdict)
     _check_end(ended, last_step, verdict)
     check_samples(logs, ended, verdict)
-    _measure_pauses(logs, windows, verdict)
+    measure_pauses(logs, windows, verdict)
     return verdict
 
 
@@ -61,32 +61,3 @@ def _check_end(ended: Mapping[Rank, Record], last_step: int | None, verdict: Ver
     if last_step is not None and steps and steps != {last_step}:
         verdict.problems.append(f"the end was to be at step {last_step}, and came at {min(steps)}")
     verdict.loss = next((end["loss"] for end in ended.values()), None)
-
-
-def _measure_pauses(
-    logs: Mapping[Rank, Sequence[Record]], windows: Sequence[Window], verdict: Verdict
-) -> None:
-    """Take each fault's longest step of a cluster that it did not befall, beyond the usual one."""
-    steps = {
-        rank: [(r["at"], r["seconds"]) for r in log if r["what"] == "step"]
-        for rank, log in logs.items()
-    }
-    pauses: list[float] = []
-    for window in windows:
-        longest: list[float] = []
-        for (cluster, _), taken in steps.items():
-            if cluster == window.cluster:
-                continue
-            usual = [seconds for at, seconds in taken if not _is_in(windows, at)]
-            beside = [seconds for at, seconds in taken if window.begin <= at <= window.end]
-            if usual and beside:
-                longest.append(max(beside) - statistics.median(usual))
-        if longest:
-            pauses.append(max(0.0, *longest))
-    if pauses:
-        verdict.pause_median_seconds = statistics.median(pauses)
-        verdict.pause_max_seconds = max(pauses)
-
-
-def _is_in(windows: Sequence[Window], at: float) -> bool:
-    return any(window.begin <= at <= window.end for window in windows)

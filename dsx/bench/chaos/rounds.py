@@ -8,6 +8,7 @@ mean, on purpose, is no round, and not lost.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -58,6 +59,18 @@ class _Stage:
             held.what == "refused" and held.by and {*held.by} <= self.spoilt[of]
             for held in everyone
         )
+
+
+class _InOrder:
+    """Launches by their steps."""
+
+    def __init__(self, launches: Iterable[Launch]) -> None:
+        self._launches = sorted(launches, key=lambda of: of[1])
+        self._steps = [step for _, step in self._launches]
+
+    def between(self, first: float, last: float) -> Sequence[Launch]:
+        """Return those of first <= step <= last."""
+        return self._launches[bisect_left(self._steps, first) : bisect_right(self._steps, last)]
 
 
 def check_rounds(
@@ -134,6 +147,7 @@ def _check_lost(
                 f"{_say(of)}: refused for what cluster(s) {sorted(by)} contributed, in which "
                 "nothing was wrong on purpose"
             )
+    had, wanted = _InOrder(rounds | refused), _InOrder(due or ())
     left_out: list[str] = []
     for rank, log in stage.logs.items():
         processes = of_each_process(log)
@@ -153,8 +167,8 @@ def _check_lost(
             ]
             held = {_of(r) for r in process if r["what"] in ("commit", "refused")}
             lost |= {of for of in launched - held if of[1] <= until}
-            lost |= {of for of in rounds | refused if begins <= of[1] <= until} - held
-            lost |= {of for of in due or () if begins <= of[1] <= until} - launched
+            lost |= {*had.between(begins, until)} - held
+            lost |= {*wanted.between(begins, until)} - launched
     if due is not None:
         lost |= due - rounds - refused
         strange = sorted((rounds | refused) - due)

@@ -34,13 +34,14 @@ def check_samples(
             {r["step"] for r in _of_process(own, number) if r["what"] == "launch"}
             for number in range(count)
         ]
+        times = Counter(step for steps in launched for step in steps)
         for number in range(count):
             read = _read_by(_of_process(own, number))
             if not read:
                 continue
-            others = set[int]().union(*launched[:number], *launched[number + 1 :])
             # it may have been killed behind its last launch, and before it had said so
-            possible = launched[number] | ({max(read), max(read) + 1} - others)
+            unsaid = {step for step in (max(read), max(read) + 1) if not times[step]}
+            possible = launched[number] | unsaid
             ends = [e["step"] for of, e in ended.items() if of[0] == cluster]
             if number == count - 1 and ends:
                 last_inside = max(ends)
