@@ -10,12 +10,13 @@ from dsx.bench.chaos.logs import Rank, Record, Window
 from dsx.bench.chaos.verdict import Verdict
 
 
-def measure_pauses(
-    logs: Mapping[Rank, Sequence[Record]], windows: Sequence[Window], verdict: Verdict
-) -> None:
-    """Take each fault's longest step of a cluster that it did not befall, beyond the usual one.
+def pauses_of(
+    logs: Mapping[Rank, Sequence[Record]], windows: Sequence[Window]
+) -> list[float | None]:
+    """Return of each fault the longest step of another cluster beside it, beyond a usual one.
 
-    What is usual is the median of a rank's steps beside which there was no fault.
+    In seconds, at least 0; None where nobody else took a step. Usual is the median of a rank's
+    steps beside which there was no fault, of all its steps where there was one beside each.
     """
     taken = {
         rank: sorted((r["at"], r["seconds"]) for r in log if r["what"] == "step")
@@ -24,21 +25,26 @@ def measure_pauses(
     times = {rank: [at for at, _ in steps] for rank, steps in taken.items()}
     usual: dict[Rank, float] = {}
     for rank, steps in taken.items():
-        places = [_steps_of(window, times[rank]) for window in windows]
-        disturbed = {place for of_window in places for place in of_window}
-        if len(disturbed) < len(steps):
-            usual[rank] = statistics.median(
-                seconds for place, (_, seconds) in enumerate(steps) if place not in disturbed
-            )
-    pauses: list[float] = []
+        disturbed = {place for window in windows for place in _steps_of(window, times[rank])}
+        quiet = [seconds for place, (_, seconds) in enumerate(steps) if place not in disturbed]
+        if steps:
+            usual[rank] = statistics.median(quiet or [seconds for _, seconds in steps])
+    pauses: list[float | None] = []
     for window in windows:
         longest = [
             max(taken[rank][place][1] for place in beside) - usual[rank]
             for rank in usual
             if rank[0] != window.cluster and (beside := _steps_of(window, times[rank]))
         ]
-        if longest:
-            pauses.append(max(0.0, *longest))
+        pauses.append(max(0.0, *longest) if longest else None)
+    return pauses
+
+
+def measure_pauses(
+    logs: Mapping[Rank, Sequence[Record]], windows: Sequence[Window], verdict: Verdict
+) -> None:
+    """Enter the median and the longest one."""
+    pauses = [pause for pause in pauses_of(logs, windows) if pause is not None]
     if pauses:
         verdict.pause_median_seconds = statistics.median(pauses)
         verdict.pause_max_seconds = max(pauses)
