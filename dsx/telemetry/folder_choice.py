@@ -23,6 +23,7 @@ from dsx.telemetry.run_folder import (
     read_about,
     read_own,
     say_end,
+    sessions_of,
 )
 
 _OF_THE_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.ESTALE, errno.ENODEV, errno.ETIMEDOUT}
@@ -37,10 +38,11 @@ class Origin:
     session: str
 
 
-def look(base: Path, cluster: int) -> dict[str, list[str] | None]:
+def look(base: Path, cluster: int, joins: str | None = None) -> dict[str, list[str] | None]:
     """Return the names that one cluster's files know their run by, in each folder that is used.
 
-    Empty for a folder with files of other clusters only. ValueError for a run.json that is none.
+    Empty for a folder with files of other clusters only, but for the run (session) that this
+    cluster `joins`, if they are of that one. ValueError for a run.json that is none.
     """
     found: dict[str, list[str] | None] = {}
     pattern = re.compile(rf"{re.escape(base.name)}(-(?P<number>[1-9]\d*))?")
@@ -50,6 +52,8 @@ def look(base: Path, cluster: int) -> dict[str, list[str] | None]:
             about = read_own(path, cluster)
             has_records = cluster_file(path, "metrics", ".jsonl", cluster).exists()
             names = sorted(names_of_starts(about)) if about else None if has_records else []
+            if joins is not None and joins in sessions_of(path):
+                names = sorted({*(names or ()), joins})
             found[match["number"] or "1"] = names
     return found
 
@@ -58,8 +62,15 @@ class FolderChoice:
     """The folder of one start, the same for all its clusters; None without `metrics.dir`."""
 
     def __init__(
-        self, base: Path | None, cluster: int, session: str, found: Sequence[Found]
+        self,
+        base: Path | None,
+        cluster: int,
+        session: str,
+        found: Sequence[Found],
+        joins: bool = False,
     ) -> None:
+        """`joins`: the others have begun the run `session`, and write to its folder already."""
+        self._joins = joins
         self._base = base
         self._cluster = cluster
         self._found = found
@@ -79,6 +90,9 @@ class FolderChoice:
         """Choose the folder of a start; `continues` says whether it is that of the same run."""
         used = {int(number) for one in self._found for number in one}
         same = [n for n in sorted(used) if origin and self._is_of_run(n, origin.session)]
+        if self._joins:
+            here = self._found[self._cluster]
+            same = [n for n in sorted(used) if self._own in (here.get(str(n)) or ())]
         if self._is_claimed and (not same or origin is None or origin.session == self._own):
             self.continues = True  # this start goes back, in its own folder
             return

@@ -211,17 +211,20 @@ class Records:
 def _choose(config: DsxConfig, world: World) -> FolderChoice:
     """Let all clusters tell what they have in folders of the run's name. Collective over all."""
     base = None if config.metrics.dir is None else Path(config.metrics.dir)
+    joins = None if world.joins is None else world.session
     found: Any = {}
     if base is not None and world.rank == 0:
         try:
-            found = look(base, world.cluster_id)
+            found = look(base, world.cluster_id, joins)
         except (OSError, ValueError) as error:
             found = str(error)
+    if joins is not None:  # the others have told all before, so no rank hears of this one's first
+        found = world.in_cluster().from_first("the run's folder", found)
     everyone = world.rendezvous.gather("the run's folder", found)
     for cluster, one in enumerate(everyone):
         if isinstance(one, str):
             raise ValueError(f"cluster {cluster}: {one}")
-    return FolderChoice(base, world.cluster_id, world.session, everyone)
+    return FolderChoice(base, world.cluster_id, world.session, everyone, joins is not None)
 
 
 def _origin(checkpoint: Path) -> Origin:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from dsx.telemetry.run_folder import read_about
 from tests.installed import needs
 from tests.launch.sites_of_three import Sites, ranks_of
 from tests.launch.test_launch import Launcher, launch, results
@@ -76,6 +77,9 @@ def test_of_two_without_an_arbiter_who_is_killed_comes_back(
     survivor.wait_for(f"cluster {victim} is back: going on with clusters 0, 1")
     again.wait_for(f"step {step + 8}\n")
     end_all(tmp_path, survivor, again)
+    assert not (tmp_path / "run-2").exists()  # its records go on where they were
+    starts = read_about(tmp_path / "run")[victim]["starts"]
+    assert [one["step"] for one in starts] == [0, step]
 
 
 def test_a_forced_view_has_one_of_two_go_on_alone(launch: Any, tmp_path: Path) -> None:

@@ -113,6 +113,32 @@ def test_a_run_that_goes_back_stays_in_its_folder(tmp_path: Path) -> None:
         assert choice.continues and choice.folder == tmp_path / "run"
 
 
+def join(base: Path, cluster: int, session: str, told: Sequence[Any]) -> FolderChoice:
+    """Choose as a cluster that joins a run does; `told` is what all found before that began."""
+    found = [*told]
+    found[cluster] = json.loads(json.dumps(look(base, cluster, session)))
+    choice = FolderChoice(base, cluster, session, found, joins=True)
+    choice.begin(None)
+    return choice
+
+
+def test_a_cluster_that_joins_goes_on_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    """Whether it had begun with the others, on this machine or another, or had written nothing."""
+    base = tmp_path / "run"
+    for session, expected in (("a", base), ("b", tmp_path / "run-2")):
+        told = [look(base, m) for m in range(2)]
+        start([base] * 2, session)
+        choice = join(base, 1, session, told)
+        assert choice.folder == expected and choice.continues
+        assert choice.claim(None, writes=True) == ""
+        for path in expected.glob("*cluster_1*"):
+            path.unlink()
+        for m in (0, 1):  # the first one's files say which run it is, too
+            assert join(base, m, session, told).folder == expected
+        elsewhere = join(tmp_path / "y" / "run", 1, session, told)
+        assert elsewhere.folder == tmp_path / "y" / expected.name and not elsewhere.continues
+
+
 def test_of_two_that_choose_the_same_folder_one_is_refused(tmp_path: Path) -> None:
     (first,) = choose([tmp_path / "run"], "a")
     (second,) = choose([tmp_path / "run"], "b")

@@ -301,6 +301,7 @@ class Clerk:
                 self._take_up(action.entry)
             elif isinstance(action, Copy):
                 self._copy = action
+                self.departures.take_copy(action.state)
             elif isinstance(action, Dropped):
                 self._end_left_out()
             else:

@@ -15,6 +15,7 @@ from typing import Any
 
 from dsx.comm.membership.entries import Contributors, Said, View
 from dsx.comm.membership.quorum import is_quorum
+from dsx.comm.membership.state import State
 from dsx.core.leaving import Reason
 
 _KEY = "leave"
@@ -40,6 +41,13 @@ class Departures:
             self._take_wish(entry)
         if isinstance(entry, Said | View) and self.all_end is None:
             self._judge(contributors)
+
+    def take_copy(self, state: State) -> None:
+        """Take what the log says at the place from which this cluster, which joins, follows it."""
+        for key, known in state.said.items():
+            self._take_wish(Said(key, known.value, known.by))
+        if self.all_end is None:
+            self._judge(state.contributors)
 
     def has_said(self, id: int, incarnation: int) -> bool:
         """Whether a process has said that it is told to end."""

@@ -253,6 +253,7 @@ def run(
     arbiter: int | None = None,
     suspect_seconds: float = 30.0,
     again: int | None = None,
+    begin_again: threading.Event | None = None,
     batches_of: Callable[[int], Any] = lambda id: None,
     line: Callable[[Line], object] | None = None,
     quorum_wait_seconds: float = 0.0,
@@ -260,8 +261,8 @@ def run(
     """Train all, each on a thread of its own; `watch` runs beside them.
 
     `by_log`: clerks say who the members are, else whoever watches does. The cluster `again` is
-    started again once it has ended: its new site comes last, behind all others. `line` is given
-    the one line on which all call the first site.
+    started again once it has ended, and not before `begin_again`: its new site comes last. `line`
+    is given the one line on which all call the first site.
     """
     options = {"grace_seconds": 0.2, "suspect_seconds": suspect_seconds}
     sites = [Site(m, model, method, **options) for m in range(num_clusters)]
@@ -294,6 +295,7 @@ def run(
             ]  # fmt: skip
             if again is not None:
                 assert sites[again].is_over.wait(240)
+                assert begin_again is None or begin_again.wait(240)
                 site = _started_again(sites, sites[again], options, arbiter, suspect_seconds)
                 site.batches = batches_of(site.id)
                 sites.append(site)

@@ -12,10 +12,13 @@ import pytest
 
 from dsx.comm.links.departures import Departures
 from dsx.comm.membership.entries import Contributor, Said, View
+from dsx.comm.membership.state import State
 from dsx.core.leaving import ORDERED, Reason
 from dsx.core.transport import PeerLost
 from dsx.outer.transfer import Transfer
 from tests.comm.links.sites import Site, run
+from tests.comm.links.test_healing import NUM_STEPS as UNTIL_HEALED
+from tests.comm.links.test_healing import cut_short, slowly
 from tests.comm.links.test_members_lost import LAST, NUM_STEPS, check
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -71,6 +74,19 @@ def test_nobody_says_it_for_another_and_no_other_process_is_meant() -> None:
     log.take(said(2, 12), THREE)
     log.take(said(1, 9), THREE)  # of an earlier process
     assert log.all_end is None
+
+
+def test_who_joins_knows_what_was_said_before() -> None:
+    state = State(contributors=THREE[:2])
+    for entry in (said(1, 11), Said("port/1", "7", 1), said(0, 9), said(0, 10, by=1)):
+        state = state.after(entry)
+    log = Departures(None)
+    log.take_copy(state)
+    assert log.has_said(1, 11) and log.has_said(0, 9) and not log.has_said(0, 10)
+    assert log.all_end == Reason(1, signal.SIGTERM)
+    of_three = Departures(None)
+    of_three.take_copy(State(contributors=THREE).after(said(1, 11)))
+    assert of_three.all_end is None and of_three.left(THREE, (THREE[0], THREE[2])) == (1,)
 
 
 def until(what: Callable[[], object]) -> None:
@@ -143,3 +159,26 @@ def test_where_two_of_three_are_told_all_end_alike() -> None:
     sites = run(method, TinyNet(), mean_loss, NUM_STEPS, before=before, by_log=True)
     assert len({*ends.values()}) == 1 and ends[0] in (Reason(0), Reason(2))
     assert [site.epochs[-1] for site in sites] == [0, 0, 0]
+
+
+@pytest.mark.ci
+def test_one_that_heals_knows_who_was_told_to_end_before() -> None:
+    """Three of four train on; of those one is told, and the fourth is started again after that."""
+    told = threading.Event()
+
+    def before(site: Site, step: int) -> None:
+        slowly(site, step)
+        clerk = site.clerk
+        if site.id == 1 and step == LAST + 4 and clerk is not None:
+            clerk.say_told_to_end(Reason(1))
+            until(lambda: clerk.has_said_told)
+            told.set()
+
+    sites = run(
+        ALL_CASES["diloco"].method(4), TinyNet(), mean_loss, UNTIL_HEALED, 4,
+        fates={3: cut_short}, before=before, by_log=True, again=3, begin_again=told,
+    )  # fmt: skip
+    assert sites[4].members_at[UNTIL_HEALED] == (0, 1, 2, 3)
+    for site in (sites[0], sites[4]):
+        assert site.clerk is not None and site.clerk.departures.all_end is None
+        assert site.clerk.departures.has_said(1, sites[1].link.incarnation)
