@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dsx.bench.chaos.disks import Disks, may_mount
+from dsx.bench.chaos.disks import APART, Disks, may_mount
 from dsx.bench.chaos.faults import (
     ENDS,
     KINDS,
@@ -149,21 +149,28 @@ def test_a_save_that_fails_is_said_and_the_one_before_stays(tmp_path: Path) -> N
     assert steps_of_ends(folder) == [130]
 
 
+@pytest.mark.ci
 def test_a_disk_is_full_and_has_room_again(tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("needs the right to mount a small disk")
-    disks = Disks(tmp_path, 2)
+    mount = "import sys; from pathlib import Path; from dsx.bench.chaos.disks import mount_disks; "
+    mount += "mount_disks(Path(sys.argv[1]), 2); print(flush=True); sys.stdin.read()"
+    words = [*APART, sys.executable, "-c", mount, str(tmp_path)]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
-        file = checkpoints_path(tmp_path, 1) / "file"
+        assert process.stdout is not None and process.stdout.readline()
+        disks = Disks(process.pid, tmp_path)
+        file = disks.folder(1) / "file"
         disks.fill(1)
         with pytest.raises(OSError, match="No space left on device"):
             file.write_bytes(bytes(5000))
-        (checkpoints_path(tmp_path, 0) / "file").write_bytes(bytes(5000))
+        (disks.folder(0) / "file").write_bytes(bytes(5000))
         disks.free(1)
         file.write_bytes(bytes(5000))
     finally:
-        disks.close()
-    assert list(checkpoints_path(tmp_path, 1).iterdir()) == []
+        process.kill()
+        process.communicate()
+    assert list(checkpoints_path(tmp_path, 1).iterdir()) == []  # gone with that process
 
 
 def test_orders_come_to_a_cluster_and_spoil_one_contribution(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import selectors
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,14 @@ class NoProgress(RuntimeError):
 class Nursery:
     """The process that forks ranks."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, before: Sequence[str] = ()) -> None:
+        """Start it; `before` are words that stand before its command."""
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "dsx.bench.chaos.nursery", str(directory)],
+            [*before, sys.executable, "-m", "dsx.bench.chaos.nursery", str(directory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
             stderr=(directory / "nursery.log").open("ab"),
         )  # fmt: skip
@@ -35,6 +37,11 @@ class Nursery:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._out, selectors.EVENT_READ)
         self._buffer = b""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
 
     def ask(self, **fields: Any) -> None:
         """Ask for a rank."""

@@ -51,7 +51,7 @@ class Inflictor:
         elif fault.kind == "leave":
             self._let_leave(fault)
         elif fault.kind == "join":
-            shutil.rmtree(checkpoints_path(self._run.directory, cluster), ignore_errors=True)
+            self._empty_folder(cluster)
             self._run.bring_back(cluster)
         elif fault.kind == "full_disk":
             self._fill_disk(cluster)
@@ -110,6 +110,14 @@ class Inflictor:
             if command is not None:
                 command.kill()
                 command.wait()
+
+    def _empty_folder(self, cluster: int) -> None:
+        """Take away what a cluster has saved: its next machine has nothing of it."""
+        disks = self._run.disks
+        folder = checkpoints_path(self._run.directory, cluster)
+        folder = folder if disks is None else disks.folder(cluster)
+        for saved in folder.iterdir() if folder.is_dir() else ():
+            shutil.rmtree(saved, ignore_errors=True)
 
     def _fill_disk(self, cluster: int) -> None:
         """Leave no room for a cluster's next checkpoint, and then for the one after it."""

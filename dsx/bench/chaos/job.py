@@ -54,6 +54,7 @@ class Job:
     seed: int
     engine: EngineName = "torch"
     zero_stage: int = 1  # of DeepSpeed
+    has_disks: bool = False  # of its own for each cluster's checkpoints, small ones
 
     def dsx(self, cluster: int) -> dict[str, Any]:
         """Return a cluster's configuration."""

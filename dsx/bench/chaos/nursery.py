@@ -21,10 +21,13 @@ def main(directory: Path) -> None:
     import torch
 
     from dsx.bench.chaos import worker
+    from dsx.bench.chaos.disks import mount_disks
     from dsx.bench.chaos.engines.engine import module_of
     from dsx.bench.chaos.job import Job, output_path
 
     job = Job.read(directory)
+    if job.has_disks:
+        mount_disks(directory, job.num_clusters)
     importlib.import_module("dsx.comm.links.transport")
     module_of(job.engine).warm()
     torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
-from dsx.bench.chaos.disks import Disks
+from dsx.bench.chaos.disks import APART, Disks
 from dsx.bench.chaos.forking import NoProgress, Nursery
 from dsx.bench.chaos.job import (
     EngineName,
@@ -34,9 +34,10 @@ _READ_AGAIN_STEPS = 200  # in which the others read what one has read and not co
 class Clusters:
     """All clusters of a run: their processes, logs, lines, and who has been lost."""
 
-    def __init__(self, job: Job, lines: Lines, nursery: Nursery, disks: Disks | None) -> None:
-        self.job, self.lines, self._nursery, self.disks = job, lines, nursery, disks
+    def __init__(self, job: Job, lines: Lines, nursery: Nursery) -> None:
+        self.job, self.lines, self._nursery = job, lines, nursery
         self.directory = Path(job.directory)
+        self.disks = Disks(nursery.pid, self.directory) if job.has_disks else None
         self.pids: dict[int, tuple[int, int]] = {}
         self.alive = list(range(job.num_clusters))
         ranks = [(c, r) for c in range(job.num_clusters) for r in range(job.num_ranks)]
@@ -213,12 +214,11 @@ def clusters_of(
     members = [f"{n}={a}" for n, a in zip(names, lines.addresses, strict=True)]
     job = Job(
         str(directory), preset, num_clusters, num_ranks, members, ports, [str(k) for k in keys],
-        last_step, step_seconds, suspect_seconds, seed, engine, zero_stage,
+        last_step, step_seconds, suspect_seconds, seed, engine, zero_stage, has_disks,
     )  # fmt: skip
     job.write()
-    disks = Disks(directory, num_clusters) if has_disks else None
-    nursery = Nursery(directory)
-    clusters = Clusters(job, lines, nursery, disks)
+    nursery = Nursery(directory, APART if has_disks else ())
+    clusters = Clusters(job, lines, nursery)
     try:
         clusters.start()
         yield clusters
@@ -226,8 +226,6 @@ def clusters_of(
         clusters.kill()
         nursery.close()
         lines.close()
-        if disks is not None:
-            disks.close()
 
 
 def _free_port() -> int:
