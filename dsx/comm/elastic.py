@@ -42,6 +42,7 @@ from dsx.comm.spans import (
 )
 from dsx.comm.under_way import UnderWay
 from dsx.comm.views import Views
+from dsx.core.at_exit import close_at_exit, has_closed
 from dsx.core.exchange import Exchange
 from dsx.core.fifo import SLACK_SECONDS
 from dsx.core.membership import Membership, Seat
@@ -88,6 +89,7 @@ class ElasticTransport:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dsx-views", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     @property
     def seat(self) -> Seat:
@@ -153,6 +155,7 @@ class ElasticTransport:
 
     def close(self) -> None:
         """Release threads and connections."""
+        has_closed(self)
         with self._lock:
             self._is_closed = True
         self._views.close()

@@ -38,6 +38,7 @@ from dsx.comm.handshake import LaunchHandshake
 from dsx.comm.point_to_point import PointToPoint
 from dsx.comm.sockets import opened_here
 from dsx.comm.spread import Spread, Way
+from dsx.core.at_exit import close_at_exit, has_closed
 from dsx.core.exchange import COMMIT, HEADER, Exchange, ExchangeRound, next_round
 from dsx.core.fifo import SLACK_SECONDS, Fifo
 from dsx.core.membership import Seat
@@ -158,6 +159,7 @@ class GlooTransport:
         for fragment, groups in of_fragments.items():
             self._groups[fragment] = FragmentGroups(groups, seat, deadline_seconds, self._farewells)
             self._fifos[fragment] = Fifo(f"dsx-fragment-{fragment}")
+        close_at_exit(self)
 
     def submit(
         self, what: Submission, exchange: Exchange, again: Callable[[], Exchange] | None = None
@@ -247,6 +249,7 @@ class GlooTransport:
 
         What is given up is logged; its peers find the connection closed.
         """
+        has_closed(self)
         fifos = [*self._fifos.values(), self._gather_fifo]
         for fifo in fifos:
             fifo.end_soon()

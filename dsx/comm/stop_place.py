@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import threading
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import asdict
 from datetime import timedelta
@@ -60,9 +60,11 @@ class StopPlace:
             if not self._asked.done():
                 self._asked.set_result(reason)
 
-    def is_asked_within(self, seconds: float) -> bool:
-        """Wait for so long at most until a stop is asked for; whether it is."""
-        return bool(wait([self._asked], seconds).done)
+    def is_asked_within(self, seconds: float, unless: Future[None]) -> bool:
+        """Wait for so long at most until a stop is asked for, or something is; whether it is."""
+        either: list[Future[Any]] = [self._asked, unless]
+        wait(either, seconds, FIRST_COMPLETED)
+        return self._asked.done()
 
     def begin(self, step: int) -> None:
         """Enter the boundary of a step, which need not follow the one before: after a resume."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from dsx.checkpoint.tags import note_left
 from dsx.comm.world import World
 from dsx.config.sections import ClustersConfig
+from dsx.core.at_exit import close_at_exit, has_closed
 from dsx.core.leaving import ORDERED, Reason
 from dsx.core.transport import Pending
 
@@ -68,6 +69,7 @@ class Leaving:
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="dsx-leaving", daemon=True)
         self._thread.start()
+        close_at_exit(self)
 
     @classmethod
     def of(
@@ -135,8 +137,9 @@ class Leaving:
         return reason, told
 
     def close(self) -> None:
-        """Look no more: a thread that asks a store would abort the interpreter's end."""
+        """Look no more; returns once no store is asked (core/at_exit.py)."""
         self._is_closed = True
+        has_closed(self)
         self._thread.join(10 * _TICK_SECONDS)
 
     def _run(self) -> None:

@@ -70,9 +70,8 @@ class Preemption:
         self._told_at = 0.0  # by time.monotonic()
         self._open = OpenBoundary(world, loop)
         self._notices = notices
-        self._is_closed = False
+        self._is_closed = self._is_wanted = False
         self.is_finished = False  # nothing more to save, unless another step is taken
-        self._is_wanted = False
         self.orders = Orders(
             notices, world.desk, world.rank == 0, loop.method.schedule.interval, records.order
         )
@@ -164,6 +163,7 @@ class Preemption:
     def close(self) -> None:
         """Hear nothing any more."""
         self._is_closed = True
+        self._stops.close()
         if self._leaving is not None:
             self._leaving.close()
         self._signals.close()
@@ -244,7 +244,7 @@ class Preemption:
 
     def _agree(self) -> None:
         """Hear of an end from the cluster's other ranks, and agree where; asks the store."""
-        if not self._stops.wait_for_one(lambda: self._is_closed):
+        if not self._stops.wait_for_one():
             return
         self._told_at = time.monotonic()
         reason, farewells = self._reason, self._loop.transport.farewells
