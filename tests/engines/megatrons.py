@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import importlib.util
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +25,8 @@ from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
 from tests.reference_schedules import Clock, due_streaming
 from tests.tiny import H
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))  # with megatron_files
 
 # looked up and not imported: in a rank's process megatron comes after `megatron_on_cpu`
 needs_megatron = pytest.mark.skipif(

@@ -53,7 +53,7 @@ def test_the_first_word_of_a_peer_is_taken_before_anybody_has_looked_for_it(
         cluster_id=1, serve=lambda *_: None, why_gone=lambda name: "",
         process_at=lambda name: 70 + name[0], ask=lambda name, body: sent.append(body),
         readmit=lambda: None, hold=lambda ids, epoch: None, has_let_go=lambda name: False,
-        incarnation=71,
+        is_apart=lambda name: False, incarnation=71,
     )  # fmt: skip
     clerk: Any = Clerk(link, {0: 70, 1: 71}, None, 30.0, lambda told: None)
 
