@@ -137,7 +137,7 @@ class Donor:
         loop = self._loop
         return {
             "step": loop.history.step,
-            "launch": sum(loop.history.launches),
+            "result": max(self._results.numbers, default=0),
             "ids": [*loop.transport.seat.ids],
             "refuses": self._refuses,
         }

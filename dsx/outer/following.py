@@ -33,6 +33,7 @@ class Following:
         self._lock = Lock()
         self._ahead: dict[int, Future[Opened]] = {}  # by launch
         self._asked = 0  # the last launch whose result has been asked for
+        self._most = 1  # bytes of a result
 
     def take(self, attempt: Attempt, channel: FragmentChannel) -> Tensor | None:
         """Return the mean that others have come to, once they have; None if it is an own one.
@@ -73,9 +74,10 @@ class Following:
             asked = self._ahead.pop(number, None)
             self._asked = max(self._asked, number)
         opened = self._fetch(number) if asked is None else asked.result()
-        count = min(_AHEAD, _AHEAD_BYTES // max(opened.num_bytes, 1))
         first = self._first_own()
         with self._lock:
+            self._most = max(self._most, opened.num_bytes)
+            count = min(_AHEAD, _AHEAD_BYTES // self._most)
             last = min(number + count, self._sources.newest)
             if first is not None:
                 last = min(last, first - 1)

@@ -28,12 +28,12 @@ def sources_of(answer: Callable[[str], bytes]) -> Sources:
 
 
 def place(step: int) -> bytes:
-    return DATA + json.dumps({"step": step, "launch": 3, "ids": [1, 2], "refuses": ""}).encode()
+    return DATA + json.dumps({"step": step, "result": 3, "ids": [1, 2], "refuses": ""}).encode()
 
 
 def test_what_others_who_stand_still_do_not_have_is_waited_for_by_the_deadline() -> None:
     sources = sources_of(lambda verb: place(7) if verb == "where" else WAIT)
-    with pytest.raises(PeerLost, match="result of 2 cluster.*taken a step for 0.3 s"):
+    with pytest.raises(PeerLost, match="result of 2 cluster.*taken no step for 0.3 s"):
         sources.parcel(("result", 4), ("piece", 4))
 
 

@@ -1,5 +1,7 @@
 """Members that are lost, and kept: until they are reached again, or the log has left them out.
 
+So are those who may become members, as they heal; and by them everybody, as no view has them yet.
+
 What is under way with one waits as it would for a short cut, and goes on where it was. Who has been
 left out is given up for good, and told so when it is reached again.
 """
@@ -24,6 +26,7 @@ class Held:
         self._epoch = -1
         self._clusters: frozenset[int] = frozenset()
         self._call_at: dict[Peer, float] = {}
+        self._members: set[Peer] = set()  # that have been one
         self.has_ended = False  # whether nobody is kept any more, and none has been left out
 
     def hold(self, clusters: Collection[int], epoch: int) -> None:
@@ -35,9 +38,19 @@ class Held:
         """Keep nobody any more, as this cluster does not go on; any thread."""
         self.has_ended, self._clusters = True, frozenset()
 
+    @property
+    def is_outside(self) -> bool:
+        """Whether this cluster heals, and no view has it yet."""
+        return self._epoch >= 0 and not self._clusters and not self.has_ended
+
     def holds(self, peer: Peer) -> bool:
-        """Whether a peer is one of a member's ranks."""
-        return peer.cluster_id in self._clusters and not peer.is_visitor
+        """Whether a peer is one of a member's ranks, or of one who is none yet."""
+        if peer.is_visitor or self.has_ended or self._epoch < 0:
+            return False
+        if peer.cluster_id in self._clusters:
+            self._members.add(peer)
+            return True
+        return peer not in self._members
 
     def keeps(self, peer: Peer, why: str, now: float) -> bool:
         """Whether a peer is kept that is lost, and why; it is called anew now and then."""
@@ -58,13 +71,14 @@ class Held:
         if peer is None or (hello.incarnation, hello.over) != (peer.incarnation, own):
             return False
         if peer.error is not None:
-            peer.is_apart = not self.has_ended
+            peer.is_apart = not (self.has_ended or peer.has_let_go)
             return False
         peer.has_let_go = self.holds(peer)
         return peer.has_let_go
 
     def is_back(self, peer: Peer) -> None:
         """Take a peer that is reached: nothing is suspected."""
+        self.holds(peer)  # which notes who has been a member
         if peer.suspected:
             peer.suspected = ""
             self._call_at.pop(peer, None)

@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from dsx.comm.links.frames import ANSWER, BadFrame, Frame
-from dsx.comm.links.peer import Peer
+from dsx.comm.links.peer import LinkDown, Peer
 
 _MOST_UNSERVED = 4096  # that have come before there was who serves
 Name = tuple[int, int]  # cluster and rank
@@ -79,10 +79,10 @@ class Requests:
             end_future(self._answers.pop(number), body)
 
     def give_up(self, peer: Peer) -> None:
-        """End what a peer that has gone was asked."""
-        assert peer.error is not None
+        """End what a peer was asked that has gone, or is lost and may come back."""
+        error = peer.error or LinkDown(peer.suspected)
         for number in peer.asked:
-            end_future(self._answers.pop(number), peer.error)
+            end_future(self._answers.pop(number), error)
         peer.asked.clear()
 
 

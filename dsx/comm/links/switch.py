@@ -167,6 +167,8 @@ class Switch:
                 peer.excuse(paused)
             why = peer.look(now)
             is_kept = why is not None and self.held.keeps(peer, why, now)
+            if is_kept and self.held.is_outside:
+                self.requests.give_up(peer)  # whoever heals asks another one
             if why is not None and not is_kept:
                 self.give_up(peer, why)
                 if peer.is_visitor:
@@ -324,7 +326,7 @@ class Switch:
             return self._drop("a greeting of another process than the one that is meant", f"{peer}")
         if peer.error is not None:
             self._drop("a greeting of a process that has been given up", f"{peer}")
-            if not self.held.has_ended:  # else it is this cluster that does not go on
+            if not (self.held.has_ended or peer.has_let_go):  # else it is this one that is out
                 is_call = isinstance(by, Call)
                 back = self._connection_of(by) if is_call else self._called(by, hello)
                 self._greet(back, index, over=hello.incarnation)

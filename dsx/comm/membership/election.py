@@ -44,7 +44,7 @@ class Election:
         rank = sum(c.id < me and c.id in links for c in replica.state.contributors)
         if self._waiting <= replica.timing.stagger * rank:
             return None
-        self._waiting = -replica.timing.retry
+        self._waiting = -replica.timing.again
         return self._stand()
 
     def _stand(self) -> int | None:

@@ -24,6 +24,7 @@ class Founding:
         self._is_first = all(replica.me.id < other for other in self._others)
         self._question = 0
         self._empty: set[int] = set()  # who has answered it
+        self._has_had_log = False  # which another branch takes away: a run lives there
 
     def meet(self) -> None:
         """A new process is there: earlier answers may be older than its log."""
@@ -32,15 +33,22 @@ class Founding:
 
     def is_due(self) -> bool:
         """Ask who has not answered; return whether all have, so that the run may be founded."""
-        if not self._is_first or self._replica.log.end or self._replica.standing.is_leaving:
+        if not self._is_first or self._is_of_a_run or self._replica.standing.is_leaving:
             return False
         for peer in sorted(self._others - self._empty):
             if peer in self._replica.links:
                 self._replica.send(peer, AskForLogs(self._question))
         return self._others <= self._empty
 
+    @property
+    def _is_of_a_run(self) -> bool:
+        """Whether this process has a log, or has had one."""
+        self._has_had_log = self._has_had_log or self._replica.log.end > 0
+        return self._has_had_log
+
     def found(self) -> None:
         """Append and apply the first view: this cluster alone."""
+        self._has_had_log = True
         replica, me = self._replica, self._replica.me
         ballot = Ballot(replica.promised.number + 1, me.id, me.incarnation)
         replica.promised = replica.accepted = ballot
@@ -50,8 +58,8 @@ class Founding:
         replica.apply_next()
 
     def answer(self, peer: int, message: AskForLogs) -> None:
-        """Say so if there is no log here."""
-        if not self._replica.log.end:
+        """Say so if there has been no log here."""
+        if not self._is_of_a_run:
             self._replica.send(peer, NoLog(message.question))
 
     def take_answer(self, peer: int, message: NoLog) -> None:

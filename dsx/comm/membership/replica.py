@@ -89,10 +89,14 @@ class Replica:
 
     @property
     def coordinator_lives(self) -> bool:
-        """Whether the owner of the ballot promised is linked and has been heard of late (P1)."""
-        promised = self.promised
+        """Whether the owner of the ballot promised is linked and has been heard of late (P1).
+
+        One who stands and has not led yet has less time: it may lack what it takes to lead.
+        """
+        promised, timing = self.promised, self.timing
         is_linked = promised.number > 0 and self.links.get(promised.id) == promised.incarnation
-        return self.is_leading or (is_linked and self.silence <= self.timing.patience)
+        patience = timing.patience if self.accepted == promised else timing.candidacy
+        return self.is_leading or (is_linked and self.silence <= min(patience, timing.patience))
 
     # what goes out
 
