@@ -227,8 +227,10 @@ class Healing:
                 raise failed or PeerLost("another rank of this cluster has lost what it follows")
             if not worst:
                 return
-            waited = [each.future for each in launched if not each.future.done()]
-            futures.wait(waited, _LOOK_SECONDS) if waited else time.sleep(_LOOK_SECONDS)
+            if waited := [each.future for each in launched if not each.future.done()]:
+                futures.wait(waited, _LOOK_SECONDS)
+            else:
+                time.sleep(_LOOK_SECONDS)
             self._tell()
 
     def _where(self) -> int:

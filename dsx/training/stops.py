@@ -58,7 +58,7 @@ class Stops:
         return True
 
     def close(self) -> None:
-        """Ask no store any more; returns once nobody does."""
+        """Wait for no stop any more; returns once no store is asked for one."""
         has_closed(self)
         if not self._closed.done():
             self._closed.set_result(None)

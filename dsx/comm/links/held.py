@@ -26,7 +26,6 @@ class Held:
         self._epoch = -1
         self._clusters: frozenset[int] = frozenset()
         self._call_at: dict[Peer, float] = {}
-        self._members: set[Peer] = set()  # that have been one
         self.has_ended = False  # whether nobody is kept any more, and none has been left out
 
     def hold(self, clusters: Collection[int], epoch: int) -> None:
@@ -47,10 +46,8 @@ class Held:
         """Whether a peer is one of a member's ranks, or of one who is none yet."""
         if peer.is_visitor or self.has_ended or self._epoch < 0:
             return False
-        if peer.cluster_id in self._clusters:
-            self._members.add(peer)
-            return True
-        return peer not in self._members
+        self._note_member(peer)
+        return peer.cluster_id in self._clusters or not peer.was_member
 
     def keeps(self, peer: Peer, why: str, now: float) -> bool:
         """Whether a peer is kept that is lost, and why; it is called anew now and then."""
@@ -78,7 +75,10 @@ class Held:
 
     def is_back(self, peer: Peer) -> None:
         """Take a peer that is reached: nothing is suspected."""
-        self.holds(peer)  # which notes who has been a member
+        self._note_member(peer)
         if peer.suspected:
             peer.suspected = ""
             self._call_at.pop(peer, None)
+
+    def _note_member(self, peer: Peer) -> None:
+        peer.was_member = peer.was_member or peer.cluster_id in self._clusters

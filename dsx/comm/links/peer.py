@@ -82,6 +82,7 @@ class Peer:
         self.connections: dict[int, Connection] = {}
         self.error: LinkDown | None = None
         self.suspected = ""  # why it is lost, while it may come back (held.py)
+        self.was_member = False  # of a view, as this process
         self.has_let_go = False  # it goes on without this process, and has said so
         self.is_apart = False  # each has left the other out, and goes on
         self.trouble = ""  # why it could not be called, the last time
