@@ -125,7 +125,7 @@ class Waiting:
 
     def _own(self) -> dict[str, Any] | str:
         """Return what this rank knows: why to end, as a JSON value, or what to do."""
-        asked = self._asked
+        asked = self._asked if self.gone else None  # else it has come too late: all follow it
         told = self._told() if asked is None else asked.reason
         clerk = self._world.clerk
         if told is None and clerk is not None:
@@ -212,6 +212,6 @@ class Waiting:
                 return {"id": self._asked.order.id, "interval": self._orders.interval}
             order = self._orders.take_alone(do, request, self._loop.history.step)
             self._asked = _Asked(reason, order, lambda: instead(order))
+            self._stops.place.ask(Reason(gone[0], LOST))
         logger.warning("%s has asked to %s (dsx ctl): this cluster does so alone", order.by, do)
-        self._stops.place.ask(Reason(gone[0], LOST))
         return {"id": order.id, "interval": self._orders.interval}

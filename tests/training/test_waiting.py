@@ -115,6 +115,16 @@ def test_one_that_comes_as_the_quorum_is_back_is_followed_as_ever(
     assert world.left == [{"by": "oslo"}]
 
 
+def test_one_given_before_the_quorum_is_back_ends_no_cluster_alone() -> None:
+    """All are there again when the ranks ask each other: all stop, at one step."""
+    world, waiting = made()
+    id = world.verbs["stop"]({"by": "oslo"})["id"]
+    world.waiting = None
+    assert waiting.wait(None, 0.0) is None
+    assert progress(world, id)["state"] == "agreed"
+    assert world.posted == [("order", [id, "stop", "oslo", {}])]
+
+
 def test_while_nobody_is_lost_an_order_is_for_all() -> None:
     world, _ = made()
     world.waiting = None
