@@ -33,7 +33,11 @@ def loading_nothing(run: Run, arguments: Any) -> Generator[None, None, None]:
     names = "load", "pretrained_checkpoint"
     own = {name: getattr(arguments, name, None) for name in names}
     if own["load"]:
-        run.tell(f"--load {own['load']} is not read: the run goes on, and holds what is newer")
+        run.own_checkpoints = own["load"]
+        run.tell(
+            f"--load {own['load']} is not loaded: the run goes on, and holds what is newer; what "
+            "is the same there is not fetched from the others"
+        )
     vars(arguments).update(dict.fromkeys(names))
     try:
         yield

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.engines.attach import attach_megatron
+from dsx.engines.megatron.checkpoint import look_for_own
 from dsx.engines.megatron.refusals import refuse_arguments, refuse_backend
 from dsx.engines.megatron.settings import settings_of_arguments
 from dsx.training.positions import SAMPLES
@@ -106,6 +107,8 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
     )
     run.handle.preemption.engine = EndOfLoop()
     run.handle.joining.follows["megatron"] = Counters(run, scheduler)
+    if run.own_checkpoints:
+        look_for_own(run.handle, run.own_checkpoints)
     if iterations := getattr(arguments, "train_iters", None):
         total = run.handle.step + iterations - arguments.iteration
         run.handle.progress.note({"total_steps": total})

@@ -34,6 +34,7 @@ class Run:
         self.config = config
         self.world = world
         self.handle: Handle | None = None
+        self.own_checkpoints: str | None = None  # of a cluster that joins and loads none of them
         self.has_loaded_own = False  # whether what Megatron has loaded was saved across clusters
 
     @classmethod

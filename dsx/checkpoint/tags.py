@@ -122,6 +122,16 @@ def complete_tags(directory: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def newest_of_own(base: str | Path, cluster_id: int, wanted: str | None = None) -> Path | None:
+    """Return the newest complete tag of a cluster, or the one that is wanted; None if not there."""
+    directory = cluster_directory(base, cluster_id)
+    steps = {
+        tag: manifest["step"] for tag, manifest in complete_tags(directory).items()
+        if DAMAGED not in manifest and wanted in (None, tag)
+    }  # fmt: skip
+    return directory / max(steps, key=lambda tag: steps[tag]) if steps else None
+
+
 def tags_within_reach(base: str | Path, cluster_id: int) -> list[dict[str, Any]]:
     """Return what a cluster finds complete: its own tags, and those of others that it lacks.
 

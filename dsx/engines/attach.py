@@ -194,12 +194,13 @@ def attach_megatron(
     `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
     all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
     or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
-    A cluster that joins a run takes neither: `settle()` first, then steps from `handle.step` on.
+    A cluster that joins a run loads neither: `settle()` first, then steps from `handle.step` on;
+    what its newest checkpoint in `resume`'s directory holds is not fetched from the others.
     ValueError where both are given, and for what of Megatron is not served, by its name.
     """
     if resume and begins_from:
         raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
-    from dsx.engines.megatron.checkpoint import load_outer_state
+    from dsx.engines.megatron.checkpoint import load_outer_state, look_for_own
     from dsx.engines.megatron.engine import MegatronAdapter
     from dsx.engines.megatron.settings import settings_of_configs
     from dsx.engines.megatron.synchronous import begin_from
@@ -221,6 +222,8 @@ def attach_megatron(
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
     if handle.joining.is_due:
+        if resume:
+            look_for_own(handle, resume[0])
         expect_joined(handle, before_zero_grad(optimizer))
     elif resume:
         load_outer_state(handle, resume[1], resume[0])

@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from dsx.comm.launched import Launched
 from dsx.core.transport import PeerLost
@@ -60,23 +61,25 @@ class Healing:
         speaks: bool,
         give_sign: Callable[[], object] = lambda: None,
         may_come: Callable[[], bool] = lambda: True,
+        held: Callable[[str], Tensor | None] | None = None,
     ) -> None:
         """`clusters` are those that train. `ready` asks for a view that takes this cluster in;
         `first_own` is the first launch of which it has a part, once it is known. `may_come`: the
-        others know that it comes, and leave to it what it is to read.
+        others know that it comes, and leave to it what it is to read. `held(name)`: a tensor of
+        what all share as it was here before (`shared_state.saved_names`), if there is one.
         """
         self._loop, self._ask, self._clusters = loop, ask, clusters
         self._first_own, self._ready = first_own, ready
         self._rate, self._deadline_seconds = Rate(rate_mbit), deadline_seconds
         self._speaks, self._give_sign = speaks, give_sign
-        self._may_come = may_come
+        self._may_come, self._held = may_come, held
         self._sources: Sources | None = None
         self._following: Following
         self._has_asked = False  # for a view
         self._pace = 0  # of the others, in steps of half of _LEAD_SECONDS
         self._done = 0
         self._told_at = time.monotonic()
-        self.copied_bytes, self.seconds = 0, 0.0
+        self.copied_bytes, self.held_bytes, self.seconds = 0, 0, 0.0
         self.places: dict[str, Any] = {}  # of the others' data, at the step of this one
 
     def heal(self) -> None:
@@ -179,10 +182,11 @@ class Healing:
 
         def fetch() -> Opened:
             sources.tell("begin", step, loop.notices.places.process)
-            return sources.parcel(("head",), ("slice",))
+            return sources.parcel(("head",), ("slice",), self._held)
 
         opened = self._together(fetch)
-        self.copied_bytes = opened.num_bytes
+        self.held_bytes = opened.held_bytes
+        self.copied_bytes = opened.num_bytes - self.held_bytes
         self._following = Following(sources, self._first_own)
         loop.attempts.follow = self._following.take
         load_shared(loop, opened.values, opened.tensors)

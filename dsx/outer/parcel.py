@@ -82,8 +82,26 @@ class Opened:
         }
         self._bytes = [_bytes_of(t) for t in self.tensors.values()]
         self.num_bytes = sum(len(b) for b in self._bytes)
+        self._may_hold = False
+        self.held_bytes = 0  # of slices that were here already
         if len(self.hashes) != -(-self.num_bytes // self.slice_bytes):
             raise ValueError(f"{len(self.hashes)} slices for {self.num_bytes} bytes")
+
+    def begin_with(self, name: str, held: Tensor | None) -> None:
+        """Start a tensor from what is here already, where that is one of the same shape."""
+        place = self.tensors[name]
+        if held is not None and held.shape == place.shape and held.dtype == place.dtype:
+            place.copy_(held)
+            self._may_hold = True
+
+    def length_if_held(self, index: int) -> int:
+        """Return the bytes of a slice that is here already, as its hash says; 0 if it is not."""
+        if not self._may_hold:
+            return 0
+        start = index * self.slice_bytes
+        pieces = [each[a:b] for each, a, b in _within(self._bytes, start, self.slice_bytes)]
+        data = b"".join(pieces)
+        return len(data) if hash_of(data) == self.hashes[index] else 0
 
     def put(self, index: int, data: bytes) -> bool:
         """Take a slice; False if it is not what its hash says."""

@@ -89,6 +89,17 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
     adapter.sync_model_weights()
 
 
+def saved_names(loop: OuterLoop) -> dict[str, str]:
+    """Return, of what is copied and is in a checkpoint too, the name that it has there."""
+    saved = {
+        id(tensor): f"{name}/{fragment.id}"
+        for fragment in loop.adapter.fragments
+        for name, tensor in loop.state.named_state(fragment.id).items()
+    }
+    shared = _shared(loop, set())
+    return {name: saved[id(tensor)] for name, tensor in shared.items() if id(tensor) in saved}
+
+
 def _shared(loop: OuterLoop, under_way: set[int]) -> dict[str, Tensor]:
     """Return all of it by name, where it lies; of channels only where nothing is under way."""
     named: dict[str, Tensor] = {}

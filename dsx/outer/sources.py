@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
+from torch import Tensor
+
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 from dsx.outer.donor import DATA, FIRST, GONE
@@ -85,10 +87,21 @@ class Sources:
         for cluster in self.clusters:
             self._ask(cluster, _packed(verb, self._id, *operands))
 
-    def parcel(self, of_head: Sequence[Any], of_slice: Sequence[Any]) -> Opened:
-        """Return what more than half tell alike, whole; BeginAnew if they do not have it."""
+    def parcel(
+        self,
+        of_head: Sequence[Any],
+        of_slice: Sequence[Any],
+        held: Callable[[str], Tensor | None] | None = None,
+    ) -> Opened:
+        """Return what more than half tell alike, whole; BeginAnew if they do not have it.
+
+        `held(name)` may be a tensor of it as it was once: what is alike in it is not fetched.
+        """
         head, sources = self._agreed_head(of_head)
         opened = Opened(head)
+        for name in opened.tensors if held is not None else ():
+            opened.begin_with(name, held(name))
+            self.say("told", "")  # a sign of life: of what is large reading takes a while
         _Fetch(self, opened, of_slice, sources).run()
         return opened
 
@@ -184,6 +197,11 @@ class _Fetch:
                 index = self._due.popleft() if self._due else None
             if index is None:  # another source may fail yet
                 time.sleep(_LOOK_SECONDS)
+                continue
+            if held := self._opened.length_if_held(index):
+                with self._lock:
+                    self._opened.held_bytes += held
+                    self._left -= 1
                 continue
             try:
                 request = (*self._request, index)

@@ -10,7 +10,12 @@ import json
 import logging
 import secrets
 from collections.abc import Callable
+from pathlib import Path
 
+from torch import Tensor
+
+from dsx.checkpoint.files import SavedRank, rank_file
+from dsx.checkpoint.tags import newest_of_own
 from dsx.comm.elastic import ElasticTransport
 from dsx.comm.world import World
 from dsx.config.link import LinkConfig
@@ -19,6 +24,7 @@ from dsx.core.units import format_bytes
 from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
+from dsx.outer.shared_state import saved_names
 from dsx.training.dealing import follow_boundaries
 from dsx.training.gathering import Gathering
 from dsx.training.orders import Orders
@@ -64,6 +70,10 @@ class Joining:
             loop.notices.places.is_reading = not self.is_due
             follow_boundaries(loop)
             world.serve(self._donor.serve, FIRST)
+
+    def look_in(self, base: str | Path, tag: str | None = None) -> None:
+        """Take from the others only what the newest checkpoint of this cluster, or `tag`, lacks."""
+        self._saving.own = newest_of_own(base, self._world.cluster_id, tag)
 
     def follow(self, orders: Orders, changed: Callable[[], object]) -> None:
         """Have `changed` called with what the others have changed, and orders wait for healing."""
@@ -117,7 +127,7 @@ class Joining:
         healing = Healing(
             loop, world.ask, lambda: ids, lambda: transport.first_own, coming.ask_for_view,
             self._rate_mbit, world.deadline_seconds, world.rank == 0, transport.give_sign,
-            lambda: places.may_come,
+            lambda: places.may_come, self._held(),
         )  # fmt: skip
         healing.heal()
         for name, one in self._tracked().items():
@@ -128,10 +138,32 @@ class Joining:
             call()
         if world.rank == 0:
             logger.warning(
-                "cluster %d has joined the run at step %d: %s in %.1f s, of this rank",
+                "cluster %d has joined the run at step %d: %s in %.1f s, of this rank%s",
                 world.cluster_id, loop.history.step, format_bytes(healing.copied_bytes),
-                healing.seconds,
+                healing.seconds, self._say_held(healing.held_bytes),
             )  # fmt: skip
+
+    def _held(self) -> Callable[[str], Tensor | None] | None:
+        """Return what reads this rank's own checkpoint, by a parcel's names; None without one."""
+        own = self._saving.own
+        if own is None:
+            return None
+        try:
+            saved = SavedRank(rank_file(own, self._world.rank_info.rank))
+        except (OSError, ValueError) as error:
+            logger.warning("all is taken from the others, and nothing from %s: %s", own, error)
+            return None
+        names = saved_names(self._loop)
+
+        def read(name: str) -> Tensor | None:
+            stored = names.get(name, "")
+            return saved.read(stored) if stored in saved else None
+
+        return read
+
+    def _say_held(self, num_bytes: int) -> str:
+        own = self._saving.own
+        return "" if own is None else f"; {format_bytes(num_bytes)} more were in {own}"
 
     def _tracked(self) -> dict[str, Resumable | FollowsOthers]:
         return {**self._saving.tracked, **self.follows}

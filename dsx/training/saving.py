@@ -52,6 +52,7 @@ class Saving:
         )
         self.tracked: dict[str, Resumable] = {}
         self.takes_others = False  # whether this cluster is about to take what others hold
+        self.own: Path | None = None  # then: a checkpoint of its own, which may hold some of it
         self._loop = loop
         self._world = world
         self._axes, self._num_shards = config.axes, config.clusters.data_shards
@@ -122,6 +123,7 @@ class Saving:
         """Restore this rank's outer state; return whether it is of a finished run."""
         if self.takes_others:
             logger.warning("%s: the outer state is that of the run that goes on", directory)
+            self.own = directory
             return False
         loop, rank_info = self._loop, self._world.rank_info
         manifest = directory / MANIFEST

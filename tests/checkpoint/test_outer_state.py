@@ -18,13 +18,16 @@ from safetensors.torch import load_file, save_file
 
 import dsx
 from dsx.checkpoint.checksums import leave_checksum
-from dsx.checkpoint.files import differences, first_difference, rank_file
+from dsx.checkpoint.files import SavedRank, differences, first_difference, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset, resolve_method
 from dsx.core import registry
 from dsx.method.outer_optimizer import OuterContext, OuterOptimizer
 from dsx.outer.loop import OuterLoop
+from dsx.outer.parcel import Opened
+from dsx.outer.results import Results
+from dsx.outer.shared_state import copy_shared, saved_names
 from dsx.outer.transfer import Transfer
 from tests.engines.resumes import SIDE, Net
 from tests.simulated import Simulated
@@ -91,6 +94,26 @@ def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
             state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
             assert state.keys() == expected.keys()
             assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("name", ["streaming_diloco", "dilocox", "recommended", "cocodc"])
+def test_what_a_joining_cluster_needs_is_found_in_its_own_checkpoint(
+    name: str, tmp_path: Path
+) -> None:
+    run = new_run(name)
+    for _ in range(5):
+        run.train_step(mean_loss)
+    save_all(run, tmp_path, ALL_CASES[name].axes())
+    loop = run.loops[1]
+    parcel = copy_shared(loop, Results(), prunes=False)
+    assert parcel is not None
+    needed = Opened(parcel.head)
+    assert all(needed.put(i, parcel.slice(i)) for i in range(len(needed.hashes)))
+    saved = SavedRank(rank_file(tmp_path / "cluster_1", 0))
+    names = saved_names(loop)
+    assert set(names.values()) >= {f"anchor/{f.id}" for f in loop.adapter.fragments}
+    for of_parcel, tensor in needed.tensors.items():
+        assert of_parcel not in names or torch.equal(saved.read(names[of_parcel]), tensor)
 
 
 def test_an_outer_optimizer_that_is_registered_resumes_by_its_name(

@@ -55,7 +55,7 @@ def configs_of(folder: Path, change: Any = None) -> list[Path]:
 def test_a_cluster_that_is_killed_and_started_again_joins_the_others(
     launch: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], victim: int, zero_stage: int
 ) -> None:
-    """Two ranks each; the first one is where all had met, and asks for a checkpoint to load."""
+    """Two ranks each; the first one is where all had met, and has a checkpoint of its own."""
 
     def change(config: dict[str, Any]) -> None:
         config["zero_optimization"]["stage"] = zero_stage
@@ -69,15 +69,15 @@ def test_a_cluster_that_is_killed_and_started_again_joins_the_others(
             *args, "--dsx-cluster-id", m,
         )  # fmt: skip
 
-    clusters = {m: start(m, "first") for m in range(3)}
+    saves = [] if victim else ["--save-dir", tmp_path / "saved"]
+    clusters = {m: start(m, "first", *saves) for m in range(3)}
     for cluster in clusters.values():
         cluster.wait_for("step 8\n", 120)
     clusters[victim].end()
     others = [cluster for m, cluster in clusters.items() if m != victim]
     for cluster in others:
         cluster.wait_for(f"cluster {victim} is lost: going on")
-    loads = [] if victim else ["--resume", "--save-dir", tmp_path / "nowhere"]
-    again = start(victim, "again", *loads)
+    again = start(victim, "again", *saves, *["--resume"][: len(saves)])
     again.wait_for("has joined the run at step", 90)
     joined_at = again.output().partition("has joined the run at step ")[2].partition(":")[0]
     for cluster in others:
@@ -89,6 +89,8 @@ def test_a_cluster_that_is_killed_and_started_again_joins_the_others(
     told = json.loads((tmp_path / f"again.{victim}").read_text())
     assert [one["cluster"] for one in told] == [0, 1, 2]
     assert int(joined_at) > 8
+    held = f"more were in {tmp_path / 'saved' / 'cluster_0' / 'step5'}\n"
+    assert (held in again.output()) == (victim == 0)
     assert told[victim]["started_at"] == (0 if victim else int(joined_at))
     assert len({(one["checksum"], one["step"]) for one in told}) == 1
     with capsys.disabled():

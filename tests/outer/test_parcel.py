@@ -55,3 +55,19 @@ def test_a_head_that_is_none_is_refused() -> None:
     head = made().head.replace(b'"slice_bytes": 10', b'"slice_bytes": 16')
     with pytest.raises(ValueError, match="7 slices for 64 bytes"):
         Opened(head)
+
+
+def test_what_is_here_already_is_told_by_its_hash() -> None:
+    sent = made()
+    opened = Opened(sent.head)
+    assert not any(opened.length_if_held(index) for index in range(7))
+    held = torch.arange(7.0)
+    held[3] = 9.0  # of the second slice, bytes 10 to 20
+    opened.begin_with("a", held)
+    opened.begin_with("b", torch.zeros(3, dtype=torch.int64))  # of another shape: of no use
+    opened.begin_with("c", None)
+    assert [opened.length_if_held(index) for index in range(7)] == [10, 0, 0, 0, 0, 0, 0]
+    for index in range(1, 7):
+        assert opened.put(index, sent.slice(index))
+    assert torch.equal(opened.tensors["a"], torch.arange(7.0))
+    assert opened.tensors["b"].tolist() == [[1, 2], [3, 4]]

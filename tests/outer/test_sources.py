@@ -8,9 +8,12 @@ from collections.abc import Callable
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from dsx.core.transport import PeerLost
+from dsx.outer import parcel
 from dsx.outer.donor import DATA, FIRST, WAIT
+from dsx.outer.parcel import Parcel
 from dsx.outer.sources import Rate, Sources
 
 DEADLINE_SECONDS = 0.3
@@ -49,3 +52,27 @@ def test_others_who_go_on_are_waited_for() -> None:
 
     opened = sources_of(answer).parcel(("result", 4), ("piece", 4))
     assert opened.values == {"it": "came"} and time.monotonic() > began + 4 * DEADLINE_SECONDS
+
+
+def test_only_what_is_not_here_already_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parcel, "LEAST_SLICE_BYTES", 1 << 10)
+    theirs = {"anchor": torch.randn(1000), "momentum": torch.randn(500)}
+    given = Parcel({"step": 4}, theirs)
+    asked: list[int] = []
+
+    def ask(cluster: int, body: bytes) -> Future[bytes]:
+        verb, _, *operands = json.loads(body[len(FIRST) :])
+        if verb == "piece":
+            asked.append(operands[1])
+        found: Future[bytes] = Future()
+        found.set_result(DATA + (given.slice(operands[1]) if verb == "piece" else given.head))
+        return found
+
+    own = {"anchor": theirs["anchor"].clone()}
+    own["anchor"][300] = 7.0  # bytes 1200 to 1204: the second slice is another one
+    sources = Sources(ask, [1, 2], "a try", Rate(None), DEADLINE_SECONDS)
+    opened = sources.parcel(("result", 4), ("piece", 4), own.get)
+    assert {name: t.tolist() for name, t in opened.tensors.items()} == {
+        name: t.tolist() for name, t in theirs.items()
+    }
+    assert sorted(asked) == [1, 3, 4, 5] and opened.held_bytes == 2 * 1024

@@ -112,6 +112,7 @@ def _loading(engine: Any, handle: Handle, world: World) -> Any:
         """
         _require_everything(load_optimizer_states and not load_module_only)
         if handle.joining.is_due:  # what the others hold is newer than any checkpoint
+            handle.joining.look_in(load_dir, tag)
             handle.settle()
             return None, {}
         takes_schedule = load_lr_scheduler_states

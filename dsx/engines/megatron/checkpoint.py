@@ -98,6 +98,11 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     )
 
 
+def look_for_own(handle: Handle, directory: str | Path) -> None:
+    """Let a cluster that joins take from the others only what its own checkpoints there lack."""
+    handle.joining.look_in(_outer(directory))
+
+
 def _world() -> World:
     world = current_world()
     if world is None:
