@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import dsx
+from dsx.bench.convergence.growing import growing_intervals
 from dsx.bench.convergence.inner import begin_step, end_step, make_optimizers, take_step
 from dsx.bench.convergence.muon import Muon, orthogonalized
 from dsx.bench.convergence.pool import identity
@@ -415,14 +416,31 @@ def test_what_is_shared_beside_a_method_is_the_mean_and_is_counted(data: Path) -
 def test_variants_that_are_together_train_otherwise_and_pay_for_it(data: Path) -> None:
     study = Study(str(data), 2, 8, 4, 2, 16, 1, 16, 2, 1e-2, 1, 8, "cpu", inner="muon")
     runs = [
-        run_task(study, Task(f"diloco{v}", 0, 0.5, 0.5)) for v in ("", "+embeddings", "+moments")
+        run_task(study, Task(f"diloco{v}", 0, 0.5, 0.5))
+        for v in ("", "+embeddings", "+moments", "+begun")
     ]
-    assert len({r["val_loss"] for r in runs}) == 3
-    plain, embeddings, moments = (r["bytes_per_cluster"] for r in runs)
+    assert len({r["val_loss"] for r in runs}) == 4
+    plain, embeddings, moments, begun = (r["bytes_per_cluster"] for r in runs)
+    assert begun - plain == shared_bytes(runs[0]["parameters"], 2)  # in one step, a twentieth
     rest = 2 * 257 * 16 + 3 * 16
     assert embeddings - plain == shared_bytes(8 * rest, 2)
     assert moments - plain == shared_bytes(2 * (runs[0]["parameters"] + rest), 2)
     assert len({r["average_bytes"] for r in runs}) == 1
+
+
+def test_an_interval_grows_as_the_rate_falls_for_as_many_rounds() -> None:
+    study = Study("", 4, 1600, 16, 1, 8, 2, 16, 2, 0.01, 1, 1, "cpu", final_rate=0.0)
+    intervals = growing_intervals(study)
+    assert len(intervals) == 1600 and set(intervals) <= set(range(8, 65))
+    assert list(intervals) == sorted(intervals) and (intervals[0], intervals[-1]) == (8, 64)
+    assert sum(1 / h for h in intervals) == pytest.approx(100, rel=0.02)
+
+
+def test_a_run_whose_interval_grows_takes_other_rounds(data: Path) -> None:
+    study = Study(str(data), 2, 64, 8, 2, 16, 1, 16, 2, 1e-2, 1, 8, "cpu", final_rate=0.0)
+    runs = [run_task(study, Task(f"local_sgd{v}", 0)) for v in ("", "+growing")]
+    assert runs[0]["syncs"] == 8
+    assert 5 <= runs[1]["syncs"] <= 11 and runs[1]["val_loss"] != runs[0]["val_loss"]
 
 
 def test_a_tail_is_the_mean_of_the_last_periods_models() -> None:

@@ -30,8 +30,9 @@ Presets = Annotated[
         help="What to compare; default: every preset. +CODEC sends pseudo-gradients in another "
         "format, tuned without; +shift keeps the progress of a period that a preset is late, "
         "+serial sends a fragment at a time; +embeddings averages all gradients but those of "
-        "layers' matrices in every step, +moments what inner optimizers keep in every H, both "
-        "exact and counted; snoo is data parallel with outer Nesterov steps.",
+        "layers' matrices in every step, +moments what inner optimizers keep in every H, +begun "
+        "all gradients in the first twentieth, each exact and counted; +growing has H grow as the "
+        "inner rate falls; snoo is data parallel with outer Nesterov steps.",
     ),
 ]
 Clusters = Annotated[int, Option(help="Clusters, all in one process.", min=2)]

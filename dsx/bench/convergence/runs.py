@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import dsx
 from dsx.bench.convergence.figures import perplexity
+from dsx.bench.convergence.growing import growing_intervals
 from dsx.bench.convergence.guard import GuardRecord
 from dsx.bench.convergence.inner import Batch, begin_step, end_step, make_optimizers, take_step
 from dsx.bench.convergence.problems import PROBLEMS
@@ -25,9 +26,11 @@ from dsx.bench.convergence.task import (
     evaluation_steps,
     inner_rate,
     overrides,
+    warmup_steps,
 )
-from dsx.bench.convergence.together import share_moments, share_rest, shared_bytes
+from dsx.bench.convergence.together import share_all, share_moments, share_rest, shared_bytes
 from dsx.data import ClusterBatches
+from dsx.method.changes import INTERVAL
 
 
 @torch.no_grad()
@@ -201,16 +204,23 @@ def train_preset(
     curve, distances = list[tuple[int, float, int]](), list[float]()
     sent = evaluated = average = shared = 0  # shared: elements, beside the method
     accuracy, tail = 0.0, TailMean(study)
+    intervals = growing_intervals(study) if "growing" in variants else ()
     for step, parts in enumerate(batches, start=1):
         for own, its, part in zip(models, optimizers, parts, strict=True):
             begin_step(own, its, part)
-        shared += share_rest(optimizers) if "embeddings" in variants else 0
+        if "begun" in variants and step <= warmup_steps(study):
+            shared += share_all(optimizers)
+        elif "embeddings" in variants:
+            shared += share_rest(optimizers)
         for own, its in zip(models, optimizers, strict=True):
             end_step(own, its, inner_rate(study, step))
         if "moments" in variants and step % method.schedule.interval == 0:
             shared += share_moments(optimizers)
         if step % max(1, method.schedule.interval // 10) == 0:
             distances.append(divergence(models))
+        if "growing" in variants:
+            for loop in clusters.loops:
+                loop.history.changed[INTERVAL] = intervals[step - 1]
         clusters.step()
         if step == study.num_steps:
             clusters.finish()

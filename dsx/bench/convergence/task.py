@@ -52,9 +52,11 @@ CODECS: dict[str, dict[str, Any]] = {
 # keeps what a cluster has done meanwhile. serial: the same of a fragment at a time, each late by a
 # quarter of the period. Those of `TOGETHER` take the inner steps closer together, at a price in
 # bytes, to tell what clusters lose by being apart: embeddings averages the gradients of all but the
-# layers' matrices in every step, moments what the inner optimizers keep in every H.
-TOGETHER = ("embeddings", "moments")
-VARIANTS = ("shift", "serial", *TOGETHER)
+# layers' matrices in every step, moments what the inner optimizers keep in every H, begun all
+# gradients in the first twentieth. growing: H grows as the inner rate falls, at the same bytes.
+TOGETHER = ("embeddings", "moments", "begun")
+BESIDE = (*TOGETHER, "growing")  # no part of the method, whose outer rate stays the same
+VARIANTS = ("shift", "serial", *BESIDE)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Task:
 def without_codec(preset: str) -> str:
     """Return what an outer rate is chosen for: a preset as it waits, whatever its codec."""
     first, *further = preset.split("+")
-    return "+".join([first, *(part for part in further if part not in {*CODECS, *TOGETHER})])
+    return "+".join([first, *(part for part in further if part not in {*CODECS, *BESIDE})])
 
 
 def overrides(study: Study, task: Task) -> dict[str, dict[str, Any]]:
@@ -190,13 +192,18 @@ def merge(axes: Mapping[str, Any], choices: Mapping[str, Any]) -> dict[str, Any]
     return merged
 
 
+def warmup_steps(study: Study) -> int:
+    """Return a twentieth of the run."""
+    return max(1, study.num_steps // 20)
+
+
 def inner_rate(study: Study, step: int) -> float:
     """Linear warmup over a twentieth of the run, then a cosine down to `final_rate`.
 
     "cyclic" goes on in triangles of the same slope down to a tenth and up again, each half as high
     as the one before: torch's CyclicLR, "triangular2", as CO2 (arXiv:2401.16265, A.3.6) has it.
     """
-    warmup = max(1, study.num_steps // 20)
+    warmup = warmup_steps(study)
     if step <= warmup:
         return study.inner_lr * step / warmup
     if study.inner_schedule == "cyclic":

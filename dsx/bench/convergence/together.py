@@ -23,6 +23,22 @@ def share_rest(clusters: Sequence[Optimizers]) -> int:
     return _average(gradients)
 
 
+def share_all(clusters: Sequence[Optimizers]) -> int:
+    """Average all gradients, as data parallel does; return the elements shared."""
+    return _average(
+        [
+            [
+                p.grad
+                for optimizer in own
+                for group in optimizer.param_groups
+                for p in group["params"]
+                if p.grad is not None
+            ]
+            for own in clusters
+        ]
+    )
+
+
 def share_moments(clusters: Sequence[Optimizers]) -> int:
     """Average what inner optimizers keep of each parameter; return the elements shared."""
     return _average(
