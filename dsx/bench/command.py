@@ -20,6 +20,7 @@ from dsx.bench.convergence.command import convergence
 from dsx.bench.convergence.wrong_command import guard
 from dsx.bench.e2e.command import e2e
 from dsx.bench.examples.command import examples
+from dsx.bench.heal.command import heal
 from dsx.bench.links.command import links
 from dsx.bench.paper.command import paper
 from dsx.bench.torchft.command import torchft
@@ -38,6 +39,7 @@ app.command()(examples)
 app.command()(wall_clock)
 app.command()(links)
 app.command()(chaos)
+app.command()(heal)
 
 
 @app.command()

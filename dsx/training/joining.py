@@ -54,6 +54,7 @@ class Joining:
         if world.num_handles > 1:
             self._refuses = "several engines in one process are not served yet"
         self.on_joined: list[Callable[[], object]] = []
+        self.healed: Healing | None = None  # how this cluster has come to the others
         self.follows: dict[str, FollowsOthers] = {}  # beside what is tracked for checkpoints
         self.is_due = saving.takes_others = world.joins is not None  # it has yet to heal
         if self.is_due and self._refuses:
@@ -130,6 +131,7 @@ class Joining:
             lambda: places.may_come, self._held(),
         )  # fmt: skip
         healing.heal()
+        self.healed = healing
         for name, one in self._tracked().items():
             if name in healing.places and name not in places:
                 go_where_others_are(one, healing.places[name])

@@ -1,0 +1,129 @@
+"""One cluster, a process of plain PyTorch: trains, and writes down when it did what.
+
+    python -m dsx.bench.heal.worker --directory DIR --cluster M [--load]
+
+Times are of the clock that all processes of a host share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dsx
+from dsx.bench.heal.job import Job, checkpoint_path, log_path, orders_path
+from dsx.training.handle import Handle
+
+
+class Log:
+    """A file of lines, one call each."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def write(self, what: str, **fields: Any) -> None:
+        """Write what happens now."""
+        self._file.write(json.dumps({"what": what, "at": time.monotonic(), **fields}) + "\n")
+
+
+class Orders:
+    """At which steps all save and end; looked at after each step."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._stamp = path, 0
+        self.save_at, self.last_step = -1, 1 << 40
+
+    def look(self) -> None:
+        """Take what is new."""
+        try:
+            stamp = self._path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return
+        if stamp != self._stamp:
+            self._stamp, given = stamp, json.loads(self._path.read_text())
+            self.save_at = given.get("save_at", self.save_at)
+            self.last_step = given.get("last_step", self.last_step)
+
+
+class Layers(nn.Module):
+    """Matrices one behind the other: little to compute for their size."""
+
+    def __init__(self, job: Job) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Linear(job.width, job.width, bias=False) for _ in range(job.num_layers)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the last one makes of `[batch, width]`, in the same shape."""
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+def train(job: Job, cluster: int, loads: bool, log: Log) -> None:
+    """Train until the driver says the last step; `loads`: the checkpoint first, or what it can."""
+    directory, config = Path(job.directory), job.dsx(cluster)
+    dsx.init_distributed(config)
+    log.write("met")
+    model = Layers(job)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    handle = dsx.attach(model, optimizer, config=config)
+    where = checkpoint_path(directory, cluster)
+    if loads:
+        model.load_state_dict(torch.load(where / "model.pt"))
+        handle.load(where)
+    log.write("attached")
+    handle.settle()
+    healing = handle.joining.healed
+    if healing is not None:
+        log.write("healed", copied_bytes=healing.copied_bytes, held_bytes=healing.held_bytes,
+                  seconds=healing.seconds, step=handle.step)  # fmt: skip
+    batch = torch.randn(2, job.width, generator=torch.Generator().manual_seed(cluster))
+    orders = Orders(orders_path(directory))
+    while handle.step < orders.last_step:
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        handle.should_stop()
+        seconds = time.perf_counter() - began
+        log.write("step", step=handle.step, seconds=seconds, members=list(handle.members))
+        orders.look()
+        if handle.step == orders.save_at:
+            _save(handle, model, where)
+            log.write("saved", step=handle.step)
+        time.sleep(max(0.0, job.step_seconds - (time.perf_counter() - began)))
+    handle.finish()
+    log.write("end", step=handle.step)
+    handle.close()
+
+
+def _save(handle: Handle, model: nn.Module, where: Path) -> None:
+    with handle.saving():
+        handle.save(where)
+        torch.save(model.state_dict(), where / "model.pt")
+    handle.saved(where)
+
+
+def main() -> None:
+    """Read the command line, and train."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--directory", type=Path, required=True)
+    parser.add_argument("--cluster", type=int, required=True)
+    parser.add_argument("--load", action="store_true")
+    args = parser.parse_args()
+    log = Log(log_path(args.directory, args.cluster))
+    log.write("begin")
+    train(Job.read(args.directory), args.cluster, args.load, log)
+
+
+if __name__ == "__main__":
+    main()
