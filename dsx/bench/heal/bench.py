@@ -4,8 +4,8 @@ Three clusters (a process each, of plain PyTorch, with the preset `recommended`)
 lines. The last one is killed and started again, with and without a checkpoint of its own; then all
 are killed, and start from the checkpoint.
 
-What the others lose is by their clocks: the mean of their training threads' steps while the cluster
-comes back, less the mean of as many periods before it was killed, pauses of the step left out.
+What the others lose is by their clocks: the mean of their steps while the cluster comes back, less
+that of two periods before it was killed.
 """
 
 from __future__ import annotations

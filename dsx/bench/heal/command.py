@@ -23,7 +23,9 @@ def heal(
     layers: Annotated[int, Option(help="Square matrices, a fragment each.")] = 8,
     width: Annotated[int, Option(help="Of the matrices.")] = 1024,
     interval: Annotated[int, Option(help="H.")] = 32,
-    step_seconds: Annotated[float, Option(help="The least that a step takes.")] = 0.25,
+    step_seconds: Annotated[
+        float, Option(help="That a step computes, as on a GPU: mostly asleep.")
+    ] = 0.25,
     repeats: Annotated[int, Option(help="Of each way to be back; medians are of these.")] = 3,
     heal_rate_mbit: Annotated[
         float | None, Option(help="`link.heal_rate_mbit` of the run; default: the line's.")

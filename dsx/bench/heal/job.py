@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a process per cluster; a step takes `step_seconds` at least.
+    """One run of a process per cluster; a step computes for `step_seconds`, mostly asleep.
 
     The model has `num_layers` matrices of `width` squared, a fragment each.
     """

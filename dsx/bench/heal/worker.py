@@ -92,7 +92,8 @@ def train(job: Job, cluster: int, loads: bool, log: Log) -> None:
         began = time.perf_counter()
         optimizer.zero_grad()
         model(batch).square().mean().backward()
-        optimizer.step()
+        time.sleep(max(0.0, job.step_seconds - (time.perf_counter() - began)))
+        optimizer.step()  # and what dsx has the training thread do, and wait for
         handle.should_stop()
         seconds = time.perf_counter() - began
         log.write("step", step=handle.step, seconds=seconds, members=list(handle.members))
@@ -100,7 +101,6 @@ def train(job: Job, cluster: int, loads: bool, log: Log) -> None:
         if handle.step == orders.save_at:
             _save(handle, model, where)
             log.write("saved", step=handle.step)
-        time.sleep(max(0.0, job.step_seconds - (time.perf_counter() - began)))
     handle.finish()
     log.write("end", step=handle.step)
     handle.close()
