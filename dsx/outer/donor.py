@@ -1,7 +1,8 @@
 """What one rank gives to a cluster that heals: shared state as of a boundary, and results since.
 
-Asked in the link's thread, which only hands out; the copy is made by the training thread, at the
-boundary that was agreed on. Nothing here waits.
+Asked in the link's thread, which only hands out. The copy is of the boundary that was agreed on; a
+thread makes it while the next inner step is computed, in which nothing of it changes. The training
+thread waits for what is left of that, before the next boundary; nothing else here waits.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class Donor:
         self._results = Results()
         self._healing: dict[int, _Healing] = {}  # by cluster
         self._lock = threading.Lock()
+        self._copying: threading.Thread | None = None
         loop.attempts.on_result = self._results.keep
         loop.at_boundary = self.pass_boundary
+        loop.before_change = self.end_copy
 
     @property
     def healing(self) -> dict[int, int]:
@@ -80,10 +83,10 @@ class Donor:
             return {cluster: one.process for cluster, one in sorted(self._healing.items())}
 
     def pass_boundary(self) -> None:
-        """Make the copies that are due; on the training thread."""
+        """Begin the copy that is due; on the training thread."""
         if not self._healing:
             return
-        step, copy = self._loop.history.step, None
+        step = self._loop.history.step
         with self._lock:
             self._places_at[step] = self._places()
             self._places_at.pop(step - _PLACES_KEPT, None)
@@ -92,13 +95,31 @@ class Donor:
         now = [healing for healing in due if healing.step == step]
         if now:  # without the lock: the link's thread goes on meanwhile
             copy = copy_shared(self._loop, self._results, prunes=is_alone)
+            self._copying = threading.Thread(
+                target=self._copy, args=(copy, now), name="dsx-copy", daemon=True
+            )
+            self._copying.start()
         with self._lock:
-            for healing in now:
-                healing.copy, healing.state = copy, GONE if copy is None else DATA
             for healing in due:
                 if healing.step < step:
                     healing.state = GONE
             self._let_go()
+
+    def end_copy(self) -> None:
+        """Wait for the copy that was begun, if one was; on the training thread."""
+        if self._copying is not None:
+            self._copying.join()
+            self._copying = None
+
+    def _copy(self, copy: Callable[[], Parcel] | None, healing: list[_Healing]) -> None:
+        parcel = None
+        try:
+            parcel = None if copy is None else copy()
+        except (RuntimeError, MemoryError) as error:  # too little memory, says torch, too
+            logger.warning("what a cluster that heals needs is not copied: %s", error)
+        with self._lock:
+            for one in healing:
+                one.copy, one.state = parcel, GONE if parcel is None else DATA
 
     def serve(self, asker: tuple[int, int], body: bytes, answer: Callable[[bytes], object]) -> None:
         """Answer a request; in the link's thread."""

@@ -64,13 +64,13 @@ class OuterLoop:
         self.method = method
         self.adapter = adapter
         self.transport = transport
-        num_tensors = [len(parameters) for parameters in adapter.fragment_parameters]
+        counts = [*map(len, adapter.fragment_parameters)]
         seat = transport.seat.of_shard(adapter.ranks.shard[0])
         self.matrix_gathers = (
             plan_matrix_gathers(method, adapter) if matrix_gathers is None else matrix_gathers
         )
         wire = [gather.wire for gather in self.matrix_gathers]
-        self.state = StateStore(method, adapter, num_tensors, wire, seat)
+        self.state = StateStore(method, adapter, counts, wire, seat)
         for buffers in (adapter.buffers, *(gather.buffers for gather in self.matrix_gathers)):
             self.state.allocator.adopt("in_the_cluster", buffers)
         self.history = History(len(fragments), list(adapter.fragment_numel))
@@ -86,6 +86,7 @@ class OuterLoop:
         self._ladder = self.guard.ladder
         self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
         self.at_boundary: Callable[[], object] = lambda: None  # behind each that has been ended
+        self.before_change: Callable[[], object] = lambda: None  # of what all clusters share
         self.beginning = Start(method, adapter, transport, self.state)
         self._launches = Launches(
             method, adapter, self.state, self.matrix_gathers, self.recovery, self.measurements,
@@ -112,8 +113,7 @@ class OuterLoop:
 
         With `waits`: at `beginning.settle()`, if they differ, or never, if a checkpoint comes.
         """
-        for _ in self.starting(keeps_masters, waits):
-            pass
+        list(self.starting(keeps_masters, waits))
 
     def starting(self, keeps_masters: bool = False, waits: bool = False) -> Iterator[None]:
         """Start; clusters of one process take turns, as one may take another's masters."""
@@ -127,6 +127,7 @@ class OuterLoop:
 
         Collective over a stage's ranks; done at the next boundary, if nobody asks before.
         """
+        self.before_change()
         if self._resuming is not None:
             self._resuming.settle()
             self._resuming = None
@@ -167,8 +168,7 @@ class OuterLoop:
         started = time.perf_counter()
         self.guard.settle(self.history)
         self.totals.skipped_steps += is_skipped
-        if not is_skipped:
-            self._idle.clear()
+        self._idle = self._idle if is_skipped else set()
         self.measurements.begin_boundary(started)
         step = self.history.step + 1
         due = [p for p in self._due(step) if self.history.launched[p] < step]

@@ -7,7 +7,7 @@ warm starts, and the history. Of transfers under way it says which there are; th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -26,11 +26,13 @@ from dsx.outer.resuming import Unresumed
 from dsx.outer.transfer import Arrived, NothingYet, Transfer
 
 
-def copy_shared(loop: OuterLoop, results: Results, prunes: bool) -> Parcel | None:
-    """Return this rank's part as of the boundary just passed, on the host; on the training thread.
+def copy_shared(loop: OuterLoop, results: Results, prunes: bool) -> Callable[[], Parcel] | None:
+    """Return what copies this rank's part, as of the boundary just passed, to the host.
 
-    Results of what is under way are kept, and no earlier ones if it `prunes` them. None if one of
-    those has come before they were kept, and cannot be had any more.
+    On the training thread; what is returned may run on another one, and has to end before anything
+    of what is shared changes (`OuterLoop.before_change`). Results of what is under way are kept,
+    and no earlier ones if it `prunes` them. None if one of those has come before they were kept,
+    and cannot be had any more.
     """
     under_way = [t for t in loop.in_flight if isinstance(t, Transfer)]
     sent = [t for t in under_way if loop.state.is_sent(t.fragment)]
@@ -41,15 +43,18 @@ def copy_shared(loop: OuterLoop, results: Results, prunes: bool) -> Parcel | Non
         is_over = transfer.pending.has_arrived
         if is_over and not results.keep_arrived(transfer.attempt, channel):
             return None
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in _shared(loop, {t.fragment for t in under_way}).items():
-        tensors[name] = tensor.detach().to("cpu", copy=True).contiguous()
+    shared = _shared(loop, {t.fragment for t in under_way})
     values = {
         "history": loop.history.state_dict(),
         "under_way": [_described(transfer) for transfer in loop.in_flight],
         "places": loop.notices.places.state_dict(),
     }
-    return Parcel(values, tensors)
+
+    def copy() -> Parcel:
+        on_host = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in shared.items()}
+        return Parcel(values, on_host)
+
+    return copy
 
 
 @torch.no_grad()

@@ -126,6 +126,7 @@ class Saving:
             self.own = directory
             return False
         loop, rank_info = self._loop, self._world.rank_info
+        loop.before_change()
         manifest = directory / MANIFEST
         is_preempted = manifest.is_file() and read_manifest(manifest).get("is_preempted", False)
         states = dict(

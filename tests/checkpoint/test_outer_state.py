@@ -105,8 +105,9 @@ def test_what_a_joining_cluster_needs_is_found_in_its_own_checkpoint(
         run.train_step(mean_loss)
     save_all(run, tmp_path, ALL_CASES[name].axes())
     loop = run.loops[1]
-    parcel = copy_shared(loop, Results(), prunes=False)
-    assert parcel is not None
+    copy = copy_shared(loop, Results(), prunes=False)
+    assert copy is not None
+    parcel = copy()
     needed = Opened(parcel.head)
     assert all(needed.put(i, parcel.slice(i)) for i in range(len(needed.hashes)))
     saved = SavedRank(rank_file(tmp_path / "cluster_1", 0))
