@@ -200,7 +200,7 @@ def attach_megatron(
     """
     if resume and begins_from:
         raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
-    from dsx.engines.megatron.checkpoint import load_outer_state, look_for_own
+    from dsx.engines.megatron.checkpoint import load_outer_state
     from dsx.engines.megatron.engine import MegatronAdapter
     from dsx.engines.megatron.settings import settings_of_configs
     from dsx.engines.megatron.synchronous import begin_from
@@ -222,12 +222,10 @@ def attach_megatron(
     handle.track(**(tracked or {}))
     adapter.on_inner_step(handle.after_inner_step)
     if handle.joining.is_due:
-        if resume:
-            look_for_own(handle, resume[0])
         expect_joined(handle, before_zero_grad(optimizer))
-    elif resume:
-        load_outer_state(handle, resume[1], resume[0])
-    elif begins_from:
+    if resume:
+        load_outer_state(handle, resume[1], resume[0])  # who joins only looks there
+    elif begins_from and not handle.joining.is_due:
         begin_from(handle, *begins_from)
     follow_steps(handle, world, before_zero_grad(optimizer))
     optimizer.dsx = handle

@@ -99,9 +99,10 @@ class Sources:
         """
         head, sources = self._agreed_head(of_head)
         opened = Opened(head)
-        for name in opened.tensors if held is not None else ():
-            opened.begin_with(name, held(name))
-            self.say("told", "")  # a sign of life: of what is large reading takes a while
+        if held is not None:
+            for name in opened.tensors:
+                opened.begin_with(name, held(name))
+                self.say("told", "")  # a sign of life: of what is large reading takes a while
         _Fetch(self, opened, of_slice, sources).run()
         return opened
 

@@ -174,6 +174,29 @@ def train_outer_baseline(
     return {**result, "curve": curve, "bytes_per_cluster": ring * study.num_steps}
 
 
+def take_steps(
+    study: Study,
+    step: int,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[Sequence[torch.optim.Optimizer]],
+    parts: Sequence[Batch],
+    variants: Sequence[str],
+) -> int:
+    """Take one inner step of every cluster; return the elements shared beside the method."""
+    shared = 0
+    for own, its, part in zip(models, optimizers, parts, strict=True):
+        begin_step(own, its, part)
+    if "begun" in variants and step <= warmup_steps(study):
+        shared += share_all(optimizers)
+    elif "embeddings" in variants:
+        shared += share_rest(optimizers)
+    for own, its in zip(models, optimizers, strict=True):
+        end_step(own, its, inner_rate(study, step))
+    if "moments" in variants and step % study.interval == 0:
+        shared += share_moments(optimizers)
+    return shared
+
+
 def train_preset(
     study: Study,
     task: Task,
@@ -206,16 +229,7 @@ def train_preset(
     accuracy, tail = 0.0, TailMean(study)
     intervals = growing_intervals(study) if "growing" in variants else ()
     for step, parts in enumerate(batches, start=1):
-        for own, its, part in zip(models, optimizers, parts, strict=True):
-            begin_step(own, its, part)
-        if "begun" in variants and step <= warmup_steps(study):
-            shared += share_all(optimizers)
-        elif "embeddings" in variants:
-            shared += share_rest(optimizers)
-        for own, its in zip(models, optimizers, strict=True):
-            end_step(own, its, inner_rate(study, step))
-        if "moments" in variants and step % method.schedule.interval == 0:
-            shared += share_moments(optimizers)
+        shared += take_steps(study, step, models, optimizers, parts, variants)
         if step % max(1, method.schedule.interval // 10) == 0:
             distances.append(divergence(models))
         if "growing" in variants:

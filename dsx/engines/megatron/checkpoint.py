@@ -67,8 +67,12 @@ def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> N
     """Load the outer state of the iteration that Megatron has loaded; every rank calls it.
 
     Collective over all clusters. FileNotFoundError if a cluster has no complete state of that
-    iteration, ValueError if it is another run's, or not of the weights now in the model.
+    iteration, ValueError if it is another run's, or not of the weights now in the model. A cluster
+    that joins loads nothing, alone, and will take from the others only what it lacks there.
     """
+    if handle.joining.is_due:
+        look_for_own(handle, directory)
+        return
     world = _world()
     iterations = handle.gather(iteration)
     base = _outer(directory)
