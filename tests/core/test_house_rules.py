@@ -16,6 +16,7 @@ MAY_IMPORT_ENGINES = ("comm", "engines", "cli", "examples")
 WORKERS = (  # a rank each
     "bench.e2e.worker", "bench.torchft.worker", "bench.examples.inside",
     "bench.wall_clock.worker", "bench.wall_clock.inner", "bench.chaos.engines",
+    "bench.chaos.against.worker",
     "bench.megatron_on_cpu",
 )  # fmt: skip
 

@@ -20,10 +20,12 @@ from dsx.bench.chaos.faults import (
     require_possible,
 )
 from dsx.bench.chaos.forking import NoProgress
+from dsx.bench.chaos.in_vain import steps_in_vain
 from dsx.bench.chaos.inflicting import Inflictor
 from dsx.bench.chaos.job import PLANS, EngineName, Preset
 from dsx.bench.chaos.left_out import samples_skipped
 from dsx.bench.chaos.logs import Window
+from dsx.bench.chaos.pauses import pauses_of
 from dsx.bench.chaos.run import Clusters, clusters_of
 from dsx.bench.chaos.served import SERVED, require_served
 from dsx.bench.chaos.verdict import Verdict
@@ -82,6 +84,21 @@ class Options:
 
 
 @dataclass(frozen=True)
+class Course:
+    """When each fault began and the run ended, in seconds from when all trained; by the logs.
+
+    `work` is of inner steps of all clusters, `in_vain` those that are in no mean (in_vain.py).
+    """
+
+    fault_seconds: Sequence[float]
+    seconds: float
+    work: int
+    in_vain: float
+    pauses: Sequence[float | None]
+    last_step: int | None
+
+
+@dataclass(frozen=True)
 class Report:
     """What was asked and done, and what it came to; `loss_undisturbed` after as many samples.
 
@@ -98,6 +115,7 @@ class Report:
     costs: Mapping[str, Mapping[str, float]]
     given_up: int | None = None
     skipped: int | None = None
+    course: Course | None = None
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values."""
@@ -129,7 +147,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
     of_step = served.samples_per_step(options.num_ranks)
     tell(f"starting {options.num_clusters} clusters of {options.num_ranks} ranks")
     with _clusters(options, options.directory / "disturbed") as clusters:
-        everyone = {*clusters.alive}
+        everyone, began = {*clusters.alive}, time.monotonic()
         try:
             for number, window in enumerate(_inflict(options, clusters, faults, suffered), start=1):
                 windows.append(window)
@@ -145,6 +163,7 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
         verdict = check(clusters.logs(), windows, away, PLANS[options.preset], last_step)
         verdict.problems[:0] = stuck
         costs = costs_by_kind(clusters.logs(), windows)
+        course = _course_of(clusters, windows, began, last_step)
         if not served.is_dealt:
             given_up, verdict.samples_lost = verdict.samples_lost, 0
             skipped = samples_skipped(clusters.logs(), of_step)
@@ -157,7 +176,18 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
             other = check(clusters.logs(), (), (), PLANS[options.preset], steps)
             verdict.problems += [f"undisturbed: {problem}" for problem in other.problems]
             loss = other.loss
-    return Report(options, suffered, verdict, loss, costs, given_up, skipped)
+    return Report(options, suffered, verdict, loss, costs, given_up, skipped, course)
+
+
+def _course_of(
+    clusters: Clusters, windows: Sequence[Window], began: float, last_step: int | None
+) -> Course:
+    logs = clusters.logs()
+    work, in_vain = steps_in_vain(logs)
+    return Course(
+        [window.begin - began for window in windows], time.monotonic() - began, work, in_vain,
+        pauses_of(logs, windows), last_step,
+    )  # fmt: skip
 
 
 def _inflict(

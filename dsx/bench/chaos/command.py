@@ -51,6 +51,9 @@ def chaos(
     comes_back: Annotated[
         bool, Option(help="Start a cluster again that was killed: it joins the run that goes on.")
     ] = True,
+    against: Annotated[
+        str | None, Option(metavar="NAME", help="torchft: give it the same faults; torch alone.")
+    ] = None,
     out: Annotated[
         Path | None, Option(help="Where logs go, a new folder; default: one in /tmp.")
     ] = None,
@@ -70,7 +73,7 @@ def chaos(
     """
     require_place("--json", json_file)
     status = _measure(
-        kinds, out or Path(tempfile.mkdtemp(prefix="dsx-chaos-")) / "run", json_file,
+        kinds, out or Path(tempfile.mkdtemp(prefix="dsx-chaos-")) / "run", json_file, against,
         preset=preset, num_clusters=clusters, num_ranks=ranks, num_events=events, seed=seed,
         step_seconds=step_seconds, suspect_seconds=suspect_seconds, longest_pause=longest_pause,
         undisturbed=undisturbed, comes_back=comes_back, engine=engine, zero_stage=zero,
@@ -79,10 +82,15 @@ def chaos(
         raise typer.Exit(status)
 
 
-def _measure(kinds: str | None, directory: Path, json_file: Path | None, **choices: Any) -> int:
+def _measure(
+    kinds: str | None, directory: Path, json_file: Path | None, against: str | None, **choices: Any
+) -> int:
     """Show and write what was measured; return the exit status."""
     from rich.console import Console
 
+    from dsx.bench.chaos.against.bench import compare
+    from dsx.bench.chaos.against.job import LEFT_OUT, require_comparable
+    from dsx.bench.chaos.against.show import show as show_both
     from dsx.bench.chaos.bench import Options, measure
     from dsx.bench.chaos.disks import may_mount
     from dsx.bench.chaos.faults import KINDS, Kind
@@ -90,16 +98,36 @@ def _measure(kinds: str | None, directory: Path, json_file: Path | None, **choic
     from dsx.bench.chaos.show import show
 
     chosen: Sequence[Kind] = KINDS if kinds is None else cast("Any", kinds.split(","))
-    if kinds is None and not may_mount():
-        typer.echo("full_disk is left out: this process may not mount a disk", err=True)
+    if kinds is None and against is not None:
+        chosen = [kind for kind in KINDS if kind not in LEFT_OUT]
+    elif kinds is None and not may_mount():
+        _tell("full_disk is left out: this process may not mount a disk")
         chosen = [kind for kind in KINDS if kind != "full_disk"]
     options = Options(directory, kinds=chosen, **choices)
+    if against is not None:
+        require_comparable(against, options)
+        for kind, why in LEFT_OUT.items():
+            _tell(f"{kind} is left out: {why}")
     try:
-        report = measure(options, lambda line: typer.echo(line, err=True))
+        report = measure(options, _tell)
     except NoProgress as error:
-        typer.echo(f"dsx bench chaos: {error}; logs in {directory}", err=True)
+        _tell(f"dsx bench chaos: {error}; logs in {directory}")
         return 1
     show(report, Console())
+    found, status = report.as_json(), 0 if report.verdict.is_good else 1
+    if against is not None:
+        try:
+            both = compare(report, _tell)
+        except NoProgress as error:
+            _tell(f"dsx bench chaos: torchft's run does not begin: {error}; logs in {directory}")
+            status = 1
+        else:
+            show_both(both, Console())
+            found["against"] = both.as_json()
     if json_file is not None:
-        json_file.write_text(json.dumps(report.as_json(), indent=2) + "\n")
-    return 0 if report.verdict.is_good else 1
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
+    return status
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)

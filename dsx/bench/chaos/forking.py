@@ -20,14 +20,16 @@ class NoProgress(RuntimeError):
 class Nursery:
     """The process that forks ranks."""
 
-    def __init__(self, directory: Path, before: Sequence[str] = ()) -> None:
-        """Start it; `before` are words that stand before its command."""
+    def __init__(
+        self, directory: Path, before: Sequence[str] = (), module: str = "dsx.bench.chaos.nursery"
+    ) -> None:
+        """Start it; `before` are words that stand before its command, which runs a module."""
         environment = {
             **os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1",
             "CUDA_VISIBLE_DEVICES": "",
         }  # fmt: skip
         self._process = subprocess.Popen(
-            [*before, sys.executable, "-m", "dsx.bench.chaos.nursery", str(directory)],
+            [*before, sys.executable, "-m", module, str(directory)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment,
             stderr=(directory / "nursery.log").open("ab"),
         )  # fmt: skip

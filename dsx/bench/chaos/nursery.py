@@ -12,18 +12,19 @@ import os
 import select
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 
 def main(directory: Path) -> None:
-    """Fork what is asked for, until stdin ends."""
+    """Fork ranks of the run that has its job in this folder."""
     import torch
 
     from dsx.bench.chaos import worker
     from dsx.bench.chaos.disks import mount_disks
     from dsx.bench.chaos.engines.engine import module_of
-    from dsx.bench.chaos.job import Job, output_path
+    from dsx.bench.chaos.job import Job
 
     job = Job.read(directory)
     if job.has_disks:
@@ -31,6 +32,13 @@ def main(directory: Path) -> None:
     importlib.import_module("dsx.comm.links.transport")
     module_of(job.engine).warm()
     torch.set_num_threads(1)
+    serve(directory, lambda cluster, rank: worker.train(job, cluster, rank))
+
+
+def serve(directory: Path, train: Callable[[int, int], None]) -> None:
+    """Fork what is asked for, until stdin ends: each trains, as this rank of this cluster."""
+    from dsx.bench.chaos.job import output_path
+
     wake, ended = os.pipe()
     os.set_blocking(ended, False)
     signal.set_wakeup_fd(ended)
@@ -60,7 +68,7 @@ def main(directory: Path) -> None:
                 _become(asked["environment"], output_path(directory, cluster, rank))
                 status = 1
                 try:
-                    worker.train(job, cluster, rank)
+                    train(cluster, rank)
                     status = 0
                 except SystemExit as end:  # a run that is told to end
                     status = end.code if isinstance(end.code, int) else 1
