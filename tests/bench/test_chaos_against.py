@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
+import signal
+import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +17,22 @@ from typer.testing import CliRunner
 
 from dsx.bench.chaos.against.bench import Comparison
 from dsx.bench.chaos.against.check import check
-from dsx.bench.chaos.against.job import KINDS, LEFT_OUT, GroupJob, job_of, require_comparable
-from dsx.bench.chaos.against.row import Pauses, Row, row_of_dsx
+from dsx.bench.chaos.against.groups import Groups
+from dsx.bench.chaos.against.inflicting import inflict
+from dsx.bench.chaos.against.job import (
+    KINDS,
+    LEFT_OUT,
+    LIGHTHOUSE,
+    GroupJob,
+    job_of,
+    require_comparable,
+)
+from dsx.bench.chaos.against.row import Row, Times, back, row_of_dsx
 from dsx.bench.chaos.against.show import show
 from dsx.bench.chaos.bench import Course, Options, Report
 from dsx.bench.chaos.faults import KINDS as ALL_KINDS
+from dsx.bench.chaos.faults import Fault
+from dsx.bench.chaos.forking import NoProgress
 from dsx.bench.chaos.in_vain import steps_in_vain
 from dsx.bench.chaos.logs import Rank, Record, Window
 from dsx.bench.chaos.verdict import Verdict
@@ -74,7 +89,7 @@ def killed(logs: Logs, cluster: int, behind: int) -> None:
 
 
 def judge(logs: Logs, of: GroupJob, *windows: Window) -> Row:
-    return check(logs, windows, of, 0.25, 0, 13.0)
+    return check(logs, windows, of, Options(Path("/nowhere"), kinds=KINDS), 0.25, 13.0)
 
 
 def counts(row: Row) -> tuple[int, int, int, int, int]:
@@ -92,7 +107,7 @@ def test_where_all_is_kept_nothing_is_in_vain(of: GroupJob) -> None:
     row = judge(sound(of), of)
     assert counts(row) == (6, 6, 0, 0, 0)
     assert work(row) == (36, 0.0, 0)
-    assert row.loss == 0.25 and row.pauses == Pauses(None, None, None)
+    assert row.loss == 0.25 and row.pauses == Times(None, None, None)
 
 
 def test_a_round_that_nobody_keeps_is_lost_with_what_its_fragment_has_learnt() -> None:
@@ -139,7 +154,7 @@ def test_who_is_killed_loses_what_is_in_no_round() -> None:
     row = judge(logs, of, Window("kill_cluster", 1, 7.2, 9.5))
     assert counts(row) == (6, 6, 0, 0, 0)
     assert work(row) == (31, (1 + 3) / 2, 1)  # of one fragment since step 6, of the other since 4
-    assert row.faults == 1 and row.pauses == Pauses(0.0, 0.0, 0.0)
+    assert row.faults == 1 and row.pauses == Times(0.0, 0.0, 0.0)
 
 
 def test_what_it_had_no_time_to_tell_is_told_by_the_others() -> None:
@@ -202,7 +217,7 @@ def test_a_pause_of_survivors_is_beyond_their_usual_step() -> None:
     logs = sound(of)
     the(logs[0, 0], "step", count=8)["seconds"] = 5.5
     window = Window("kill_cluster", 1, 7.2, 9.5)
-    assert judge(logs, of, window).pauses == Pauses(5.0, 5.0, 5.0)
+    assert judge(logs, of, window).pauses == Times(5.0, 5.0, 5.0)
     assert judge(logs, of, Window("pause", 0, 7.2, 9.5)).pauses.max_seconds == 0.0
 
 
@@ -220,8 +235,103 @@ def test_steps_in_vain_of_dsx_are_those_in_no_mean() -> None:
     assert steps_in_vain(logs) == (36, 1.0)  # 12 is said by the others; step 11, 12 of fragment 0
 
 
+class FakeNursery:
+    """Has said what it is given, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, Any]] = []
+        self.asked: list[int] = []
+
+    def hear(self, seconds: float) -> list[dict[str, Any]]:
+        told, self.told = self.told, []
+        return told
+
+    def ask(self, **fields: Any) -> None:
+        self.asked.append(fields["cluster"])
+
+
+def test_a_group_that_ends_by_itself_is_started_again_and_counted(tmp_path: Path) -> None:
+    nursery: Any = FakeNursery()
+    groups = Groups(replace(job(), directory=str(tmp_path)), nursery)
+    nursery.told = [{"started": 10 + c, "cluster": c} for c in (*EVERYBODY, LIGHTHOUSE)]
+    groups.look()
+    assert groups.pids == {10: 0, 11: 1, 12: 2, 9: LIGHTHOUSE}
+    (tmp_path / "rank_1_0.jsonl").write_text('{"what": "failed", "why": "RuntimeError: quorum"}\n')
+    groups.alive.remove(2)  # it has been killed
+    nursery.told = [
+        {"ended": 11, "status": 1},
+        {"ended": 12, "status": -9},
+        {"ended": 9, "status": -9},
+    ]
+    groups.look()
+    assert nursery.asked == [1]
+    assert groups.own_ends == ["group 1 has ended by itself: RuntimeError: quorum"]
+    assert [r["what"] for r in groups.logs()[2, 0]] == ["exit"]
+    with pytest.raises(NoProgress, match=r"the end: not so within 0 s; groups are at steps \{0: 0"):
+        groups.until(lambda: False, "the end: not so", 0.0)
+    groups.own_ends *= 30
+    with pytest.raises(NoProgress, match="the end: groups end by themselves: group 1"):
+        groups.until(lambda: False, "the end")
+
+
+def test_faults_come_at_their_times_to_whom_they_have_befallen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda pid, sign: killed.append((pid, sign)))
+
+    class Fake:
+        """A run in which all go on at once, and processes are of numbers of their clusters."""
+
+        def __init__(self) -> None:
+            self.alive, self.done = [*EVERYBODY], list[str]()
+
+        def look(self) -> None: ...
+
+        def until(self, is_so: object, what: str) -> None: ...
+
+        def until_all_go_on(self, what: str) -> None:
+            self.done.append(f"{self.alive} go on")
+
+        def processes_of(self, cluster: int) -> list[int]:
+            return [100 + cluster]
+
+        def launch(self, cluster: int) -> None:
+            self.done.append(f"launch {cluster}")
+
+        def bring_back(self, cluster: int) -> None:
+            self.alive = sorted([*self.alive, cluster])
+            self.done.append(f"bring back {cluster}")
+
+    groups: Any = Fake()
+    faults = [
+        Fault("kill_cluster", 1), Fault("kill_leader", 1), Fault("leave", 2),
+        Fault("pause", 0, seconds=0.3), Fault("join", 2), Fault("join", 2),
+    ]  # fmt: skip
+    began = time.monotonic()
+    found = [*inflict(groups, faults, [0.2, 0.3, 0.4, 0.5, 0.6, 0.7], KINDS, True)]
+    windows, late = zip(*found, strict=True)
+    assert [window.begin - began > 0.1 * (i + 2) for i, window in enumerate(windows)] == [True] * 6
+    assert late[4] > 0.1  # the pause has lasted over its time
+    assert [window.cluster for window in windows] == [1, LIGHTHOUSE, 2, 0, 2, 2]
+    kill, term = signal.SIGKILL, signal.SIGTERM
+    stop, go_on = signal.SIGSTOP, signal.SIGCONT
+    assert killed == [(101, kill), (99, kill), (102, term), (100, stop), (100, go_on)]
+    assert groups.done == [
+        "[0, 2] go on", "bring back 1", "launch -1", "[0, 1, 2] go on", "[0, 1] go on",
+        "[0, 1] go on", "bring back 2", "[0, 1, 2] go on", "[0, 1, 2] go on",
+    ]  # fmt: skip
+
+
 def options(tmp_path: Path, **choices: Any) -> Options:
     return Options(tmp_path / "out", **{"kinds": KINDS, **choices})
+
+
+def test_who_is_back_is_one_that_was_killed_or_joins(tmp_path: Path) -> None:
+    kinds = ("kill_rank", "kill_leader", "pause", "leave", "join")
+    windows = [Window(kind, 0, 10.0, 12.0 + i) for i, kind in enumerate(kinds)]
+    assert back(windows, options(tmp_path)) == Times(4.0, 6.0, 8.0)
+    assert back(windows, options(tmp_path, comes_back=False)) == Times(6.0, 6.0, 6.0)
 
 
 def test_torchft_has_the_method_of_dsx_as_far_as_it_can(tmp_path: Path) -> None:
@@ -273,7 +383,9 @@ def test_without_torchft_the_command_ends_before_it_begins(
 
 def test_both_rows_are_in_one_table_and_in_the_json(tmp_path: Path) -> None:
     verdict = Verdict(rounds=7, rounds_lost=1, loss=0.5, events={"pause": 2})
-    course = Course([1.0, 2.0], 9.0, 40, 1.5, [0.25, 0.75], 40)
+    windows = [Window("pause", 1, 11.0, 11.5), Window("join", 1, 12.0, 14.5)]
+    course = Course(windows, 10.0, 9.0, 40, 1.5, [0.25, 0.75], 40)
+    assert course.fault_seconds == [1.0, 2.0]
     report = Report(options(tmp_path), [], verdict, None, {}, course=course)
     of = job()
     found = Comparison(
@@ -283,6 +395,7 @@ def test_both_rows_are_in_one_table_and_in_the_json(tmp_path: Path) -> None:
     told = json.loads(json.dumps(found.as_json()))
     assert told["name"] == "torchft" and told["ours"]["rounds_due"] == 8
     assert told["ours"]["pauses"]["median_seconds"] == 0.5
+    assert told["ours"]["back"]["max_seconds"] == 2.5
     assert told["theirs"]["rounds_kept"] == 6 and told["left_out"]["reset"]
     console = Console(record=True, width=100)
     show(found, console)

@@ -85,17 +85,24 @@ class Options:
 
 @dataclass(frozen=True)
 class Course:
-    """When each fault began and the run ended, in seconds from when all trained; by the logs.
+    """When each fault was and the run ended: `seconds` from `began`, when all trained.
 
-    `work` is of inner steps of all clusters, `in_vain` those that are in no mean (in_vain.py).
+    `steps` are inner ones of all clusters, `in_vain` those that are in no mean (in_vain.py);
+    `pauses` of each fault as pauses.py has them.
     """
 
-    fault_seconds: Sequence[float]
+    windows: Sequence[Window]
+    began: float
     seconds: float
-    work: int
+    steps: int
     in_vain: float
     pauses: Sequence[float | None]
     last_step: int | None
+
+    @property
+    def fault_seconds(self) -> list[float]:
+        """When each fault was, from when all trained."""
+        return [window.begin - self.began for window in self.windows]
 
 
 @dataclass(frozen=True)
@@ -183,10 +190,10 @@ def _course_of(
     clusters: Clusters, windows: Sequence[Window], began: float, last_step: int | None
 ) -> Course:
     logs = clusters.logs()
-    work, in_vain = steps_in_vain(logs)
+    steps, in_vain = steps_in_vain(logs)
     return Course(
-        [window.begin - began for window in windows], time.monotonic() - began, work, in_vain,
-        pauses_of(logs, windows), last_step,
+        windows, began, time.monotonic() - began, steps, in_vain, pauses_of(logs, windows),
+        last_step,
     )  # fmt: skip
 
 

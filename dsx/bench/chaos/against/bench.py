@@ -50,7 +50,7 @@ def compare(report: Report, tell: Callable[[str], None]) -> Comparison:
     windows, late = list[Window](), list[float]()
     tell(f"starting torchft with {job.num_clusters} groups of one process")
     with groups_of(job) as groups:
-        began, has_ended, total = time.monotonic(), False, len(course.fault_seconds)
+        began, has_ended, total = time.monotonic(), False, len(course.windows)
         try:
             faults = inflict(
                 groups, report.faults, course.fault_seconds, options.kinds, options.comes_back
@@ -72,7 +72,7 @@ def compare(report: Report, tell: Callable[[str], None]) -> Comparison:
         seconds = time.monotonic() - began
         logs = groups.logs()
         loss = _loss(groups) if has_ended else None
-        theirs = check(logs, windows, groups.job, loss, len(groups.own_ends), seconds)
+        theirs = check(logs, windows, groups.job, options, loss, seconds)
         return Comparison(
             version(), groups.job, row_of_dsx(report), theirs, costs_by_kind(logs, windows), late,
             [*groups.own_ends], problems, LEFT_OUT,

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from dsx.bench.chaos.against.job import GroupJob
 from dsx.bench.chaos.against.rounds import tries_of
-from dsx.bench.chaos.against.row import Pauses, Row
+from dsx.bench.chaos.against.row import Row, Times, back
 from dsx.bench.chaos.against.work import work_of
+from dsx.bench.chaos.bench import Options
 from dsx.bench.chaos.logs import Rank, Record, Window
 from dsx.bench.chaos.pauses import pauses_of
 
@@ -16,8 +17,8 @@ def check(
     logs: Mapping[Rank, Sequence[Record]],
     windows: Sequence[Window],
     job: GroupJob,
+    options: Options,
     loss: float | None,
-    own_ends: int,
     seconds: float,
 ) -> Row:
     """Read the logs of all groups, and the times of the faults."""
@@ -27,6 +28,6 @@ def check(
     return Row(
         "torchft", len(windows), len(tries), len(kept), len(tries) - len(kept),
         sum(bool(one.lost) for one in kept), sum(len(one.hashes) > 1 for one in kept),
-        Pauses.of(pauses_of(logs, windows)), work.steps, work.in_vain, work.samples_lost,
-        own_ends, loss, seconds,
+        Times.of(pauses_of(logs, windows)), back(windows, options), work.steps, work.in_vain,
+        work.samples_lost, loss, seconds,
     )  # fmt: skip

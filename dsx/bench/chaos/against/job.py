@@ -23,7 +23,7 @@ _SPOILT = "torchft's DiLoCo averages whatever it is given, so it would be no com
 LEFT_OUT: Mapping[Kind, str] = {
     "reset": _LINE, "cut": _LINE, "cut_one_way": _LINE, "garble": _LINE,
     "not_finite": _SPOILT, "too_large": _SPOILT,
-    "clock": "torchft's own clocks are no wall clocks, nor in Python",
+    "clock": "torchft measures nothing by the time of day",
     "full_disk": "a torchft group saves nothing here",
 }  # fmt: skip
 LIGHTHOUSE = -1  # in the place of a cluster

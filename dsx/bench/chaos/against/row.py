@@ -6,21 +6,22 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsx.bench.chaos.bench import Report
+from dsx.bench.chaos.bench import Options, Report
+from dsx.bench.chaos.logs import Window
 
 
 @dataclass(frozen=True)
-class Pauses:
-    """Of survivors, in seconds beyond their usual step; None where no fault has one."""
+class Times:
+    """Of several, in seconds; None where there are none."""
 
     median_seconds: float | None
     max_seconds: float | None
     sum_seconds: float | None
 
     @classmethod
-    def of(cls, pauses: Sequence[float | None]) -> Pauses:
-        """Sum up one of each fault; None where nobody took a step beside it."""
-        told = [pause for pause in pauses if pause is not None]
+    def of(cls, times: Sequence[float | None]) -> Times:
+        """Sum up some, of which None are none."""
+        told = [seconds for seconds in times if seconds is not None]
         if not told:
             return cls(None, None, None)
         return cls(statistics.median(told), max(told), sum(told))
@@ -31,8 +32,10 @@ class Row:
     """Rounds are of one fragment each; steps are of all clusters, a sample each.
 
     `rounds_kept_by_some` of those kept were not applied by all who had tried, who were healed.
+    `pauses` of survivors are beyond a usual step; `back` is how long it took from a kill until the
+    cluster trained with the others again, or from the start of one that joins.
     `steps_in_vain` are in no mean; `samples_lost` are in none, and nobody has read them again.
-    `seconds` from when all trained to the end; `own_ends` of processes that nobody had ended.
+    `seconds` are from when all trained to the end.
     """
 
     name: str
@@ -42,11 +45,11 @@ class Row:
     rounds_lost: int
     rounds_kept_by_some: int
     mismatches: int
-    pauses: Pauses
+    pauses: Times
+    back: Times
     steps: int
     steps_in_vain: float
     samples_lost: int
-    own_ends: int
     loss: float | None
     seconds: float
 
@@ -58,6 +61,18 @@ def row_of_dsx(report: Report) -> Row:
     due = verdict.rounds + verdict.rounds_refused + verdict.rounds_lost
     return Row(
         "dsx", sum(verdict.events.values()), due, verdict.rounds, verdict.rounds_lost, 0,
-        verdict.mismatches, Pauses.of(course.pauses), course.work, course.in_vain,
-        verdict.samples_lost, 0, verdict.loss, course.seconds,
+        verdict.mismatches, Times.of(course.pauses), back(course.windows, report.options),
+        course.steps, course.in_vain, verdict.samples_lost, verdict.loss, course.seconds,
     )  # fmt: skip
+
+
+def back(windows: Sequence[Window], options: Options) -> Times:
+    """Return how long it took until who was killed, or joins, was back.
+
+    kill_leader is not among them: with torchft no cluster is killed by it.
+    """
+    return Times.of([
+        window.end - window.begin for window in windows
+        if window.kind == "join"
+        or (window.kind in ("kill_rank", "kill_cluster") and options.comes_back)
+    ])  # fmt: skip

@@ -12,19 +12,21 @@ from dsx.bench.chaos.against.row import Row
 
 _LATE_SECONDS = 0.5
 _COLUMNS: dict[str, Callable[[Row], str]] = {
-    "rounds due": lambda row: f"{row.rounds_due:,}",
-    "kept": lambda row: f"{row.rounds_kept:,}",
-    "lost": lambda row: f"{row.rounds_lost:,}",
-    "kept by some": lambda row: f"{row.rounds_kept_by_some:,}",
-    "pause, median": lambda row: _seconds(row.pauses.median_seconds),
-    "longest": lambda row: _seconds(row.pauses.max_seconds),
-    "all": lambda row: _seconds(row.pauses.sum_seconds),
-    "steps": lambda row: f"{row.steps:,}",
-    "in vain": lambda row: f"{row.steps_in_vain:,.1f}",
-    "samples lost": lambda row: f"{row.samples_lost:,}",
-    "own ends": lambda row: f"{row.own_ends:,}",
+    "rounds due, by fragment": lambda row: f"{row.rounds_due:,}",
+    "rounds kept": lambda row: f"{row.rounds_kept:,}",
+    "rounds lost": lambda row: f"{row.rounds_lost:,}",
+    "rounds kept by some, who heal the others": lambda row: f"{row.rounds_kept_by_some:,}",
+    "hashes that differ": lambda row: f"{row.mismatches:,}",
+    "pause of a survivor, median": lambda row: _seconds(row.pauses.median_seconds),
+    "pause of a survivor, longest": lambda row: _seconds(row.pauses.max_seconds),
+    "pauses of all faults together": lambda row: _seconds(row.pauses.sum_seconds),
+    "killed, or joining: back in training, median": lambda row: _seconds(row.back.median_seconds),
+    "killed, or joining: back in training, longest": lambda row: _seconds(row.back.max_seconds),
+    "samples trained on, of all clusters": lambda row: f"{row.steps:,}",
+    "of these in vain: in no mean": lambda row: f"{row.steps_in_vain:,.1f}",
+    "samples in no mean, and not read again": lambda row: f"{row.samples_lost:,}",
     "loss": lambda row: "-" if row.loss is None else f"{row.loss:.6f}",
-    "seconds": lambda row: f"{row.seconds:.0f}",
+    "seconds until the end": lambda row: f"{row.seconds:.0f}",
 }
 
 
@@ -32,7 +34,7 @@ def show(found: Comparison, console: Console) -> None:
     """Print a row for each, and what has to be known to read them."""
     ours, theirs = found.ours, found.theirs
     table = Table(
-        title=f"{ours.faults} faults, of torchft {found.version}: {theirs.faults}",
+        title=f"dsx: {ours.faults} faults; torchft {found.version}: {theirs.faults}",
         title_justify="left",
     )
     table.add_column("")
