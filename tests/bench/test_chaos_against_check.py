@@ -141,6 +141,17 @@ def test_what_it_had_no_time_to_tell_is_told_by_the_others() -> None:
     assert work(judge(logs, of)) == (31, 0.5, 0)  # step 7 is in the round of step 8
 
 
+def test_what_is_trained_while_a_round_is_under_way_is_in_the_next_one() -> None:
+    of = job(1, 1)
+    logs = sound(of)
+    killed(logs, 1, 6)
+    for cluster in (0, 2):
+        the(logs[cluster, 0], "round", count=8)["members"] = [0, 2]
+        the(logs[cluster, 0], "round", count=10)["members"] = [0, 2]
+        the(logs[cluster, 0], "round", count=12)["members"] = [0, 2]
+    assert work(judge(logs, of)) == (30, 1.0, 1)  # the round that it ended in has step 5
+
+
 def test_one_that_comes_back_trains_for_nothing_until_it_is_healed() -> None:
     of = job()
     logs = sound(of)
