@@ -76,7 +76,7 @@ class World:
         self._own_stores = 0
         self._handles = 0
         self._in_cluster: InCluster | None = None
-        self._link, self._where = link, where
+        self.link, self._where = link, where
         self.joins = joins
         self.coming: Coming | None = None  # of a run whose clusters may be lost, and come back
         self._num_finished = 0
@@ -131,14 +131,14 @@ class World:
 
     def limit_rate(self, mbit: float) -> None:
         """Send no more than that from this cluster's ranks together, over links."""
-        if self._link is not None:
-            self._link.limit(mbit)
+        if self.link is not None:
+            self.link.limit(mbit)
 
     @property
     def others_may_go_on(self) -> bool:
         """Whether the run could ever go on without this cluster, which goes in order."""
         link = self._config.link
-        if self._link is None or link is None or not link.members:
+        if self.link is None or link is None or not link.members:
             return False
         votes = [2 + (id == link.arbiter_id) for id in self.seat.ids]
         return 2 * (sum(votes) - votes[self.seat.position]) > sum(votes)
@@ -203,8 +203,8 @@ class World:
         prefix = f"transport_{self._transports}/rank_{self.rank}"
         notes = dist.PrefixStore(f"transport_{self._transports}", self._cluster_store)
         notes = notes if self.world_size > 1 else None
-        if self._link is not None:
-            return self._connect_links(self._link, fragments, stage, prefix, notes)
+        if self.link is not None:
+            return self._connect_links(self.link, fragments, stage, prefix, notes)
         device = open_device(config.interface)  # one for all groups
 
         def connect(what: str, streams: int) -> list[Any]:
@@ -275,13 +275,13 @@ class World:
 
     def serve(self, serve: Callable[..., None], first: bytes) -> None:
         """Answer ranks of this one's number in other clusters whose requests begin so."""
-        if self._link is not None and self._config.can_be_joined:
-            self._link.serve(serve, first)
+        if self.link is not None and self._config.can_be_joined:
+            self.link.serve(serve, first)
 
     def ask(self, cluster: int, body: bytes) -> Future[bytes]:
         """Ask the rank of this one's number in another cluster."""
-        assert self._link is not None
-        return self._link.ask((cluster, self.rank), body)
+        assert self.link is not None
+        return self.link.ask((cluster, self.rank), body)
 
 
 _world: World | None = None

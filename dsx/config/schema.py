@@ -138,7 +138,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         Ladder(method, None).require_rungs()
     except ValueError as error:
         raise ConfigError(f"dsx.{error}") from None
-    check_metrics(block.metrics)
+    check_metrics(block.metrics, block.clusters.num_clusters)
     check_divergence(block.divergence)
     check_address(block.clusters)
     check_link(block.link, block.clusters.num_clusters, block.clusters.rendezvous)

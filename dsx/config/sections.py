@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dsx.comm.address import parse_address
+from dsx.comm.address import page_address, parse_address
 from dsx.config.files import ConfigError, shown
 from dsx.config.link import LinkConfig
 from dsx.method.alarms import GuardAction
@@ -145,6 +145,16 @@ class MetricsConfig(BaseModel):
     how much of that is hidden and the utilization; cluster 0's where one launcher has started all.
     0: never."""
 
+    prometheus: _Text | None = None
+    """Where rank 0 of each cluster serves `/metrics` for Prometheus: HOST:PORT, such as
+    "127.0.0.1:9464", at PORT + the cluster's number, on whichever host it is. There is no
+    authentication: whoever reaches the address reads it. Needs prometheus-client; null: nowhere."""
+
+    @property
+    def keeps_syncs(self) -> bool:
+        """Whether anybody wants the records of syncs."""
+        return self.dir is not None or self.prometheus is not None
+
 
 class CheckpointsConfig(BaseModel):
     """What becomes of checkpoints that are saved."""
@@ -270,8 +280,13 @@ def check_divergence(divergence: DivergenceConfig) -> None:
         )
 
 
-def check_metrics(metrics: MetricsConfig) -> None:
-    """Raise ConfigError for keys that would have no effect, and for steps out of order."""
+def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
+    """Raise ConfigError for keys that would have no effect, and for what cannot be."""
+    if metrics.prometheus is not None:
+        try:
+            page_address(metrics.prometheus, num_clusters)
+        except ValueError as error:
+            raise ConfigError(f"dsx.{error}") from error
     for key in ("tensorboard", "trace"):
         if getattr(metrics, key) and metrics.dir is None:
             raise ConfigError(

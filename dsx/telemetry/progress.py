@@ -16,19 +16,35 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+_LOSS_SECONDS = 10.0  # between two looks at a loss that nobody tells
+
 
 class Progress:
     """One cluster's lines; `seconds` lie between two of them, 0 for none.
 
     Told of one rank's transfers, it counts `num_senders` times their bytes: parts are of one size.
+    What figures show (`is_shown`) it keeps in `loss` and `tokens`, also where no line is written.
     """
 
-    def __init__(self, cluster_id: int, seconds: float, speaks: bool, num_senders: int = 1) -> None:
+    def __init__(
+        self,
+        cluster_id: int,
+        seconds: float,
+        speaks: bool,
+        num_senders: int = 1,
+        is_shown: bool = False,
+    ) -> None:
         self._cluster_id = cluster_id
         self._num_senders = num_senders
         self._seconds = seconds
         self._speaks = speaks and seconds > 0
+        self._is_shown = is_shown
         self.total_steps: int | None = None  # of the run, where somebody tells it
+        self.loss: float | None = None  # the last one that was told, or read where it was seen
+        self._loss_read = time.perf_counter()
+        self._is_loss_told = False
+        self._all_told: int | None = None  # tokens since this began
+        self._all_seen = 0
         self.begin(0)
 
     def begin(self, step: int) -> None:
@@ -42,25 +58,34 @@ class Progress:
         self._seen_tokens = 0
 
     @property
-    def speaks(self) -> bool:
-        """Whether it writes any line."""
-        return self._speaks
+    def watches(self) -> bool:
+        """Whether what is told and seen goes anywhere."""
+        return self._speaks or self._is_shown
+
+    @property
+    def tokens(self) -> int | None:
+        """All tokens so far, as told or else as seen; None if nobody knows of any."""
+        return (self._all_seen or None) if self._all_told is None else self._all_told
 
     def see(self, *, loss: Any = None, tokens: int = 0) -> None:
         """Take what is seen of training, and said where nobody tells it."""
         self._seen_loss = self._seen_loss if loss is None else loss
         self._seen_tokens += tokens
+        self._all_seen += tokens
 
     def note(self, fields: Mapping[str, Any]) -> None:
         """Take what is told of the step just taken: `loss`, `tokens`, `total_steps`."""
         if "total_steps" in fields:
             self.total_steps = int(fields["total_steps"])
-        if not self._speaks:
+        if not self.watches:
             return
         if "loss" in fields:
-            self._loss = float(fields["loss"])
+            self._loss = self.loss = float(fields["loss"])
+            self._is_loss_told = True
         if "tokens" in fields:
-            self._tokens = int(fields["tokens"]) + (self._tokens or 0)
+            tokens = int(fields["tokens"])
+            self._tokens = tokens + (self._tokens or 0)
+            self._all_told = tokens + (self._all_told or 0)
 
     def note_sync(self, event: Mapping[str, Any]) -> None:
         """Take a transfer that was applied: its bytes, its seconds, and those waited for it."""
@@ -71,11 +96,19 @@ class Progress:
     def pass_boundary(self, step: int, blocked_seconds: float) -> None:
         """Count a step, and say how the run is doing where it is time to."""
         self._blocked += blocked_seconds
+        if self._is_shown and not self._is_loss_told:
+            self._read_loss()
         if not self._speaks or time.perf_counter() - self._since < self._seconds:
             return
         sys.stderr.write(f"{self.line(step, time.perf_counter() - self._since)}\n")
         sys.stderr.flush()
         self.begin(step)
+
+    def _read_loss(self) -> None:
+        """Read a loss that was seen, every some seconds: a device is waited for then."""
+        now = time.perf_counter()
+        if self._seen_loss is not None and now - self._loss_read >= _LOSS_SECONDS:
+            self._loss_read, self.loss = now, float(self._seen_loss)
 
     def line(self, step: int, seconds: float) -> str:
         """Return what is said of the `seconds` since `begin`."""

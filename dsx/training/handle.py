@@ -71,7 +71,7 @@ class Handle:
         self.progress = self._records.progress
         self._syncs = SyncRecords(
             world.new_handle_store(), adapter.stage, adapter.ranks.shard, adapter.fragment_numel,
-            self._records.sync, world.deadline_seconds, is_enabled=config.metrics.dir is not None,
+            self._records.sync, world.deadline_seconds, is_enabled=config.metrics.keeps_syncs,
         )  # fmt: skip
         if world.rank == 0 and world.cluster_id == 0:
             config.method.validate(num_clusters=world.num_clusters)  # the one that warns

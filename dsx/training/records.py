@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.files import SavedRank, rank_file
+from dsx.comm.address import page_address
+from dsx.comm.versions import own_versions
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.waits import NextWait
+from dsx.method.alarms import BOUNDS
 from dsx.outer.transfer import Totals
 from dsx.telemetry.behind import Behind
+from dsx.telemetry.figures import Figures
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.progress import Progress
+from dsx.telemetry.prometheus import Page
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.stalls import stall_watch
 from dsx.telemetry.trace.recorder import trace_path
@@ -42,11 +47,21 @@ class Records:
 
     def __init__(self, config: DsxConfig, world: World, adapter: EngineAdapter) -> None:
         cluster = world.cluster_id
-        self._choice = _choose(config, world)
         self._place = cluster, world.rank
         self._members = world.seat.ids  # as the records have them
         self._writes = world.rank == 0
         self._behind = Behind()
+        speaks = self._writes and not (world.has_one_launcher and cluster)
+        senders = adapter.ranks.shard[1] * adapter.stage.count
+        seconds, is_shown = config.metrics.progress_seconds, config.metrics.prometheus is not None
+        self.progress = Progress(cluster, seconds, speaks, senders, self._writes and is_shown)
+        self._page: Page | None = None
+        self._figures = _figures(config, world, self.progress, self._behind)
+        try:
+            self._choice = _choose(config, world, self._open_page(config))
+        except Exception:
+            self._close_page()
+            raise
         self.trace = start_trace(config.metrics, world, adapter, self._behind)
         has_board = config.metrics.tensorboard and self._writes
         self._metrics = Metrics(cluster, has_board, self._behind)
@@ -57,9 +72,6 @@ class Records:
             start_facts(adapter, world, config),
             self._behind,
         )
-        speaks = self._writes and not (world.has_one_launcher and cluster)
-        senders = adapter.ranks.shard[1] * adapter.stage.count
-        self.progress = Progress(cluster, config.metrics.progress_seconds, speaks, senders)
         self._advice = Advice(config, adapter.inner_lr, lambda: self.progress.total_steps, speaks)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._first_record: Any = lambda: start_record(adapter, world, config)
@@ -87,6 +99,7 @@ class Records:
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
         self.progress.begin(step)
+        self._figures.begin(step, totals.skipped_steps, own)
         self._advice.begin(step)
         self._await_step(step)
 
@@ -127,6 +140,7 @@ class Records:
             "skipped_steps": totals.skipped_steps,
         }
         self._metrics.step(record)
+        self._figures.step(record, members)
         self.progress.pass_boundary(step, blocked_seconds)
         self._advice.pass_boundary()
         self.trace.end_step(step)
@@ -140,6 +154,7 @@ class Records:
     def sync(self, record: Mapping[str, Any]) -> None:
         """Write the record of a sync."""
         self._event("sync", record)
+        self._figures.sync(record)
 
     def log(self, kind: str, record: Mapping[str, Any]) -> None:
         """Write a record of the script's own, behind that of the step just taken."""
@@ -153,10 +168,12 @@ class Records:
     def saved(self, path: Path, step: int) -> None:
         """Enter a checkpoint that is complete."""
         self._run.saved(path, step)
+        self._figures.saved(path, step)
 
     def rolled_back(self, why: str, step: int) -> None:
         """Enter that this start is one of training that went back, from a step."""
         self._run.rolled_back(why, step)
+        self._figures.rolled_back()
 
     def deleted(self, path: Path) -> None:
         """Take a checkpoint out that is there no more."""
@@ -183,6 +200,7 @@ class Records:
         self._metrics.close()
         self.trace.close()
         self._run.close()
+        self._close_page()
         if self.folder is not None:
             stall_watch().leave(self.folder, *self._place)
 
@@ -192,6 +210,20 @@ class Records:
         self._next_step.end()
         yield
         self._await_step(step)
+
+    def _open_page(self, config: DsxConfig) -> str:
+        """Serve the figures where that is asked for; return why that cannot be, for all to hear."""
+        if config.metrics.prometheus is None or not self._writes:
+            return ""
+        try:
+            self._page = Page(*page_address(config.metrics.prometheus), self._figures)
+        except (OSError, ModuleNotFoundError) as error:
+            return str(error)
+        return ""
+
+    def _close_page(self) -> None:
+        if self._page is not None:
+            self._page.close()
 
     def _await_step(self, step: int) -> None:
         self._next_step.begin(f"the end of inner step {step + 1}", self._deadline_seconds)
@@ -208,12 +240,40 @@ class Records:
             self._metrics.event(kind, record)
 
 
-def _choose(config: DsxConfig, world: World) -> FolderChoice:
-    """Let all clusters tell what they have in folders of the run's name. Collective over all."""
+def _figures(config: DsxConfig, world: World, progress: Progress, behind: Behind) -> Figures:
+    """Return what this rank's page shows; it keeps nothing where there is none."""
+
+    def line_limit() -> float | None:
+        rate = None if world.link is None else world.link.bytes_per_second
+        return None if rate is None else rate * world.world_size
+
+    figures = Figures(
+        world.cluster_id,
+        world.num_clusters,
+        config.metrics.prometheus is not None and world.rank == 0,
+        sorted({bound.kind for bound in BOUNDS}),
+        {
+            "dsx_loss": lambda: progress.loss,
+            "dsx_tokens_total": lambda: progress.tokens,
+            "dsx_planned_steps": lambda: progress.total_steps,
+            "dsx_line_limit_bytes_per_second": line_limit,
+            "dsx_missing_records": lambda: sum(behind.missing.by_file().values()),
+        },
+        behind,
+    )
+    figures.started(config.preset, own_versions()["dsx"])
+    return figures
+
+
+def _choose(config: DsxConfig, world: World, trouble: str) -> FolderChoice:
+    """Let all clusters tell what they have in folders of the run's name. Collective over all.
+
+    ValueError where the folder of one cannot be read, or it has another `trouble`.
+    """
     base = None if config.metrics.dir is None else Path(config.metrics.dir)
     joins = None if world.joins is None else world.session
-    found: Any = {}
-    if base is not None and world.rank == 0:
+    found: Any = trouble or {}
+    if base is not None and world.rank == 0 and not trouble:
         try:
             found = look(base, world.cluster_id, joins)
         except (OSError, ValueError) as error:

@@ -1,8 +1,8 @@
-"""Losses and tokens for the progress lines, seen where a script trains and does not tell them.
+"""Losses and tokens for progress lines and figures, seen where a script does not tell them.
 
 A language model's tokens are the ids that its forward is given in training, on this rank, times the
 ranks of the cluster that read samples of their own; a loss is what an engine's backward is given.
-Nothing is read from a device before a line is written, and nothing goes into the records.
+Nothing is read from a device but every some seconds, and nothing goes into the records.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dsx.telemetry.progress import Progress
 
 
 def see_tokens(progress: Progress, model: nn.Module, num_readers: int) -> None:
-    """Count what a model is given, on a rank whose lines are written."""
-    if not progress.speaks:
+    """Count what a model is given, on a rank that tells of it."""
+    if not progress.watches:
         return
 
     def count(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -32,7 +32,7 @@ def see_tokens(progress: Progress, model: nn.Module, num_readers: int) -> None:
 
 def see_losses(progress: Progress, engine: Any) -> None:
     """Look at what an engine's backward is given."""
-    if not progress.speaks:
+    if not progress.watches:
         return
     original = engine.backward
 

@@ -37,7 +37,8 @@ def test_every_kind_of_value_is_read_as_in_json() -> None:
         "preset": "dilocox",
         "clusters": {"num_clusters": 3, "cluster_id": 1, "rendezvous": "tcp://a.example:29400",
                      "deadline_seconds": 90.5},
-        "metrics": {"dir": "runs/x", "tensorboard": True, "trace": True, "trace_steps": [5, 9]},
+        "metrics": {"dir": "runs/x", "tensorboard": True, "trace": True, "trace_steps": [5, 9],
+                    "prometheus": "127.0.0.1:9464"},
         "state": {"device": "host"},
         "link": {"streams": 4},
         "schedule": {"interval": 50},
@@ -48,6 +49,7 @@ def test_every_kind_of_value_is_read_as_in_json() -> None:
     flags = """--dsx-preset dilocox --dsx-num-clusters=3 --dsx-cluster-id 1
         --dsx-rendezvous a.example:29400 --dsx-deadline-seconds 90.5 --dsx-metrics-dir runs/x
         --dsx-metrics-tensorboard true --dsx-metrics-trace true --dsx-metrics-trace-steps 5,9
+        --dsx-metrics-prometheus 127.0.0.1:9464
         --dsx-state-device host --dsx-link-streams 4
         --dsx-schedule-interval 50 --dsx-outer-optimizer-type adam --dsx-outer-optimizer-lr 0.1
         --dsx-outer-optimizer-betas 0.9,0.99 --dsx-compression-rank 8

@@ -301,7 +301,8 @@ def test_utilization_is_the_planners(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("installed", "words"),
     [({"torch": None}, "torch is not installed"), ({"torch": "2.5.1"}, "pip install 'torch>=2.6'"),
-     ({"tensorboard": None}, "tensorboard is not installed")],
+     ({"tensorboard": None}, "tensorboard is not installed"),
+     ({"prometheus-client": None}, "prometheus-client is not installed")],
 )  # fmt: skip
 def test_what_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], words: str
@@ -309,7 +310,7 @@ def test_what_is_not_installed(
     real = machine.installed_version
     monkeypatch.setattr(machine, "installed_version", lambda name: installed.get(name, real(name)))
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.6", "numpy<3,>=1.26"])
-    metrics = {"dir": str(tmp_path / "runs"), "tensorboard": True}
+    metrics = {"dir": str(tmp_path / "runs"), "tensorboard": True, "prometheus": "127.0.0.1:9464"}
     done = doctor(write(tmp_path, metrics=metrics))
     assert done.exit_code == 1 and len(stops(done)) == 1 and words in stops(done)[0]
 

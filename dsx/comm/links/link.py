@@ -155,6 +155,11 @@ class Link:
         """Send no more than that, this rank's share of its cluster's rate."""
         self._switch.pace.limit(mbit)
 
+    @property
+    def bytes_per_second(self) -> float | None:
+        """What this rank may send now; None for no limit."""
+        return self._switch.pace.bytes_per_second
+
     def soon(self, do: Callable[[], object]) -> None:
         """Have something done in the link's thread: an answer that is given later, say."""
         self._post(do)

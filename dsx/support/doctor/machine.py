@@ -117,6 +117,12 @@ def missing_of(config: DsxConfig) -> list[Finding]:
             '"dsx-train[tensorboard]", or leave it out'
         )
         found.append(Finding("STOP", "versions", text))
+    if config.metrics.prometheus is not None and installed_version("prometheus-client") is None:
+        text = (
+            "dsx.metrics.prometheus is set and prometheus-client is not installed; pip install "
+            '"dsx-train[prometheus]", or leave it out'
+        )
+        found.append(Finding("STOP", "versions", text))
     return found
 
 
