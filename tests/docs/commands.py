@@ -50,6 +50,7 @@ SLOW = {  # whole trainings: `pytest -m slow`
 _SITES = "needs what a site has; with stand-ins in tests/launch/test_where_it_runs.py"
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
 _FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_folders.py"
+_WATCH = "serves until it is ended; what it loads in tests/telemetry/test_monitoring.py"
 NOT_HERE = {  # with the reason
     "for n in berlin oslo; do ip netns": "two sites in namespaces, as root",
     "for n in rome rome-router": "sites behind NAT, as root; in tests/launch/test_sites.py",
@@ -104,6 +105,9 @@ NOT_HERE = {  # with the reason
     "export DSX_": _SITES,
     "kubectl --context": _SITES,
     "docker ": _SITES,
+    "docker compose -f configs/monitoring": _WATCH,
+    "prometheus --config.file=": _WATCH,
+    'pip install "dsx-train[prometheus]"': "in the extra `dev`, too",
     "python -m build --wheel": _SITES,
     "bash configs/launch/ssh.sh": _SITES,
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config configs/minimal.json their_li": (
