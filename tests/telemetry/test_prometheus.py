@@ -15,10 +15,12 @@ import torch
 
 import dsx
 from dsx.comm.address import page_address
+from dsx.comm.world import current_world
 from dsx.telemetry.figures import FIGURES, Figures
 from dsx.telemetry.prometheus import Page
 from tests.distributed import free_port, run_distributed
 from tests.installed import needs
+from tests.over_links import run_over_links
 from tests.tiny import TinyNet, batch
 
 HOST = "127.0.0.1"
@@ -198,3 +200,29 @@ def test_two_clusters_of_one_host_have_a_page_each() -> None:
         for said in told["said"]:  # by all, also where the other one's port is free
             assert said.startswith(f"cluster 0: dsx.metrics.prometheus={HOST}:{port}: cluster 0")
             assert "another engine of this process" in said
+
+
+def train_at_a_rate(port: int) -> dict[str, float]:
+    """Train a cluster over links, at the rate that `dsx ctl set link.rate_mbit 8` sets."""
+    config, world = config_of(port), current_world()
+    assert world is not None
+    model, optimizer, handle = attach(world.cluster_id, config)
+    before = values(fetch(port + world.cluster_id)) if world.rank == 0 else {}
+    world.limit_rate(8.0)
+    for step in range(1, 11):
+        optimizer.zero_grad()
+        model(*batch(world.cluster_id, step)).backward()
+        optimizer.step()
+    handle.finish()
+    found = values(fetch(port + world.cluster_id)) if world.rank == 0 else {}
+    handle.close()
+    assert "dsx_line_limit_bytes_per_second" not in before
+    return found
+
+
+@pytest.mark.ci
+@with_client
+@needs("zmq", "cryptography")
+def test_the_rate_of_a_line_is_on_the_page() -> None:
+    for found in run_over_links(train_at_a_rate, 2, 1, free_port()):
+        assert found["dsx_line_limit_bytes_per_second"] == 1e6
