@@ -32,7 +32,7 @@ FOLDER = Path(__file__).parents[2] / "configs" / "monitoring"
 DASHBOARD = json.loads((FOLDER / "grafana" / "dashboards" / "dsx.json").read_text())
 KINDS = {figure.name: figure for figure in FIGURES}
 COUNTED = re.compile(r"\b(?:rate|increase)\(\s*(\w+)")
-SECONDS = 60  # for Prometheus to have seen something
+SECONDS = 240  # for Prometheus to have seen something, on a busy machine
 
 with_yaml = needs("yaml")
 
@@ -236,13 +236,13 @@ def prometheus(folder: Path, first_port: int) -> Iterator[Server]:
 
 
 @pytest.mark.ci
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @with_client
 def test_a_prometheus_reads_a_run_of_two_clusters(tmp_path: Path) -> None:
     """It scrapes both pages, evaluates every rule, and answers all that the dashboard asks."""
     port, stop = free_port(), tmp_path / "stop"
     with prometheus(tmp_path, port) as server, ThreadPoolExecutor(1) as pool:
-        run = pool.submit(run_distributed, train, 2, port, str(stop), timeout_seconds=300)
+        run = pool.submit(run_distributed, train, 2, port, str(stop), timeout_seconds=600)
         try:
             server.wait_for("up == 1", 2)
             server.wait_for("dsx_syncs_total > 2", 2)
@@ -256,7 +256,7 @@ def test_a_prometheus_reads_a_run_of_two_clusters(tmp_path: Path) -> None:
             firing = server.query('ALERTS{alertstate="firing"}')
         finally:
             stop.touch()
-            steps = run.result(300)
+            steps = run.result(600)
     assert clusters == {"0", "1"} and members == {"2"} and steps[0] == steps[1] > 0
     assert {rule["health"] for rule in evaluated} == {"ok"}, evaluated
     assert {rule["name"] for rule in evaluated} == {
