@@ -194,8 +194,7 @@ def attach_megatron(
     `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
     all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
     or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
-    A cluster that joins a run loads neither: `settle()` first, then steps from `handle.step` on;
-    what its newest checkpoint in `resume`'s directory holds is not fetched from the others.
+    A cluster that joins a run loads neither: `settle()` first, then steps from `handle.step` on.
     ValueError where both are given, and for what of Megatron is not served, by its name.
     """
     if resume and begins_from:
