@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from dsx.core.waits import waiting_for
 from dsx.method.method import Method
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import Parcel
@@ -95,10 +96,14 @@ class Donor:
         now = [healing for healing in due if healing.step == step]
         if now:  # without the lock: the link's thread goes on meanwhile
             copy = copy_shared(self._loop, self._results, prunes=is_alone)
-            self._copying = threading.Thread(
+            thread = threading.Thread(
                 target=self._copy, args=(copy, now), name="dsx-copy", daemon=True
             )
-            self._copying.start()
+            try:
+                thread.start()
+                self._copying = thread
+            except RuntimeError:  # there can be no more threads
+                self._copy(copy, now)
         with self._lock:
             for healing in due:
                 if healing.step < step:
@@ -108,7 +113,8 @@ class Donor:
     def end_copy(self) -> None:
         """Wait for the copy that was begun, if one was; on the training thread."""
         if self._copying is not None:
-            self._copying.join()
+            with waiting_for("the copy for a cluster that heals", None):
+                self._copying.join()
             self._copying = None
 
     def _copy(self, copy: Callable[[], Parcel] | None, healing: list[_Healing]) -> None:

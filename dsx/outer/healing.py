@@ -94,6 +94,7 @@ class Healing:
                 self.places = self._fetch_places()
                 self._loop.adapter.sync_model_weights()  # of masters that followed
                 self.seconds = time.monotonic() - began
+                self._held = None  # whose file may go
                 self._end_when_over()
                 return
             self._give_up()
@@ -182,7 +183,8 @@ class Healing:
 
         def fetch() -> Opened:
             sources.tell("begin", step, loop.notices.places.process)
-            return sources.parcel(("head",), ("slice",), self._held)
+            held = self._held if attempt == 1 else None  # reading may have taken too long
+            return sources.parcel(("head",), ("slice",), held)
 
         opened = self._together(fetch)
         self.held_bytes = opened.held_bytes

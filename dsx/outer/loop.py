@@ -148,8 +148,8 @@ class OuterLoop:
         it, so clusters whose gradients complete in another order (or not at all) still meet.
         """
         self.deferral.require_none(self.history.step)
-        self.settle()
         started = time.perf_counter()
+        self.settle()
         step = self.history.step + 1
         self._complete.add(fragment)
         for due in self._due(step):
@@ -164,8 +164,8 @@ class OuterLoop:
         """Advance the clock by one inner step and launch what the schedule says."""
         self.beginning.require_settled()
         self.deferral.require_none(self.history.step)
-        self.settle()
         started = time.perf_counter()
+        self.settle()
         self.guard.settle(self.history)
         self.totals.skipped_steps += is_skipped
         self._idle = self._idle if is_skipped else set()
@@ -220,6 +220,7 @@ class OuterLoop:
     def draining(self) -> Iterator[Transfer]:
         """Drain; clusters of one process take turns after each transfer, as one may mend others."""
         self.end_boundary()
+        self.before_change()
         pending = [t for t in self.in_flight if isinstance(t, Transfer)]
         unsent = self._outer_step.read_unsent({t.fragment for t in pending})
         for transfer in pending:
@@ -284,15 +285,12 @@ class OuterLoop:
         self.history.under_way[fragment] += 1
         self.in_flight.append(transfer)
 
-    def _apply(self, transfer: Transfer | NothingYet, stop_place: StopPlace | None = None) -> bool:
+    def _apply(self, transfer: Transfer | NothingYet, place: StopPlace | None = None) -> bool:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""
         timer = self._trace.span_timer("apply", transfer.fragment, self.history.step)
         wait_seconds = -time.perf_counter()
-        if (
-            stop_place
-            and isinstance(transfer, Transfer)
-            and self.deferral.puts_off(stop_place.may_receive(transfer.pending))
-        ):
+        is_sent = isinstance(transfer, Transfer)
+        if place and is_sent and self.deferral.puts_off(place.may_receive(transfer.pending)):
             return False
         self.in_flight.remove(transfer)
         under_way = [t for t in self.in_flight if isinstance(t, Transfer)]

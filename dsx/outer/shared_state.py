@@ -8,6 +8,7 @@ warm starts, and the history. Of transfers under way it says which there are; th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -50,8 +51,14 @@ def copy_shared(loop: OuterLoop, results: Results, prunes: bool) -> Callable[[],
         "places": loop.notices.places.state_dict(),
     }
 
+    device, stream = loop.state.device, None
+    if device.type == "cuda":  # behind what this thread has given the device, beside what follows
+        stream = torch.cuda.Stream(device)
+        stream.wait_stream(torch.cuda.current_stream(device))
+
     def copy() -> Parcel:
-        on_host = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in shared.items()}
+        with nullcontext() if stream is None else torch.cuda.stream(stream):
+            on_host = {n: t.detach().to("cpu", copy=True).contiguous() for n, t in shared.items()}
         return Parcel(values, on_host)
 
     return copy

@@ -36,10 +36,11 @@ class Page:
         application = _application(figures)
         try:
             self._server = _Server(host, port, application)
-        except OSError as error:
+        except (OSError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
             raise OSError(
                 f"dsx.metrics.prometheus={host}:{first_port}: cluster {figures.cluster} serves at "
-                f"port {port} there, its number further on, and cannot: {error.strerror}; end what "
+                f"port {port} there, its number further on, and cannot: {why}; end what "
                 "listens there (another run, or another engine of this process that is not "
                 "closed), or give an address of this host and a port that is free"
             ) from error

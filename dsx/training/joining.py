@@ -12,6 +12,7 @@ import secrets
 from collections.abc import Callable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dsx.checkpoint.files import SavedRank, rank_file
@@ -32,6 +33,8 @@ from dsx.training.positions import FollowsOthers, Resumable, go_where_others_are
 from dsx.training.records import Records
 from dsx.training.saving import Saving
 
+_UNREADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError)
+_NOTHING_FROM = "all is taken from the others, and nothing from %s: %s"
 logger = logging.getLogger(__name__)
 
 
@@ -74,7 +77,13 @@ class Joining:
 
     def look_in(self, base: str | Path, tag: str | None = None) -> None:
         """Take from the others only what the newest checkpoint of this cluster, or `tag`, lacks."""
-        self._saving.own = newest_of_own(base, self._world.cluster_id, tag)
+        try:
+            self._saving.own = newest_of_own(base, self._world.cluster_id, tag)
+            why = "" if self._saving.own or tag is None else f"it has no complete {tag!r}"
+        except _UNREADABLE as error:  # a join does without
+            why = str(error) or type(error).__name__
+        if why and self._world.rank == 0:
+            logger.warning(_NOTHING_FROM, base, why)
 
     def follow(self, orders: Orders, changed: Callable[[], object]) -> None:
         """Have `changed` called with what the others have changed, and orders wait for healing."""
@@ -152,14 +161,19 @@ class Joining:
             return None
         try:
             saved = SavedRank(rank_file(own, self._world.rank_info.rank))
-        except (OSError, ValueError) as error:
-            logger.warning("all is taken from the others, and nothing from %s: %s", own, error)
+        except _UNREADABLE as error:
+            logger.warning(_NOTHING_FROM, own, str(error) or type(error).__name__)
+            self._saving.own = None
             return None
         names = saved_names(self._loop)
 
         def read(name: str) -> Tensor | None:
             stored = names.get(name, "")
-            return saved.read(stored) if stored in saved else None
+            try:
+                return saved.read(stored) if stored in saved else None
+            except (OSError, SafetensorError) as error:
+                logger.warning("%s of %s is taken from the others: %s", stored, own, error)
+                return None
 
         return read
 

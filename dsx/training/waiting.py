@@ -89,12 +89,14 @@ class Waiting:
     @property
     def gone(self) -> tuple[int, ...]:
         """The clusters that it waits for; known on the first rank."""
-        return () if self.lost is None else tuple(self.lost.gone)
+        lost = self.lost  # once: the clerk's thread may take it back
+        return () if lost is None else tuple(lost.gone)
 
     @property
     def reason(self) -> Reason | None:
         """Why this cluster is to stop and save, before it waits; known on the first rank."""
-        return Reason(self.gone[0], LOST) if self.gone else None
+        gone = self.gone
+        return Reason(gone[0], LOST) if gone else None
 
     def wait(self, path: Path | None, seconds: float) -> Reason | None:
         """Wait, having saved to `path`, if at all; return None to go on, or why to end.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -38,13 +38,14 @@ def test_a_copy_is_of_its_boundary_however_late_it_is_made(
     run = new_run()
     loop = run.loops[0]
     donor, copy_shared = Donor(loop), donor_module.copy_shared
+    release = threading.Event()
 
     def late(*args: Any, **kwargs: Any) -> Callable[[], Parcel]:
         copy = copy_shared(*args, **kwargs)
         assert copy is not None
 
         def slow() -> Parcel:
-            time.sleep(0.3)
+            assert release.wait(60)
             return copy()
 
         return slow
@@ -55,6 +56,7 @@ def test_a_copy_is_of_its_boundary_however_late_it_is_made(
         run.train_step(mean_loss)
     assert ask(donor, "head", "x") == WAIT  # training goes on meanwhile
     expected = [anchor.clone() for anchor in loop.state.anchor]
+    threading.Timer(0.3, release.set).start()  # the next boundary waits for it
     for _ in range(8):
         run.train_step(mean_loss)
     assert not all(map(torch.equal, expected, loop.state.anchor))
