@@ -22,6 +22,7 @@ from dsx.telemetry.figures import FIGURES, Figures
 if TYPE_CHECKING:  # an extra
     from prometheus_client.metrics_core import Metric
 
+_MOST_CALLERS = 16  # at once; whoever else calls is cut off
 _IDLE_SECONDS = 10.0  # that a connection may say nothing
 
 
@@ -71,6 +72,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     def __init__(self, host: str, port: int, application: Callable[..., Any]) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
+        self._places = threading.Semaphore(_MOST_CALLERS)
         super().__init__((found[0][4][0], port), _Handler)  # type: ignore[arg-type]
         self.set_app(application)
 
@@ -79,6 +81,24 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer on a thread, where there is one left."""
+        if not self._places.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._places.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answer, and leave the place to the next one."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._places.release()
 
     def let_go(self) -> None:
         """Leave the port to the parent; in a process that it has forked."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import multiprocessing
 import socket
 import sys
+import threading
 import time
 import urllib.request
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
@@ -112,6 +113,33 @@ def test_a_port_that_is_taken_is_named_with_the_fix() -> None:
 def test_an_address_of_another_host_is_named(host: str) -> None:
     with pytest.raises(OSError, match=r"and cannot: .*give an address of this host"):
         Page(host, 9464, Figures(0, 2, True))
+
+
+@with_client
+def test_callers_that_say_nothing_take_few_threads_and_leave_them() -> None:
+    port, before = free_port(), threading.active_count()
+    page = Page(HOST, port, Figures(0, 1, True))
+    silent = [socket.create_connection((HOST, port), 10) for _ in range(40)]
+    try:
+        for one in silent[16:]:
+            one.settimeout(10)
+            with suppress(ConnectionResetError):
+                assert one.recv(1) == b""  # cut off at once
+        assert threading.active_count() <= before + 1 + 16
+        for one in silent:
+            one.close()
+        until = time.monotonic() + 30
+        while threading.active_count() > before + 1 and time.monotonic() < until:
+            time.sleep(0.05)
+        assert "dsx_" in fetch(port)
+    finally:
+        page.close()
+
+
+@with_client
+def test_an_address_that_no_name_server_takes_is_named() -> None:
+    with pytest.raises(OSError, match=r"dsx.metrics.prometheus=a..b:9464: cluster 0 serves"):
+        Page("a..b", 9464, Figures(0, 1, True))
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
