@@ -35,7 +35,7 @@ def test_what_the_others_lose_is_beyond_their_usual_mean() -> None:
 
 
 def test_a_job_is_read_as_it_was_written(tmp_path: Path) -> None:
-    job = Job(str(tmp_path), ["a=h:1", "b=i:1"], 1, "keys", 2, 8, 4, 0.1, 50.0, 4.0)
+    job = Job(str(tmp_path), {"num_clusters": 2}, {"port": 1}, 2, 8, 4, 0.1, 50.0, 4.0)
     job.write()
     assert Job.read(tmp_path) == job
     assert job.dsx(1)["dsx"]["link"]["heal_rate_mbit"] == 50.0

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from dsx.bench.convergence.task import Study, inner_rate
+from dsx.bench.convergence.task import Study, inner_rate, warmup_steps
 
 _LEAST, _MOST = 0.5, 4.0  # of the study's H
 
@@ -29,8 +29,8 @@ def growing_intervals(study: Study) -> Sequence[int]:
 
 def _intervals(study: Study, rates: Sequence[float], alpha: float) -> list[int]:
     least, most = math.ceil(_LEAST * study.interval), round(_MOST * study.interval)
-    warmup = max(range(len(rates)), key=lambda i: rates[i])  # its low rates are no late ones
+    warmup = warmup_steps(study)  # whose low rates are no late ones
     return [
-        least if i < warmup else min(most, max(least, int((alpha / max(rate, 1e-12)) ** 2)))
-        for i, rate in enumerate(rates)
+        least if step < warmup else min(most, max(least, int((alpha / max(rate, 1e-12)) ** 2)))
+        for step, rate in enumerate(rates, start=1)
     ]

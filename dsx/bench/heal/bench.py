@@ -16,12 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 
+from dsx.bench.e2e.run import Runner
 from dsx.bench.heal.job import Job
 from dsx.bench.heal.run import Record, Run
+from dsx.bench.kinds import KINDS
+from dsx.bench.line import shared_cores
 from dsx.bench.testbed import Line, Testbed
 from dsx.plan.published.scenario import require_number
 
-_PORT = 29511
+_SUSPECT_SECONDS = 4.0
 _ETHERNET = 0.956  # of a line's bits, what frames leave
 _CALM_PERIODS = 2
 _AWAY_STEPS = 16
@@ -195,15 +198,8 @@ def _median(rows: Sequence[Row]) -> Row:
 
 
 def _job(options: Options, bed: Testbed, place: Path) -> Job:
-    from dsx.comm.links.key_changes import make_key
-
-    names = [f"cluster-{m}" for m in range(options.num_clusters)]
-    keys = place / "keys"  # one folder has all secrets: the clusters are of one host
-    for name in names:
-        make_key(keys, name)
-    members = [f"{name}={bed.address(m)}:{_PORT}" for m, name in enumerate(names)]
-    suspect = 4.0
+    runner = Runner(bed, shared_cores(options.num_clusters), options.deadline_seconds)
     return Job(
-        str(place), members, _PORT, str(keys), options.num_layers, options.width,
-        options.interval, options.step_seconds, options.heal_rate_mbit, suspect,
+        str(place), *runner.meeting(KINDS["link/curve"], place), options.num_layers, options.width,
+        options.interval, options.step_seconds, options.heal_rate_mbit, _SUSPECT_SECONDS,
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,13 +13,14 @@ from typing import Any
 class Job:
     """One run of a process per cluster; a step computes for `step_seconds`, mostly asleep.
 
+    `clusters` and `link` are the parts of a JSON by which they meet, the same for all.
+
     The model has `num_layers` matrices of `width` squared, a fragment each.
     """
 
     directory: str
-    members: Sequence[str]
-    port: int
-    keys: str
+    clusters: Mapping[str, Any]
+    link: Mapping[str, Any]
     num_layers: int
     width: int
     interval: int
@@ -29,10 +30,7 @@ class Job:
 
     def dsx(self, cluster: int) -> dict[str, Any]:
         """Return a cluster's configuration."""
-        link: dict[str, Any] = {
-            "security": "curve", "members": list(self.members), "keys": self.keys,
-            "port": self.port, "suspect_seconds": self.suspect_seconds,
-        }  # fmt: skip
+        link = {**self.link, "suspect_seconds": self.suspect_seconds}
         if self.heal_rate_mbit is not None:
             link["heal_rate_mbit"] = self.heal_rate_mbit
         return {
@@ -41,8 +39,7 @@ class Job:
                 "schedule": {"interval": self.interval},
                 "fragments": {"by": "size", "num_fragments": self.num_layers},
                 "clusters": {
-                    "num_clusters": len(self.members), "cluster_id": cluster,
-                    "deadline_seconds": 600.0, "join_deadline_seconds": 300.0,
+                    **self.clusters, "cluster_id": cluster, "join_deadline_seconds": 300.0
                 },
                 "link": link,
             }

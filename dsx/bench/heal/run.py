@@ -31,7 +31,7 @@ class Run:
     def __init__(self, job: Job, bed: Testbed, deadline_seconds: float) -> None:
         self._job, self._bed, self._deadline_seconds = job, bed, deadline_seconds
         self.directory = Path(job.directory)
-        self.clusters = range(len(job.members))
+        self.clusters = range(job.clusters["num_clusters"])
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         job.write()
 
