@@ -162,7 +162,7 @@ class Farewells:
         """Tell every peer that is left; those that are gone cannot be told."""
         group, word = self._group, torch.tensor([value, ~value])
         for peer in self._heard:
-            with suppress(RuntimeError):  # gone, too
+            with suppress(RuntimeError, AttributeError):  # gone, too, or closed here meanwhile
                 group.send([word], peer, _TAG).wait(timedelta(seconds=_GRACE_SECONDS))
 
     def _noted(self) -> int | None:

@@ -60,8 +60,8 @@ class Parcel:
     def slice(self, index: int) -> bytes:
         """Return the bytes of a slice; empty beyond the last one."""
         start = index * self._slice_bytes
-        pieces = [each[a:b] for each, a, b in _within(self._bytes, start, self._slice_bytes)]
-        return b"".join(pieces)
+        within = _within(self._bytes, start, self._slice_bytes)
+        return b"".join(self._bytes[number][a:b] for number, a, b in within)
 
 
 class Opened:
@@ -82,7 +82,8 @@ class Opened:
         }
         self._bytes = [_bytes_of(t) for t in self.tensors.values()]
         self.num_bytes = sum(len(b) for b in self._bytes)
-        self._may_hold = False
+        self._begun: set[int] = set()  # the numbers of tensors of which something is here
+        self._number = {name: number for number, name in enumerate(self.tensors)}
         self.held_bytes = 0  # of slices that were here already
         if len(self.hashes) != -(-self.num_bytes // self.slice_bytes):
             raise ValueError(f"{len(self.hashes)} slices for {self.num_bytes} bytes")
@@ -92,15 +93,14 @@ class Opened:
         place = self.tensors[name]
         if held is not None and held.shape == place.shape and held.dtype == place.dtype:
             place.copy_(held)
-            self._may_hold = True
+            self._begun.add(self._number[name])
 
     def length_if_held(self, index: int) -> int:
         """Return the bytes of a slice that is here already, as its hash says; 0 if it is not."""
-        if not self._may_hold:
+        within = list(_within(self._bytes, index * self.slice_bytes, self.slice_bytes))
+        if not self._begun.issuperset(number for number, _, _ in within):
             return 0
-        start = index * self.slice_bytes
-        pieces = [each[a:b] for each, a, b in _within(self._bytes, start, self.slice_bytes)]
-        data = b"".join(pieces)
+        data = b"".join(self._bytes[number][a:b] for number, a, b in within)
         return len(data) if hash_of(data) == self.hashes[index] else 0
 
     def put(self, index: int, data: bytes) -> bool:
@@ -108,8 +108,8 @@ class Opened:
         if hash_of(data) != self.hashes[index]:
             return False
         taken, start = 0, index * self.slice_bytes
-        for each, a, b in _within(self._bytes, start, self.slice_bytes):
-            each[a:b] = data[taken : taken + b - a]
+        for number, a, b in _within(self._bytes, start, self.slice_bytes):
+            self._bytes[number][a:b] = data[taken : taken + b - a]
             taken += b - a
         return True
 
@@ -126,11 +126,11 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def _within(
     buffers: Sequence[memoryview], start: int, length: int
-) -> Iterator[tuple[memoryview, int, int]]:
-    """Yield which part of each buffer a range covers, of all of them side by side."""
+) -> Iterator[tuple[int, int, int]]:
+    """Yield (number, from, to) of each buffer that a range of all of them, side by side, covers."""
     offset = 0
-    for each in buffers:
+    for number, each in enumerate(buffers):
         a, b = max(start - offset, 0), min(start + length - offset, len(each))
         if a < b:
-            yield each, a, b
+            yield number, a, b
         offset += len(each)

@@ -74,6 +74,7 @@ class Clerk:
         self._copy: Copy | None = None  # what this cluster, which joins, is to have
         self._is_ready = False
         patience = max(Timing.patience, round(suspect_seconds / _TICK_SECONDS))
+        self._meets_until = time.monotonic() + suspect_seconds
         self._log = Participant(
             Contributor(link.cluster_id, incarnations[link.cluster_id]),
             incarnations,
@@ -95,8 +96,7 @@ class Clerk:
         self._apart: set[tuple[int, int, int]] = set()  # processes of another run, as told
         self._num_refused = 0
         self._has_finished = self._has_said_so = False  # this cluster has done its work
-        self._is_over = False  # all have
-        self._is_closed = False
+        self._is_closed = self._is_over = False  # over: all have
         self.quorum = Quorum(told)
         self.end: PeerLost | None = None  # why this cluster goes on with nobody, once that is told
         if not joins:
@@ -183,6 +183,7 @@ class Clerk:
 
     def _run(self) -> None:
         try:
+            self._meet_all()
             closes_at = float("inf")
             while not (self._is_closed and (self._log.is_over or not self._has_finished)):
                 if self._is_closed:
@@ -204,6 +205,15 @@ class Clerk:
         except Exception as error:
             logger.exception("the clerk has ended by an error")
             self._end(PeerLost(f"this cluster's clerk has ended by an error: {error}"))
+
+    def _meet_all(self) -> None:
+        """Take part once all who begin are reached: who calls late is not to be taken for gone."""
+        first = {c.id for c in self._members if c != self._me}
+        while not self._is_closed and time.monotonic() < self._meets_until:
+            self._look_at_links()
+            if first <= self._log.links.keys() | self._gone.keys():
+                return
+            time.sleep(_TICK_SECONDS / 10)
 
     def _take_leave(self) -> None:
         if self._told_to_end is not None:
@@ -252,6 +262,7 @@ class Clerk:
             why = self._link.why_gone((cluster, 0)) or (told if is_of_this else "")
             if why and cluster not in self._gone:
                 self._gone[cluster] = why
+                logger.info("cluster %d is not reached: %s", cluster, why)
                 self._repeats.forget(cluster)
                 self._log.down(cluster)
             elif not why and incarnation is not None:

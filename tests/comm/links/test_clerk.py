@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from dsx.comm.links.rank_views import packed, unpacked
 from dsx.core.leaving import LOST, Reason
 from dsx.core.transport import PeerLost, PeerPreempted, Submission
+from tests.comm.links.clusters import Line
 from tests.comm.links.sites import Site, members, run
 from tests.comm.links.test_members_lost import LAST, NUM_STEPS, check
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -64,6 +66,18 @@ def test_of_two_without_an_arbiter_who_is_left_is_told_to_save_and_end() -> None
         run(method, TinyNet(), mean_loss, NUM_STEPS, 2, {1: cut_short}, by_log=True)
     assert told.value.reason.signal == LOST and told.value.reason.cluster == 1
     assert told.value.reason.sentence == "cluster 1 is lost, and the run cannot go on without it"
+
+
+def test_who_is_reached_late_at_the_start_is_not_taken_for_gone() -> None:
+    """Two of three reach each other at once, and the first one 1.5 seconds later."""
+
+    def late(line: Line) -> None:
+        line.is_open = False
+        threading.Timer(1.5, lambda: setattr(line, "is_open", True)).start()
+
+    method = ALL_CASES["diloco"].method(3)
+    sites = run(method, TinyNet(), mean_loss, NUM_STEPS, by_log=True, line=late)
+    check(sites, epoch=0, left=3)
 
 
 def test_at_the_end_nobody_who_leaves_is_missed() -> None:
