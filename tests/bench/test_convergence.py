@@ -16,6 +16,7 @@ import torch
 from typer.testing import CliRunner
 
 import dsx
+from dsx.bench.convergence.adaptive import Adaptive
 from dsx.bench.convergence.growing import growing_intervals
 from dsx.bench.convergence.inner import begin_step, end_step, make_optimizers, take_step
 from dsx.bench.convergence.muon import Muon, orthogonalized
@@ -33,10 +34,16 @@ from dsx.bench.convergence.study import (
 )
 from dsx.bench.convergence.tail import TailMean
 from dsx.bench.convergence.task import BASELINE, UNTUNED, Own, Study, Task, inner_rate, overrides
-from dsx.bench.convergence.together import share_moments, share_rest, shared_bytes
+from dsx.bench.convergence.together import (
+    share_moments,
+    share_moments_coded,
+    share_rest,
+    shared_bytes,
+)
 from dsx.cli import app
 from dsx.compress.quantized import Quantized
 from dsx.data.shards import SHARDS
+from dsx.method.changes import INTERVAL, RATE
 from dsx.method.choices import PRESETS
 from dsx.method.delay.shift import Shift
 from dsx.method.schedule.periodic import Streaming
@@ -469,3 +476,62 @@ def test_few_bits_go_with_what_keeps_its_own_residual() -> None:
     assert (method.schedule.interval, method.delay.steps) == (8, 2)
     with pytest.raises(ValueError, match="cannot run: .*error_feedback"):
         require_runnable(study, read_search("recommended+1bit_ef", "1", "0", "0", None, None, None))
+
+
+def test_first_moments_come_together_in_few_bits(data: Path) -> None:
+    study = Study(str(data), 3, 4, 2, 1, 8, 1, 64, 2, 1e-2, 1, 1, "cpu", inner="muon")
+    model = PROBLEMS["causal"].make_model(study, 0)
+    models = [copy.deepcopy(model) for _ in range(3)]
+    optimizers = [make_optimizers(m, study) for m in models]
+    torch.manual_seed(0)
+    for own in optimizers:
+        for each in own:
+            for group in each.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.randn_like(p)
+            each.step()
+    weight = [m.layers[0].attention.query.weight for m in models]  # pyright: ignore
+
+    def kept() -> list[torch.Tensor]:
+        muon = [
+            own[0].state[w]["momentum_buffer"] for own, w in zip(optimizers, weight, strict=True)
+        ]
+        return [m.clone() for m in muon]
+
+    before, counted = kept(), share_moments_coded(optimizers)
+    after = kept()
+    assert counted == pytest.approx(
+        2.25 / 16 * sum(p.numel() for p in model.parameters()), rel=0.02
+    )
+    apart = [float((a - b).norm()) for a, b in ((before[0], before[1]), (after[0], after[1]))]
+    assert apart[1] < 0.6 * apart[0]  # what codes leave out stays apart
+    moved = torch.stack(after).mean(0) - torch.stack(before).mean(0)
+    assert float(moved.norm()) < 0.5 * float(torch.stack(before).mean(0).norm())
+    for own, m in zip(optimizers, models, strict=True):
+        state = own[1].state[m.embedding.weight]  # pyright: ignore
+        assert torch.allclose(state["exp_avg_sq"], 0.05 * m.embedding.weight.grad**2)  # pyright: ignore
+
+
+def test_outer_settings_follow_what_the_guard_sees_within_bounds() -> None:
+    adaptive = Adaptive(("gain", "tested"), 0.7, 16)
+    assert adaptive.changed() == {RATE: 0.7, INTERVAL: 16}
+    adaptive.note({"autocorrelation": 0.5, "cluster_cosine": 0.2})
+    assert adaptive.changed() == {RATE: 0.7 * 1.01, INTERVAL: 16}
+    adaptive.note({"cluster_cosine": 0.3})
+    assert adaptive.interval == pytest.approx(16 * 1.05)
+    for _ in range(200):
+        adaptive.note({"autocorrelation": -1.0, "cluster_cosine": 0.0})
+    assert adaptive.changed()[RATE] == pytest.approx(0.35)
+    assert adaptive.changed()[INTERVAL] >= 8
+    assert Adaptive((), 0.7, 16).changed() == {}
+
+
+def test_runs_that_follow_the_guard_or_remember_for_longer_train_otherwise(data: Path) -> None:
+    study = Study(
+        str(data), 2, 32, 4, 2, 16, 1, 16, 2, 1e-2, 1, 8, "cpu", inner="muon", final_rate=0.0
+    )
+    variants = ("", "+gain", "+tested", "+slow", "+moments_2bit")
+    runs = [run_task(study, Task(f"diloco{v}", 0, 0.5, 0.5)) for v in variants]
+    assert len({r["val_loss"] for r in runs}) == len(runs)
+    plain, gain, _, slow, moments = (r["bytes_per_cluster"] for r in runs)
+    assert gain == plain and slow > moments > plain

@@ -31,8 +31,10 @@ Presets = Annotated[
         "format, tuned without; +shift keeps the progress of a period that a preset is late, "
         "+serial sends a fragment at a time; +embeddings averages all gradients but those of "
         "layers' matrices in every step, +moments what inner optimizers keep in every H, +begun "
-        "all gradients in the first twentieth, each exact and counted; +growing has H grow as the "
-        "inner rate falls; snoo is data parallel with outer Nesterov steps.",
+        "all gradients in the first twentieth, each exact and counted; +moments_2bit first moments "
+        "in 2 bit, +slow has Muon remember for longer, and averages that; +growing has H grow as "
+        "the inner rate falls, +gain moves the outer rate and +tested H by what the guard sees; "
+        "snoo is data parallel with outer Nesterov steps.",
     ),
 ]
 Clusters = Annotated[int, Option(help="Clusters, all in one process.", min=2)]

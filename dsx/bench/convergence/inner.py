@@ -20,8 +20,10 @@ _LAYERS = "layers."
 _BETAS = (0.9, 0.95)
 
 
-def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimizer]:
-    """Return what every run steps with."""
+def make_optimizers(
+    model: nn.Module, study: Study, slow: float = 0.0
+) -> list[torch.optim.Optimizer]:
+    """Return what every run steps with; `slow` is the part of Muon's slow momentum."""
     matrices = [
         p for name, p in model.named_parameters() if name.startswith(_LAYERS) and p.ndim == 2
     ]
@@ -31,7 +33,7 @@ def make_optimizers(model: nn.Module, study: Study) -> list[torch.optim.Optimize
     first: list[torch.optim.Optimizer] = []
     if study.inner == "muon":
         momentum = study.muon_momentum
-        first.append(Muon([groups.pop(0)], weight_decay=study.weight_decay, momentum=momentum))
+        first.append(Muon([groups.pop(0)], 1e-3, study.weight_decay, momentum, slow))
     held = [group for group in groups if group["params"]]
     return [*first, torch.optim.AdamW(held, betas=_BETAS, weight_decay=study.weight_decay)]
 

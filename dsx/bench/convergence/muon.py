@@ -11,19 +11,29 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+SLOW = "slow_buffer"
+_SLOW_MOMENTUM = 0.99  # a half-life of 69 steps
 _STEPS, _COEFFICIENTS = 5, (3.4445, -4.7750, 2.0315)
 
 
 class Muon(torch.optim.Optimizer):
     """The rule of `torch.optim.Muon` with Nesterov momentum and `match_rms_adamw`.
 
-    Source: Jordan et al. 2024, scaled as in Liu et al., arXiv:2502.16982. Matrices only.
+    Source: Jordan et al. 2024, scaled as in Liu et al., arXiv:2502.16982. Matrices only. `slow`:
+    the part in the update of a momentum that remembers for longer (MT-DAO, Iacob et al.,
+    arXiv:2510.05361, in the terms of its quasi-hyperbolic update).
     """
 
     def __init__(
-        self, params: ParamsT, lr: float = 1e-3, weight_decay: float = 0.1, momentum: float = 0.95
+        self,
+        params: ParamsT,
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        slow: float = 0.0,
     ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "slow": slow}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -39,6 +49,10 @@ class Muon(torch.optim.Optimizer):
                     state["momentum_buffer"] = torch.zeros_like(parameter)
                 buffer = state["momentum_buffer"].lerp_(parameter.grad, 1 - momentum)
                 update = parameter.grad.lerp(buffer, momentum)
+                if group["slow"]:
+                    slow = state.setdefault(SLOW, torch.zeros_like(parameter))
+                    slow.lerp_(parameter.grad, 1 - _SLOW_MOMENTUM)
+                    update = update.lerp(slow, group["slow"])
                 wide = update.T if update.shape[0] > update.shape[1] else update
                 alike.setdefault((wide.shape[0], wide.shape[1]), []).append((parameter, wide))
             for (_, most), pairs in alike.items():

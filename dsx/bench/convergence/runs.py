@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import dsx
+from dsx.bench.convergence.adaptive import Adaptive
 from dsx.bench.convergence.figures import perplexity
 from dsx.bench.convergence.growing import growing_intervals
 from dsx.bench.convergence.guard import GuardRecord
@@ -28,9 +29,21 @@ from dsx.bench.convergence.task import (
     overrides,
     warmup_steps,
 )
-from dsx.bench.convergence.together import share_all, share_moments, share_rest, shared_bytes
+from dsx.bench.convergence.together import (
+    share_all,
+    share_moments,
+    share_moments_coded,
+    share_rest,
+    share_slow,
+    shared_bytes,
+)
 from dsx.data import ClusterBatches
 from dsx.method.changes import INTERVAL
+
+_SLOW_PART = 0.5  # of Muon's slow momentum in an update, with +slow
+_EACH_ROUND = {
+    "moments": share_moments, "moments_2bit": share_moments_coded, "slow": share_slow
+}  # fmt: skip
 
 
 @torch.no_grad()
@@ -192,8 +205,9 @@ def take_steps(
         shared += share_rest(optimizers)
     for own, its in zip(models, optimizers, strict=True):
         end_step(own, its, inner_rate(study, step))
-    if "moments" in variants and step % study.interval == 0:
-        shared += share_moments(optimizers)
+    if step % study.interval == 0:
+        for variant, share in _EACH_ROUND.items():
+            shared += share(optimizers) if variant in variants else 0
     return shared
 
 
@@ -212,14 +226,16 @@ def train_preset(
     preset, *variants = task.preset.split("+")
     method = dsx.preset(preset, study.num_clusters, **axes)
     models = [copy.deepcopy(model) for _ in range(study.num_clusters)]
-    optimizers = [make_optimizers(m, study) for m in models]
+    slow = _SLOW_PART if "slow" in variants else 0.0
+    optimizers = [make_optimizers(m, study, slow) for m in models]
     prepare(study, models)
     hidden = [0] * study.num_clusters  # bytes that travelled while training went on
-    guard = GuardRecord()
+    guard, adaptive = GuardRecord(), Adaptive(variants, task.lr or 1.0, study.interval)
 
     def note(cluster: int, event: Mapping[str, Any]) -> None:
         if cluster == 0:
             guard.note(event)
+            adaptive.note(event)
         if event["applied_step"] > event["launched_step"]:
             hidden[cluster] += event["bytes_sent"]
 
@@ -232,9 +248,9 @@ def train_preset(
         shared += take_steps(study, step, models, optimizers, parts, variants)
         if step % max(1, method.schedule.interval // 10) == 0:
             distances.append(divergence(models))
-        if "growing" in variants:
-            for loop in clusters.loops:
-                loop.history.changed[INTERVAL] = intervals[step - 1]
+        changed = {INTERVAL: intervals[step - 1]} if "growing" in variants else adaptive.changed()
+        for loop in clusters.loops:
+            loop.history.changed.update(changed)
         clusters.step()
         if step == study.num_steps:
             clusters.finish()

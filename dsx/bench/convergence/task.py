@@ -53,9 +53,11 @@ CODECS: dict[str, dict[str, Any]] = {
 # quarter of the period. Those of `TOGETHER` take the inner steps closer together, at a price in
 # bytes, to tell what clusters lose by being apart: embeddings averages the gradients of all but the
 # layers' matrices in every step, moments what the inner optimizers keep in every H, begun all
-# gradients in the first twentieth. growing: H grows as the inner rate falls, at the same bytes.
-TOGETHER = ("embeddings", "moments", "begun")
-BESIDE = (*TOGETHER, "growing")  # no part of the method, whose outer rate stays the same
+# gradients in the first twentieth; moments_2bit the first moments in few bits, slow a momentum of
+# Muon's that remembers for longer. growing: H grows as the inner rate falls, at the same bytes;
+# gain and tested: the outer rate, or H, follow what the guard sees (adaptive.py).
+TOGETHER = ("embeddings", "moments", "moments_2bit", "slow", "begun")
+BESIDE = (*TOGETHER, "growing", "gain", "tested")  # the outer rate is chosen without them
 VARIANTS = ("shift", "serial", *BESIDE)
 
 
