@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Make .venv ready: created once, then reused until pyproject.toml or the constraints change.
+# Make .venv ready: created once, then reused until what it holds, or how, changes.
 #
 #   bash scripts/setup.sh                     # picks a Python >= 3.10
 #   PYTHON=/path/to/python bash scripts/setup.sh
@@ -28,7 +28,8 @@ find_python() {
     fail "${PYTHON:-no Python found that} is not Python >= 3.10; name one: PYTHON=/path/to/python bash $0"
 }
 
-stamp="$(cat pyproject.toml scripts/constraints.txt scripts/setup.sh | cksum)"
+# what is installed hangs on the package's own part of pyproject.toml, not on settings of tools
+stamp="$({ sed '/^\[tool\./,$d' pyproject.toml; cat scripts/constraints.txt scripts/setup.sh; } | cksum)"
 built_for=$(cat .venv/built_for 2>/dev/null || true)
 if [ "$(cat .venv/ready 2>/dev/null)" = "$stamp" ] && .venv/bin/python -c '' 2>/dev/null &&
     { [ "$wanted" = any ] || [ "$wanted" = "$built_for" ]; }; then

@@ -26,7 +26,7 @@ from dsx.bench.chaos.faults import (
 from dsx.bench.chaos.job import PLANS, PRESETS, Job, checkpoints_path, give_orders, orders_path
 from dsx.bench.chaos.logs import Tail, note_exit
 from dsx.bench.chaos.saves import Saves, steps_of_ends
-from dsx.bench.chaos.worker import Orders
+from dsx.bench.chaos.worker import FaultOrders
 from dsx.cli import app
 from dsx.config.schema import load_config
 from dsx.core.types import History, Stage, SyncParams
@@ -174,7 +174,7 @@ def test_a_disk_is_full_and_has_room_again(tmp_path: Path) -> None:
 
 
 def test_orders_come_to_a_cluster_and_spoil_one_contribution(tmp_path: Path) -> None:
-    orders = Orders(orders_path(tmp_path, 1), last_step=100)
+    orders = FaultOrders(orders_path(tmp_path, 1), last_step=100)
     give_orders(tmp_path, 1, too_large=7)
     give_orders(tmp_path, 1, last_step=50)
     orders.look()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -22,6 +21,7 @@ from dsx.bench.chaos.job import (
 )
 from dsx.bench.chaos.lines import Lines
 from dsx.bench.chaos.logs import Record, Tail, last, note_exit, of_each_process
+from dsx.bench.free_ports import free_ports
 from dsx.comm.links.key_changes import add_key, make_key
 
 _START_SECONDS = 180.0
@@ -114,7 +114,7 @@ class Clusters:
 
     def _launch(self, cluster: int) -> None:
         """Have all ranks of a cluster started."""
-        port, count = _free_port(), str(self.job.num_ranks)
+        port, count = *free_ports(1), str(self.job.num_ranks)
         for rank in range(self.job.num_ranks):
             environment = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": count,
@@ -201,7 +201,7 @@ def clusters_of(
 ) -> Generator[Clusters]:
     """Yield clusters that have begun to train, each with keys and a line of its own."""
     directory.mkdir(parents=True)
-    ports = [_free_port() for _ in range(num_clusters)]
+    ports = free_ports(num_clusters)
     names = [f"site-{cluster}" for cluster in range(num_clusters)]
     keys = [directory / "keys" / name for name in names]
     made = [make_key(folder, name)[-1] for folder, name in zip(keys, names, strict=True)]
@@ -226,8 +226,3 @@ def clusters_of(
         clusters.kill()
         nursery.close()
         lines.close()
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as one:
-        return one.getsockname()[1]

@@ -7,31 +7,18 @@ the end. The engine (engines/) is the only thing that differs from one run to an
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from dsx.bench.chaos.engines.engine import digest, module_of
 from dsx.bench.chaos.job import Job, checkpoints_path, log_path, orders_path
 from dsx.bench.chaos.saves import Saves, steps_of_ends
 from dsx.bench.chaos.spoiling import SPOILING, Spoiler
+from dsx.bench.worker_files import Orders, RankLog
 from dsx.comm.world import current_world
 from dsx.training.handle import Handle
-
-
-class RankLog:
-    """A file of lines, each whole."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-
-    def write(self, what: str, **fields: Any) -> None:
-        """Write a line, with the time that no jump of a clock moves."""
-        line = json.dumps({"what": what, "at": time.monotonic(), **fields})
-        os.write(self._file, line.encode() + b"\n")
 
 
 class Watch:
@@ -74,24 +61,17 @@ class Watch:
         return digest([self._loop.state.anchor[fragment]])
 
 
-class Orders:
-    """What the driver wants, looked at before each step."""
+class FaultOrders(Orders):
+    """Orders, some of which are faults of this rank's own."""
 
     def __init__(self, path: Path, last_step: int) -> None:
-        self._path, self._stamp = path, 0
+        super().__init__(path, last_step=last_step)
         self._clock_moved = 0.0
         self._spoilt = dict.fromkeys(SPOILING, 0)  # the last order that was carried out
-        self.given: dict[str, Any] = {"last_step": last_step}
 
     def look(self) -> None:
-        """Take what is new."""
-        try:
-            stamp = self._path.stat().st_mtime_ns
-        except FileNotFoundError:
-            return
-        if stamp != self._stamp:
-            self._stamp = stamp
-            self.given |= json.loads(self._path.read_text())
+        """Take what is new, and move the clock if that is wanted."""
+        super().look()
         by = float(self.given.get("clock", 0.0))
         if by != self._clock_moved:
             _move_clock(by - self._clock_moved)
@@ -152,7 +132,7 @@ def _train(job: Job, cluster: int, rank: int, log: RankLog) -> None:
     handle.settle()  # where the others train already, it is behind this that it is one of them
     watch, spoiler = Watch(handle, log), Spoiler(handle.loop, engine.masters)
     directory, took = Path(job.directory), 0.0  # since the step before
-    orders = Orders(orders_path(directory, cluster), job.last_step)
+    orders = FaultOrders(orders_path(directory, cluster), job.last_step)
     saves = Saves(engine.save, checkpoints_path(directory, cluster), rank == 0, log)
     while handle.step < orders.given["last_step"]:
         step, began = handle.step + 1, time.perf_counter()

@@ -6,7 +6,6 @@ import json
 import os
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import dsx
 from dsx.bench.examples.table import Row
+from dsx.bench.free_ports import free_ports
 
 _INSIDE = Path(__file__).with_name("inside")
 _POLL_SECONDS = 0.2
@@ -92,7 +92,7 @@ def _command(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) -> lis
     return [
         sys.executable, "-m", "torch.distributed.run", "--nproc-per-node",
         str(row.clusters * row.ranks),
-        "--master-port", str(_free_port()), *started, *arguments,
+        "--master-port", str(*free_ports(1)), *started, *arguments,
     ]  # fmt: skip
 
 
@@ -146,12 +146,6 @@ def _environment(row: Row, tree: Path, data: Path, out: Path, with_dsx: bool) ->
         "EXAMPLES_SHIM": row.shim,
         **{name: _replaced(value, replaced) for name, value in environ.items()},
     }
-
-
-def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return one.getsockname()[1]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,47 +8,16 @@ Times are of the clock that all processes of a host share.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import dsx
 from dsx.bench.heal.job import Job, checkpoint_path, log_path, orders_path
+from dsx.bench.worker_files import Orders, RankLog
 from dsx.training.handle import Handle
-
-
-class Log:
-    """A file of lines, one call each."""
-
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", buffering=1)
-
-    def write(self, what: str, **fields: Any) -> None:
-        """Write what happens now."""
-        self._file.write(json.dumps({"what": what, "at": time.monotonic(), **fields}) + "\n")
-
-
-class Orders:
-    """At which steps all save and end; looked at after each step."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._stamp = path, 0
-        self.save_at, self.last_step = -1, 1 << 40
-
-    def look(self) -> None:
-        """Take what is new."""
-        try:
-            stamp = self._path.stat().st_mtime_ns
-        except FileNotFoundError:
-            return
-        if stamp != self._stamp:
-            self._stamp, given = stamp, json.loads(self._path.read_text())
-            self.save_at = given.get("save_at", self.save_at)
-            self.last_step = given.get("last_step", self.last_step)
 
 
 class Layers(nn.Module):
@@ -68,7 +37,7 @@ class Layers(nn.Module):
         return x
 
 
-def train(job: Job, cluster: int, loads: bool, log: Log) -> None:
+def train(job: Job, cluster: int, loads: bool, log: RankLog) -> None:
     """Train until the driver says the last step; `loads`: the checkpoint first, or what it can."""
     directory, config = Path(job.directory), job.dsx(cluster)
     dsx.init_distributed(config)
@@ -87,8 +56,8 @@ def train(job: Job, cluster: int, loads: bool, log: Log) -> None:
         log.write("healed", copied_bytes=healing.copied_bytes, held_bytes=healing.held_bytes,
                   seconds=healing.seconds, step=handle.step)  # fmt: skip
     batch = torch.randn(2, job.width, generator=torch.Generator().manual_seed(cluster))
-    orders = Orders(orders_path(directory))
-    while handle.step < orders.last_step:
+    orders = Orders(orders_path(directory), save_at=-1, last_step=1 << 40)
+    while handle.step < orders.given["last_step"]:
         began = time.perf_counter()
         optimizer.zero_grad()
         model(batch).square().mean().backward()
@@ -98,7 +67,7 @@ def train(job: Job, cluster: int, loads: bool, log: Log) -> None:
         seconds = time.perf_counter() - began
         log.write("step", step=handle.step, seconds=seconds, members=list(handle.members))
         orders.look()
-        if handle.step == orders.save_at:
+        if handle.step == orders.given["save_at"]:
             _save(handle, model, where)
             log.write("saved", step=handle.step)
     handle.finish()
@@ -120,7 +89,7 @@ def main() -> None:
     parser.add_argument("--cluster", type=int, required=True)
     parser.add_argument("--load", action="store_true")
     args = parser.parse_args()
-    log = Log(log_path(args.directory, args.cluster))
+    log = RankLog(log_path(args.directory, args.cluster))
     log.write("begin")
     train(Job.read(args.directory), args.cluster, args.load, log)
 

@@ -7,7 +7,6 @@ machine does meets all of them alike.
 from __future__ import annotations
 
 import contextlib
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from dsx.bench.free_ports import free_ports
 from dsx.bench.kinds import Kind
 from dsx.bench.line import shared_cores
 from dsx.bench.links.job import FOUND, NAMES, Found, Job
@@ -150,7 +150,7 @@ def _ends(
 ) -> list[Found]:  # fmt: skip
     """Start both ends, and return what each has found."""
     if wire.mbit is None:
-        addresses, ports, interface = ["127.0.0.1"] * 2, _free_ports(), "lo"
+        addresses, ports, interface = ["127.0.0.1"] * 2, free_ports(2), "lo"
     else:
         assert bed is not None
         bed.throttle(Line(wire.mbit))
@@ -270,15 +270,6 @@ def _say(wire: Wire, ends: Sequence[Found]) -> str:
 def _of(wire: Wire) -> str:
     name = "loopback" if wire.mbit is None else f"{wire.mbit:g} Mbit/s"
     return f"{name} {'both ways' if wire.ways == 2 else 'one way'}"
-
-
-def _free_ports() -> list[int]:
-    """Return two ports of this host's loopback that nobody has now."""
-    with (
-        socket.create_server(("127.0.0.1", 0)) as first,
-        socket.create_server(("127.0.0.1", 0)) as second,
-    ):
-        return [each.getsockname()[1] for each in (first, second)]
 
 
 @contextlib.contextmanager

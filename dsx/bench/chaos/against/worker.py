@@ -37,7 +37,8 @@ from dsx.bench.chaos.against.job import FEWEST, LIGHTHOUSE, GroupJob, final_path
 from dsx.bench.chaos.engines.engine import digest
 from dsx.bench.chaos.engines.teacher import RATE, Net, Numbers, Teacher
 from dsx.bench.chaos.job import log_path, orders_path
-from dsx.bench.chaos.worker import Orders, RankLog
+from dsx.bench.chaos.worker import FaultOrders
+from dsx.bench.worker_files import RankLog
 from dsx.data import ClusterBatches
 
 _HOST = "127.0.0.1"
@@ -200,7 +201,7 @@ def train(job: GroupJob, cluster: int, rank: int) -> None:
 
 def _train(job: GroupJob, cluster: int, log: RankLog, is_told: Sequence[bool]) -> None:
     group = Group(job, cluster, log)
-    orders, has_ended = Orders(orders_path(Path(job.directory), cluster), _FOR_EVER), False
+    orders, has_ended = FaultOrders(orders_path(Path(job.directory), cluster), _FOR_EVER), False
     with group.diloco:
         while not is_told:
             round_ = group.step()
