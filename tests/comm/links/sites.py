@@ -30,6 +30,7 @@ from dsx.outer.donor import FIRST, Donor, why_not
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import hash_of
+from dsx.outer.shared_state import saved_names
 from dsx.training.dealing import follow_boundaries
 from tests.comm.links.clusters import Line
 
@@ -140,6 +141,7 @@ class Site:
         self.healing: Healing | None = None
         self.donor: Donor | None = None
         self.batches: Any = None  # which is dealt between the clusters, if a test has set it
+        self.saved: dict[str, Tensor] = {}  # its own checkpoint, if it has one
 
     def end(self) -> None:
         """As a kill does: the connections are closed, nothing is said."""
@@ -172,10 +174,12 @@ class Site:
                 time.sleep(0.02)
             return clerk.contributors
 
+        names = saved_names(loop)
+        held = lambda name: self.saved.get(names.get(name, ""))  # noqa: E731
         self.healing = Healing(
             loop, lambda cluster, body: self.link.ask((cluster, 0), body), clusters,
             lambda: transport.first_own, clerk.ready, rate_mbit, 20.0, True, transport.give_sign,
-            lambda: loop.notices.places.may_come,
+            lambda: loop.notices.places.may_come, held if self.saved else None,
         )  # fmt: skip
         loop.notices.places.process = 1 + self.link.incarnation % (1 << 40)
         self.healing.heal()
@@ -257,12 +261,14 @@ def run(
     batches_of: Callable[[int], Any] = lambda id: None,
     line: Callable[[Line], object] | None = None,
     quorum_wait_seconds: float = 0.0,
+    has_saved: bool = False,
 ) -> list[Site]:
     """Train all, each on a thread of its own; `watch` runs beside them.
 
     `by_log`: clerks say who the members are, else whoever watches does. The cluster `again` is
     started again once it has ended, and not before `begin_again`: its new site comes last. `line`
-    is given the one line on which all call the first site.
+    is given the one line on which all call the first site. `has_saved`: whoever is started again
+    has a checkpoint of where it has ended.
     """
     options = {"grace_seconds": 0.2, "suspect_seconds": suspect_seconds}
     sites = [Site(m, model, method, **options) for m in range(num_clusters)]
@@ -298,6 +304,7 @@ def run(
                 assert begin_again is None or begin_again.wait(240)
                 site = _started_again(sites, sites[again], options, arbiter, suspect_seconds)
                 site.batches = batches_of(site.id)
+                site.saved = _state(sites[again]) if has_saved else {}
                 sites.append(site)
                 done.append(threads.submit(
                     site.train, num_steps, compute_loss, num_clusters, NEVER, before, True
@@ -311,6 +318,15 @@ def run(
         for each in lines:
             each.close()
     return sites
+
+
+def _state(site: Site) -> dict[str, Tensor]:
+    """What a checkpoint of where a site has ended holds of its outer state."""
+    loop = site.loop
+    assert loop is not None
+    fragments = [fragment.id for fragment in loop.adapter.fragments]
+    named = [(f"{n}/{p}", t) for p in fragments for n, t in loop.state.named_state(p).items()]
+    return {name: tensor.clone() for name, tensor in named}
 
 
 def _started_again(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from dsx.core.transport import PeerLost, Submission
 from dsx.outer import parcel
@@ -14,7 +15,7 @@ from dsx.outer.donor import why_not
 from tests.comm.links.sites import Site, run
 from tests.comm.links.test_members_lost import LAST, TINY, coded
 from tests.compress.test_over_gloo import WideNet, loss
-from tests.tiny import ALL_CASES
+from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
 NUM_STEPS = 160
 
@@ -64,6 +65,32 @@ def lose_and_heal(name: str, **options: Any) -> list[Site]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_cluster_that_is_started_again_joins_those_who_go_on(name: str) -> None:
     check(lose_and_heal(name))
+
+
+class PartlyUnused(TinyNet):
+    """A part of it has no gradient, so no outer step moves it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = torch.nn.Parameter(torch.arange(4000.0))
+
+
+def test_what_its_own_checkpoint_holds_alike_is_not_fetched(monkeypatch: Any) -> None:
+    """Half of it is of another round: that is fetched, and the rest is not."""
+    monkeypatch.setattr(parcel, "LEAST_SLICE_BYTES", 1000)
+    fetched: dict[bool, int] = {}
+    for has_saved in (False, True):
+        sites = run(
+            ALL_CASES["diloco"].method(3), PartlyUnused(), mean_loss, NUM_STEPS,
+            fates={2: cut_short}, before=slowly, by_log=True, again=2, has_saved=has_saved,
+        )  # fmt: skip
+        check(sites)
+        healing = sites[-1].healing
+        assert healing is not None
+        fetched[has_saved] = healing.copied_bytes
+        assert bool(healing.held_bytes) == has_saved
+    unused = 4 * 4000  # of which a slice lies across its end, or two
+    assert unused <= fetched[False] - fetched[True] + 2 * 1000 <= 3 * unused
 
 
 @pytest.mark.ci
