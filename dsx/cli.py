@@ -31,6 +31,7 @@ from dsx.support.doctor.command import doctor
 from dsx.support.keys_check import keys_check
 from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
+from dsx.telemetry.watch.command import watch
 
 BEFORE, DURING, AFTER = "Before a run", "For a run", "After a run"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -52,6 +53,7 @@ app.add_typer(data_app, name="data", rich_help_panel=DURING)
 app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)
 app.command(rich_help_panel=DURING)(relay)
+app.command(rich_help_panel=DURING)(watch)
 app.command(rich_help_panel=AFTER)(export)
 app.command(rich_help_panel=AFTER)(report)
 app.command(rich_help_panel=AFTER)(support)

@@ -44,7 +44,7 @@ class Metrics:
     def step(self, record: Mapping[str, Any]) -> None:
         """Hold the record of a boundary just passed, after writing the one before it."""
         self.flush()
-        self._held = {"kind": "step", **record}
+        self._held = {"kind": "step", "time": time.time(), **record}
 
     def complete_step(self, fields: Mapping[str, Any]) -> None:
         """Add the script's own numbers to the held record."""
@@ -80,7 +80,7 @@ class Metrics:
             self._file = RecordFile(path, self._begins_at)
             beyond = None if self._begins_at is None else self._begins_at + 1
             self._begins_at = None  # what still comes goes behind what there is
-        line = {"cluster": self._cluster_id, "time": time.time(), **record}
+        line = {"cluster": self._cluster_id, "time": time.time(), **record}  # a step: when it ended
         file, text = self._file, json.dumps(line) + "\n"
         self._behind.do(lambda: file.append(text), file.path)
         if self._open_board is not None:

@@ -25,7 +25,7 @@ import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 FORMAT = 1  # of run.json, see run_file.py
 Record = Mapping[str, Any]
@@ -112,8 +112,8 @@ def open_run(path: str | Path) -> Run:
     """Read a run's records. FileNotFoundError or ValueError says what cannot be read."""
     folder = find_run(path)
     abouts = read_about(folder)
-    foreign = _of_other_runs(abouts)
-    files = {m: file for m, file in _files(folder, "metrics").items() if m not in foreign}
+    foreign = of_other_runs(abouts)
+    files = {m: file for m, file in files_of(folder, "metrics").items() if m not in foreign}
     if not files:
         raise FileNotFoundError(
             f"{folder} holds no metrics*.jsonl: the run has not taken a step yet, or its files "
@@ -129,7 +129,7 @@ def read_about(folder: Path, cluster: int | None = None) -> dict[int, dict[str, 
 
     With a `cluster`, that one's alone.
     """
-    files = sorted(_files(folder, "run").items())
+    files = sorted(files_of(folder, "run").items())
     found = {m: (file, _read_object(file)) for m, file in files if cluster in (None, m)}
     for file, about in found.values():
         if about.get("format") != FORMAT or not _has_starts(about):
@@ -202,27 +202,13 @@ def names_of_starts(about: Record) -> set[str]:
     return {name for name in told if name}
 
 
-def say_end(start: Record) -> str:
-    """Say how a start ended, or that it has not said."""
-    end = start.get("end")
-    if end:
-        return f"{end['how']} at step {end['step']}"
-    if start.get("host") != socket.gethostname():
-        return f"no end recorded: killed, or running on {start.get('host')}"
-    return f"running as process {start['pid']}" if _is_alive(start["pid"]) else "killed"
+def of_other_runs(abouts: Mapping[int, Record]) -> list[int]:
+    """Return the clusters whose files are of another run than the one that was started last."""
+    own = _own_sessions(abouts)
+    return [m for m, about in abouts.items() if not own & names_of_starts(about)]
 
 
-def _is_alive(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # of another user
-    return True
-
-
-def _files(folder: Path, kind: str) -> dict[int, Path]:
+def files_of(folder: Path, kind: Literal["run", "metrics"]) -> dict[int, Path]:
     """Return the files of a kind, by cluster."""
     found = {path: _FILES.fullmatch(path.name) for path in folder.iterdir()}
     return {
@@ -232,6 +218,31 @@ def _files(folder: Path, kind: str) -> dict[int, Path]:
     }
 
 
+def say_end(start: Record) -> str:
+    """Say how a start ended, or that it has not said."""
+    end = start.get("end")
+    if end:
+        return f"{end['how']} at step {end['step']}"
+    if start.get("host") != socket.gethostname():
+        return f"no end recorded: killed, or running on {start.get('host')}"
+    return f"running as process {start['pid']}" if is_alive(start["pid"]) else "killed"
+
+
+def is_alive(process: int) -> bool:
+    """Whether a process of this host runs; one that has ended and is not yet fetched does not."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass  # of another user
+    try:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):  # no such files here
+        return True
+    return state not in "ZX"
+
+
 def _has_starts(about: Record) -> bool:
     starts = about.get("starts")
     return bool(
@@ -239,11 +250,6 @@ def _has_starts(about: Record) -> bool:
         and starts
         and all(isinstance(start, dict) and "time" in start for start in starts)
     )
-
-
-def _of_other_runs(abouts: Mapping[int, Record]) -> list[int]:
-    own = _own_sessions(abouts)
-    return [m for m, about in abouts.items() if not own & names_of_starts(about)]
 
 
 def _own_sessions(abouts: Mapping[int, Record]) -> set[str]:

@@ -1,0 +1,154 @@
+"""What each figure of the page means, what a bad value means, and what to do then.
+
+Written for somebody who has read the README only. `docs` is a page of the documentation, and where
+on it.
+"""
+
+from __future__ import annotations
+
+MEANINGS: dict[str, dict[str, str]] = {
+    "loss": {
+        "means": "How wrong each cluster's model is on what it trains on, lower is better. The "
+        "shade is the range between the points; the average is of all clusters that train. "
+        "Validation, where it is recorded, is on data that is not trained on.",
+        "bad": "A gap is a loss that is no number. One cluster far above the others, or a loss "
+        "that rises for good: training goes wrong there.",
+        "do": "Compare that cluster's data and learning rate with the others'. `divergence` goes "
+        "back to a checkpoint by itself.",
+        "docs": "docs/troubleshooting.md#diverged",
+    },
+    "utilization": {
+        "means": "The share of the time in which dsx did not hold training up: 100 % is a run as "
+        "fast as if clusters exchanged nothing.",
+        "bad": "Much below 95 %: training waits for the line, or copies too often.",
+        "do": "A larger H (`schedule.interval`), fewer bits, or a `delay`; `dsx plan` says which.",
+        "docs": "docs/troubleshooting.md#waits",
+    },
+    "speed": {
+        "means": "Tokens that each cluster trains on in a second.",
+        "bad": "A cluster that has become slower, when nothing was changed: a slow disk, a GPU "
+        "that is throttled, or somebody else's job.",
+        "do": "Look at that host. All clusters wait for the slowest at each round.",
+        "docs": "docs/trace.md",
+    },
+    "step_seconds": {
+        "means": "How long an inner step takes in each cluster, everything included.",
+        "bad": "Peaks at each round are waits for the line; a level that rises is a host that has "
+        "become slower.",
+        "do": "`dsx trace` shows what a step does with its time.",
+        "docs": "docs/trace.md",
+    },
+    "line": {
+        "means": "Bytes per second that a cluster's transfers carry while they are under way. "
+        "The dashed line is the limit that the run was given (`link.rate_mbit`), if any.",
+        "bad": "Less than half of what the line gave when it was measured.",
+        "do": "`dsx net-test` measures the line; plan again with what it gives.",
+        "docs": "docs/plan.md",
+    },
+    "transfer": {
+        "means": "How long a fragment's transfer takes, and how much of that training waits.",
+        "bad": "Waits that are not near 0 with a method that has a delay: the line is slower than "
+        "the delay was chosen for.",
+        "do": "More `delay.steps`, a larger H, or fewer bytes.",
+        "docs": "docs/troubleshooting.md#waits",
+    },
+    "sent": {
+        "means": "What one cluster has handed to the network for the others since the start. The "
+        "ratio is to data parallel training, which sends all gradients in fp32 at every step.",
+        "bad": "A ratio of a few only: rounds are short, or nothing is compressed.",
+        "do": "A larger H, or a compression of fewer bits.",
+        "docs": "docs/compression.md",
+    },
+    "members": {
+        "means": "Each cluster: whether it trains, when it last said something, its H (inner "
+        "steps between two launches), and what it has sent.",
+        "bad": "*silent*: no record for five of its steps. *killed*: its process is gone. *left "
+        "out*: the others go on without it. *heals*: it comes back, and fetches the state.",
+        "do": "Start a cluster that is gone with the same command: it joins again.",
+        "docs": "docs/elastic.md#bringing-a-cluster-back",
+    },
+    "lanes": {
+        "means": "Each row is a part of the model (a fragment) that is exchanged on its own. It is "
+        "trained on all the time. A bar begins where its changes are sent, is on the line, lies "
+        "ready, and ends where the mean of all clusters is applied.",
+        "bad": "A dark end of a bar: training stood still and waited for it.",
+        "do": "More `delay.steps` makes bars longer and waits shorter; fewer bytes do, too.",
+        "docs": "docs/trace.md",
+    },
+    "parity": {
+        "means": "Clusters check in every round that they hold the same model to the bit. A round "
+        "in which they do not is left out, and mended.",
+        "bad": "Anything but 0. *differed*: other bits; *refused*: values that are not finite or "
+        "far too large; *uncommitted*: another mean; *idle*: a cluster took no step.",
+        "do": "The log names the cluster: test its memory and network cards.",
+        "docs": "docs/troubleshooting.md#parityerror",
+    },
+    "guard": {
+        "means": "The guard looks at every mean and warns where outer training goes wrong.",
+        "bad": "An alarm, or a step down that it has taken.",
+        "do": "The event says which figure and what to change: mostly a smaller outer rate.",
+        "docs": "docs/methods/guard.md#alarms",
+    },
+    "agreement": {
+        "means": "Autocorrelation: does a round go on in the direction of the one before? Cosine: "
+        "do clusters pull in the same direction? Norm ratio: does one pull harder than others?",
+        "bad": "Autocorrelation below -0.1, cosine below -0.02, a ratio above 1.35 or below 0.74.",
+        "do": "Lower the outer rate or momentum; compare the clusters' data and inner rates.",
+        "docs": "docs/methods/guard.md#figures",
+    },
+    "gain": {
+        "means": "How far an outer step goes in the long run, in units of one mean.",
+        "bad": "Above 5; above 2.2 with `delay.type` shift, above 3.2 where means come a round "
+        "late.",
+        "do": "Lower `outer_optimizer.lr` or `momentum`.",
+        "docs": "docs/methods/guard.md#alarms",
+    },
+    "norms": {
+        "means": "The size of what clusters send (pseudo-gradients: how far they have come since "
+        "the last round), and of the mean that comes back.",
+        "bad": "A mean much smaller than what is sent: clusters pull apart. A size that grows for "
+        "good: training goes wrong.",
+        "do": "Look at the loss and at the guard's figures.",
+        "docs": "docs/methods/guard.md#figures",
+    },
+    "age": {
+        "means": "H: inner steps from one launch of a fragment to the next. Age: inner steps from "
+        "a launch until its mean is applied.",
+        "bad": "An age that rises: the line has become slower.",
+        "do": "`dsx net-test`, and a new plan with what it gives.",
+        "docs": "docs/plan.md",
+    },
+    "compression": {
+        "means": "The rank of what is sent, the share of its energy that this captures, and how "
+        "large the correction of delayed means is.",
+        "bad": "Captured energy that falls: what is left out is lost, or comes later.",
+        "do": "A higher rank, or more bits.",
+        "docs": "docs/compression.md",
+    },
+    "own_progress": {
+        "means": "The size of what a cluster has learned since it sent last, and keeps until it "
+        "sends again.",
+        "bad": "A size that grows from round to round: clusters drift apart.",
+        "do": "A smaller H, or a shorter delay.",
+        "docs": "docs/methods/shift.md",
+    },
+    "checkpoints": {
+        "means": "What was saved complete, and which of it all clusters have: from there the run "
+        "can go on.",
+        "bad": "None for long, or none that all clusters have.",
+        "do": "Save more often; the log says why a checkpoint was not saved.",
+        "docs": "docs/checkpoints.md",
+    },
+    "events": {
+        "means": "Starts, ends, checkpoints, and every warning of every cluster, the last first.",
+        "bad": "A warning says what is wrong and what to do.",
+        "do": "Look its words up under \"Every message\".",
+        "docs": "docs/troubleshooting.md",
+    },
+    "eta": {
+        "means": "When the run has taken its steps, at the rate of the last 50.",
+        "bad": "It is not there where nobody has told how many steps are planned.",
+        "do": "`log_step(total_steps=...)` tells; trainers do.",
+        "docs": "docs/deepspeed.md",
+    },
+}  # fmt: skip

@@ -1,0 +1,113 @@
+"""How each cluster of a run is: in a word, and in what its records said last.
+
+trains     its records come
+silent     none for five steps, and 10 s at least; its process runs, or is on another host
+killed     its process, of this host, is gone and has not said that it ends
+heals      the others say so, and it has not taken a step since
+left out   the others go on without it
+ended      it has said how
+unseen     the folder has nothing of it
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dsx.telemetry.run_folder import Record
+from dsx.telemetry.watch.cluster import WatchedCluster
+from dsx.telemetry.watch.run import LogLine, WatchedRun
+
+_SILENT_STEPS, _SILENT_SECONDS = 5, 10.0
+_WINDOW = 50  # steps that "now" means
+_HEALS = re.compile(r"cluster (\d+) is healing: (.*)")
+
+
+def members(run: WatchedRun, now: float) -> list[dict[str, Any]]:
+    """Return what a table of members has, a row for each cluster of the run. Under its lock."""
+    known = {cluster.cluster: cluster for cluster in run.clusters}
+    told = last_membership(list(known.values()))
+    numbers = range(max([num_clusters(run), *(m + 1 for m in known)]))
+    return [_member(m, known.get(m), run, told, now) for m in numbers]
+
+
+def num_clusters(run: WatchedRun) -> int:
+    """Return how many clusters the run was started for, as far as is known."""
+    told = [about["starts"][-1].get("num_clusters") for about in run.abouts.values()]
+    told += [cluster.start.get("num_clusters") for cluster in run.clusters]
+    return max((int(count) for count in told if count), default=len(run.clusters))
+
+
+def last_membership(clusters: Sequence[WatchedCluster]) -> Record:
+    """Return the last record of who trains; empty where all do since the start."""
+    records = [cluster.members[-1] for cluster in clusters if cluster.members]
+    return max(records, key=lambda record: record["time"], default={})
+
+
+def recent(cluster: WatchedCluster) -> dict[str, float]:
+    """Return `steps_per_second`, `tokens_per_second` and `utilization` of its last steps."""
+    rows = cluster.steps.read()
+    last = max(1, _WINDOW // cluster.steps.records_per_row)
+    sums = {name: float(rows[name][-last:].sum()) for name in ("seconds", "blocked", "trained")}
+    found: dict[str, float] = {}
+    if sums["seconds"] > 0:
+        found["steps_per_second"] = float(rows["count"][-last:].sum()) / sums["seconds"]
+        found["tokens_per_second"] = sums["trained"] / sums["seconds"]
+        found["utilization"] = 1 - sums["blocked"] / sums["seconds"]
+    return {name: value for name, value in found.items() if value == value}
+
+
+def _member(
+    number: int, cluster: WatchedCluster | None, run: WatchedRun, told: Record, now: float
+) -> dict[str, Any]:
+    about = run.abouts.get(number, {})
+    start: Record = about["starts"][-1] if about else {}
+    row: dict[str, Any] = {"cluster": number}
+    if "host" in start:
+        row["host"] = str(start["host"])
+    if cluster is None or not cluster.has_records:
+        return {**row, "state": "unseen", "why": "its records are not in this folder (yet)"}
+    row |= {"last_word": cluster.last_time, **recent(cluster)}
+    row["step"] = int(cluster.last_step.get("step", 0))
+    for name in ("loss", "skipped_steps"):
+        if cluster.last_step.get(name) is not None:
+            row[name] = cluster.last_step[name]
+    if cluster.last_sync:
+        row["interval"] = cluster.last_sync.get("interval")
+        row["delay"] = cluster.last_sync["applied_step"] - cluster.last_sync["launched_step"]
+    sent = float(cluster.finish.get("bytes_sent") or cluster.last_step.get("bytes_sent") or 0)
+    row |= {"sent": sent, "syncs": cluster.num_syncs}
+    return {**row, **_state(cluster, start, told, run, now)}
+
+
+def _state(
+    cluster: WatchedCluster, start: Record, told: Record, run: WatchedRun, now: float
+) -> dict[str, str]:
+    """Return `state`, and `why` where there is more to say."""
+    end = start.get("end")
+    if end:
+        return {"state": "ended", "why": f"{end['how']} at step {end['step']}"}
+    heals = _healing(cluster, run.log_lines)
+    if heals:
+        return {"state": "heals", "why": heals}
+    if cluster.cluster in run.processes.gone:
+        return {"state": "killed", "why": f"process {start['pid']} of this host is gone"}
+    if told and cluster.cluster not in told["members"] and told["time"] > cluster.last_time - 1:
+        return {"state": "left out", "why": f"the others go on without it from {told['step']} on"}
+    pace = recent(cluster).get("steps_per_second", 0.0)
+    limit = max(_SILENT_SECONDS, _SILENT_STEPS / pace if pace else 0.0)
+    if now - cluster.last_time > limit:
+        return {"state": "silent", "why": "no record for longer than five of its steps"}
+    return {"state": "trains"}
+
+
+def _healing(cluster: WatchedCluster, lines: Sequence[LogLine]) -> str:
+    """Return how far a cluster's healing has come, as another one has said it last."""
+    for line in reversed(lines):
+        if line.when < cluster.last_time - 1:
+            return ""
+        match = _HEALS.match(line.text)
+        if match and int(match[1]) == cluster.cluster:
+            return match[2]
+    return ""

@@ -1,0 +1,162 @@
+// Everything that is not a chart: tiles, clusters, parity, guard, checkpoints, events.
+
+import {byId, bytes, clock, duration, el, number, setText, show} from "./dom.js";
+import {explain} from "./explain.js";
+
+const WORDS = {
+  waiting: "No cluster has written a record yet.", training: "Training.",
+  silent: "Nobody has said anything for some time.", finished: "Finished.",
+  stopped: "Ended before it was finished.",
+};
+const MARKS = {trains: "\u25cf", ended: "\u2713", killed: "\u2715", "left out": "\u2212", heals: "\u21bb",
+  silent: "\u2026", unseen: "?"};
+
+export function showState(state) {
+  document.title = `${state.run}: ${state.phase} - dsx watch`;
+  setText(byId("name"), state.run);
+  setText(byId("sentence"), sentence(state));
+  setText(byId("folder"), `${state.folder}${state.against ? `, against ${state.against}` : ""}`);
+  const trouble = [state.trouble, ...(state.other_runs.length
+    ? [`left out: cluster ${state.other_runs.join(", ")}, whose records are of another run`] : [])];
+  setText(byId("trouble"), trouble.filter(Boolean).join("; "));
+  byId("trouble").hidden = !trouble.some(Boolean);
+  showTiles(state);
+  showMembers(state);
+  showParity(state.parity);
+  showGuard(state.guard);
+  showCheckpoints(state.checkpoints);
+  showEvents(state.events);
+}
+
+function sentence(state) {
+  const told = [WORDS[state.phase]];
+  const going = state.members.filter((row) => row.state === "trains").length;
+  if (state.phase === "training") told[0] = `${going} of ${state.num_clusters} clusters train.`;
+  if (state.step !== undefined) {
+    told.push(`Step ${number(state.step)}${state.total_steps ? ` of ${number(state.total_steps)}` : ""}.`);
+  }
+  for (const row of state.members) {
+    if (!["trains", "ended", "unseen"].includes(row.state)) {
+      told.push(`Cluster ${row.cluster} ${row.state === "heals" || row.state === "left out" ? "" : "is "}${
+        row.state === "left out" ? "is left out" : row.state}.`);
+    }
+  }
+  if (state.read_share < 0.999) told.push(`Records are being read: ${Math.round(100 * state.read_share)} %.`);
+  return told.join(" ");
+}
+
+function showTiles(state) {
+  const traffic = state.traffic ?? {};
+  const tile = (key, name, value, more) => value === undefined ? null
+    : {key, name, value, more: more ?? ""};
+  const percent = (value) => `${(100 * value).toFixed(1)} %`;
+  const said = (value, how) => value === undefined || value === null ? undefined : how(value);
+  const wrong = state.parity?.checked && ["differed_in", "refused_by", "uncommitted_by", "idle_in"]
+    .reduce((sum, name) => sum + state.parity[name], 0);
+  const rows = [
+    tile("loss", "loss", said(state.loss, number), "mean of the clusters"),
+    tile("utilization", "utilization", said(state.utilization, percent), "of the last 50 steps"),
+    tile("speed", "tokens/s", said(state.tokens_per_second, number), "all clusters"),
+    tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
+      ? `data parallel: ${number(traffic.data_parallel / traffic.sent, 3)} times as much` : ""),
+    tile("transfer", "transfers hidden", said(traffic.hidden, percent), "behind training"),
+    tile("parity", "same model", said(wrong || (wrong === 0 ? 0 : undefined), (n) => (n ? `${n} rounds not` : "yes")),
+      state.parity?.checked ? `checked at step ${state.parity.checked.step}` : ""),
+    tile("checkpoints", "checkpoint", said(state.checkpoints?.rows?.[0], (row) => `step ${row.step}`),
+      state.checkpoints?.common_step !== undefined ? `all have ${state.checkpoints.common_step}` : ""),
+    tile("eta", "time left", state.phase === "training" ? said(state.eta_seconds, duration) : undefined),
+  ].filter(Boolean);
+  const parent = byId("tiles");
+  if (parent.dataset.shape !== rows.map((row) => row.key).join()) {
+    parent.dataset.shape = rows.map((row) => row.key).join();
+    parent.replaceChildren(...rows.map((row) => el("div", {class: "tile", "data-key": row.key},
+      el("h2", {}, row.name, explain(row.key, row.name)), el("p", {class: "value"}), el("p", {class: "more"}))));
+  }
+  rows.forEach((row, at) => {
+    setText(parent.children[at].querySelector(".value"), row.value);
+    setText(parent.children[at].querySelector(".more"), row.more);
+  });
+}
+
+function showMembers(state) {
+  const panel = byId("members");
+  panel.hidden = !state.members.length;
+  head(panel);
+  const names = ["cluster", "state", "last word", "step", "loss", "tokens/s", "utilization", "H", "sent", "host"];
+  const has = (name) => state.members.some((row) => row[name] !== undefined);
+  const cells = (row) => [
+    String(row.cluster), `${MARKS[row.state] ?? ""} ${row.state}`,
+    row.last_word ? `${duration(Math.max(state.now - row.last_word, 0))} ago` : "-",
+    number(row.step), number(row.loss), number(row.tokens_per_second),
+    row.utilization === undefined ? "-" : `${(100 * row.utilization).toFixed(1)} %`,
+    number(row.interval), row.sent === undefined ? "-" : bytes(row.sent), row.host ?? "-",
+  ];
+  const fields = [null, null, "last_word", "step", "loss", "tokens_per_second", "utilization", "interval", "sent", "host"];
+  const kept = names.map((_, at) => fields[at] === null || has(fields[at]));
+  const rows = state.members.map((row) => el("tr", {class: `is-${row.state.replace(" ", "-")}`, "data-cluster": row.cluster},
+    cells(row).map((text, at) => (kept[at] ? el(at ? "td" : "th", {
+      "data-name": names[at], ...(at ? {} : {scope: "row"}),
+    }, text, at === 1 && row.why ? el("small", {}, row.why) : null) : null))));
+  show(panel.querySelector(".scrolls"), el("table", {},
+    el("thead", {}, el("tr", {}, names.map((name, at) => (kept[at] ? el("th", {scope: "col"}, name) : null)))),
+    el("tbody", {}, rows)));
+}
+
+function showParity(parity) {
+  const panel = byId("parity");
+  panel.hidden = !parity?.checked;
+  if (panel.hidden) return;
+  head(panel);
+  const count = (name, word) => el("li", {}, `${parity[name]} rounds ${word}`);
+  const last = parity.last;
+  show(panel.querySelector(".body"),
+    el("p", {}, `Last checked: round ${parity.checked.round}, at step ${parity.checked.step}.`),
+    el("ul", {}, count("differed_in", "in which clusters held other bits"),
+      count("refused_by", "refused: values not finite, or far too large"),
+      count("uncommitted_by", "not committed: another mean"), count("idle_in", "in which a cluster took no step")),
+    last ? el("p", {}, `The last one: step ${last.step}, fragment ${last.fragment}, ${Object.entries(last)
+      .filter(([name]) => !["step", "fragment"].includes(name)).map((e) => `${e[0]} ${e[1]}`).join(", ")}.`) : null);
+}
+
+function showGuard(guard) {
+  const panel = byId("guard");
+  panel.hidden = !Object.keys(guard ?? {}).length;
+  if (panel.hidden) return;
+  head(panel);
+  const alarms = Object.entries(guard.alarms ?? {}).map(([kind, n]) => `${kind} (${n})`);
+  const figures = ["autocorrelation", "cluster_cosine", "norm_ratio", "effective_gain"]
+    .filter((name) => guard[name] !== undefined).map((name) => `${name.replace("_", " ")} ${number(guard[name], 3)}`);
+  show(panel.querySelector(".body"), el("p", {}, alarms.length ? `Alarms: ${alarms.join(", ")}.` : "No alarms."),
+    guard.rungs?.length ? el("p", {}, `Steps down taken: ${guard.rungs.join(", ")}.`) : null,
+    figures.length ? el("p", {}, `Last figures: ${figures.join(", ")}.`) : null);
+}
+
+function showCheckpoints(checkpoints) {
+  const panel = byId("checkpoints");
+  panel.hidden = !checkpoints?.count;
+  if (panel.hidden) return;
+  head(panel);
+  const common = checkpoints.common_step;
+  show(panel.querySelector(".body"),
+    el("p", {}, common === undefined ? "No checkpoint is of all clusters." : `All clusters have step ${common}.`),
+    el("ul", {}, checkpoints.rows.map((row) => el("li", {},
+      `${row.tag}, ${clock(row.time)}: cluster ${row.clusters.join(", ")}${row.is_there ? "" : " (not in this folder)"}`))));
+}
+
+function showEvents(events) {
+  const panel = byId("events");
+  panel.hidden = !events.length;
+  if (panel.hidden) return;
+  head(panel);
+  show(panel.querySelector(".body"), events.map((event) => el("li", {class: event.level},
+    el("time", {}, clock(event.time)), event.level === "info" ? "" : `${event.level}: `,
+    `cluster ${event.cluster}: `, event.text)));
+}
+
+export function head(panel) {
+  const title = panel.querySelector("h2");
+  if (!title.querySelector(".explained")) {
+    const made = explain(panel.dataset.key, title.textContent);
+    if (made) title.append(made);
+  }
+}

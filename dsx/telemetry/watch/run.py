@@ -1,0 +1,181 @@
+"""A run's folder, followed while clusters write to it.
+
+One thread calls `poll`; any other may read under `lock`. The run, a cluster's files, and a line's
+end may come later. Of a long file, places all over it are looked at first, so that a chart is there
+at once; the records of that look are in force until the whole file is read.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from threading import RLock
+
+from dsx.telemetry.run_folder import (
+    Record,
+    cluster_file,
+    files_of,
+    find_run,
+    is_run,
+    of_other_runs,
+    read_about,
+)
+from dsx.telemetry.watch.cluster import WatchedCluster
+from dsx.telemetry.watch.follow import FollowedFile, first_look
+from dsx.telemetry.watch.processes import Processes
+
+logger = logging.getLogger(__name__)
+_LOG_BYTES = 256 << 10  # of the end of a log
+_LOG_LINE = re.compile(r"(\S+) (WARNING|ERROR|CRITICAL) (\S+?): (.*)")
+_MOST_TEXT = 600  # characters of an event
+_MOST_EVENTS = 300
+
+
+@dataclass(frozen=True)
+class LogLine:
+    """What a cluster has warned of; `when` in seconds since 1970."""
+
+    when: float
+    cluster: int
+    level: str
+    text: str
+
+
+class _Part:
+    """One cluster's files."""
+
+    def __init__(self, folder: Path, cluster: int, path: Path) -> None:
+        self.read = WatchedCluster(cluster)
+        self.looked: WatchedCluster | None = None
+        self.file = FollowedFile(path)
+        self.log = FollowedFile(cluster_file(folder, "log", ".txt", cluster), _LOG_BYTES)
+        lines = first_look(path)
+        if lines:
+            self.looked = WatchedCluster(cluster)
+            self.looked.counts_tokens = False
+            for line in lines:
+                self.looked.take(line)
+
+
+class WatchedRun:
+    """The run that a path means. FileNotFoundError where it is something else.
+
+    A path where nothing is yet is the folder of a run that is to come.
+    """
+
+    def __init__(self, path: Path) -> None:
+        is_to_come = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+        self.folder = path if is_to_come else find_run(path)
+        self.lock = RLock()
+        self.version = 0
+        self.trouble = ""
+        self.other_runs: list[int] = []
+        self.log_lines: deque[LogLine] = deque(maxlen=_MOST_EVENTS)
+        self.abouts: dict[int, Record] = {}
+        self.processes = Processes()
+        self._parts: dict[int, _Part] = {}
+        self._seen: dict[Path, tuple[int, int]] = {}
+
+    @property
+    def clusters(self) -> list[WatchedCluster]:
+        """What is known of each cluster that has written, in order."""
+        parts = [part for m, part in sorted(self._parts.items()) if m not in self.other_runs]
+        return [part.looked or part.read for part in parts]
+
+    @property
+    def read_share(self) -> float:
+        """How much of the files has been read, from 0 to 1."""
+        files = [part.file for part in self._parts.values()]
+        size = sum(file.size_bytes for file in files)
+        return sum(file.read_bytes for file in files) / size if size else 1.0
+
+    def poll(self, seconds: float = 0.5) -> bool:
+        """Read what is new, for about so long; return whether there is more.
+
+        A folder that cannot be read is told of on the page, and looked at again.
+        """
+        try:
+            return self._poll(time.monotonic() + seconds)
+        except OSError as error:
+            if self.trouble != str(error):
+                self.trouble = str(error)
+                self.version += 1
+            return False
+
+    def _poll(self, until: float) -> bool:
+        if not is_run(self.folder):
+            return False
+        with self.lock:
+            self._look_at_files()
+        while True:
+            has_more = False
+            for part in list(self._parts.values()):
+                has_more = self._read(part) or has_more
+                time.sleep(0)  # whoever waits for the lock is next
+            if not has_more or time.monotonic() > until:
+                break
+        with self.lock:
+            words = {cluster.cluster: cluster.last_time for cluster in self.clusters}
+            if self.processes.look(self.abouts, words):
+                self.version += 1
+        return has_more
+
+    def _look_at_files(self) -> None:
+        """Take clusters that are new, and what changed in run.json."""
+        for cluster, path in files_of(self.folder, "metrics").items():
+            if cluster not in self._parts:
+                self._parts[cluster] = _Part(self.folder, cluster, path)
+                self.version += 1
+        seen = {path: _stamp(path) for path in files_of(self.folder, "run").values()}
+        if seen == self._seen:
+            return
+        try:
+            self.abouts = dict(read_about(self.folder))
+        except (OSError, ValueError) as error:  # told on the page; what was known stays
+            self.trouble = str(error)
+        else:
+            self.trouble = ""
+            self.other_runs = of_other_runs(self.abouts)
+        self._seen = seen
+        self.version += 1
+
+    def _read(self, part: _Part) -> bool:
+        """Take a chunk of a cluster's files; return whether there was one."""
+        fresh = part.file.read()
+        log = part.log.read()
+        if not fresh.lines:
+            part.looked = None
+        if not fresh.lines and not fresh.is_anew and not log.lines:
+            return False
+        with self.lock:
+            if fresh.is_anew:
+                part.read.begin()
+            for line in fresh.lines:
+                part.read.take(line)
+            for line in log.lines:
+                self._take_log(part.read.cluster, line)
+            self.version += 1
+        return bool(fresh.lines or log.lines)
+
+    def _take_log(self, cluster: int, line: bytes) -> None:
+        match = _LOG_LINE.fullmatch(line.decode(errors="replace"))
+        if match is None:
+            return
+        try:
+            when = datetime.fromisoformat(match[1].replace("Z", "+00:00")).timestamp()
+        except ValueError:
+            return
+        self.log_lines.append(LogLine(when, cluster, match[2].lower(), match[4][:_MOST_TEXT]))
+
+
+def _stamp(path: Path) -> tuple[int, int]:
+    try:
+        about = path.stat()
+    except FileNotFoundError:  # replaced just now
+        return 0, 0
+    return about.st_mtime_ns, about.st_ino

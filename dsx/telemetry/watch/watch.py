@@ -1,0 +1,190 @@
+"""`dsx watch`: follows a run, serves its page, and ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+import webbrowser
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from dsx.telemetry.watch.access import Access, is_loopback
+from dsx.telemetry.watch.charts import AXES, BY_KEY, axes_of, chart_data
+from dsx.telemetry.watch.lanes import lanes
+from dsx.telemetry.watch.meanings import MEANINGS
+from dsx.telemetry.watch.run import WatchedRun
+from dsx.telemetry.watch.server import PageServer, address_of
+from dsx.telemetry.watch.state import state
+
+_POLL_SECONDS = 0.3
+_SIGN_SECONDS = 5.0
+
+
+class Watch:
+    """A page of a run, from now until `close`. OSError where the port cannot be had.
+
+    `sign_seconds` lie between two states of a run that does not change.
+    """
+
+    def __init__(
+        self,
+        run: WatchedRun,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        against: WatchedRun | None = None,
+        asks_for_token: bool = False,
+        sign_seconds: float = _SIGN_SECONDS,
+    ) -> None:
+        self.run = run
+        self._sign_seconds = sign_seconds
+        self._against = against
+        self._changed = threading.Condition()
+        self._version = -1
+        self._ends = threading.Event()
+        access = Access(host, asks_for_token)
+        answers = {
+            "/api/state": self._state,
+            "/api/chart": self._chart,
+            "/api/lanes": self._lanes,
+            "/api/meanings": _meanings,
+        }
+        try:
+            self._server = PageServer(host, port, access, answers, self._next_state)
+        except (OSError, OverflowError, UnicodeError) as error:
+            why = getattr(error, "strerror", None) or error
+            raise OSError(
+                f"--host {host} --port {port}: the page cannot be served there: {why}; give a port "
+                "that is free (0: any) and an address of this host"
+            ) from error
+        self.port = self._server.server_port
+        place = address_of(host, self.port)
+        self.address = f"http://{place}/"
+        if access.token is not None:
+            self.address += f"?token={access.token}"
+        self._threads = [
+            threading.Thread(target=self._follow, name="dsx-watch-run", daemon=True),
+            threading.Thread(target=self._server.serve_forever, args=(0.1,), daemon=True),
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Let go of the port, and of whoever looks."""
+        self._ends.set()
+        self._server.is_ending = True
+        with self._changed:
+            self._changed.notify_all()
+        self._server.shutdown()
+        self._server.server_close()
+        for thread in self._threads:
+            thread.join()
+
+    def _follow(self) -> None:
+        """Read what is written, and wake whoever waits for it."""
+        if self._against is not None:
+            while self._against.poll() and not self._ends.is_set():
+                pass
+        while not self._ends.is_set():
+            has_more = self.run.poll()
+            if self._against is not None:
+                self._against.poll()
+            if self.run.version != self._version:
+                with self._changed:
+                    self._version = self.run.version
+                    self._changed.notify_all()
+            if not has_more:
+                self._ends.wait(_POLL_SECONDS)
+
+    def _next_state(self, version: int) -> tuple[int, dict[str, Any]]:
+        with self._changed:
+            if self._version == version and not self._ends.is_set():
+                self._changed.wait(self._sign_seconds)
+            version = self._version
+        return version, self._state({})
+
+    def _state(self, fields: Mapping[str, str]) -> dict[str, Any]:
+        found = state(self.run, time.time())
+        if self._against is not None:
+            found["against"] = self._against.folder.resolve().name
+        return found
+
+    def _chart(self, fields: dict[str, str]) -> dict[str, Any]:
+        chart = BY_KEY.get(fields.get("key", ""))
+        if chart is None:
+            raise ValueError(f"key={fields.get('key')!r} must be one of {', '.join(BY_KEY)}")
+        axis = next((axis for axis in AXES if axis == fields.get("axis", "step")), None)
+        if axis is None:
+            raise ValueError(f"axis={fields['axis']!r} must be one of {', '.join(AXES)}")
+        span = _number(fields, "from"), _number(fields, "to")
+        last = _number(fields, "last")
+        points = int(_number(fields, "points") or 600)
+        with self.run.lock:
+            clusters = [cluster for cluster in self.run.clusters if cluster.has_records]
+            if axis not in axes_of(clusters):
+                axis = "step"  # tokens are not counted (yet)
+            other = [] if self._against is None else self._against.clusters
+            return chart_data(chart, clusters, axis, span, points, last, other)
+
+    def _lanes(self, fields: dict[str, str]) -> dict[str, Any]:
+        wanted, seconds = _number(fields, "cluster"), _number(fields, "seconds")
+        with self.run.lock:
+            for cluster in self.run.clusters:
+                if cluster.num_syncs and wanted in (None, cluster.cluster):
+                    return lanes(cluster, seconds)
+        return {"lanes": [], "span": [0, 1]}
+
+
+def _meanings(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    return MEANINGS
+
+
+def _number(fields: dict[str, str], name: str) -> float | None:
+    if not fields.get(name):
+        return None
+    try:
+        value = float(fields[name])
+    except ValueError:
+        value = float("nan")
+    if value != value or abs(value) == float("inf"):
+        raise ValueError(f"{name}={fields[name][:40]!r} must be a number")
+    return value
+
+
+def has_screen() -> bool:
+    """Whether a browser would open beside this terminal, and not in it."""
+    if sys.platform in ("darwin", "win32"):
+        return "SSH_CONNECTION" not in os.environ
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
+
+
+def watch(
+    path: Path,
+    host: str,
+    port: int,
+    opens_browser: bool,
+    say: Callable[[str], None],
+    against: Path | None = None,
+    asks_for_token: bool = False,
+) -> None:
+    """Serve a run's page until Ctrl-C. FileNotFoundError or OSError says what cannot be had."""
+    run = WatchedRun(path)
+    other = None if against is None else WatchedRun(against)
+    page = Watch(run, host, port, other, asks_for_token)
+    try:
+        if not run.folder.exists():
+            say(f"no run at {run.folder} yet: the page waits for it")
+        say(f"{run.folder} at {page.address}")
+        if not is_loopback(host):
+            say("whoever has this address can read the page, which is not encrypted")
+        say("Ctrl-C ends it")
+        if opens_browser and has_screen():
+            webbrowser.open(page.address)
+        while True:
+            time.sleep(3600)
+    except KeyboardInterrupt:
+        say("ended")
+    finally:
+        page.close()
