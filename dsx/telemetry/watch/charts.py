@@ -161,7 +161,8 @@ def chart_data(
 ) -> dict[str, Any]:
     """Return what a chart draws: `x` [buckets], and `lines` with `y`, and `low` and `high`.
 
-    `gaps` are the buckets of a line whose values are no numbers; others without one have no record.
+    `gaps` are the buckets of a line whose values are no numbers, and those that lie where the
+    cluster took no step; others without a value have no record.
 
     `span` is of the axis, None for its end, and `last` a share of it up to there. `against` is
     another run, drawn as its average.
@@ -203,9 +204,12 @@ def _buckets(low: float, high: float, points: int, axis: Axis) -> tuple[_Array, 
 def _draw(line: Line, cluster: WatchedCluster, axis: Axis, edges: _Array) -> dict[str, Any]:
     rows, starts = _cut(getattr(cluster, line.of), axis, edges)
     y = line.value(rows, starts)
-    found: dict[str, Any] = {"name": line.name, "y": _plain(y)}
+    is_empty = np.isnan(y)
+    is_gap = is_empty & _is_away(cluster, axis, edges)
     if line.has_range:
-        found["gaps"] = np.flatnonzero(np.isnan(y) & (np.diff(starts) > 0)).tolist()
+        is_gap |= is_empty & (np.diff(starts) > 0)
+    found: dict[str, Any] = {"name": line.name, "y": _plain(y)}
+    found["gaps"] = np.flatnonzero(is_gap).tolist()
     if not line.is_shared:
         found["cluster"] = cluster.cluster
     if line.is_dots:
@@ -214,6 +218,17 @@ def _draw(line: Line, cluster: WatchedCluster, axis: Axis, edges: _Array) -> dic
         found["low"] = _plain(in_buckets("low", rows["low"], starts))
         found["high"] = _plain(in_buckets("high", rows["high"], starts))
     return found
+
+
+def _is_away(cluster: WatchedCluster, axis: Axis, edges: _Array) -> _Array:
+    """Return which buckets [buckets] begin where the others took steps and this cluster none."""
+    if not cluster.counts_tokens:
+        return np.zeros(len(edges) - 1, bool)
+    rows = cluster.steps.read()
+    is_jump = np.diff(rows["step"]) > 2 * cluster.steps.records_per_row
+    lows, highs = rows[axis][:-1][is_jump], rows[axis][1:][is_jump]
+    begin, end = edges[:-1, None], edges[1:, None]
+    return ((begin > lows) & (end <= highs)).any(axis=1)
 
 
 def _averages(

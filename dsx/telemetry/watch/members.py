@@ -91,10 +91,15 @@ def _state(
     heals = _healing(cluster, run.log_lines)
     if heals:
         return {"state": "heals", "why": heals}
+    is_out = told and cluster.cluster not in told["members"]
+    goes_on = ""
+    if is_out and told["time"] > cluster.last_time - 1:
+        goes_on = f"the others go on without it from step {told['step']} on"
     if cluster.cluster in run.processes.gone:
-        return {"state": "killed", "why": f"process {start['pid']} of this host is gone"}
-    if told and cluster.cluster not in told["members"] and told["time"] > cluster.last_time - 1:
-        return {"state": "left out", "why": f"the others go on without it from {told['step']} on"}
+        why = [f"process {start['pid']} of this host is gone", *filter(None, [goes_on])]
+        return {"state": "killed", "why": "; ".join(why)}
+    if goes_on:
+        return {"state": "left out", "why": goes_on}
     pace = recent(cluster).get("steps_per_second", 0.0)
     limit = max(_SILENT_SECONDS, _SILENT_STEPS / pace if pace else 0.0)
     if now - cluster.last_time > limit:

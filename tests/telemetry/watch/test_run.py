@@ -195,6 +195,21 @@ def test_a_loss_that_is_no_number_is_a_gap_and_a_stretch_without_one_is_none(
     assert [data["x"][gap] for gap in line["gaps"]] == [5]
 
 
+@pytest.mark.parametrize("axis", ["step", "time"])
+def test_where_a_cluster_was_away_is_a_gap(tmp_path: Path, axis: Any) -> None:
+    folder = make_run(tmp_path / "run", steps=10)
+    append(folder, 0, *records(0, 40, first=11))
+    append(folder, 1, *records(1, 40, first=31))
+    run = WatchedRun(folder)
+    read(run)
+    data = chart_data(BY_KEY["loss"], run.clusters, axis, points=40)
+    here, away, _ = data["lines"]
+    assert here["gaps"] == []
+    places = [data["x"][gap] - (BEGUN if axis == "time" else 0) for gap in away["gaps"]]
+    assert 11 <= min(places) <= 13
+    assert 28 <= max(places) <= 31
+
+
 def test_buckets_keep_peaks_and_are_the_same_for_all(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=400)
     append(folder, 0, step_record(0, 401, loss=77.0), *records(0, 500, first=402))

@@ -1,0 +1,96 @@
+"""A run of two clusters, a process each, over links; as a script: one of the clusters."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.comm.links.folders import sites
+from tests.distributed import free_port
+
+NAMES = ("berlin", "oslo")
+STEPS = 100_000
+
+
+class LiveRun:
+    """Its processes by cluster; cluster 0 goes on alone where the other one is lost."""
+
+    def __init__(self, folder: Path) -> None:
+        self.directory = folder / "run"
+        self._folder = folder
+        keys = sites(folder / "keys", *NAMES)
+        ports = [free_port() for _ in NAMES]
+        for cluster, name in enumerate(NAMES):
+            link = {
+                "security": "curve", "arbiter": NAMES[0], "keys": str(keys[name]),
+                "members": [f"{n}=127.0.0.1:{port}" for n, port in zip(NAMES, ports, strict=True)],
+                "port": ports[cluster], "suspect_seconds": 3.0,
+            }  # fmt: skip
+            dsx = {
+                "preset": "streaming_diloco", "schedule": {"interval": 8},
+                "clusters": {"num_clusters": 2, "cluster_id": cluster, "deadline_seconds": 60},
+                "link": link, "metrics": {"dir": str(self.directory)},
+            }  # fmt: skip
+            (folder / f"{name}.json").write_text(json.dumps({"dsx": dsx}))
+        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+
+    def start(self, cluster: int) -> None:
+        """Start a cluster, for the first time or again."""
+        own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+               "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}  # fmt: skip
+        config = self._folder / f"{NAMES[cluster]}.json"
+        log = (self._folder / f"{NAMES[cluster]}.log").open("ab")
+        self.processes[cluster] = subprocess.Popen(
+            [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)],
+            env={**os.environ, **{name: str(value) for name, value in own.items()}},
+            stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+
+    def kill(self, cluster: int) -> None:
+        """Kill a cluster."""
+        self.processes[cluster].kill()
+        self.processes[cluster].wait()
+
+    def close(self) -> None:
+        """End what still runs."""
+        for cluster in self.processes:
+            self.kill(cluster)
+
+    def logs(self) -> str:
+        """Return what the clusters have said."""
+        return "\n".join(path.read_text() for path in sorted(self._folder.glob("*.log")))
+
+
+def train(config: Path) -> None:
+    """Train a small net for ever, ten steps a second."""
+    import torch
+
+    import dsx
+
+    settings: dict[str, Any] = json.loads(config.read_text())
+    world = dsx.init_distributed(settings)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
+    handle = dsx.attach(model, optimizer, config=settings)
+    handle.settle()
+    torch.manual_seed(1000 * world.cluster_id + handle.step)
+    while handle.step < STEPS:
+        x = torch.randn(64, 16)
+        optimizer.zero_grad()
+        loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+        loss.backward()
+        optimizer.step()
+        handle.log_step(loss=float(loss), tokens=64, total_steps=STEPS)
+        if handle.step % 20 == 0:
+            handle.log("validation", loss=float(loss) * 1.1)
+        time.sleep(0.1)
+
+
+if __name__ == "__main__":
+    train(Path(sys.argv[1]))

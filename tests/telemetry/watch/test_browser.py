@@ -1,0 +1,145 @@
+"""The page in a real browser."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from dsx.telemetry.run_folder import cluster_file
+from dsx.telemetry.watch.run import WatchedRun
+from dsx.telemetry.watch.watch import Watch
+from tests.telemetry.watch.browser import opened, with_browser
+from tests.telemetry.watch.folders import BEGUN, about, make_run, say_time, write_about
+from tests.telemetry.watch.live_run import LiveRun
+
+pytestmark = [pytest.mark.ci, with_browser]
+LOSS = "document.querySelector('#chart-loss .picture')"
+ROW = "document.querySelector('tr[data-cluster=\"1\"]')"
+
+
+def test_two_live_clusters_are_seen_killed_and_seen_to_come_back(tmp_path: Path) -> None:
+    live = LiveRun(tmp_path)
+    watch = Watch(WatchedRun(live.directory))
+    try:
+        with opened(watch.address) as tab:
+            tab.wait("document.querySelector('#sentence').textContent.includes('No cluster')")
+            for cluster in (0, 1):
+                live.start(cluster)
+            tab.wait(f"{ROW}?.innerText.includes('trains')", 120)
+            tab.wait("document.querySelector('#sentence').innerText.includes('2 of 2')")
+            tab.wait(f"{LOSS}?.querySelector('canvas')")
+            before = tab.page.evaluate(
+                f"[{LOSS}.ariaLabel, {LOSS}.querySelector('canvas').toDataURL()]"
+            )
+            tab.wait(f"{LOSS}.ariaLabel !== {before[0]!r}")
+            assert tab.page.evaluate(f"{LOSS}.querySelector('canvas').toDataURL()") != before[1]
+            tab.wait("document.querySelectorAll('#lanes rect.on-line').length > 4", 20)
+            tab.wait("document.querySelector('.tile[data-key=eta]')")
+
+            live.kill(1)
+            killed = time.monotonic()
+            tab.wait(f"{ROW}.innerText.includes('killed')", 5)
+            seconds = time.monotonic() - killed
+            print(f"killed, and seen {seconds:.2f} s later")
+            assert seconds < 2
+            tab.wait(
+                "document.querySelector('#events').innerText.includes('is lost: going on')", 30
+            )
+            tab.wait(f"{ROW}.innerText.includes('the others go on without it')")
+
+            live.start(1)
+            tab.wait(f"{ROW}.innerText.includes('trains')", 120)
+            tab.wait("document.querySelector('#events').innerText.includes('has joined the run')")
+            tab.wait("document.querySelector('#sentence').innerText.includes('2 of 2')")
+
+            live.close()
+            tab.wait("document.querySelector('#sentence').innerText.includes('Ended before')", 5)
+            assert "killed" in tab.text("#members")
+    except BaseException:
+        print(live.logs())
+        raise
+    finally:
+        live.close()
+        watch.close()
+
+
+def test_names_and_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
+    evil = "<img src=x onerror=window.hit=1>"
+    folder = make_run(tmp_path / evil.replace("/", ""))
+    settings = {"resolved": {"preset": evil, "link": {"rate_mbit": 1}}}
+    end = {"time": say_time(BEGUN + 50), "step": 40, "how": evil}
+    write_about(folder, 0, about(0, host=evil, config=settings, resumed_from=evil, end=end))
+    write_about(folder, 1, about(1, host=evil, rolled_back={"why": evil, "from_step": 3}))
+    with cluster_file(folder, "log", ".txt", 0).open("a") as log:
+        log.write(f"{say_time(BEGUN + 30)} WARNING {evil.replace(' ', '')}: {evil}</script>\n")
+    watch = Watch(WatchedRun(folder))
+    try:
+        with opened(watch.address) as tab:
+            tab.page.wait_for_selector(".chart canvas")
+            for place in ("#name", "#members", "#events", "#folder"):
+                tab.wait(f"document.querySelector('{place}').innerText.includes('<img src=x')")
+            assert tab.page.evaluate("document.images.length") == 0
+            assert tab.page.evaluate("window.hit") is None
+    finally:
+        watch.close()
+
+
+def test_a_phone_and_a_keyboard_reach_everything(tmp_path: Path) -> None:
+    watch = Watch(WatchedRun(make_run(tmp_path / "run", clusters=3, steps=300)))
+    try:
+        with opened(watch.address, 360, 740, "dark") as tab:
+            tab.page.wait_for_selector(".chart canvas")
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= 360
+            button = tab.page.locator("#chart-loss .why")
+            button.tap()
+            assert "lower is better" in tab.text("#chart-loss .meaning")
+            box = tab.page.locator("#chart-loss .meaning").bounding_box()
+            assert box is not None
+            assert box["x"] >= 0
+            assert box["x"] + box["width"] <= 360
+            tab.page.keyboard.press("Escape")
+            assert not tab.page.is_visible("#chart-loss .meaning")
+        with opened(watch.address) as tab:
+            tab.page.wait_for_selector(".chart canvas")
+            tab.page.hover("#chart-loss .why")
+            assert tab.page.is_visible("#chart-loss .meaning")
+            tab.page.mouse.move(0, 0)
+            assert not tab.page.is_visible("#chart-loss .meaning")
+            reached = set()
+            for _ in range(40):
+                tab.page.keyboard.press("Tab")
+                reached.add(
+                    tab.page.evaluate(
+                        "document.activeElement.className + document.activeElement.id"
+                    )
+                )
+            assert reached >= {"picture", "why", "axis", "range"}
+            tab.page.focus("#chart-loss .picture")
+            tab.page.keyboard.press("+")
+            tab.wait("!document.querySelector('#whole').hidden")
+            tab.page.keyboard.press("0")
+            tab.wait("document.querySelector('#whole').hidden")
+            picture = tab.page.locator("#chart-loss .u-over").bounding_box()
+            assert picture is not None
+            tab.page.mouse.move(picture["x"] + 100, picture["y"] + 50)
+            assert "inner step" in tab.text("#chart-loss .place")
+            tab.page.mouse.down()
+            tab.page.mouse.move(picture["x"] + 200, picture["y"] + 50, steps=3)
+            tab.page.mouse.up()
+            tab.wait("!document.querySelector('#whole').hidden")
+            tab.page.select_option("#axis", "tokens")
+            tab.wait(f"{LOSS}.ariaLabel.includes('against tokens')")
+    finally:
+        watch.close()
+
+
+def test_a_page_stays_up_when_the_server_ends(tmp_path: Path) -> None:
+    watch = Watch(WatchedRun(make_run(tmp_path / "run")))
+    with opened(watch.address) as tab:
+        tab.page.wait_for_selector(".chart canvas")
+        watch.close()
+        tab.wait("document.querySelector('#contact').innerText.includes('does not answer')")
+        assert "2 of 2" in tab.text("#sentence") or "Nobody" in tab.text("#sentence")
+        tab.complaints.clear()  # of connections that are refused, which the browser tells itself
