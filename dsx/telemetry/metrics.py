@@ -1,7 +1,8 @@
 """Records of a run: one JSON line per inner step and per sync, TensorBoard optionally.
 
 Rank 0 of a cluster writes `metrics.jsonl` (cluster 0) or `metrics.cluster_<m>.jsonl`. A step's
-record is held back until the script has added its loss (`log_step`) or the next boundary comes.
+record is held back until the script has added its loss (`log_step`) or the next boundary comes; its
+`time` is when the step ended, and that of any other record when it was written.
 A resumed run drops the records of steps it takes again, and so does TensorBoard.
 """
 
@@ -80,7 +81,7 @@ class Metrics:
             self._file = RecordFile(path, self._begins_at)
             beyond = None if self._begins_at is None else self._begins_at + 1
             self._begins_at = None  # what still comes goes behind what there is
-        line = {"cluster": self._cluster_id, "time": time.time(), **record}  # a step: when it ended
+        line = {"cluster": self._cluster_id, "time": time.time(), **record}
         file, text = self._file, json.dumps(line) + "\n"
         self._behind.do(lambda: file.append(text), file.path)
         if self._open_board is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,20 @@ def test_one_record_per_step_and_per_sync(tmp_path: Path) -> None:
     assert [(r["step"], r["loss"]) for r in steps] == [(1, 1.0), (2, 2.0), (3, 3.0)]
     assert [(r["applied_step"], r["mean_norm"]) for r in syncs] == [(1, 2.5), (2, 2.5), (3, 2.5)]
     assert all(r["cluster"] == 1 and r["time"] > 0 for r in written)
+
+
+def test_the_time_of_a_step_is_when_it_ended(tmp_path: Path) -> None:
+    metrics = Metrics(0)
+    metrics.begin(tmp_path, 0)
+    begun = time.time()
+    metrics.step({"step": 1})
+    ended = time.time()
+    metrics.event("sync", {"applied_step": 1})  # as of a transfer that was told of later
+    metrics.complete_step({"loss": 1.0})
+    metrics.close()
+    step = records(tmp_path / "metrics.jsonl")[-1]
+    assert step["loss"] == 1.0
+    assert begun <= step["time"] <= ended
 
 
 def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def has_chart(chart: Chart, clusters: Sequence[WatchedCluster]) -> bool:
 
 def axes_of(clusters: Sequence[WatchedCluster]) -> list[Axis]:
     """Return the axes that there are: tokens only where all clusters count them."""
-    counts = [c.counts_tokens and _is_column_known(c.steps, "tokens") for c in clusters]
+    counts = [c.counts_tokens and c.steps.is_known("tokens") for c in clusters]
     return [axis for axis in AXES if axis != "tokens" or (counts and all(counts))]
 
 
@@ -269,12 +269,7 @@ def _span_of(tables: Sequence[Table], axis: Axis) -> tuple[float, float]:
 
 def _is_known(line: Line, cluster: WatchedCluster) -> bool:
     table: Table = getattr(cluster, line.of)
-    return all(_is_column_known(table, name) for name in line.needs)
-
-
-def _is_column_known(table: Table, name: str) -> bool:
-    column = table.read()[name]
-    return bool(len(column)) and bool((~np.isnan(column)).any())
+    return all(table.is_known(name) for name in line.needs)
 
 
 def _has_several(starts: _Array) -> bool:

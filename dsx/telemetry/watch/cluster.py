@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import math
 from collections import deque
-from collections.abc import Mapping
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from dsx.telemetry.run_folder import Record
 from dsx.telemetry.watch.table import Merge, Table
@@ -20,34 +20,41 @@ _STEPS: dict[str, Merge] = {
     **_PLACE, "sent": "last", "seconds": "sum", "blocked": "sum", "trained": "sum", "count": "sum",
 }  # fmt: skip
 _LOSS: dict[str, Merge] = {**_PLACE, "value": "mean", "low": "low", "high": "high"}
+_OF_STEP = ("tokens", "bytes_sent", "seconds", "blocked_seconds")
 SUMS = ("bytes_sent", "wait_seconds", "transfer_seconds", "coding_seconds", "commit_seconds")
 FIGURES = (  # of a sync, where it has them
     "pseudo_gradient_norm", "mean_norm", "autocorrelation", "cluster_cosine", "norm_ratio",
-    "effective_gain", "interval", "delay", "unsent_norm", "correction_ratio", "look_ahead_norm",
+    "effective_gain", "interval", "unsent_norm", "correction_ratio", "look_ahead_norm",
     "rank", "captured_energy",
 )  # fmt: skip
 _SYNCS: dict[str, Merge] = {
-    **_PLACE, **dict.fromkeys(SUMS, "sum"), "count": "sum", **dict.fromkeys(FIGURES, "known"),
+    **_PLACE, **dict.fromkeys(SUMS, "sum"), "count": "sum", "delay": "known",
+    **dict.fromkeys(FIGURES, "known"),
 }  # fmt: skip
 LEFT_OUT = ("refused_by", "differed_in", "uncommitted_by", "idle_in")
+MOST_ROWS = 1 << 17  # of a table of steps; of syncs half of it: some 30 MB altogether
 _RECENT_SYNCS = 512  # whose way is drawn
 _RECENT_STEPS = 2048  # whose end is known in time
 _RECENT_EVENTS = 100
+_NUMBERS = {float, int}
+_decode = json.JSONDecoder().decode
 
 
 class WatchedCluster:
     """One cluster's records so far; `take` is called with each of its lines."""
 
-    def __init__(self, cluster: int) -> None:
+    def __init__(self, cluster: int, most_rows: int = MOST_ROWS) -> None:
         self.cluster = cluster
+        self._most_rows = most_rows
         self.counts_tokens = True  # not where only some of the steps are looked at
         self.begin()
 
     def begin(self) -> None:
         """Forget all records: their file is read anew."""
         self.start: Record = {}
-        self.steps, self.losses = Table(_STEPS), Table(_LOSS)
-        self.validation, self.syncs = Table(_LOSS), Table(_SYNCS)
+        most = self._most_rows
+        self.steps, self.losses = Table(_STEPS, most), Table(_LOSS, most)
+        self.validation, self.syncs = Table(_LOSS, most), Table(_SYNCS, most // 2)
         self.last_step: Record = {}
         self.last_sync: Record = {}
         self.recent: deque[Record] = deque(maxlen=_RECENT_SYNCS)
@@ -75,7 +82,7 @@ class WatchedCluster:
     def take(self, line: bytes) -> None:
         """Take a line; one that is no record is counted."""
         try:
-            record: dict[str, Any] = json.loads(line)
+            record: dict[str, Any] = _decode(line.decode())
             kind, when = record["kind"], float(record.get("time", 0.0))
             if kind == "step":
                 self._take_step(record, when)
@@ -93,18 +100,14 @@ class WatchedCluster:
         last = self.steps.last()
         if last is not None and step <= last:
             self._go_back(step)
-        trained = _number(record, "tokens")
+        trained, sent, seconds, blocked = _numbers(record, _OF_STEP)
         if not math.isnan(trained) and self.counts_tokens:
             self._tokens = trained + (0.0 if math.isnan(self._tokens) else self._tokens)
-        seconds = _number(record, "seconds")
-        self.steps.append((
-            step, when, self._tokens, _number(record, "bytes_sent"), seconds,
-            _number(record, "blocked_seconds"), trained, 1,
-        ))  # fmt: skip
+        self.steps.append((step, when, self._tokens, sent, seconds, blocked, trained, 1))
         if "loss" in record:
-            loss = _number(record, "loss")
+            (loss,) = _numbers(record, ("loss",))
             self.losses.append((step, when, self._tokens, loss, loss, loss))
-        if _is_number(record.get("total_steps")):
+        if type(record.get("total_steps")) in _NUMBERS:
             self.total_steps = int(record["total_steps"])
         self.ends.append((step, when, seconds))
         self.last_step = record
@@ -112,10 +115,9 @@ class WatchedCluster:
     def _take_sync(self, record: Record, when: float) -> None:
         applied, launched = int(record["applied_step"]), int(record["launched_step"])
         last = self.syncs.last()
-        figures = {**record, "delay": applied - launched}
-        row = [max(applied, last or 0), when, self._tokens]
-        row += [_number(record, name) for name in SUMS]
-        self.syncs.append((*row, 1, *(_number(figures, name) for name in FIGURES)))
+        place = max(applied, last or 0), when, self._tokens
+        figures = _numbers(record, FIGURES)
+        self.syncs.append((*place, *_numbers(record, SUMS), 1, applied - launched, *figures))
         self.num_syncs += 1
         place = int(record.get("stage", 0)), int(record["fragment"])
         self.has_had_all = self.has_had_all or place in self.fragments
@@ -141,7 +143,7 @@ class WatchedCluster:
             loss = _validation_loss(record)
             if loss is not None:
                 step = float(record["step"])
-                when = _number(record, "time")
+                (when,) = _numbers(record, ("time",))
                 self.validation.append((step, when, self._tokens, loss, loss, loss))
         elif kind in ("rollback", "order"):
             self.events.append(record)
@@ -159,18 +161,15 @@ class WatchedCluster:
         self._tokens = float(tokens[-1]) if len(tokens) else NAN
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _number(record: Mapping[str, Any], name: str) -> float:
-    value = record.get(name)
-    return float(cast("float", value)) if _is_number(value) else NAN
+def _numbers(record: Mapping[str, Any], names: Sequence[str]) -> list[float]:
+    """Return what a record has under some names, NaN where that is no number."""
+    values = map(record.get, names)
+    return [value if type(value) in _NUMBERS else NAN for value in values]  # type: ignore[misc]
 
 
 def _validation_loss(record: Record) -> float | None:
     """Return what a record of validation calls its loss, by the names that trainers have."""
     for name in ("loss", "val_loss", "eval_loss", "valid_loss", "validation_loss"):
-        if _is_number(record.get(name)):
+        if type(record.get(name)) in _NUMBERS:
             return float(record[name])
     return None

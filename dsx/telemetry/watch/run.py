@@ -25,7 +25,7 @@ from dsx.telemetry.run_folder import (
     of_other_runs,
     read_about,
 )
-from dsx.telemetry.watch.cluster import WatchedCluster
+from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
 from dsx.telemetry.watch.follow import FollowedFile, first_look
 from dsx.telemetry.watch.processes import Processes
 
@@ -34,6 +34,7 @@ _LOG_BYTES = 256 << 10  # of the end of a log
 _LOG_LINE = re.compile(r"(\S+) (WARNING|ERROR|CRITICAL) (\S+?): (.*)")
 _MOST_TEXT = 600  # characters of an event
 _MOST_EVENTS = 300
+_FULL_CLUSTERS = 4  # of more, each has fewer rows
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,14 @@ class LogLine:
 class _Part:
     """One cluster's files."""
 
-    def __init__(self, folder: Path, cluster: int, path: Path) -> None:
-        self.read = WatchedCluster(cluster)
+    def __init__(self, folder: Path, cluster: int, path: Path, most_rows: int) -> None:
+        self.read = WatchedCluster(cluster, most_rows)
         self.looked: WatchedCluster | None = None
         self.file = FollowedFile(path)
         self.log = FollowedFile(cluster_file(folder, "log", ".txt", cluster), _LOG_BYTES)
         lines = first_look(path)
         if lines:
-            self.looked = WatchedCluster(cluster)
+            self.looked = WatchedCluster(cluster, most_rows)
             self.looked.counts_tokens = False
             for line in lines:
                 self.looked.take(line)
@@ -127,9 +128,13 @@ class WatchedRun:
 
     def _look_at_files(self) -> None:
         """Take clusters that are new, and what changed in run.json."""
-        for cluster, path in files_of(self.folder, "metrics").items():
+        files = files_of(self.folder, "metrics")
+        most_rows = MOST_ROWS
+        while most_rows * len(files) > MOST_ROWS * _FULL_CLUSTERS:
+            most_rows //= 2
+        for cluster, path in files.items():
             if cluster not in self._parts:
-                self._parts[cluster] = _Part(self.folder, cluster, path)
+                self._parts[cluster] = _Part(self.folder, cluster, path, most_rows)
                 self.version += 1
         seen = {path: _stamp(path) for path in files_of(self.folder, "run").values()}
         if seen == self._seen:

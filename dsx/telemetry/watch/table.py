@@ -14,20 +14,20 @@ column says:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 Merge = Literal["last", "sum", "mean", "known", "low", "high"]
-MOST_ROWS = 1 << 17
 _Array = Any  # of numpy, float64
 
 
 class Table:
     """Columns by name, each with its way to merge; the first one only grows."""
 
-    def __init__(self, columns: Mapping[str, Merge], most: int = MOST_ROWS) -> None:
+    def __init__(self, columns: Mapping[str, Merge], most: int) -> None:
         assert most % 2 == 0
         self.columns = dict(columns)
         self._places = {name: index for index, name in enumerate(columns)}
@@ -36,6 +36,7 @@ class Table:
         self._rows: _Array = np.empty((min(256, most), len(columns)))
         self._count = 0
         self._open: list[Sequence[float]] = []  # records behind the last whole row
+        self._is_known = np.zeros(len(columns), bool)
 
     def __len__(self) -> int:
         self._close_rows()
@@ -52,6 +53,12 @@ class Table:
         if self._open:
             return float(self._open[-1][0])
         return float(self._rows[self._count - 1, 0]) if self._count else None
+
+    def is_known(self, name: str) -> bool:
+        """Whether a column has had a number."""
+        self._close_rows()
+        place = self._places[name]
+        return bool(self._is_known[place]) or any(not math.isnan(row[place]) for row in self._open)
 
     def cut(self, first: float) -> None:
         """Drop what the first column has from a value on: it comes again."""
@@ -77,6 +84,7 @@ class Table:
             room = self._most - self._count
             taken = min(len(self._open) // width, room)
             new = np.asarray(self._open[: taken * width], float).reshape(taken, width, -1)
+            self._is_known |= ~np.isnan(new).all(axis=(0, 1))
             self._make_room(taken)
             self._rows[self._count : self._count + taken] = self._merged(new)
             self._count += taken

@@ -54,7 +54,7 @@ export class Chart {
   }
 
   points() {
-    return Math.max(100, Math.min(1000, Math.round(this.picture.clientWidth || 600)));
+    return Math.max(100, Math.min(800, Math.round(this.picture.clientWidth || 600)));
   }
 
   draw() {
