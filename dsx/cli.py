@@ -32,6 +32,7 @@ from dsx.support.keys_check import keys_check
 from dsx.telemetry.command import report
 from dsx.telemetry.trace.command import trace
 from dsx.telemetry.watch.command import watch
+from dsx.training.notices_command import notices
 
 BEFORE, DURING, AFTER = "Before a run", "For a run", "After a run"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
@@ -41,6 +42,7 @@ app.command(rich_help_panel=BEFORE)(doctor)
 app.command(rich_help_panel=BEFORE)(init)
 app.command(rich_help_panel=BEFORE)(memory)
 app.command(rich_help_panel=BEFORE)(net_test)
+app.command(rich_help_panel=BEFORE)(notices)
 app.command(rich_help_panel=BEFORE)(plan)
 app.command(rich_help_panel=BEFORE)(simulate)
 app.add_typer(bench_app, name="bench", rich_help_panel=BEFORE)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
@@ -61,20 +61,24 @@ def explain_section(
     schema = model.model_json_schema()
     if found["type"] == "extra_forbidden":
         for parent in parents:
-            model = _model_of(model, str(parent))
-        where = ".".join([path, *map(str, parents), shorten_key(key)])
+            model = model if isinstance(parent, int) else _model_of(model, str(parent))
+        where = f"{_place(path, parents)}.{shorten_key(key)}"
         return f"{where} is not a known key{nearest(str(key), model.model_fields)}"
     if found["type"] == "missing" and not any(isinstance(part, int) for part in found["loc"]):
         where = ".".join([path, *map(str, found["loc"])])
         return f"{where} is missing{_advice_of_missing(schema, found['loc'])}"
-    of_key = [part for part in found["loc"] if isinstance(part, str)]  # a list is shown whole
+    of_key = [*found["loc"]]
+    is_object = found["type"] in ("model_type", "dict_type")
+    while isinstance(of_key[-1], int) and not is_object:  # a list of plain values is shown whole
+        of_key.pop()
     value: Any = values
     for part in of_key:
         value = value[part]
-    if found["type"] in ("model_type", "dict_type"):
-        where = ".".join([path, *of_key])
+    if is_object:
+        is_secret = _holds_secrets(schema_at(schema, of_key), schema)
+        told = f"a {type(value).__name__}" if is_secret else shown(value)
         advice = _advice_of_missing(schema, of_key) or "; leave it out, or write its keys in {}"
-        return f"{where} must be an object, not {shown(value)}{advice}"
+        return f"{_place(path, of_key)} must be an object, not {told}{advice}"
     return _value(path, of_key, value, schema, {})
 
 
@@ -112,7 +116,12 @@ def _first(error: ValidationError) -> Any:
 
 def _model_of(model: type[BaseModel], key: str) -> type[BaseModel]:
     annotation: Any = model.model_fields[key].annotation
-    return annotation
+    return next((one for one in get_args(annotation) if hasattr(one, "model_fields")), annotation)
+
+
+def _place(path: str, loc: Sequence[Any]) -> str:
+    """Return where a value stands, as "dsx.metrics.notices[0].form"."""
+    return path + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc)
 
 
 def _value(
@@ -124,15 +133,22 @@ def _value(
 ) -> str:
     """Return `key=value must be ...; fix`."""
     schema = schema_at(model_schema, loc)
-    better = instead(schema, value)
+    better = None if _holds_secrets(schema, model_schema) else instead(schema, value)
     if better is not None:
         advice = f"write {better}"
     elif loc[-1] in usual or "default" in schema:
         advice = _leave_out(usual.get(loc[-1], schema.get("default")))
     else:
         advice = f"try {example(schema)}"
-    where = ".".join([path, *map(str, loc)])
-    return f"{where}={shown(value)} must be {allowed(schema)}; {advice}"
+    told = "" if _holds_secrets(schema, model_schema) else f"={shown(value)}"
+    return f"{_place(path, loc)}{told} must be {allowed(schema)}; {advice}"
+
+
+def _holds_secrets(schema: Mapping[str, Any], model_schema: Mapping[str, Any]) -> bool:
+    """Whether what stands there may hold a value that is not to be shown."""
+    definitions = json.dumps(model_schema.get("$defs", {}))
+    text = json.dumps(schema)
+    return '"writeOnly"' in text or ("$ref" in text and '"writeOnly"' in definitions)
 
 
 def _leave_out(usual: Any) -> str:

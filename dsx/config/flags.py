@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast, get_args, get_origin, get_type_hints
 from pydantic import BaseModel
 
 from dsx.config.files import ConfigError, read_json, shown
+from dsx.config.metrics import MetricsConfig
 from dsx.config.renames import with_new_names
 from dsx.config.schema import DsxConfig
 from dsx.config.sections import (
@@ -28,7 +29,6 @@ from dsx.config.sections import (
     DivergenceConfig,
     GuardConfig,
     LinkConfig,
-    MetricsConfig,
     StateConfig,
 )
 from dsx.core.renamed import COMMAND_LINE
@@ -233,7 +233,7 @@ def show_resolved(namespace: argparse.Namespace, config: DsxConfig) -> None:
     sections: dict[str, Any] = {
         "": {"preset": config.preset, "config": getattr(namespace, "dsx_config", None)},
         "clusters": config.clusters.model_dump(mode="json"),
-        "metrics": config.metrics.model_dump(),
+        "metrics": config.metrics.model_dump(mode="json"),
         "state": config.state.model_dump(),
         "link": config.link.model_dump(),
         "checkpoints": config.checkpoints.model_dump(),

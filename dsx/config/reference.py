@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel
 
@@ -65,6 +65,9 @@ def markdown() -> str:
         model: Any = Block.model_fields[section].annotation
         keys = _properties(model, meanings(model))
         parts += [f"## {section}\n", f"{own[section]}\n", _table(keys)]
+        for key, inner in _models_in(model).items():
+            of_one = _properties(inner, meanings(inner))
+            parts += [f"### {section}: {key}\n", f"{_first_line(inner)}\n", _table(of_one)]
     for axis in AXES:
         parts += [f"## {axis}\n", f"{own[axis]}\n", *_axis(axis)]
     return "\n".join(parts)
@@ -77,8 +80,7 @@ def json_schema() -> _Schema:
     properties: _Schema = {"preset": {"enum": list(PRESETS), "description": own["preset"]}}
     for section in _SECTIONS:
         model: Any = Block.model_fields[section].annotation
-        schema = _described(model.model_json_schema(), meanings(model))
-        properties[section] = {**schema, "description": own[section]}
+        properties[section] = {**_schema_of(model), "description": own[section]}
     for axis, (_, choices) in AXES.items():
         variants = [_variant(axis, name, kind) for name, kind in choices.items()]
         properties[axis] = {"description": own[axis], "type": "object", "anyOf": variants}
@@ -166,6 +168,25 @@ def _variant(axis: str, name: str, kind: type[Any]) -> _Schema:
     return {**schema, "title": f"{axis}: {name}", "description": _first_line(kind)}
 
 
+def _schema_of(model: type[BaseModel]) -> _Schema:
+    """Return a section's schema; objects that its lists hold are written out where they stand."""
+    schema = _described(model.model_json_schema(), meanings(model))
+    schema.pop("$defs", None)
+    for key, inner in _models_in(model).items():
+        schema["properties"][key]["items"] = _schema_of(inner)
+    return schema
+
+
+def _models_in(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
+    """Return the models whose objects the lists of a section hold, by key."""
+    found: dict[str, type[BaseModel]] = {}
+    for key, field in model.model_fields.items():
+        for one in get_args(field.annotation):
+            if isinstance(one, type) and issubclass(one, BaseModel):
+                found[key] = one
+    return found
+
+
 def _described(schema: _Schema, texts: Mapping[str, str]) -> _Schema:
     """Return a schema whose properties say what they mean, without pydantic's titles."""
     for key, value in schema["properties"].items():
@@ -198,6 +219,7 @@ def _type(value: _Schema) -> str:
         return " or ".join(_type(one) for one in value["anyOf"])
     if value.get("type") == "array":
         items = value.get("items") or value["prefixItems"][0]
+        items = {"type": "object"} if "$ref" in items else items
         count = f"{value['maxItems']} " if "maxItems" in value else ""
         return f"list of {count}{_type(items)}s"
     if "enum" in value or "const" in value:
@@ -212,6 +234,7 @@ def _allowed(value: _Schema) -> str:
 
 
 def _allowed_of_one(one: _Schema) -> str:
+    one = {} if "$ref" in one.get("items", {}) else one.get("items", one)
     if "enum" in one or "const" in one:
         return ", ".join(f"`{json.dumps(v)}`" for v in one.get("enum", [one.get("const")]))
     limits = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most"}

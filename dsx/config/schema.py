@@ -21,6 +21,7 @@ from dsx.config.axes import read_choice
 from dsx.config.errors import explain_section, shorten_key, with_advice, word_of
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.link import LinkConfig, check_link
+from dsx.config.metrics import MetricsConfig, check_metrics
 from dsx.config.plain import plain_block
 from dsx.config.renames import with_new_names
 from dsx.config.sections import (
@@ -30,12 +31,10 @@ from dsx.config.sections import (
     ClustersConfig,
     DivergenceConfig,
     GuardConfig,
-    MetricsConfig,
     StateConfig,
     check_address,
     check_clusters,
     check_divergence,
-    check_metrics,
 )
 from dsx.core.checks import nearest
 from dsx.method.choices import AXES, PRESETS, preset_method

@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dsx.comm.address import page_address, parse_address
-from dsx.config.files import ConfigError, shown
+from dsx.comm.address import parse_address
+from dsx.config.files import ConfigError
 from dsx.config.link import LinkConfig
+from dsx.config.metrics import MetricsConfig
 from dsx.method.alarms import GuardAction
 
 OF_DATA = ("data", "data_shards", "validation")
@@ -120,40 +121,6 @@ class ClustersConfig(BaseModel):
     interface: _Text | None = None
     """The network interface to use, such as "eth1"; null: that of the address which the host's
     name stands for."""
-
-
-class MetricsConfig(BaseModel):
-    """Where the records of a run go; without a directory none are written."""
-
-    model_config = _STRICT
-
-    dir: _Text | None = None
-    """The directory for the run's records, which `dsx report` and `dsx trace` read; the next free
-    name (`dir-2`) where another run has used it; null: none are written."""
-
-    tensorboard: bool = False
-    """Whether to write TensorBoard events beside the records; needs `dir`, and tensorboard."""
-
-    trace: bool = False
-    """Whether to write a trace of what every rank does and when, for `dsx trace`; needs `dir`."""
-
-    trace_steps: tuple[int, int] = (1, 1000)
-    """The first and the last inner step that the trace holds, from 1; needs `trace`."""
-
-    progress_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
-    """How often rank 0 says on its standard error stream where the run is, how fast, what it sends,
-    how much of that is hidden and the utilization; cluster 0's where one launcher has started all.
-    0: never."""
-
-    prometheus: _Text | None = None
-    """Where rank 0 of each cluster serves `/metrics` for Prometheus: HOST:PORT, such as
-    "127.0.0.1:9464", at PORT + the cluster's number, on whichever host it is. There is no
-    authentication: whoever reaches the address reads it. Needs prometheus-client; null: nowhere."""
-
-    @property
-    def keeps_syncs(self) -> bool:
-        """Whether anybody wants the records of syncs."""
-        return self.dir is not None or self.prometheus is not None
 
 
 class CheckpointsConfig(BaseModel):
@@ -277,37 +244,6 @@ def check_divergence(divergence: DivergenceConfig) -> None:
         raise ConfigError(
             f"dsx.divergence.data={divergence.data!r} has no effect where a run does not go back: "
             "set max_rollbacks to 1 or more, or leave it out"
-        )
-
-
-def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
-    """Raise ConfigError for keys that would have no effect, and for what cannot be."""
-    if metrics.prometheus is not None:
-        try:
-            page_address(metrics.prometheus, num_clusters)
-        except ValueError as error:
-            raise ConfigError(f"dsx.{error}") from error
-    for key in ("tensorboard", "trace"):
-        if getattr(metrics, key) and metrics.dir is None:
-            raise ConfigError(
-                f"dsx.metrics.{key}=True needs dsx.metrics.dir, a directory to write to; add "
-                '"dir": "runs/first", or leave it out'
-            )
-    if metrics.dir is not None and "\0" in metrics.dir:
-        raise ConfigError(
-            f"dsx.metrics.dir={shown(metrics.dir)} must be a name that a folder can have, without "
-            "a character 0; write another one"
-        )
-    first, last = metrics.trace_steps
-    if "trace_steps" in metrics.model_fields_set and not metrics.trace:
-        raise ConfigError(
-            f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true; add that, or leave it '
-            "out"
-        )
-    if not 1 <= first <= last:
-        raise ConfigError(
-            f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "
-            "trace, from 1; try [1, 1000]"
         )
 
 

@@ -44,6 +44,8 @@ def allowed(schema: _Schema) -> str:
         items = schema.get("items") or schema["prefixItems"][0]
         count = f"{schema['maxItems']} entries" if "maxItems" in schema else "entries"
         return f"a list of {count}, each {allowed(items)}"
+    if "$ref" in schema:
+        return "an object"
     limits = [f"{words} {_number(schema[key])}" for key, words in _LIMITS.items() if key in schema]
     if "minLength" in schema:
         limits.append("that is not empty")

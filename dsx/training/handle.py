@@ -175,7 +175,8 @@ class Handle:
         self.is_finished = False
         self._saving.pass_boundary()
         self._syncs.pass_boundary()
-        self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent, self.members)
+        membership = self.loop.transport.seat.membership
+        self._records.pass_boundary(self.step, self.totals, self._syncs.bytes_sent, membership)
         self.preemption.pass_boundary()
         return was_written
 

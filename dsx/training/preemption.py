@@ -338,7 +338,7 @@ class Preemption:
         if self._leaving is not None:
             self._leaving.close()
         self._parting.let_be_heard(self._reason)
-        self._records.end(self._loop.history.step, how)
+        self._records.end(self._loop.history.step, how, self._reason.leaves or self._reason.is_loss)
         self._records.close()
         gc.freeze()  # or the interpreter's end looks through all there is for cycles, for seconds
         raise SystemExit(self._reason.exit_code)

@@ -21,6 +21,7 @@ from dsx.comm.versions import own_versions
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
+from dsx.core.membership import Membership
 from dsx.core.waits import NextWait
 from dsx.method.alarms import BOUNDS
 from dsx.outer.transfer import Totals
@@ -35,6 +36,7 @@ from dsx.telemetry.stalls import stall_watch
 from dsx.telemetry.trace.recorder import trace_path
 from dsx.training.advice import Advice
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace
+from dsx.training.telling import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +55,15 @@ class Records:
         self._behind = Behind()
         speaks = self._writes and not (world.has_one_launcher and cluster)
         senders = adapter.ranks.shard[1] * adapter.stage.count
-        seconds, is_shown = config.metrics.progress_seconds, config.metrics.prometheus is not None
+        seconds, is_shown = config.metrics.progress_seconds, config.metrics.reads_losses
         self.progress = Progress(cluster, seconds, speaks, senders, self._writes and is_shown)
         self._page: Page | None = None
+        self._telling: Telling | None = None
         self._figures = _figures(config, world, self.progress, self._behind)
         try:
-            self._choice = _choose(config, world, self._open_page(config))
+            self._choice = _choose(config, world, self._open(config, world))
         except Exception:
-            self._close_page()
+            self._close_outlets()
             raise
         self.trace = start_trace(config.metrics, world, adapter, self._behind)
         has_board = config.metrics.tensorboard and self._writes
@@ -100,6 +103,8 @@ class Records:
         self._is_confirmed = False
         self.progress.begin(step)
         self._figures.begin(step, totals.skipped_steps, own)
+        if self._telling is not None:
+            self._telling.begin(step, own)
         self._advice.begin(step)
         self._await_step(step)
 
@@ -121,10 +126,11 @@ class Records:
         self._write_early()
 
     def pass_boundary(
-        self, step: int, totals: Totals, bytes_sent: int, members: tuple[int, ...]
+        self, step: int, totals: Totals, bytes_sent: int, membership: Membership
     ) -> None:
-        """Write the step before, and hold the record of this one; `members` train by now."""
+        """Write the step before, and hold the record of this one; `membership`: who trains now."""
         self.confirm()
+        members = membership.ids
         if members != self._members:
             self._members = members
             self._event("members", {"step": step, "members": [*members]})
@@ -141,6 +147,8 @@ class Records:
         }
         self._metrics.step(record)
         self._figures.step(record, members)
+        if self._telling is not None:
+            self._telling.step(step, membership)
         self.progress.pass_boundary(step, blocked_seconds)
         self._advice.pass_boundary()
         self.trace.end_step(step)
@@ -155,6 +163,8 @@ class Records:
         """Write the record of a sync."""
         self._event("sync", record)
         self._figures.sync(record)
+        if self._telling is not None:
+            self._telling.sync(record)
 
     def log(self, kind: str, record: Mapping[str, Any]) -> None:
         """Write a record of the script's own, behind that of the step just taken."""
@@ -174,14 +184,18 @@ class Records:
         """Enter that this start is one of training that went back, from a step."""
         self._run.rolled_back(why, step)
         self._figures.rolled_back()
+        if self._telling is not None:
+            self._telling.rolled_back(why, step)
 
     def deleted(self, path: Path) -> None:
         """Take a checkpoint out that is there no more."""
         self._run.deleted(path)
 
-    def end(self, step: int, how: str) -> None:
-        """Enter how the run ended, and write what there is."""
+    def end(self, step: int, how: str, is_own: bool = False) -> None:
+        """Enter how the run ended, and write what there is; `is_own`: the others may go on."""
         self._next_step.end()
+        if self._telling is not None:
+            self._telling.end(step, how, is_own)
         if how == "finished":
             self._advice.end(step)
         self._metrics.flush()
@@ -200,30 +214,40 @@ class Records:
         self._metrics.close()
         self.trace.close()
         self._run.close()
-        self._close_page()
+        self._close_outlets()
         if self.folder is not None:
             stall_watch().leave(self.folder, *self._place)
 
     @contextmanager
-    def standing_still(self, step: int) -> Generator[None]:
-        """Wait inside for no step: training stands still behind this one, and is to."""
+    def standing_still(self, step: int, gone: tuple[int, ...], seconds: float) -> Generator[None]:
+        """Wait inside for no step: training stands still behind this one, and is to.
+
+        `gone` are the clusters that are waited for, so many `seconds` at most.
+        """
         self._next_step.end()
+        if self._telling is not None:
+            self._telling.waits(step, gone, seconds)
         yield
         self._await_step(step)
 
-    def _open_page(self, config: DsxConfig) -> str:
-        """Serve the figures where that is asked for; return why that cannot be, for all to hear."""
-        if config.metrics.prometheus is None or not self._writes:
+    def _open(self, config: DsxConfig, world: World) -> str:
+        """Let others see the run as is asked for; return why that cannot be, for all to hear."""
+        if not self._writes:
             return ""
         try:
-            self._page = Page(*page_address(config.metrics.prometheus), self._figures)
-        except (OSError, ModuleNotFoundError) as error:
+            if config.metrics.notices:
+                self._telling = Telling(config, world, self.progress)
+            if config.metrics.prometheus is not None:
+                self._page = Page(*page_address(config.metrics.prometheus), self._figures)
+        except (OSError, ModuleNotFoundError, ValueError) as error:
             return str(error)
         return ""
 
-    def _close_page(self) -> None:
+    def _close_outlets(self) -> None:
         if self._page is not None:
             self._page.close()
+        if self._telling is not None:
+            self._telling.close()
 
     def _await_step(self, step: int) -> None:
         self._next_step.begin(f"the end of inner step {step + 1}", self._deadline_seconds)

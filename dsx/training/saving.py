@@ -194,7 +194,8 @@ class Saving:
             is_usable = self.last is not None and not isinstance(error, NonFiniteError)
             advice = f"resume from {self.last}" if is_usable else self.last or "none saved"
             told = type(error)(f"{error}; last checkpoint: {advice}")
-            self._records.end(self._loop.history.step, f"{type(error).__name__}: {told}")
+            how = f"{type(error).__name__}: {told}"
+            self._records.end(self._loop.history.step, how, isinstance(error, PeerLost))
             raise told from None
 
 

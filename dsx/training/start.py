@@ -11,8 +11,10 @@ from typing import Any
 
 from dsx.comm.versions import own_versions
 from dsx.comm.world import World
+from dsx.config.metrics import MetricsConfig
+from dsx.config.notices import without_addresses
 from dsx.config.plain import told
-from dsx.config.schema import DsxConfig, MetricsConfig
+from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.recorder import UNTRACED, Recorder
 from dsx.method.fragments import fewer_than_usual
@@ -67,7 +69,7 @@ def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict
     """Return what run.json says of a start: of the program, the settings and the machine."""
     resolved = config.block()
     resolved["clusters"] |= world.clusters
-    return {
+    facts = {
         "session": world.session,
         "command": sys.argv,
         "host": socket.gethostname(),
@@ -79,6 +81,7 @@ def start_facts(adapter: EngineAdapter, world: World, config: DsxConfig) -> dict
         "versions": own_versions(),
         "config": {"given": told(config.given), "resolved": resolved},
     }
+    return without_addresses(facts, config.metrics.notices)
 
 
 def files_of_run(config: DsxConfig, cluster: int) -> dict[str, str]:

@@ -110,7 +110,7 @@ class Waiting:
         in_cluster, step = self._world.in_cluster(), self._loop.history.step
         lasts = waiting_for("clusters that are lost, to go on", 2 * self.seconds)
         try:
-            with self._records.standing_still(step), lasts:
+            with self._records.standing_still(step, self.gone, self.seconds), lasts:
                 while True:
                     told = in_cluster.gather("what a lost quorum comes to", self._own())
                     ends = [one for one in told if isinstance(one, dict)]

@@ -21,9 +21,10 @@ NAMES = ("berlin", "oslo")
 SLOW = pytest.mark.slow
 
 
-def two_sites(tmp_path: Path, launch: Any) -> tuple[Sites, Any]:
+def two_sites(tmp_path: Path, launch: Any, **metrics: Any) -> tuple[Sites, Any]:
     """Return sites that have trained for a while, and what starts one of them."""
     sites = Sites(tmp_path, launch, NAMES)
+    sites.change("metrics", **metrics)
 
     def start(m: int, way: str, *args: Any) -> Launcher:
         return launch(

@@ -52,7 +52,7 @@ class World:
     def gather(self, what: str, value: Any) -> list[Any]:
         return [value]
 
-    def standing_still(self, step: int) -> Any:
+    def standing_still(self, step: int, gone: tuple[int, ...], seconds: float) -> Any:
         return nullcontext()
 
     def post(self, kind: str, payload: Any) -> None:

@@ -123,6 +123,13 @@ def missing_of(config: DsxConfig) -> list[Finding]:
             '"dsx-train[prometheus]", or leave it out'
         )
         found.append(Finding("STOP", "versions", text))
+    for index, notice in enumerate(config.metrics.notices):
+        if notice.url_env is not None and not os.environ.get(notice.url_env, "").strip():
+            text = (
+                f"dsx.metrics.notices[{index}].url_env={notice.url_env!r} is not in the "
+                "environment here; rank 0 of each cluster needs it (`dsx notices` sends a trial)"
+            )
+            found.append(Finding("note", "notices", text))
     return found
 
 
