@@ -5,13 +5,14 @@ The line of text below a key is what the generated reference and editors say of 
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from dsx.comm.address import page_address
 from dsx.config.files import ConfigError, shown
 from dsx.config.notices import NoticeConfig, check_notices
+from dsx.core.renamed import warn_renamed
 
 _STRICT = ConfigDict(extra="forbid", strict=True, frozen=True)
 _Text = Annotated[str, Field(min_length=1)]
@@ -26,8 +27,13 @@ class MetricsConfig(BaseModel):
     """The directory for the run's records, which `dsx report` and `dsx trace` read; the next free
     name (`dir-2`) where another run has used it; null: none are written."""
 
+    to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ()
+    """What else has the numbers of the records, through its own library (the extras `tensorboard`,
+    `wandb`, `mlflow`): into the run's folder, where no network is asked unless its own variables
+    say so; needs `dir`."""
+
     tensorboard: bool = False
-    """Whether to write TensorBoard events beside the records; needs `dir`, and tensorboard."""
+    """The old spelling of `"to": ["tensorboard"]`, until dsx 0.4."""
 
     trace: bool = False
     """Whether to write a trace of what every rank does and when, for `dsx trace`; needs `dir`."""
@@ -60,6 +66,15 @@ class MetricsConfig(BaseModel):
         return self.prometheus is not None or bool(self.notices)
 
 
+def with_new_keys(metrics: MetricsConfig, file: str | None) -> MetricsConfig:
+    """Return the section with today's keys; warns of an old one, which stands in `file`."""
+    if not metrics.tensorboard:
+        return metrics
+    warn_renamed("dsx.metrics.tensorboard=true", '"to": ["tensorboard"]', file)
+    to = (*(name for name in metrics.to if name != "tensorboard"), "tensorboard")
+    return metrics.model_copy(update={"tensorboard": False, "to": to})
+
+
 def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
     """Raise ConfigError for keys that would have no effect, and for what cannot be."""
     if metrics.prometheus is not None:
@@ -68,12 +83,18 @@ def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
         except ValueError as error:
             raise ConfigError(f"dsx.{error}") from error
     check_notices(metrics.notices)
-    for key in ("tensorboard", "trace"):
-        if getattr(metrics, key) and metrics.dir is None:
+    for key in ("to", "tensorboard", "trace"):
+        value = getattr(metrics, key)
+        if value and metrics.dir is None:
+            told = list(value) if key == "to" else value
             raise ConfigError(
-                f"dsx.metrics.{key}=True needs dsx.metrics.dir, a directory to write to; add "
+                f"dsx.metrics.{key}={told} needs dsx.metrics.dir, a directory to write to; add "
                 '"dir": "runs/first", or leave it out'
             )
+    if len({*metrics.to}) < len(metrics.to):
+        raise ConfigError(
+            f"dsx.metrics.to={list(metrics.to)} names one twice; write each of them once"
+        )
     if metrics.dir is not None and "\0" in metrics.dir:
         raise ConfigError(
             f"dsx.metrics.dir={shown(metrics.dir)} must be a name that a folder can have, without "

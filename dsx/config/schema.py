@@ -21,7 +21,7 @@ from dsx.config.axes import read_choice
 from dsx.config.errors import explain_section, shorten_key, with_advice, word_of
 from dsx.config.files import ConfigError, read_json, shown
 from dsx.config.link import LinkConfig, check_link
-from dsx.config.metrics import MetricsConfig, check_metrics
+from dsx.config.metrics import MetricsConfig, check_metrics, with_new_keys
 from dsx.config.plain import plain_block
 from dsx.config.renames import with_new_names
 from dsx.config.sections import (
@@ -144,7 +144,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
     return DsxConfig(
         preset=block.preset,
         clusters=block.clusters,
-        metrics=block.metrics,
+        metrics=with_new_keys(block.metrics, file),
         state=block.state,
         link=block.link,
         checkpoints=block.checkpoints,

@@ -1,4 +1,4 @@
-"""Records of a run: one JSON line per inner step and per sync, TensorBoard optionally.
+"""Records of a run: one JSON line per inner step and per sync; other sinks have the same numbers.
 
 Rank 0 of a cluster writes `metrics.jsonl` (cluster 0) or `metrics.cluster_<m>.jsonl`. A step's
 record is held back until the script has added its loss (`log_step`) or the next boundary comes; its
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.behind import Behind
+from dsx.telemetry.exporters.outlet import Outlet
+from dsx.telemetry.exporters.sink import Start
 from dsx.telemetry.jsonl import RecordFile
 from dsx.telemetry.run_folder import cluster_file
 
@@ -26,16 +28,17 @@ class Metrics:
     """
 
     def __init__(
-        self, cluster_id: int, tensorboard: bool = False, behind: Behind | None = None
+        self, cluster_id: int, to: Sequence[str] = (), behind: Behind | None = None
     ) -> None:
+        """`to` names further sinks; ModuleNotFoundError, with the extra, where one's is lacking."""
         self._cluster_id = cluster_id
         self._behind = behind or Behind()
         self._directory: Path | None = None
         self._file: RecordFile | None = None
         self._begins_at: int | None = 0
         self._held: dict[str, Any] | None = None
-        self._open_board = _writer_of_boards() if tensorboard else None
-        self._board: Any = None
+        self._outlets = [Outlet.find(name, self._behind) for name in to]
+        self._start: Start | None = None  # of what has been written to since `begin`
 
     def begin(self, directory: Path | None, step: int | None) -> None:
         """Go on from `step`: the first record written drops those beyond it; None drops none."""
@@ -68,61 +71,27 @@ class Metrics:
         if self._file is not None:
             self._behind.do(self._file.close, self._file.path, 0)
             self._file = None
-        if self._open_board is not None and self._directory is not None:
-            self._behind.do(self._close_board, _board_path(self._directory, self._cluster_id), 0)
+        for outlet in self._outlets:
+            outlet.close()
         self._behind.flush()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._directory is None:
             return
-        beyond = None
         if self._file is None:
             path = metrics_path(self._directory, self._cluster_id)
             self._file = RecordFile(path, self._begins_at)
             beyond = None if self._begins_at is None else self._begins_at + 1
+            self._start = Start(self._directory, self._cluster_id, beyond)
             self._begins_at = None  # what still comes goes behind what there is
         line = {"cluster": self._cluster_id, "time": time.time(), **record}
         file, text = self._file, json.dumps(line) + "\n"
         self._behind.do(lambda: file.append(text), file.path)
-        if self._open_board is not None:
-            board = _board_path(self._directory, self._cluster_id)
-            self._behind.do(lambda: self._to_board(line, board, beyond), board)
-
-    def _close_board(self) -> None:
-        if self._board is not None:
-            board, self._board = self._board, None
-            board.close()
-
-    def _to_board(self, line: Mapping[str, Any], path: Path, beyond: int | None) -> None:
-        """Write a record's numbers; the first one written makes the file."""
-        if self._board is None:
-            assert self._open_board is not None
-            self._board = self._open_board(str(path), purge_step=beyond)
-        step = line.get("step", line.get("applied_step"))
-        prefix = line["kind"]
-        if prefix == "sync":
-            stage = f"stage_{line['stage']}/" if "stage" in line else ""
-            prefix = f"sync/{stage}fragment_{line['fragment']}"
-        for key, value in line.items():
-            if isinstance(value, (int, float)) and key not in ("time", "step", "cluster"):
-                self._board.add_scalar(f"{prefix}/{key}", value, step)  # type: ignore[union-attr]
+        assert self._start is not None
+        for outlet in self._outlets:
+            outlet.write(line, self._start)
 
 
 def metrics_path(directory: Path, cluster_id: int) -> Path:
     """Return the file of one cluster's records."""
     return cluster_file(directory, "metrics", ".jsonl", cluster_id)
-
-
-def _board_path(directory: Path, cluster_id: int) -> Path:
-    return directory / "tensorboard" / f"cluster_{cluster_id}"
-
-
-def _writer_of_boards() -> Callable[..., Any]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ImportError(
-            "metrics.tensorboard is true but tensorboard is not installed: pip install "
-            '"dsx-train[tensorboard]"'
-        ) from error
-    return SummaryWriter

@@ -5,7 +5,7 @@
     log.txt, log.cluster_1.txt, ...            what dsx logged
     trace.cluster_0.rank_0.jsonl, ...          spans of a rank, with `metrics.trace`
     stacks.cluster_0.rank_0.txt, ...           what a rank that stalled was doing (stalls.py)
-    tensorboard/cluster_0, ...                 with `metrics.tensorboard`
+    tensorboard/cluster_0, ...                 with `metrics.to`; so do `wandb` and `mlflow`
     summary.json                               the script's own results, where it writes any
     plot.png, trace.json                       what `dsx report` and `dsx trace` make
 

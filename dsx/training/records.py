@@ -66,8 +66,8 @@ class Records:
             self._close_outlets()
             raise
         self.trace = start_trace(config.metrics, world, adapter, self._behind)
-        has_board = config.metrics.tensorboard and self._writes
-        self._metrics = Metrics(cluster, has_board, self._behind)
+        to = config.metrics.to if self._writes else ()
+        self._metrics = Metrics(cluster, to, self._behind)
         self._run = RunFile(
             self._writes and self.folder is not None,
             cluster,

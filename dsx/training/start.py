@@ -90,8 +90,8 @@ def files_of_run(config: DsxConfig, cluster: int) -> dict[str, str]:
     names = {"metrics": metrics_path(here, cluster).name}
     if config.metrics.trace:
         names["trace"] = f"trace.cluster_{cluster}.rank_*.jsonl"
-    if config.metrics.tensorboard:
-        names["tensorboard"] = f"tensorboard/cluster_{cluster}"
+    for name in config.metrics.to:
+        names[name] = f"{name}/cluster_{cluster}" + (".db" if name == "mlflow" else "")
     return names
 
 

@@ -85,7 +85,7 @@ def test_without_a_directory_nothing_is_written() -> None:
 
 def test_tensorboard(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
-    metrics = Metrics(0, tensorboard=True)
+    metrics = Metrics(0, ["tensorboard"])
     metrics.begin(tmp_path, 0)
     assert not (tmp_path / "tensorboard").exists()  # before it is known whose folder it is
     write_steps(tmp_path, metrics, 1, 2)

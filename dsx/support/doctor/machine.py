@@ -111,12 +111,14 @@ def _clock_state() -> int | None:
 def missing_of(config: DsxConfig) -> list[Finding]:
     """Return what a configuration asks for that is not installed."""
     found: list[Finding] = []
-    if config.metrics.tensorboard and installed_version("tensorboard") is None:
-        text = (
-            "dsx.metrics.tensorboard is true and tensorboard is not installed; pip install "
-            '"dsx-train[tensorboard]", or leave it out'
-        )
-        found.append(Finding("STOP", "versions", text))
+    for name in config.metrics.to:
+        packages = ("mlflow", "mlflow-skinny") if name == "mlflow" else (name,)
+        if not any(installed_version(package) for package in packages):
+            text = (
+                f'dsx.metrics.to has "{name}" and {name} is not installed; pip install '
+                f'"dsx-train[{name}]", or leave it out'
+            )
+            found.append(Finding("STOP", "versions", text))
     if config.metrics.prometheus is not None and installed_version("prometheus-client") is None:
         text = (
             "dsx.metrics.prometheus is set and prometheus-client is not installed; pip install "
