@@ -524,6 +524,10 @@ def test_outer_settings_follow_what_the_guard_sees_within_bounds() -> None:
     assert adaptive.changed()[RATE] == pytest.approx(0.35)
     assert adaptive.changed()[INTERVAL] >= 8
     assert Adaptive((), 0.7, 16).changed() == {}
+    few_bits = Adaptive(("tested",), 0.7, 16)
+    for cosine in (0.3, 0.1, 0.0):
+        few_bits.note({"autocorrelation": cosine})
+    assert few_bits.interval == pytest.approx(16 / 1.05**2)
 
 
 def test_runs_that_follow_the_guard_or_remember_for_longer_train_otherwise(data: Path) -> None:

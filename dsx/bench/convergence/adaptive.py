@@ -4,7 +4,8 @@
 slope along the last outer step: the rule of hypergradient descent in its multiplicative form
 (Baydin et al., arXiv:1703.04782). `tested`: H by how far clusters agree, which is the variance of
 their pseudo-gradients in the terms of a norm test (Lau et al., arXiv:2406.13936): shorter where
-they agree less than they did so far.
+they agree less than they did so far. Where few bits hide their cosine it is a mean's with the one
+before, which falls with that variance, too.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Adaptive:
         if "autocorrelation" in event:
             wanted = self.rate * (1 + _RATE_STEP * event["autocorrelation"])
             self.rate = within(wanted, self._first_rate, _MOST_RATE)
-        if "cluster_cosine" in event:
-            cosine = event["cluster_cosine"]
+        cosine = event.get("cluster_cosine", event.get("autocorrelation"))
+        if cosine is not None:
             before = cosine if self._cosine is None else self._cosine
             factor = _INTERVAL_STEP if cosine > before else 1 / _INTERVAL_STEP
             if cosine != before:
