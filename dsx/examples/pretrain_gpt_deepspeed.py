@@ -202,7 +202,8 @@ def train(run: Run) -> Counters:
         while not is_last:
             step = meter.count(1, *train_step(run))
             total, window = total + step, window + step
-            handle.log_step(**step.record(), bytes_sent=total.bytes_sent)
+            more = {"bytes_sent": total.bytes_sent, "total_steps": arguments.steps}
+            handle.log_step(**step.record(), **more)
             bar.update(task, completed=handle.step)
             if time.monotonic() > until:
                 handle.request_stop(f"--max-minutes {arguments.max_minutes:g}")

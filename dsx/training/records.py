@@ -77,6 +77,7 @@ class Records:
         )
         self._advice = Advice(config, adapter.inner_lr, lambda: self.progress.total_steps, speaks)
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
+        self._planned: int | None = None  # steps of the run, as the records have it
         self._first_record: Any = lambda: start_record(adapter, world, config)
         self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
         self._origin: Origin | None = None
@@ -134,6 +135,9 @@ class Records:
         if members != self._members:
             self._members = members
             self._event("members", {"step": step, "members": [*members]})
+        if self.progress.total_steps != self._planned:
+            self._planned = self.progress.total_steps
+            self._event("planned", {"step": step, "planned_steps": self._planned})
         now, blocked = time.perf_counter(), totals.blocked_seconds
         seconds, blocked_seconds = now - self._passed, blocked - self._blocked
         self._passed, self._blocked = now, blocked

@@ -33,7 +33,7 @@ def train(run: str, resumes: bool) -> int:
     first = engine.dsx.step
     for step in range(first + 1, (LAST if resumes else STOPPED) + 1):
         train_step(engine, step)
-        engine.dsx.log_step(loss=1.0 / step)
+        engine.dsx.log_step(loss=1.0 / step, total_steps=LAST)
         if step in (SAVED, LAST):
             engine.save_checkpoint(f"{run}/checkpoints", tag=f"step{step}")
     if resumes:
@@ -120,6 +120,12 @@ def test_records_go_on_where_the_checkpoint_was(run: Path) -> None:
     for part in open_run(run).clusters:
         assert [step["step"] for step in part.steps] == list(range(1, LAST + 1))
         assert part.finish is not None and part.finish["step"] == LAST
+
+
+def test_how_many_steps_are_planned_is_told_once_in_each_start(run: Path) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    told = [record for line in lines if (record := json.loads(line))["kind"] == "planned"]
+    assert [(one["step"], one["planned_steps"]) for one in told] == [(2, LAST), (SAVED + 2, LAST)]
 
 
 def test_another_run_takes_nothing_away(run: Path) -> None:

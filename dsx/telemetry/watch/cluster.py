@@ -69,7 +69,7 @@ class WatchedCluster:
         self.has_had_all = False  # fragments: one of them has come again
         self.num_syncs = 0
         self.num_unreadable = 0
-        self.total_steps: int | None = None
+        self.planned_steps: int | None = None
         self.finish: Record = {}
         self.last_time = 0.0
         self._tokens = NAN
@@ -107,8 +107,6 @@ class WatchedCluster:
         if "loss" in record:
             (loss,) = _numbers(record, ("loss",))
             self.losses.append((step, when, self._tokens, loss, loss, loss))
-        if type(record.get("total_steps")) in _NUMBERS:
-            self.total_steps = int(record["total_steps"])
         self.ends.append((step, when, seconds))
         self.last_step = record
 
@@ -137,6 +135,8 @@ class WatchedCluster:
             self.start = record
         elif kind == "finish":
             self.finish = record
+        elif kind == "planned":
+            self.planned_steps = record.get("planned_steps")
         elif kind == "members":
             self.members.append(record)
         elif kind == "validation":

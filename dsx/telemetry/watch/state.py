@@ -83,11 +83,11 @@ def _progress(clusters: list[WatchedCluster], rows: list[dict[str, Any]]) -> dic
             found[name] = sum(values)
         elif values:
             found[name] = min(values) if name == "steps_per_second" else sum(values) / len(values)
-    totals = [cluster.total_steps for cluster in clusters if cluster.total_steps]
+    totals = [cluster.planned_steps for cluster in clusters if cluster.planned_steps]
     if totals:
-        found["total_steps"] = max(totals)
+        found["planned_steps"] = max(totals)
         if going and found.get("steps_per_second"):
-            left = max(found["total_steps"] - found["step"], 0)
+            left = max(found["planned_steps"] - found["step"], 0)
             found["eta_seconds"] = left / found["steps_per_second"]
     return found
 

@@ -81,7 +81,8 @@ def test_figures_are_those_of_the_records(tmp_path: Path) -> None:
 
 def test_a_planned_length_gives_the_time_that_is_left(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
-    append(folder, 0, step_record(0, 41, total_steps=100))
+    append(folder, 0, step_record(0, 41), {"cluster": 0, "kind": "planned", "time": BEGUN + 41,
+                                           "step": 41, "planned_steps": 100})  # fmt: skip
     assert read(WatchedRun(folder), BEGUN + 42)["eta_seconds"] == pytest.approx(59)
 
 

@@ -33,7 +33,7 @@ function sentence(state) {
   const going = state.members.filter((row) => row.state === "trains").length;
   if (state.phase === "training") told[0] = `${going} of ${state.num_clusters} clusters train.`;
   if (state.step !== undefined) {
-    told.push(`Step ${number(state.step)}${state.total_steps ? ` of ${number(state.total_steps)}` : ""}.`);
+    told.push(`Step ${number(state.step)}${state.planned_steps ? ` of ${number(state.planned_steps)}` : ""}.`);
   }
   for (const row of state.members) {
     if (!["trains", "ended", "unseen"].includes(row.state)) {
