@@ -17,6 +17,7 @@ from dsx.telemetry.watch.run import WatchedRun
 
 _MOST_EVENTS = 100
 _MOST_CHECKPOINTS = 6
+_RECENT = 50  # transfers, of which it is said how much was hidden
 _GOES_ON = ("trains", "silent", "heals")
 
 
@@ -122,7 +123,7 @@ def _traffic(clusters: list[WatchedCluster]) -> dict[str, Any]:
             found["data_parallel"] = a_step * float(cluster.last_step.get("step", 0))
     for cluster in clusters:
         rows = cluster.syncs.read()
-        waited, taken = rows["wait_seconds"], rows["transfer_seconds"]
+        waited, taken = (rows[name][-_RECENT:] for name in ("wait_seconds", "transfer_seconds"))
         if len(taken) and float(taken.sum()) > 0:
             hidden = 1 - float(waited.sum()) / float(taken.sum())
             found["hidden"] = min(found.get("hidden", 1.0), max(hidden, 0.0))

@@ -128,7 +128,7 @@ export class Chart {
         el("span", {}, row.name), el("b"))), el("li", {class: "place"}));
     }
     rows.forEach((row, at) => setText(this.legend.children[at].lastChild, row.text));
-    setText(this.legend.lastChild, place ?? `last; against ${NAMES[axis]}`);
+    setText(this.legend.lastChild, place ?? `last values, by ${NAMES[axis]}`);
   }
 
   inWords() {

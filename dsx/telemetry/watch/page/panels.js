@@ -59,7 +59,7 @@ function showTiles(state) {
     tile("speed", "tokens/s", said(state.tokens_per_second, number), "all clusters"),
     tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
       ? `data parallel: ${number(traffic.data_parallel / traffic.sent, 3)} times as much` : ""),
-    tile("transfer", "transfers hidden", said(traffic.hidden, percent), "behind training"),
+    tile("transfer", "transfers hidden", said(traffic.hidden, percent), "of the last 50, behind training"),
     tile("parity", "same model", said(wrong || (wrong === 0 ? 0 : undefined), (n) => (n ? `${n} rounds not` : "yes")),
       state.parity?.checked ? `checked at step ${state.parity.checked.step}` : ""),
     tile("checkpoints", "checkpoint", said(state.checkpoints?.rows?.[0], (row) => `step ${row.step}`),
