@@ -121,7 +121,13 @@ def open_run(path: str | Path) -> Run:
         )
     clusters = [_read_cluster(m, abouts.get(m, {}), file) for m, file in sorted(files.items())]
     left_out = [f"cluster {m}" for m in foreign]
-    return Run(folder, clusters, _read_summary(folder), left_out)
+    return Run(folder, clusters, open_summary(folder), left_out)
+
+
+def open_summary(folder: Path) -> dict[str, Any]:
+    """Return what the script's summary.json says, empty without; ValueError for a broken one."""
+    path = folder / "summary.json"
+    return _read_object(path) if path.exists() else {}
 
 
 def read_about(folder: Path, cluster: int | None = None) -> dict[int, dict[str, Any]]:
@@ -285,11 +291,6 @@ def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
         cluster, about, last.get("start"), ordered, list(syncs.values()), last.get("finish"),
         [members[step] for step in sorted(members)],
     )  # fmt: skip
-
-
-def _read_summary(folder: Path) -> dict[str, Any]:
-    path = folder / "summary.json"
-    return _read_object(path) if path.exists() else {}
 
 
 def _read_object(path: Path) -> dict[str, Any]:

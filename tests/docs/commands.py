@@ -145,6 +145,7 @@ PACKAGES = {  # pages whose commands need what `dev` does not install
 }
 
 AFTER = {  # pages whose commands need what another page's have made
+    "docs/watch.md": "docs/quickstart.md",
     "docs/checkpoints.md": "docs/quickstart.md",
 }
 

@@ -158,6 +158,7 @@ def chart_data(
     points: int = 600,
     last: float | None = None,
     against: Sequence[WatchedCluster] = (),
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """Return what a chart draws: `x` [buckets], and `lines` with `y`, and `low` and `high`.
 
@@ -165,7 +166,7 @@ def chart_data(
     cluster took no step; others without a value have no record.
 
     `span` is of the axis, None for its end, and `last` a share of it up to there. `against` is
-    another run, drawn as its average.
+    another run, drawn as its average, and `limit` what a line may carry.
     """
     pairs = [
         (line, cluster)
@@ -183,6 +184,8 @@ def chart_data(
     for line in chart.lines:
         if line.has_average:
             lines += _averages(line, clusters, against, axis, edges)
+    if limit is not None and chart.unit == "bytes/s":
+        lines.append({"name": "limit", "y": [limit] * len(x)})
     return {
         "chart": chart.key, "axis": axis, "span": [low, high], "whole": [*whole],
         "x": x.tolist(), "lines": lines,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 MEANINGS: dict[str, dict[str, str]] = {
     "loss": {
-        "means": "How wrong each cluster's model is on what it trains on, lower is better. The "
+        "means": "How wrong each cluster's model is on what it trains on, lower is better. A "
         "shade is the range between the points; the average is of all clusters that train. "
         "Validation, where it is recorded, is on data that is not trained on.",
         "bad": "A gap is a loss that is no number. One cluster far above the others, or a loss "
@@ -40,7 +40,7 @@ MEANINGS: dict[str, dict[str, str]] = {
     },
     "line": {
         "means": "Bytes per second that a cluster's transfers carry while they are under way. "
-        "The dashed line is the limit that the run was given (`link.rate_mbit`), if any.",
+        "The limit is what the run was given (`link.rate_mbit`), where it was given one.",
         "bad": "Less than half of what the line gave when it was measured.",
         "do": "`dsx net-test` measures the line; plan again with what it gives.",
         "docs": "docs/plan.md",

@@ -59,11 +59,20 @@ def _what_runs(run: WatchedRun) -> dict[str, Any]:
         found = {"preset": settings.get("preset"), "begun": about["starts"][0]["time"]}
         found |= {"num_starts": len(about["starts"]), "ranks": last.get("ranks")}
         found |= {"device": last.get("device")}
-        rate = (settings.get("link") or {}).get("rate_mbit")
-        if rate:
-            found["line_limit_mbit"] = rate
         break
+    limit = line_limit(run)
+    if limit:
+        found["line_limit_mbit"] = limit / 125_000
     return {name: value for name, value in found.items() if value is not None}
+
+
+def line_limit(run: WatchedRun) -> float | None:
+    """Return the bytes per second that a cluster may send, None where that is not limited."""
+    for about in run.abouts.values():
+        settings: Record = (about["starts"][-1].get("config") or {}).get("resolved") or {}
+        rate = (settings.get("link") or {}).get("rate_mbit")
+        return 125_000.0 * rate if rate else None
+    return None
 
 
 def _progress(clusters: list[WatchedCluster], rows: list[dict[str, Any]]) -> dict[str, Any]:

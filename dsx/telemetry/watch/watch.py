@@ -17,7 +17,7 @@ from dsx.telemetry.watch.lanes import lanes
 from dsx.telemetry.watch.meanings import MEANINGS
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.server import PageServer, address_of
-from dsx.telemetry.watch.state import state
+from dsx.telemetry.watch.state import line_limit, state
 
 _POLL_SECONDS = 0.3
 _SIGN_SECONDS = 5.0
@@ -126,7 +126,8 @@ class Watch:
             if axis not in axes_of(clusters):
                 axis = "step"  # tokens are not counted (yet)
             other = [] if self._against is None else self._against.clusters
-            return chart_data(chart, clusters, axis, span, points, last, other)
+            limit = line_limit(self.run)
+            return chart_data(chart, clusters, axis, span, points, last, other, limit)
 
     def _lanes(self, fields: dict[str, str]) -> dict[str, Any]:
         wanted, seconds = _number(fields, "cluster"), _number(fields, "seconds")

@@ -1,0 +1,1 @@
+"""A run, or several beside each other, as one HTML file (`dsx report --html`)."""

@@ -1,0 +1,209 @@
+"""What is said of a run: what was set, what happened, what cost time, what to change.
+
+Each sentence has a number of the run's in it. Advice is given where a number is beyond a bound that
+is written beside it, and there is none where nothing is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from dsx.core.units import format_bytes
+from dsx.telemetry.html_report.numbers import ClusterTime, RunNumbers, is_finite
+
+_GOOD_UTILIZATION = 0.95
+_GOOD_HIDDEN = 0.75  # of a method with a delay
+_MUCH = 0.02  # of the steps' time, waited for transfers
+_SLOWER = 0.85  # of the fastest cluster's tokens per second
+_FEW_TIMES = 10  # less than data parallel: fewer are few
+
+
+def duration(seconds: float) -> str:
+    """Return seconds as people read them."""
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    if seconds < 90:
+        return f"{seconds:.3g} s"
+    return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"
+
+
+def what_was_set(numbers: RunNumbers) -> list[str]:
+    """Say which method ran, over what."""
+    state, settings = numbers.state, numbers.settings
+    said: list[str] = []
+    ranks = f" of {state['ranks']} ranks" if "ranks" in state else ""
+    preset = f"Preset {state['preset']!r} with " if "preset" in state else ""
+    device = f" on {state['device']}" if "device" in state else ""
+    said.append(f"{preset}{state['num_clusters']} clusters{ranks}{device}.")
+    told = [_say_axis(name, settings.get(name)) for name in ("schedule", "delay", "compression")]
+    outer: Mapping[str, Any] = settings.get("outer_optimizer") or {}
+    if outer:
+        rest = [f"{k}={outer[k]:g}" for k in ("lr", "momentum") if outer.get(k) is not None]
+        told.append(f"the outer optimizer is {outer.get('type')} ({', '.join(rest)})")
+    if any(told):
+        said.append(_sentence("; ".join(filter(None, told))))
+    if "line_limit_mbit" in state:
+        said.append(f"Each cluster may send {state['line_limit_mbit']:g} Mbit/s (link.rate_mbit).")
+    return said
+
+
+def what_happened(numbers: RunNumbers) -> list[str]:
+    """Say how far it came, how it ended, and what came between."""
+    state = numbers.state
+    planned = f" of {state['planned_steps']:,}" if "planned_steps" in state else ""
+    whole = duration(max(one.whole for one in numbers.clusters))
+    said = [f"{state['step']:,}{planned} inner steps in {whole}."]
+    if "begun" in state:
+        again = f", started {state['num_starts']} times" if state["num_starts"] > 1 else ""
+        said[0] = f"{said[0][:-1]}, begun {state['begun']}{again}."
+    if "tokens" in state:
+        speed = sum(one.tokens_per_second or 0 for one in numbers.clusters)
+        said.append(f"{state['tokens']:,.0f} tokens by all clusters, {speed:,.0f} a second.")
+    losses = [f"{c.last_loss:.4g} (cluster {c.cluster})" for c in numbers.clusters
+              if c.last_loss is not None]  # fmt: skip
+    if losses:
+        said.append(f"The mean of the last ten losses is {', '.join(losses)}.")
+    average = numbers.summary.get("val_loss_average")
+    if average is not None:
+        own = ", ".join(f"{v:.4f}" for v in numbers.summary.get("val_loss_clusters") or () if v)
+        said.append(f"On data that is not trained on, the average of the clusters has {average:.4f}"
+                    + (f", and they themselves {own}." if own else "."))  # fmt: skip
+    ends = {f"cluster {row['cluster']}: {row['state']}{_why(row)}" for row in state["members"]}
+    said.append(_sentence(f"ends: {'; '.join(sorted(ends))}"))
+    said += _what_went_wrong(numbers)
+    checkpoints = state["checkpoints"]
+    if checkpoints:
+        common = checkpoints.get("common_step")
+        said.append(f"Checkpoints: {checkpoints['count']}; "
+                    + (f"all clusters have that of step {common:,}." if common is not None
+                       else "none is of all clusters."))  # fmt: skip
+    return said
+
+
+def what_cost_time(numbers: RunNumbers) -> list[str]:
+    """Say where the slowest cluster's time went, and what was sent."""
+    one = numbers.slowest
+    said = [f"Cluster {one.cluster}, whose steps took longest, spent {duration(one.whole)}:"]
+    for name, seconds in parts_of(one):
+        said.append(f"{_percent(seconds / one.whole)} ({duration(seconds)}) {name}.")
+    traffic = numbers.state["traffic"]
+    if traffic.get("sent"):
+        text = f"A cluster sent {format_bytes(traffic['sent'])}"
+        parallel = traffic.get("data_parallel")
+        if parallel:
+            times = f"{parallel / traffic['sent']:.3g} times as much"
+            text += (
+                "; data parallel training, all gradients in fp32 at every step, would have sent "
+            )
+            text += f"{format_bytes(parallel)}, {times}"
+        said.append(text + ".")
+    if "hidden" in traffic:
+        said.append(f"Of the last 50 transfers' time {_percent(traffic['hidden'])} was hidden "
+                    "behind training.")  # fmt: skip
+    said.append("Saving is not recorded apart: it is in the time of the step that follows.")
+    return said
+
+
+def what_to_change(numbers: RunNumbers) -> list[str]:
+    """Advise where a number is beyond its bound."""
+    said: list[str] = []
+    one, state = numbers.slowest, numbers.state
+    taken = one.trained + one.waited + one.held_up
+    hidden = state["traffic"].get("hidden")
+    delay = (numbers.settings.get("delay") or {}).get("steps")
+    if numbers.utilization is not None and numbers.utilization < _GOOD_UTILIZATION and taken:
+        share = one.waited / taken
+        said.append(
+            f"Utilization is {_percent(numbers.utilization)}, below {_percent(_GOOD_UTILIZATION)}: "
+            + (f"{_percent(share)} of the steps' time was waiting for the line. A larger "
+               "schedule.interval, fewer bits (compression), or a delay; dsx plan says which."
+               if one.waited > one.held_up else
+               f"{_percent(one.held_up / taken)} of the steps' time went to copies and outer "
+               "steps. A larger schedule.interval makes them rarer.")
+        )  # fmt: skip
+    if hidden is not None and hidden < _GOOD_HIDDEN and delay and one.waited > _MUCH * taken:
+        said.append(f"Only {_percent(hidden)} of the last transfers' time was hidden, and less "
+                    f"than {_percent(_GOOD_HIDDEN)} means that the line is slower than the delay "
+                    "was chosen for: more delay.steps, a larger H, or fewer bits.")  # fmt: skip
+    speeds = {c.cluster: c.tokens_per_second for c in numbers.clusters if c.tokens_per_second}
+    if speeds and min(speeds.values()) < _SLOWER * max(speeds.values()):
+        slow = min(speeds, key=lambda m: speeds[m] or 0.0)
+        said.append(f"Cluster {slow} trains {speeds[slow]:,.0f} tokens a second and the fastest "
+                    f"{max(speeds.values()):,.0f}: the others wait for it at each round. Look at "
+                    "its host, or give it a smaller batch.")  # fmt: skip
+    traffic = state["traffic"]
+    if traffic.get("data_parallel") and traffic["data_parallel"] < _FEW_TIMES * traffic["sent"]:
+        ratio = traffic["data_parallel"] / traffic["sent"]
+        said.append(f"It sent {ratio:.2g} times less than data parallel training would, and less "
+                    f"than {_FEW_TIMES} times is little: a larger H, or fewer bits.")  # fmt: skip
+    for kind, count in numbers.alarms.items():
+        said.append(f"The guard has warned of {kind!r} {count} times: its sentence in the log says "
+                    "what to change (docs/methods/guard.md).")  # fmt: skip
+    if numbers.left_out["differed_in"] or numbers.left_out["uncommitted_by"]:
+        said.append("Clusters held or computed different bits: test the memory and the network "
+                    "card of the cluster that the log names.")  # fmt: skip
+    if state["step"] and state["checkpoints"] and "common_step" not in state["checkpoints"]:
+        said.append("No checkpoint is of all clusters: the run cannot go on from one.")
+    return said or ["Nothing stands out."]
+
+
+def parts_of(one: ClusterTime) -> list[tuple[str, float]]:
+    """Return what took a cluster's time, and seconds; what took none is left out."""
+    parts = [
+        ("training", one.trained), ("waiting for transfers", one.waited),
+        ("held up by dsx otherwise: copies, outer steps", one.held_up),
+        ("between steps, as where it was stopped, lost or started again", one.stood),
+    ]  # fmt: skip
+    return [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * one.whole]
+
+
+def _what_went_wrong(numbers: RunNumbers) -> list[str]:
+    said: list[str] = []
+    words = {
+        "refused_by": "refused, as values were not finite or far too large",
+        "differed_in": "left out, as clusters held different bits",
+        "uncommitted_by": "left out, as clusters came to different means",
+        "idle_in": "idle in a cluster, which took no step",
+    }
+    said += [f"{count} rounds were {words[name]}." for name, count in numbers.left_out.items()
+             if count]  # fmt: skip
+    for cluster in numbers.run.clusters:
+        for record in cluster.members:
+            named = ", ".join(map(str, record["members"]))
+            said.append(f"From step {record['step']:,} on, clusters {named} trained.")
+        for record in cluster.events:
+            if record.get("kind") == "rollback":
+                said.append(f"Training went back from step {record['from_step']:,} to "
+                            f"{record['step']:,}: {record['why']}.")  # fmt: skip
+        if cluster.members or cluster.events:
+            break
+    skipped = {row["cluster"]: row.get("skipped_steps") for row in numbers.state["members"]}
+    said += [
+        f"Cluster {m}'s optimizer skipped {count} steps." for m, count in skipped.items() if count
+    ]
+    bad = [c.cluster for c in numbers.clusters if c.last_loss is not None
+           and not is_finite(c.last_loss)]  # fmt: skip
+    said += [f"The last losses of cluster {m} are no numbers." for m in bad]
+    return said
+
+
+def _say_axis(name: str, settings: Any) -> str:
+    if not isinstance(settings, Mapping):
+        return ""
+    told: Mapping[str, Any] = settings  # type: ignore[assignment]
+    shown = ("interval", "steps", "wire", "mean_wire", "rank", "share")
+    rest = [f"{key}={told[key]}" for key in shown if told.get(key) not in (None, 0)]
+    return f"{name} is {told.get('type')}" + (f" ({', '.join(rest)})" if rest else "")
+
+
+def _why(row: Mapping[str, Any]) -> str:
+    return f" ({row['why']})" if row.get("why") else ""
+
+
+def _sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g} %"
