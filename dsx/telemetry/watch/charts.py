@@ -228,10 +228,14 @@ def _is_away(cluster: WatchedCluster, axis: Axis, edges: _Array) -> _Array:
     if not cluster.counts_tokens:
         return np.zeros(len(edges) - 1, bool)
     rows = cluster.steps.read()
+    if len(rows["step"]) < 2:
+        return np.zeros(len(edges) - 1, bool)
     is_jump = np.diff(rows["step"]) > 2 * cluster.steps.records_per_row
-    lows, highs = rows[axis][:-1][is_jump], rows[axis][1:][is_jump]
-    begin, end = edges[:-1, None], edges[1:, None]
-    return ((begin > lows) & (end <= highs)).any(axis=1)
+    places = _growing(rows[axis])
+    before = np.searchsorted(places, edges[:-1]) - 1  # the last row that lies before a bucket
+    is_between = (before >= 0) & (before < len(places) - 1)
+    before = np.where(is_between, before, 0)
+    return is_between & is_jump[before] & (places[before + 1] >= edges[1:])
 
 
 def _averages(
@@ -257,7 +261,12 @@ def _averages(
 def _cut(table: Table, axis: Axis, edges: _Array) -> tuple[_Columns, _Array]:
     """Return a table's columns, and where each bucket starts."""
     rows = table.read()
-    return rows, np.searchsorted(np.maximum.accumulate(rows[axis]), edges)
+    return rows, np.searchsorted(_growing(rows[axis]), edges)
+
+
+def _growing(places: _Array) -> _Array:
+    """Return places that never go back; one that is not known yet lies before all."""
+    return np.maximum.accumulate(np.where(np.isnan(places), -np.inf, places))
 
 
 def _span_of(tables: Sequence[Table], axis: Axis) -> tuple[float, float]:

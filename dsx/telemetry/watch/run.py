@@ -7,7 +7,7 @@ at once; the records of that look are in force until the whole file is read.
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import re
 import time
 from collections import deque
@@ -29,11 +29,11 @@ from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
 from dsx.telemetry.watch.follow import FollowedFile, first_look
 from dsx.telemetry.watch.processes import Processes
 
-logger = logging.getLogger(__name__)
 _LOG_BYTES = 256 << 10  # of the end of a log
 _LOG_LINE = re.compile(r"(\S+) (WARNING|ERROR|CRITICAL) (\S+?): (.*)")
 _MOST_TEXT = 600  # characters of an event
 _MOST_EVENTS = 300
+_BESIDE_SECONDS = 5.0  # between two looks at the folders beside
 _FULL_CLUSTERS = 4  # of more, each has fewer rows
 
 
@@ -55,9 +55,15 @@ class _Part:
         self.looked: WatchedCluster | None = None
         self.file = FollowedFile(path)
         self.log = FollowedFile(cluster_file(folder, "log", ".txt", cluster), _LOG_BYTES)
-        lines = first_look(path)
+        self._most_rows = most_rows
+
+    def begin(self) -> None:
+        """Look at the file, which is then read anew."""
+        self.read.begin()
+        self.looked = None
+        lines = first_look(self.file.path)
         if lines:
-            self.looked = WatchedCluster(cluster, most_rows)
+            self.looked = WatchedCluster(self.read.cluster, self._most_rows)
             self.looked.counts_tokens = False
             for line in lines:
                 self.looked.take(line)
@@ -78,6 +84,9 @@ class WatchedRun:
         self.other_runs: list[int] = []
         self.log_lines: deque[LogLine] = deque(maxlen=_MOST_EVENTS)
         self.abouts: dict[int, Record] = {}
+        self.newer: Path | None = None
+        self.beside_seconds = _BESIDE_SECONDS
+        self._beside_at = 0.0
         self.processes = Processes()
         self._parts: dict[int, _Part] = {}
         self._seen: dict[Path, tuple[int, int]] = {}
@@ -136,6 +145,7 @@ class WatchedRun:
             if cluster not in self._parts:
                 self._parts[cluster] = _Part(self.folder, cluster, path, most_rows)
                 self.version += 1
+        self._look_beside()
         seen = {path: _stamp(path) for path in files_of(self.folder, "run").values()}
         if seen == self._seen:
             return
@@ -149,6 +159,18 @@ class WatchedRun:
         self._seen = seen
         self.version += 1
 
+    def _look_beside(self) -> None:
+        """Look now and then whether a later run has begun, which is in a folder of its own."""
+        if time.monotonic() < self._beside_at:
+            return
+        self._beside_at = time.monotonic() + self.beside_seconds
+        newer = None
+        with contextlib.suppress(OSError):  # the folder above may not be readable
+            newer = newer_run(self.folder)
+        if newer != self.newer:
+            self.newer = newer
+            self.version += 1
+
     def _read(self, part: _Part) -> bool:
         """Take a chunk of a cluster's files; return whether there was one."""
         fresh = part.file.read()
@@ -159,7 +181,7 @@ class WatchedRun:
             return False
         with self.lock:
             if fresh.is_anew:
-                part.read.begin()
+                part.begin()
             for line in fresh.lines:
                 part.read.take(line)
             for line in log.lines:
@@ -176,6 +198,23 @@ class WatchedRun:
         except ValueError:
             return
         self.log_lines.append(LogLine(when, cluster, match[2].lower(), match[4][:_MOST_TEXT]))
+
+
+def newer_run(folder: Path) -> Path | None:
+    """Return the folder of a later run of the same name: a start takes the next free one."""
+    own = folder.resolve()
+    pattern = re.compile(rf"{re.escape(own.name)}-[1-9]\d*")
+    begun = _begun(own)
+    later = [path for path in own.parent.iterdir() if pattern.fullmatch(path.name)]
+    found = [(_begun(path), path) for path in later]
+    return max((one for one in found if one[0] > begun), default=(0, None))[1]
+
+
+def _begun(folder: Path) -> int:
+    """Return when a run's clusters last said something of a start or an end; 0 for no run."""
+    if not folder.is_dir():
+        return 0
+    return max((_stamp(path)[0] for path in files_of(folder, "run").values()), default=0)
 
 
 def _stamp(path: Path) -> tuple[int, int]:

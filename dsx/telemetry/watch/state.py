@@ -30,7 +30,8 @@ def state(run: WatchedRun, now: float) -> dict[str, Any]:
             "version": run.version, "now": now, "run": run.folder.resolve().name,
             "folder": str(run.folder), "read_share": run.read_share, "members": rows,
             "num_clusters": num_clusters(run), "trouble": run.trouble,
-            "other_runs": run.other_runs, **_what_runs(run),
+            "other_runs": run.other_runs, "newer": run.newer and str(run.newer),
+            **_what_runs(run),
         }  # fmt: skip
         found |= _progress(clusters, rows)
         found |= {

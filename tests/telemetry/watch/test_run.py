@@ -251,6 +251,39 @@ def test_the_way_of_fragments_is_in_time(tmp_path: Path) -> None:
     assert bar["left_out"] == {"refused_by": [1]}
 
 
+def test_tokens_that_are_told_late_are_an_axis_from_there_on(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    write_about(folder, 0, about(0, 1))
+    append(folder, 0, *(step_record(0, n, tokens=None) for n in range(1, 6)))
+    append(folder, 0, *(step_record(0, n) for n in range(6, 11)))
+    run = WatchedRun(folder)
+    assert read(run)["axes"] == ["step", "tokens", "time"]
+    data = chart_data(BY_KEY["loss"], run.clusters, "tokens", points=5)
+    assert data["span"] == [512, 5 * 512]
+    assert None not in data["lines"][0]["y"]
+
+
+def test_a_later_run_of_the_same_name_is_told_of(tmp_path: Path) -> None:
+    run = WatchedRun(make_run(tmp_path / "run"))
+    run.beside_seconds = 0.0
+    assert read(run)["newer"] is None
+    make_run(tmp_path / "run-2")
+    make_run(tmp_path / "run-of-others")
+    assert read(run)["newer"] == str(tmp_path / "run-2")
+    assert read(WatchedRun(tmp_path / "run-2"))["newer"] is None
+
+
+def test_a_file_in_the_place_of_another_shows_what_it_has(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", clusters=1)
+    run = WatchedRun(folder)
+    read(run)
+    path = cluster_file(folder, "metrics", ".jsonl", 0)
+    path.rename(tmp_path / "old")
+    append(folder, 0, *records(0, 7))
+    assert read(run)["step"] == 7
+    assert run.clusters[0].num_syncs == 0
+
+
 def test_a_long_file_is_looked_at_before_it_is_read(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", clusters=1, steps=20_000)
     run = WatchedRun(folder)

@@ -4,7 +4,7 @@ import {Chart} from "./chart.js";
 import {byId, clock, el, setText} from "./dom.js";
 import {loadMeanings} from "./explain.js";
 import {drawLanes} from "./lanes.js";
-import {head, showState} from "./panels.js";
+import {head, showMembers, showState} from "./panels.js";
 
 const MAIN = new Set(["loss", "utilization"]);
 const AXES = {step: "inner steps", tokens: "tokens", time: "time"};
@@ -17,6 +17,7 @@ let state = null;
 let fetched = 0;
 let drawnVersion = -1;
 let isWaiting = false;
+let ahead = 0; // seconds of this clock before the server's
 
 function look(span) {
   view.span = span;
@@ -70,6 +71,7 @@ function showCharts() {
 
 function take(event) {
   state = JSON.parse(event.data);
+  ahead = Date.now() / 1000 - state.now;
   contact("live", `live, ${clock(state.now)}`);
   showState(state);
   showCharts();
@@ -90,6 +92,8 @@ byId("range").addEventListener("change", (event) => {
   look(null);
 });
 byId("whole").addEventListener("click", () => look(null));
+setInterval(() => state && byId("contact").className === "live" && !document.hidden
+  && showMembers({...state, now: Date.now() / 1000 - ahead}), 1000);
 document.addEventListener("visibilitychange", () => state && refreshSoon());
 
 await loadMeanings();

@@ -17,7 +17,8 @@ export function showState(state) {
   setText(byId("sentence"), sentence(state));
   setText(byId("folder"), `${state.folder}${state.against ? `, against ${state.against}` : ""}`);
   const trouble = [state.trouble, ...(state.other_runs.length
-    ? [`left out: cluster ${state.other_runs.join(", ")}, whose records are of another run`] : [])];
+    ? [`left out: cluster ${state.other_runs.join(", ")}, whose records are of another run`] : []),
+  state.newer && `a later run of this name is in ${state.newer}: dsx watch ${state.newer} shows it`];
   setText(byId("trouble"), trouble.filter(Boolean).join("; "));
   byId("trouble").hidden = !trouble.some(Boolean);
   showTiles(state);
@@ -78,7 +79,7 @@ function showTiles(state) {
   });
 }
 
-function showMembers(state) {
+export function showMembers(state) {
   const panel = byId("members");
   panel.hidden = !state.members.length;
   head(panel);
