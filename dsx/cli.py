@@ -30,6 +30,7 @@ from dsx.support.command import support
 from dsx.support.doctor.command import doctor
 from dsx.support.keys_check import keys_check
 from dsx.telemetry.command import report
+from dsx.telemetry.top.command import top
 from dsx.telemetry.trace.command import trace
 from dsx.telemetry.watch.command import watch
 from dsx.training.notices_command import notices
@@ -56,6 +57,7 @@ app.command(rich_help_panel=DURING, context_settings=PASSED_ON)(quickstart)
 app.command(rich_help_panel=DURING)(rendezvous)
 app.command(rich_help_panel=DURING)(relay)
 app.command(rich_help_panel=DURING)(watch)
+app.command(rich_help_panel=DURING)(top)
 app.command(rich_help_panel=AFTER)(export)
 app.command(rich_help_panel=AFTER)(report)
 app.command(rich_help_panel=AFTER)(support)

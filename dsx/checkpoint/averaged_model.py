@@ -43,6 +43,7 @@ from dsx.checkpoint.tags import (
     same_content,
 )
 from dsx.core.types import Slot
+from dsx.outer.progress import SOON, Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger(__name__)
@@ -255,6 +256,7 @@ def write_safetensors(
     out.mkdir(parents=True, exist_ok=True)
     files: list[Path] = []
     weight_map: dict[str, str] = {}
+    progress = Progress(f"weights for {out}", sum(sizes.values()), True, first_seconds=SOON)
     for index, names in enumerate(shards, start=1):
         file = "model.safetensors"
         if len(shards) > 1:
@@ -267,6 +269,7 @@ def write_safetensors(
                 tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
             else:
                 tensors[name] = model.tensor(source).to(dtype)
+            progress.moved(sizes[name])
         copies = {place: name for place, name in model.copies.items() if name in tensors}
         save_file(tensors, out / file, metadata={"format": "pt", **copies})
         tell(f"{file}: {len(names)} tensors, {sum(sizes[n] for n in names):,} bytes")

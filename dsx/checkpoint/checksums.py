@@ -13,9 +13,11 @@ import hashlib
 import json
 import logging
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+
+from dsx.outer.progress import SOON, Progress
 
 MANIFEST = "dsx.json"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"
@@ -26,12 +28,13 @@ _CHUNK_BYTES = 1 << 20
 logger = logging.getLogger(__name__)
 
 
-def checksum(path: Path) -> str:
-    """Return the SHA-256 of a file's content."""
+def checksum(path: Path, moved: Callable[[int], object] = lambda num_bytes: None) -> str:
+    """Return the SHA-256 of a file's content; `moved` is told how many bytes have been read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
+            moved(len(chunk))
     return digest.hexdigest()
 
 
@@ -92,9 +95,13 @@ def require_intact(directory: Path, rank: int = 0, num_ranks: int = 1) -> None:
                 "not be seen; the next save has them", directory,
             )  # fmt: skip
         return
-    for name in sorted(expected, key=lambda n: (n.endswith(".json"), n))[rank::num_ranks]:
+    own = sorted(expected, key=lambda n: (n.endswith(".json"), n))[rank::num_ranks]
+    sizes = [path.stat().st_size for name in own if (path := directory / name).exists()]
+    what = f"comparing {directory} with its checksums"
+    progress = Progress(what, sum(sizes), rank == 0, first_seconds=SOON)
+    for name in own:
         path = directory / name
-        if path.exists() and checksum(path) != expected[name]:
+        if path.exists() and checksum(path, progress.moved) != expected[name]:
             raise ValueError(
                 f"{path} has changed since it was saved: its SHA-256 is not {expected[name]}; "
                 f"{earlier_tags(directory)}"

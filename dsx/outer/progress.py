@@ -1,4 +1,4 @@
-"""How far values from another cluster have come, told on the log: of what takes long, now and then.
+"""How far bytes have come, from another cluster or a disk, told on the log: of what takes long.
 
 `12.3 GB of 53.5 GB, 118 MB/s, 349 s left`. Lines are warnings: a script that has not set up
 logging shows them, and where nothing else is to be seen for minutes somebody wants to know why.
@@ -13,11 +13,15 @@ from collections.abc import Callable
 from dsx.core.units import format_bytes
 
 SECONDS_BETWEEN = 10.0
+SOON = 2.0  # seconds, where somebody may be looking on
 logger = logging.getLogger(__name__)
 
 
 class Progress:
-    """Counts the bytes of one thing and tells of them; `tells`: whether this rank is to."""
+    """Counts the bytes of one thing and tells of them; `tells`: whether this rank is to.
+
+    A first time after `first_seconds`.
+    """
 
     def __init__(
         self,
@@ -25,12 +29,14 @@ class Progress:
         total: int,
         tells: bool,
         clock: Callable[[], float] = time.monotonic,
+        first_seconds: float = SECONDS_BETWEEN,
     ) -> None:
         self._what = what
         self._total = total
         self._tells = tells
         self._clock = clock
-        self._began = self._told = clock()
+        self._began = clock()
+        self._told = self._began + first_seconds - SECONDS_BETWEEN
         self.done = 0
 
     def moved(self, num_bytes: int) -> None:

@@ -1,6 +1,6 @@
 """A line every some seconds that says how a run is doing, on the standard error stream.
 
-    dsx: cluster 0, step 1,200 of 5,000, 12.1 steps/s, 99,123 tokens/s, loss 2.31, sends
+    dsx: cluster 0, step 1,200 of 5,000 (24 %), 12.1 steps/s, 99,123 tokens/s, loss 2.31, sends
     18.2 Mbit/s, 96 % of the transfers hidden, utilization 98.4 %, 5 min left
 
 Of the time since the line before. What is not known is left out: tokens and losses are what
@@ -113,7 +113,9 @@ class Progress:
     def line(self, step: int, seconds: float) -> str:
         """Return what is said of the `seconds` since `begin`."""
         rate = (step - self._step) / seconds
-        of = f" of {self.total_steps:,}" if self.total_steps is not None else ""
+        of = ""
+        if self.total_steps:
+            of = f" of {self.total_steps:,} ({100 * step / self.total_steps:.0f} %)"
         parts = [f"dsx: cluster {self._cluster_id}, step {step:,}{of}", f"{rate:.3g} steps/s"]
         tokens = self._seen_tokens if self._tokens is None else self._tokens
         if tokens or self._tokens is not None:

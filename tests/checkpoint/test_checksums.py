@@ -152,3 +152,22 @@ def test_what_has_no_checksums_loads_with_one_warning(
     assert [record.message.partition(",")[0] for record in caplog.records] == [
         f"{tmp_path}/cluster_0/step8 has no checksums"
     ]
+
+
+@pytest.mark.parametrize(("soon", "told"), [(-1.0, True), (60.0, False)])
+def test_what_takes_long_says_how_far_it_is(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    soon: float,
+    told: bool,
+) -> None:
+    for module in ("checksums", "averaged_model"):
+        monkeypatch.setattr(f"dsx.checkpoint.{module}.SOON", soon)
+    save_two(tmp_path / "saved")
+    command = ["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    directory = tmp_path / "saved" / "cluster_0" / "step8"
+    assert (f"comparing {directory} with its checksums: " in caplog.text) == told
+    assert (f"weights for {tmp_path / 'out'}: " in caplog.text) == told

@@ -62,6 +62,8 @@ NOT_HERE = {  # with the reason
     "ip netns exec": "two sites in namespaces, as root",
     "dsx ctl ": "needs a run that goes on; with one in tests/launch/test_ctl.py",
     'pip install "dsx-train[wandb': "asked for by who has them",
+    "dsx top runs/first": "a run that goes on; one in tests/telemetry/top/test_top.py",
+    "ssh -t berlin dsx top": "another host; the command in tests/telemetry/top/test_top.py",
     "dsx notices ds.json": "somebody is told; with a server in tests/training/test_telling.py",
     "dsx agent ": "needs a site; with several in tests/launch/test_agent.py",
     "dsx keys check ds.json": "needs a second site; with two in tests/comm/links/test_check.py",

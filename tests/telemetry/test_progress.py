@@ -23,8 +23,8 @@ def test_the_line_names_what_is_known_and_leaves_out_the_rest() -> None:
     progress.note_sync(sync(0.25, 1.0))
     progress.note({"loss": 2.5, "tokens": 4096, "total_steps": 1320})
     assert progress.line(120, 10.0) == (
-        "dsx: cluster 1, step 120 of 1,320, 2 steps/s, 410 tokens/s, loss 2.5, sends 4 Mbit/s, "
-        "94 % of the transfers hidden, utilization 97.5 %, 10 min left"
+        "dsx: cluster 1, step 120 of 1,320 (9 %), 2 steps/s, 410 tokens/s, loss 2.5, sends 4 "
+        "Mbit/s, 94 % of the transfers hidden, utilization 97.5 %, 10 min left"
     )
 
 

@@ -1,0 +1,179 @@
+"""A run in a terminal: what is shown of files, as they grow, and how it ends."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dsx.cli import app
+from dsx.telemetry.run_file import RunFile
+from dsx.telemetry.top.follow import Follower
+from dsx.telemetry.top.show import COLUMNS, plain, screen
+from dsx.telemetry.top.standing import RunFiles, Standing
+
+
+def write_run(folder: Path, cluster: int = 0, end: str = "", **facts: Any) -> None:
+    """Write the run.json of a cluster that this process trains."""
+    facts = {"session": "s", "host": os.uname().nodename, "pid": os.getpid(), **facts}
+    run = RunFile(True, cluster, {}, facts)
+    run.begin(folder, 0, None, False)
+    run.confirm()
+    run.saved(folder / "checkpoints" / "step40", 40)
+    if end:
+        run.end(60, end)
+    run.close()
+
+
+def append(path: Path, *records: dict[str, Any]) -> None:
+    with path.open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
+def step(number: int, ago: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {
+        "kind": "step", "step": number, "time": time.time() - ago, "seconds": 0.5,
+        "blocked_seconds": 0.1, "bytes_sent": 250_000 * number, **more,
+    }  # fmt: skip
+
+
+def sync(ago: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"kind": "sync", "applied_step": 1, "fragment": 0, "time": time.time() - ago,
+            "transfer_seconds": 2.0, "wait_seconds": 0.5, "bytes_sent": 10, **more}  # fmt: skip
+
+
+def test_rates_are_of_the_last_minute(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    append(tmp_path / "metrics.jsonl", step(1, 500, loss=9.0, seconds=300.0, tokens=1))
+    append(tmp_path / "metrics.jsonl", *(step(n, 5 - n / 2, tokens=100) for n in range(2, 10)))
+    append(tmp_path / "metrics.jsonl", step(10, loss=2.0, tokens=100), sync(), sync(refused_by=[1]))
+    (one,) = RunFiles(tmp_path).look()
+    assert (one.state, one.step, one.loss, one.saved_step, one.left_out) == (
+        "training", 10, 2.0, 40, 1,
+    )  # fmt: skip
+    assert (one.steps_per_second, one.tokens_per_second) == (2.0, 200.0)
+    assert one.utilization == pytest.approx(0.8) and one.hidden == 0.75
+    assert one.bytes_per_second == 250_000 * 8 / 4.5
+    assert one.age_seconds is not None and one.age_seconds < 2
+
+
+@pytest.mark.parametrize(
+    ("end", "pid", "ago", "state"),
+    [("finished", 0, 500, "finished at step 60"), ("", 0, 500, "silent"), ("", 0, 1, "training"),
+     ("", 2**22 + 5, 1, "killed"), ("x" * 99, 0, 1, "x" * 60 + "...")],
+)  # fmt: skip
+def test_what_a_cluster_does(tmp_path: Path, end: str, pid: int, ago: float, state: str) -> None:
+    write_run(tmp_path, 1, end, **({"pid": pid} if pid else {}))
+    append(tmp_path / "metrics.cluster_1.jsonl", step(60, ago))
+    (one,) = RunFiles(tmp_path).look()
+    assert (one.cluster, one.state) == (1, state)
+
+
+def test_a_slow_step_is_no_silence(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    append(tmp_path / "metrics.jsonl", step(1, 60, seconds=40.0))
+    (one,) = RunFiles(tmp_path).look()
+    assert one.state == "training"
+
+
+def test_a_run_that_has_taken_no_step(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (one,) = RunFiles(tmp_path).look()
+    assert one.state == "starting" and one.step is None and one.steps_per_second is None
+    assert {told(one) for _, told in COLUMNS} == {"0", "starting", "-", "40"}
+
+
+def test_a_file_is_followed_and_one_in_its_place_is_begun_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = Follower(path)
+    assert follower.lines() == []
+    path.write_text('{"a": 1}\n{"b"')
+    assert [*follower.records()] == [{"a": 1}]
+    with path.open("a") as file:
+        file.write(": 2}\nnot json\n[1]\n")
+    assert [*follower.records()] == [{"b": 2}]
+    assert [*follower.records()] == []
+    (tmp_path / "new").write_text('{"c": 3}\n')
+    (tmp_path / "new").replace(path)
+    assert [*follower.records()] == [{"c": 3}]
+
+
+def test_a_long_file_is_looked_at_from_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(200_000)))
+    found = [*Follower(path).records()]
+    assert found[-1] == {"step": 199_999} and 10_000 < len(found) < 60_000
+
+
+def test_warnings_of_all_logs_are_below_and_hold_no_orders_for_a_terminal(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    write_run(tmp_path, 1)
+    lines = "2026-01-01T00:00:0{}Z {} dsx.outer: {}\n"
+    (tmp_path / "log.txt").write_text(
+        lines.format(1, "INFO", "no") + lines.format(3, "ERROR", "late: \x1b[2J\x9b31m[red]")
+    )
+    (tmp_path / "log.cluster_1.txt").write_text(lines.format(2, "WARNING", "early"))
+    done = CliRunner().invoke(app, ["top", "--once", str(tmp_path)], env={"COLUMNS": "160"})
+    assert done.exit_code == 0, done.output
+    early, late = done.output.splitlines()[-2:]
+    assert early == "2026-01-01T00:00:02Z cluster 1: early"
+    assert late.endswith("cluster 0: late:  [2J 31m[red]")
+    assert plain("a\x1b]0;b\x07") == "a ]0;b "
+
+
+def test_a_narrow_terminal_has_what_matters_most() -> None:
+    from rich.console import Console
+
+    one = Standing(0, "training", 1, 2.0, 1.0, 9.0, 0.5, 1e6, 0.9, 0, 3, 1.0)
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(screen("first", [one], [], 80))
+    text = console.export_text()
+    assert "8 Mbit/s" in text and "50.0%" in text and "tokens" not in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_no_run_is_said_in_one_line(tmp_path: Path) -> None:
+    done = CliRunner().invoke(app, ["top", str(tmp_path)])
+    assert done.exit_code == 2 and "holds no metrics*.jsonl and no run.json" in done.output
+
+
+@pytest.mark.parametrize("how", ["q", "signal"])
+def test_in_a_terminal_it_goes_on_until_it_is_told_to_end(tmp_path: Path, how: str) -> None:
+    write_run(tmp_path)
+    append(tmp_path / "metrics.jsonl", step(111))
+    own, theirs = pty.openpty()
+    command = [sys.executable, "-m", "dsx", "top", "--seconds", "0.3", str(tmp_path)]
+    environment = {**os.environ, "COLUMNS": "140", "TERM": "xterm"}
+    run = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    os.close(theirs)
+    try:
+        read_until(own, b" 111 ")
+        append(tmp_path / "metrics.jsonl", step(222))
+        read_until(own, b" 222 ")
+        os.write(own, b"q") if how == "q" else run.send_signal(signal.SIGINT)
+        rest = read_until(own, b"\x1b[?1049l")  # the screen that was there before
+        assert rest is not None and run.wait(30) == 0
+    finally:
+        run.kill()
+        run.wait()
+        os.close(own)
+
+
+def read_until(terminal: int, mark: bytes, seconds: float = 90.0) -> bytes:
+    found, until = b"", time.monotonic() + seconds
+    while mark not in found:
+        assert time.monotonic() < until, found
+        if select.select([terminal], [], [], 0.5)[0]:
+            found += os.read(terminal, 65536)
+    return found
