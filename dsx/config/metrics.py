@@ -6,6 +6,7 @@ The line of text below a key is what the generated reference and editors say of 
 from __future__ import annotations
 
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -51,6 +52,11 @@ class MetricsConfig(BaseModel):
     "127.0.0.1:9464", at PORT + the cluster's number, on whichever host it is. There is no
     authentication: whoever reaches the address reads it. Needs prometheus-client; null: nowhere."""
 
+    otlp: _Text | None = None
+    """The collector that rank 0 of each cluster sends OpenTelemetry spans of rounds, transfers,
+    heals and saves to, as OTLP over HTTP, such as "http://127.0.0.1:4318". Needs the extra `otel`;
+    null: nowhere."""
+
     notices: tuple[NoticeConfig, ...] = ()
     """Who is told when a cluster is lost, is back or was left out, when training diverges, and when
     it ends: addresses that a message is posted to, and commands."""
@@ -58,7 +64,7 @@ class MetricsConfig(BaseModel):
     @property
     def keeps_syncs(self) -> bool:
         """Whether anybody wants the records of syncs."""
-        return self.dir is not None or self.reads_losses
+        return self.dir is not None or self.otlp is not None or self.reads_losses
 
     @property
     def reads_losses(self) -> bool:
@@ -83,6 +89,8 @@ def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
         except ValueError as error:
             raise ConfigError(f"dsx.{error}") from error
     check_notices(metrics.notices)
+    if metrics.otlp is not None:
+        _check_collector(metrics.otlp)
     for key in ("to", "tensorboard", "trace"):
         value = getattr(metrics, key)
         if value and metrics.dir is None:
@@ -110,4 +118,21 @@ def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
         raise ConfigError(
             f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "
             "trace, from 1; try [1, 1000]"
+        )
+
+
+def _check_collector(address: str) -> None:
+    """Raise ConfigError for what no spans can be sent to; keys belong into the environment."""
+    try:
+        parts = urlsplit(address)
+        is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
+        is_web = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # brackets that do not close, a port beyond 65535
+        is_plain = is_web = False
+    if not is_web or not is_plain or not address.isprintable() or " " in address:
+        told = shown(address) if "@" not in address and "?" not in address else "(not shown here)"
+        raise ConfigError(
+            f"dsx.metrics.otlp={told} must be the address of a collector, http:// or https://, "
+            "without user, query or path of its own signals; write, for example, "
+            '"http://127.0.0.1:4318", and keys into OTEL_EXPORTER_OTLP_HEADERS'
         )

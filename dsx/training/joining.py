@@ -123,7 +123,10 @@ class Joining:
         if self.is_due:
             self._heal()
             self.is_due = self._saving.takes_others = False
-            records.begin(self._loop.history.step, self._loop.totals)
+            step, healed = self._loop.history.step, self.healed
+            records.begin(step, self._loop.totals)
+            if healed is not None:
+                records.healed(healed.seconds, healed.copied_bytes, step)
 
     def _heal(self) -> None:
         world, loop, transport = self._world, self._loop, self._transport

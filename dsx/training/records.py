@@ -16,27 +16,22 @@ from pathlib import Path
 from typing import Any
 
 from dsx.checkpoint.files import SavedRank, rank_file
-from dsx.comm.address import page_address
-from dsx.comm.versions import own_versions
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Membership
 from dsx.core.waits import NextWait
-from dsx.method.alarms import BOUNDS
 from dsx.outer.transfer import Totals
 from dsx.telemetry.behind import Behind
-from dsx.telemetry.figures import Figures
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
 from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.progress import Progress
-from dsx.telemetry.prometheus import Page
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.stalls import stall_watch
 from dsx.telemetry.trace.recorder import trace_path
 from dsx.training.advice import Advice
+from dsx.training.outlets import Outlets
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace
-from dsx.training.telling import Telling
 
 logger = logging.getLogger(__name__)
 
@@ -57,13 +52,11 @@ class Records:
         senders = adapter.ranks.shard[1] * adapter.stage.count
         seconds, is_shown = config.metrics.progress_seconds, config.metrics.reads_losses
         self.progress = Progress(cluster, seconds, speaks, senders, self._writes and is_shown)
-        self._page: Page | None = None
-        self._telling: Telling | None = None
-        self._figures = _figures(config, world, self.progress, self._behind)
+        self._outlets = Outlets(config, world, self.progress, self._behind)
         try:
-            self._choice = _choose(config, world, self._open(config, world))
+            self._choice = _choose(config, world, self._outlets.open())
         except Exception:
-            self._close_outlets()
+            self._outlets.close()
             raise
         self.trace = start_trace(config.metrics, world, adapter, self._behind)
         to = config.metrics.to if self._writes else ()
@@ -103,9 +96,7 @@ class Records:
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
         self.progress.begin(step)
-        self._figures.begin(step, totals.skipped_steps, own)
-        if self._telling is not None:
-            self._telling.begin(step, own)
+        self._outlets.begin(step, totals.skipped_steps, own)
         self._advice.begin(step)
         self._await_step(step)
 
@@ -150,9 +141,7 @@ class Records:
             "skipped_steps": totals.skipped_steps,
         }
         self._metrics.step(record)
-        self._figures.step(record, members)
-        if self._telling is not None:
-            self._telling.step(step, membership)
+        self._outlets.step(record, membership)
         self.progress.pass_boundary(step, blocked_seconds)
         self._advice.pass_boundary()
         self.trace.end_step(step)
@@ -166,9 +155,7 @@ class Records:
     def sync(self, record: Mapping[str, Any]) -> None:
         """Write the record of a sync."""
         self._event("sync", record)
-        self._figures.sync(record)
-        if self._telling is not None:
-            self._telling.sync(record)
+        self._outlets.sync(record)
 
     def log(self, kind: str, record: Mapping[str, Any]) -> None:
         """Write a record of the script's own, behind that of the step just taken."""
@@ -179,17 +166,23 @@ class Records:
         """Write the record of an order that all clusters follow."""
         self._event("order", record)
 
+    def saving(self) -> None:
+        """Take that a checkpoint is begun."""
+        self._outlets.saving()
+
+    def healed(self, seconds: float, num_bytes: int, step: int) -> None:
+        """Take that this cluster has come to the others, by so many bytes of theirs."""
+        self._outlets.healed(seconds, num_bytes, step)
+
     def saved(self, path: Path, step: int) -> None:
         """Enter a checkpoint that is complete."""
         self._run.saved(path, step)
-        self._figures.saved(path, step)
+        self._outlets.saved(path, step)
 
     def rolled_back(self, why: str, step: int) -> None:
         """Enter that this start is one of training that went back, from a step."""
         self._run.rolled_back(why, step)
-        self._figures.rolled_back()
-        if self._telling is not None:
-            self._telling.rolled_back(why, step)
+        self._outlets.rolled_back(why, step)
 
     def deleted(self, path: Path) -> None:
         """Take a checkpoint out that is there no more."""
@@ -198,8 +191,7 @@ class Records:
     def end(self, step: int, how: str, is_own: bool = False) -> None:
         """Enter how the run ended, and write what there is; `is_own`: the others may go on."""
         self._next_step.end()
-        if self._telling is not None:
-            self._telling.end(step, how, is_own)
+        self._outlets.end(step, how, is_own)
         if how == "finished":
             self._advice.end(step)
         self._metrics.flush()
@@ -218,7 +210,7 @@ class Records:
         self._metrics.close()
         self.trace.close()
         self._run.close()
-        self._close_outlets()
+        self._outlets.close()
         if self.folder is not None:
             stall_watch().leave(self.folder, *self._place)
 
@@ -229,29 +221,9 @@ class Records:
         `gone` are the clusters that are waited for, so many `seconds` at most.
         """
         self._next_step.end()
-        if self._telling is not None:
-            self._telling.waits(step, gone, seconds)
+        self._outlets.waits(step, gone, seconds)
         yield
         self._await_step(step)
-
-    def _open(self, config: DsxConfig, world: World) -> str:
-        """Let others see the run as is asked for; return why that cannot be, for all to hear."""
-        if not self._writes:
-            return ""
-        try:
-            if config.metrics.notices:
-                self._telling = Telling(config, world, self.progress)
-            if config.metrics.prometheus is not None:
-                self._page = Page(*page_address(config.metrics.prometheus), self._figures)
-        except (OSError, ModuleNotFoundError, ValueError) as error:
-            return str(error)
-        return ""
-
-    def _close_outlets(self) -> None:
-        if self._page is not None:
-            self._page.close()
-        if self._telling is not None:
-            self._telling.close()
 
     def _await_step(self, step: int) -> None:
         self._next_step.begin(f"the end of inner step {step + 1}", self._deadline_seconds)
@@ -266,31 +238,6 @@ class Records:
         early, self._early = self._early, []
         for kind, record in early:
             self._metrics.event(kind, record)
-
-
-def _figures(config: DsxConfig, world: World, progress: Progress, behind: Behind) -> Figures:
-    """Return what this rank's page shows; it keeps nothing where there is none."""
-
-    def line_limit() -> float | None:
-        rate = None if world.link is None else world.link.bytes_per_second
-        return None if rate is None else rate * world.world_size
-
-    figures = Figures(
-        world.cluster_id,
-        world.num_clusters,
-        config.metrics.prometheus is not None and world.rank == 0,
-        sorted({bound.kind for bound in BOUNDS}),
-        {
-            "dsx_loss": lambda: progress.loss,
-            "dsx_tokens_total": lambda: progress.tokens,
-            "dsx_planned_steps": lambda: progress.total_steps,
-            "dsx_line_limit_bytes_per_second": line_limit,
-            "dsx_missing_records": lambda: sum(behind.missing.by_file().values()),
-        },
-        behind,
-    )
-    figures.started(config.preset, own_versions()["dsx"])
-    return figures
 
 
 def _choose(config: DsxConfig, world: World, trouble: str) -> FolderChoice:

@@ -95,6 +95,7 @@ class Saving:
         if not is_finished:
             self._of_step[str(directory).removesuffix(UNFINISHED)] = save_again
         loop = self._loop
+        self._records.saving()
         self._syncs.flush()
         if any(refusals.in_a_row for refusals in loop.history.refusals):
             logger.warning(

@@ -125,6 +125,12 @@ def missing_of(config: DsxConfig) -> list[Finding]:
             '"dsx-train[prometheus]", or leave it out'
         )
         found.append(Finding("STOP", "versions", text))
+    if config.metrics.otlp is not None and installed_version("opentelemetry-sdk") is None:
+        text = (
+            "dsx.metrics.otlp is set and OpenTelemetry's SDK is not installed; pip install "
+            '"dsx-train[otel]", or leave it out'
+        )
+        found.append(Finding("STOP", "versions", text))
     for index, notice in enumerate(config.metrics.notices):
         if notice.url_env is not None and not os.environ.get(notice.url_env, "").strip():
             text = (
