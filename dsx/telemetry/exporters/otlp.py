@@ -133,7 +133,7 @@ class Spans:
         ending = threading.Thread(target=self._provider.shutdown, name="dsx-otlp-end", daemon=True)
         ending.start()
         ending.join(_CLOSE_SECONDS)
-        self._exporter.tell_rest()
+        self._exporter.tell_rest(is_over=not ending.is_alive())
 
     def _now(self) -> int:
         return time.perf_counter_ns() + self._offset
@@ -214,7 +214,7 @@ def _told_once(exporter: Any, endpoint: str) -> Any:
                 if not self.num_lost:
                     logger.warning(
                         "spans do not arrive at %s (metrics.otlp): %s; training goes on, and how "
-                        "many are lost is told at the end", endpoint, quiet.why,
+                        "many are lost is told at the end", endpoint, quiet.why or "no answer",
                     )  # fmt: skip
                 self.num_lost += len(spans)
             return result
@@ -225,8 +225,9 @@ def _told_once(exporter: Any, endpoint: str) -> Any:
         def force_flush(self, timeout_millis: int = 30_000) -> bool:
             return bool(exporter.force_flush(timeout_millis))
 
-        def tell_rest(self) -> None:
-            library.removeFilter(quiet)
+        def tell_rest(self, is_over: bool) -> None:
+            if is_over:  # else it is still at it, and will say so
+                library.removeFilter(quiet)
             if self.num_lost:
                 logger.warning("%d spans have not arrived at %s", self.num_lost, endpoint)
 
@@ -242,10 +243,10 @@ class _Quiet(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._thread = 0
-        self.why = "no answer"
+        self.why = ""
 
     def __enter__(self) -> None:
-        self._thread = threading.get_ident()
+        self._thread, self.why = threading.get_ident(), ""
 
     def __exit__(self, *error: object) -> None:
         self._thread = 0
@@ -254,7 +255,8 @@ class _Quiet(logging.Filter):
         """Whether a line is shown."""
         if record.thread != self._thread:
             return True
-        self.why = " ".join(record.getMessage().split())[:_MOST_LETTERS]
+        text = " ".join(record.getMessage().split())[:_MOST_LETTERS]
+        self.why = self.why or text  # the first line has the reason
         return False
 
 
