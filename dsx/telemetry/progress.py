@@ -40,6 +40,7 @@ class Progress:
         self._speaks = speaks and seconds > 0
         self._is_shown = is_shown
         self.total_steps: int | None = None  # of the run, where somebody tells it
+        self.last_step: Mapping[str, float] = {}  # the record of the last one
         self.loss: float | None = None  # the last one that was told, or read where it was seen
         self._loss_read = time.perf_counter()
         self._is_loss_told = False

@@ -142,6 +142,7 @@ class Records:
         }
         self._metrics.step(record)
         self._outlets.step(record, membership)
+        self.progress.last_step = record
         self.progress.pass_boundary(step, blocked_seconds)
         self._advice.pass_boundary()
         self.trace.end_step(step)

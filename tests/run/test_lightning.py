@@ -184,7 +184,8 @@ def test_one_clusters_stop_is_all_clusters_and_they_keep_the_same_best(tmp_path:
         kept = {path.name for path in (tmp_path / "runs" / "ck" / f"cluster_{m}").glob("epoch*")}
         assert kept == {n for name in cluster["scores"] for n in (name, f"{name}.dsx")}
         assert Path(cluster["best"]).parent.name == f"cluster_{m}"
-        assert (tmp_path / "runs" / "lightning_logs" / "version_0" / f"cluster_{m}").is_dir()
+        log = tmp_path / "runs" / "lightning_logs" / "version_0" / f"cluster_{m}"
+        assert any(b"dsx/step/utilization" in file.read_bytes() for file in log.iterdir()), log
     records = summarize(tmp_path / "record").clusters
     assert [cluster.steps for cluster in records] == [clusters[0]["steps"]] * 2
 

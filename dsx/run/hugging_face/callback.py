@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from dsx.config.files import ConfigError
+from dsx.run.own_loggers import figures_for_loggers
 from dsx.run.same_settings import differing
 from dsx.training.handle import Handle
 
@@ -45,10 +46,15 @@ def make_callbacks(
     base: Any = transformers_callback.TrainerCallback
 
     class EndOfTraining(base):
-        """Stands first, so that the others see the finished model at the end."""
+        """Stands first: the others see dsx's figures, and the finished model at the end."""
 
         def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             end(trainer)
+
+        def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            logs = kwargs.get("logs")
+            if logs is not None and "loss" in logs:  # those behind are the Trainer's loggers
+                logs.update(figures_for_loggers(handle_of(trainer)))
 
     return EndOfTraining(), _make_last(base, trainer, handle_of)
 

@@ -13,6 +13,7 @@ from dsx.config.files import ConfigError
 from dsx.engines.end_of_script import settle_before_backward
 from dsx.run.lightning.fit import Fit, has_engine
 from dsx.run.lightning.metrics import agree_on_validation
+from dsx.run.own_loggers import figures_for_loggers
 from dsx.run.same_settings import differing
 from dsx.training.handle import Handle
 from dsx.training.seen_training import see_loss
@@ -91,8 +92,11 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
             if handle.step == counted:
                 return
             self.steps = (trainer.global_step, handle.step)
-            if loss is not None and handle.step % trainer.log_every_n_steps == 0:
-                handle.log_step(loss=float(loss))
+            if handle.step % trainer.log_every_n_steps == 0:
+                if loss is not None:
+                    handle.log_step(loss=float(loss))
+                for one in trainer.loggers:
+                    one.log_metrics(figures_for_loggers(handle), step=trainer.global_step)
             if handle.should_stop():
                 fit.is_agreed = True
                 trainer.should_stop = True

@@ -17,7 +17,7 @@ from dsx.telemetry.exporters.sink import Kind, Start, not_installed
 NAME = "mlflow"
 _MOST_LETTERS = 500  # of a parameter
 _MOST_AT_ONCE, _MOST_HELD = 1000, 800  # metrics; the first is MLflow's limit
-_SECONDS = 10.0
+_SECONDS, _STEP_SECONDS = 10.0, 1.0
 
 
 class _Run:
@@ -37,6 +37,8 @@ class _Run:
         self._id: str = run.info.run_id
         self._held: list[Any] = []  # metrics that are logged together: each call takes long
         self._logged_at = monotonic()
+        self._step_at = 0.0  # when the last step came that was not left out
+        self._left_out: tuple[Mapping[str, float], int, float] | None = None
 
     def _experiment(self, name: str) -> str:
         found = self._client.get_experiment_by_name(name)
@@ -60,7 +62,20 @@ class _Run:
         self._client.log_batch(self._id, params=parameters)
 
     def write(self, numbers: Mapping[str, float], step: int, time: float) -> None:
-        """Log the numbers of some seconds at once; what is not finite MLflow does not take."""
+        """Log the numbers of some seconds at once; what is not finite MLflow does not take.
+
+        Of steps that take less than a second some are left out, and not the last one: a number
+        costs MLflow's database milliseconds, which training has to share.
+        """
+        if next(iter(numbers)).startswith("step/"):
+            self._left_out = None
+            if time < self._step_at + _STEP_SECONDS:
+                self._left_out = numbers, step, time
+                return
+            self._step_at = time
+        self._take(numbers, step, time)
+
+    def _take(self, numbers: Mapping[str, float], step: int, time: float) -> None:
         at = int(1000 * time)
         self._held += [
             self._entities.Metric(name, float(value), at, step)
@@ -77,6 +92,8 @@ class _Run:
 
     def close(self) -> None:
         """End the run."""
+        if self._left_out is not None:
+            self._take(*self._left_out)
         self._log()
         self._client.set_terminated(self._id)
 

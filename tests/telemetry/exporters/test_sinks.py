@@ -204,3 +204,19 @@ def test_the_old_spelling_works_and_names_the_new_one(monkeypatch: pytest.Monkey
         with pytest.warns(RenamedWarning, match=r'tensorboard=true is now "to": \["tensorboard"\]'):
             config = load_config({"dsx": block})
         assert config.metrics.to == ("tensorboard",) and not config.metrics.tensorboard
+
+
+@needs("mlflow", "sqlalchemy", "alembic")
+def test_mlflow_has_one_of_many_short_steps_and_the_last(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    sink = Outlet.find("mlflow", Behind())._kind.open(Start(tmp_path / "first", 0, None))
+    for step in range(1, 101):
+        sink.write({"step/loss": float(step)}, step, 1000.0 + 0.03 * step)
+        sink.write({"sync/fragment_0/mean_norm": 1.0}, step, 1000.0 + 0.03 * step)
+    sink.close()
+    client = MlflowClient(f"sqlite:///{tmp_path}/first/mlflow/cluster_0.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("first").experiment_id])
+    found = [one.step for one in client.get_metric_history(run.info.run_id, "step/loss")]
+    assert found == [1, 35, 69, 100]
+    assert len(client.get_metric_history(run.info.run_id, "sync/fragment_0/mean_norm")) == 100
