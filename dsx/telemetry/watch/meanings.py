@@ -17,6 +17,13 @@ MEANINGS: dict[str, dict[str, str]] = {
         "back to a checkpoint by itself.",
         "docs": "docs/troubleshooting.md#diverged",
     },
+    "validation": {
+        "means": "The loss on data that is not trained on: how good the model is. At the end of a "
+        "run it is that of the average of all clusters, which is the model to keep.",
+        "bad": "One that rises while the training loss falls: the model learns its data by heart.",
+        "do": "More data, or fewer steps.",
+        "docs": "docs/quickstart.md",
+    },
     "utilization": {
         "means": "The share of the time in which dsx did not hold training up: 100 % is a run as "
         "fast as if clusters exchanged nothing.",
@@ -62,8 +69,8 @@ MEANINGS: dict[str, dict[str, str]] = {
     "members": {
         "means": "Each cluster: whether it trains, when it last said something, its H (inner "
         "steps between two launches), and what it has sent.",
-        "bad": "*silent*: no record for five of its steps. *killed*: its process is gone. *left "
-        "out*: the others go on without it. *heals*: it comes back, and fetches the state.",
+        "bad": "Silent: no record for five of its steps. Killed: its process is gone. Left "
+        "out: the others go on without it. Heals: it comes back, and fetches the state.",
         "do": "Start a cluster that is gone with the same command: it joins again.",
         "docs": "docs/elastic.md#bringing-a-cluster-back",
     },
@@ -78,8 +85,8 @@ MEANINGS: dict[str, dict[str, str]] = {
     "parity": {
         "means": "Clusters check in every round that they hold the same model to the bit. A round "
         "in which they do not is left out, and mended.",
-        "bad": "Anything but 0. *differed*: other bits; *refused*: values that are not finite or "
-        "far too large; *uncommitted*: another mean; *idle*: a cluster took no step.",
+        "bad": "Anything but 0. Differed: other bits; refused: values that are not finite or "
+        "far too large; uncommitted: another mean; idle: a cluster took no step.",
         "do": "The log names the cluster: test its memory and network cards.",
         "docs": "docs/troubleshooting.md#parityerror",
     },

@@ -23,6 +23,7 @@ from dsx.telemetry.run_folder import (
     find_run,
     is_run,
     of_other_runs,
+    open_summary,
     read_about,
 )
 from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
@@ -84,6 +85,7 @@ class WatchedRun:
         self.other_runs: list[int] = []
         self.log_lines: deque[LogLine] = deque(maxlen=_MOST_EVENTS)
         self.abouts: dict[int, Record] = {}
+        self.summary: Record = {}
         self.newer: Path | None = None
         self.beside_seconds = _BESIDE_SECONDS
         self._beside_at = 0.0
@@ -146,11 +148,13 @@ class WatchedRun:
                 self._parts[cluster] = _Part(self.folder, cluster, path, most_rows)
                 self.version += 1
         self._look_beside()
-        seen = {path: _stamp(path) for path in files_of(self.folder, "run").values()}
+        told = [*files_of(self.folder, "run").values(), self.folder / "summary.json"]
+        seen = {path: _stamp(path) for path in told}
         if seen == self._seen:
             return
         try:
             self.abouts = dict(read_about(self.folder))
+            self.summary = open_summary(self.folder)
         except (OSError, ValueError) as error:  # told on the page; what was known stays
             self.trouble = str(error)
         else:

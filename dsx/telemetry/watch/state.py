@@ -36,6 +36,7 @@ def state(run: WatchedRun, now: float) -> dict[str, Any]:
         found |= _progress(clusters, rows)
         found |= {
             "phase": _phase(rows),
+            "validation": _validation(run, clusters),
             "traffic": _traffic(clusters),
             "parity": _parity(clusters),
             "guard": _guard(clusters),
@@ -114,6 +115,15 @@ def _phase(rows: list[dict[str, Any]]) -> str:
         return "silent"
     whys = {row.get("why", "") for row in rows if row["state"] == "ended"}
     return "finished" if any(why.startswith("finished") for why in whys) else "stopped"
+
+
+def _validation(run: WatchedRun, clusters: list[WatchedCluster]) -> dict[str, Any]:
+    """Return the last loss on data that is not trained on, and whose: the script's word counts."""
+    average = run.summary.get("val_loss_average")
+    if isinstance(average, float):
+        return {"loss": average, "of": "the average, at the end"}
+    last = [c.validation.read()["value"][-1] for c in clusters if len(c.validation)]
+    return {"loss": float(sum(last) / len(last)), "of": "mean of the clusters"} if last else {}
 
 
 def _traffic(clusters: list[WatchedCluster]) -> dict[str, Any]:

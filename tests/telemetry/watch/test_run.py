@@ -146,6 +146,20 @@ def test_a_finished_run_says_so(tmp_path: Path) -> None:
     assert "eta_seconds" not in found
 
 
+def test_validation_is_of_the_records_until_the_script_has_summed_up(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = WatchedRun(folder)
+    assert read(run)["validation"] == {}
+    for cluster, told in enumerate(({"loss": 2.0}, {"eval_loss": 3.0, "eval_runtime": 9.0})):
+        append(folder, cluster, {"cluster": cluster, "kind": "validation", "time": BEGUN + 40,
+                                 "step": 40, **told})  # fmt: skip
+    assert read(run)["validation"]["loss"] == 2.5
+    (folder / "summary.json").write_text('{"val_loss_average": 2.25}')
+    assert read(run)["validation"] == {"loss": 2.25, "of": "the average, at the end"}
+    data = chart_data(BY_KEY["loss"], run.clusters, "step")
+    assert [line["name"] for line in data["lines"]].count("validation") == 2
+
+
 def test_steps_that_come_again_take_the_place_of_the_others(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", clusters=1)
     run = WatchedRun(folder)

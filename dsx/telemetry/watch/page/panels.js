@@ -56,6 +56,7 @@ function showTiles(state) {
     .reduce((sum, name) => sum + state.parity[name], 0);
   const rows = [
     tile("loss", "loss", said(state.loss, number), "mean of the clusters"),
+    tile("validation", "validation loss", said(state.validation?.loss, number), state.validation?.of),
     tile("utilization", "utilization", said(state.utilization, percent), "of the last 50 steps"),
     tile("speed", "tokens/s", said(state.tokens_per_second, number), "all clusters"),
     tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
