@@ -166,7 +166,8 @@ def chart_data(
     cluster took no step; others without a value have no record.
 
     `span` is of the axis, None for its end, and `last` a share of it up to there. `against` is
-    another run, drawn as its average, and `limit` what a line may carry.
+    another run, drawn as its average, and `limit` what a line may carry. ValueError for a span that
+    ends before it begins.
     """
     pairs = [
         (line, cluster)
@@ -177,6 +178,8 @@ def chart_data(
     whole = _span_of([getattr(cluster, line.of) for line, cluster in pairs], axis)
     low = whole[0] if span[0] is None else span[0]
     high = whole[1] if span[1] is None else span[1]
+    if high < low:
+        raise ValueError(f"from={low:g} must not lie behind to={high:g}")
     if last is not None:
         low = high - last * (high - low)
     edges, x = _buckets(low, high, min(max(points, 2), MOST_POINTS), axis)

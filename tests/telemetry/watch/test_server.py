@@ -112,6 +112,11 @@ def test_charts_come_for_the_span_that_is_asked(page: Watch) -> None:
     data = json.loads(ask(page, "/api/chart?key=loss&from=10&to=20")[2])
     assert data["x"][0] == 10
     assert data["x"][-1] == 20
+    data = json.loads(ask(page, "/api/chart?key=line")[2])
+    assert data["lines"][-1]["name"] == "limit"
+    assert set(data["lines"][-1]["y"]) == {12.5e6}  # the run's link.rate_mbit is 100
+    data = json.loads(ask(page, "/api/chart?key=loss&from=-1e300&to=1e300&points=7")[2])
+    assert len(data["x"]) <= 9
     assert json.loads(ask(page, "/api/lanes")[2])["lanes"]
 
 
@@ -126,6 +131,7 @@ def test_long_answers_are_packed(page: Watch) -> None:
     ("query", "told"),
     [("key=less", "key='less' must be one of loss,"), ("key=loss&axis=y", "must be one of step"),
      ("key=loss&from=x", "from='x' must be a number"), ("key=loss&to=nan", "must be a number"),
+     ("key=loss&from=9&to=3", "from=9 must not lie behind to=3"),
      ("key=loss&points=1e999", "must be a number"), ("key=loss&last=%FF", "must be a number")],
 )  # fmt: skip
 def test_what_cannot_be_asked_is_named(page: Watch, query: str, told: str) -> None:
