@@ -26,7 +26,7 @@ from dsx.telemetry.html_report.sentences import (
 from dsx.telemetry.html_report.svg import Drawn, line_chart, names_of
 from dsx.telemetry.run_file import replace_file
 from dsx.telemetry.run_folder import find_run, open_summary
-from dsx.telemetry.watch.charts import BY_KEY, CHARTS, Axis, axes_of, chart_data, has_chart
+from dsx.telemetry.watch.charts import BY_KEY, CHARTS, Axis, View, axes_of, chart_data, has_chart
 from dsx.telemetry.watch.meanings import MEANINGS
 from dsx.telemetry.watch.run import WatchedRun
 
@@ -107,7 +107,7 @@ def _charts(numbers: RunNumbers) -> list[str]:
     for chart in CHARTS:
         if has_chart(chart, clusters):
             by: Axis = axis if chart.key == "loss" else "step"
-            data = chart_data(chart, clusters, by, points=_POINTS)
+            data = chart_data(chart, clusters, View(by, points=_POINTS))
             drawn = line_chart(chart.title, data["x"], names_of(data), chart.unit, _AXES[by])
             what = f"<p class='what'>{escape(MEANINGS[chart.key]['means'])}</p></figure>"
             found.append(drawn.replace("</figure>", what))
@@ -120,14 +120,15 @@ def _losses(runs: Sequence[RunNumbers], names: Sequence[str]) -> list[str]:
     for axis, x_name in _AXES.items():
         if any(axis not in axes_of(numbers.run.clusters) for numbers in runs):
             continue
-        spans = [chart_data(BY_KEY["loss"], r.run.clusters, axis, points=2)["whole"] for r in runs]
+        whole = View(axis, points=2)
+        spans = [chart_data(BY_KEY["loss"], r.run.clusters, whole)["whole"] for r in runs]
         begins = [span[0] if axis == "time" else 0.0 for span in spans]
         length = max(span[1] - b for span, b in zip(spans, begins, strict=True))
         x: list[float] = []
         lines: list[Drawn] = []
         for name, numbers, begin in zip(names, runs, begins, strict=True):
-            data = chart_data(BY_KEY["loss"], numbers.run.clusters, axis,
-                              (begin, begin + length), _POINTS)  # fmt: skip
+            view = View(axis, begin, begin + length, points=_POINTS)
+            data = chart_data(BY_KEY["loss"], numbers.run.clusters, view)
             own = [line for line in data["lines"] if line["name"] in ("", "average")]
             lines.append(Drawn(name, own[-1]["y"] if own else [None] * len(data["x"])))
             x = [at - begin for at in data["x"]]

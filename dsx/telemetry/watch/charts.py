@@ -53,6 +53,17 @@ class Chart:
     lines: tuple[Line, ...]
 
 
+@dataclass(frozen=True)
+class View:
+    """What is looked at: `first` to `end` of an axis, None for its own; of it the `last` share."""
+
+    axis: Axis = "step"
+    first: float | None = None
+    end: float | None = None
+    last: float | None = None
+    points: int = 600
+
+
 def _mean(name: str) -> Callable[[_Columns, _Array], _Array]:
     return lambda rows, starts: in_buckets("mean", rows[name], starts)
 
@@ -153,10 +164,7 @@ def axes_of(clusters: Sequence[WatchedCluster]) -> list[Axis]:
 def chart_data(
     chart: Chart,
     clusters: Sequence[WatchedCluster],
-    axis: Axis,
-    span: tuple[float | None, float | None] = (None, None),
-    points: int = 600,
-    last: float | None = None,
+    view: View,
     against: Sequence[WatchedCluster] = (),
     limit: float | None = None,
 ) -> dict[str, Any]:
@@ -165,9 +173,8 @@ def chart_data(
     `gaps` are the buckets of a line whose values are no numbers, and those that lie where the
     cluster took no step; others without a value have no record.
 
-    `span` is of the axis, None for its end, and `last` a share of it up to there. `against` is
-    another run, drawn as its average, and `limit` what a line may carry. ValueError for a span that
-    ends before it begins.
+    `against` is another run, drawn as its average, and `limit` what a line may carry. ValueError
+    for a view that ends before it begins.
     """
     pairs = [
         (line, cluster)
@@ -175,14 +182,15 @@ def chart_data(
         for cluster in clusters[: 1 if line.is_shared else _MOST_LINES]
         if _is_known(line, cluster)
     ]
+    axis = view.axis
     whole = _span_of([getattr(cluster, line.of) for line, cluster in pairs], axis)
-    low = whole[0] if span[0] is None else span[0]
-    high = whole[1] if span[1] is None else span[1]
+    low = whole[0] if view.first is None else view.first
+    high = whole[1] if view.end is None else view.end
     if high < low:
         raise ValueError(f"from={low:g} must not lie behind to={high:g}")
-    if last is not None:
-        low = high - last * (high - low)
-    edges, x = _buckets(low, high, min(max(points, 2), MOST_POINTS), axis)
+    if view.last is not None:
+        low = high - view.last * (high - low)
+    edges, x = _buckets(low, high, min(max(view.points, 2), MOST_POINTS), axis)
     lines = [_draw(line, cluster, axis, edges) for line, cluster in pairs]
     for line in chart.lines:
         if line.has_average:

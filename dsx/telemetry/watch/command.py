@@ -38,4 +38,7 @@ def watch(
     """
     from dsx.telemetry.watch.watch import watch as serve
 
-    serve(run, host, port, browser, lambda text: typer.echo(f"dsx watch: {text}"), against, token)
+    def say(text: str) -> None:
+        typer.echo(f"dsx watch: {text}")
+
+    serve(run, against, (host, port), browser, token, say)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.watch.access import Access, is_loopback
-from dsx.telemetry.watch.charts import AXES, BY_KEY, axes_of, chart_data
+from dsx.telemetry.watch.charts import AXES, BY_KEY, View, axes_of, chart_data
 from dsx.telemetry.watch.lanes import lanes
 from dsx.telemetry.watch.meanings import MEANINGS
 from dsx.telemetry.watch.run import WatchedRun
@@ -118,8 +118,7 @@ class Watch:
         axis = next((axis for axis in AXES if axis == fields.get("axis", "step")), None)
         if axis is None:
             raise ValueError(f"axis={fields['axis']!r} must be one of {', '.join(AXES)}")
-        span = _number(fields, "from"), _number(fields, "to")
-        last = _number(fields, "last")
+        first, end, last = (_number(fields, name) for name in ("from", "to", "last"))
         points = int(_number(fields, "points") or 600)
         with self.run.lock:
             clusters = [cluster for cluster in self.run.clusters if cluster.has_records]
@@ -127,7 +126,8 @@ class Watch:
                 axis = "step"  # tokens are not counted (yet)
             other = [] if self._against is None else self._against.clusters
             limit = line_limit(self.run)
-            return chart_data(chart, clusters, axis, span, points, last, other, limit)
+            view = View(axis, first, end, last, points)
+            return chart_data(chart, clusters, view, other, limit)
 
     def _lanes(self, fields: dict[str, str]) -> dict[str, Any]:
         wanted, seconds = _number(fields, "cluster"), _number(fields, "seconds")
@@ -163,14 +163,17 @@ def has_screen() -> bool:
 
 def watch(
     path: Path,
-    host: str,
-    port: int,
+    against: Path | None,
+    place: tuple[str, int],
     opens_browser: bool,
+    asks_for_token: bool,
     say: Callable[[str], None],
-    against: Path | None = None,
-    asks_for_token: bool = False,
 ) -> None:
-    """Serve a run's page until Ctrl-C. FileNotFoundError or OSError says what cannot be had."""
+    """Serve a run's page at a host's port until Ctrl-C.
+
+    FileNotFoundError or OSError says what cannot be had.
+    """
+    host, port = place
     run = WatchedRun(path)
     other = None if against is None else WatchedRun(against)
     page = Watch(run, host, port, other, asks_for_token)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dsx.telemetry.run_folder import cluster_file
-from dsx.telemetry.watch.charts import BY_KEY, chart_data
+from dsx.telemetry.watch.charts import BY_KEY, View, chart_data
 from dsx.telemetry.watch.lanes import lanes
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.state import state
@@ -156,7 +156,7 @@ def test_validation_is_of_the_records_until_the_script_has_summed_up(tmp_path: P
     assert read(run)["validation"]["loss"] == 2.5
     (folder / "summary.json").write_text('{"val_loss_average": 2.25}')
     assert read(run)["validation"] == {"loss": 2.25, "of": "the average, at the end"}
-    data = chart_data(BY_KEY["loss"], run.clusters, "step")
+    data = chart_data(BY_KEY["loss"], run.clusters, View("step"))
     assert [line["name"] for line in data["lines"]].count("validation") == 2
 
 
@@ -203,7 +203,7 @@ def test_a_loss_that_is_no_number_is_a_gap_and_a_stretch_without_one_is_none(
         append(folder, 0, record)
     run = WatchedRun(folder)
     read(run)
-    data = chart_data(BY_KEY["loss"], run.clusters, "step", points=100)
+    data = chart_data(BY_KEY["loss"], run.clusters, View("step", points=100))
     (line,) = data["lines"]
     steps = [step for step, value in zip(data["x"], line["y"], strict=True) if value is not None]
     assert steps == [1, 3, 7, 9, 11]
@@ -217,7 +217,7 @@ def test_where_a_cluster_was_away_is_a_gap(tmp_path: Path, axis: Any) -> None:
     append(folder, 1, *records(1, 40, first=31))
     run = WatchedRun(folder)
     read(run)
-    data = chart_data(BY_KEY["loss"], run.clusters, axis, points=40)
+    data = chart_data(BY_KEY["loss"], run.clusters, View(axis, points=40))
     here, away, _ = data["lines"]
     assert here["gaps"] == []
     places = [data["x"][gap] - (BEGUN if axis == "time" else 0) for gap in away["gaps"]]
@@ -230,14 +230,14 @@ def test_buckets_keep_peaks_and_are_the_same_for_all(tmp_path: Path) -> None:
     append(folder, 0, step_record(0, 401, loss=77.0), *records(0, 500, first=402))
     run = WatchedRun(folder)
     read(run)
-    data = chart_data(BY_KEY["loss"], run.clusters, "step", points=10)
+    data = chart_data(BY_KEY["loss"], run.clusters, View("step", points=10))
     assert len(data["x"]) == len(data["lines"][0]["y"]) <= 12
     assert max(v for v in data["lines"][0]["high"] if v) == 77.0
     assert data["lines"][1]["y"][-1] is None  # this cluster is not that far
-    near = chart_data(BY_KEY["loss"], run.clusters, "step", (395, 405), points=100)
+    near = chart_data(BY_KEY["loss"], run.clusters, View("step", 395, 405, points=100))
     assert max(v for v in near["lines"][0]["y"] if v) == 77.0
     assert near["whole"] == [1, 500]
-    last = chart_data(BY_KEY["loss"], run.clusters, "step", points=100, last=0.1)
+    last = chart_data(BY_KEY["loss"], run.clusters, View("step", points=100, last=0.1))
     assert last["span"] == pytest.approx([450.1, 500])
 
 
@@ -245,7 +245,7 @@ def test_another_run_is_drawn_as_its_average(tmp_path: Path) -> None:
     run, other = (WatchedRun(make_run(tmp_path / name)) for name in ("a", "b"))
     for each in (run, other):
         read(each)
-    data = chart_data(BY_KEY["loss"], run.clusters, "tokens", against=other.clusters)
+    data = chart_data(BY_KEY["loss"], run.clusters, View("tokens"), other.clusters)
     names = [line["name"] for line in data["lines"]]
     assert names == ["", "", "average", "reference"]
     assert data["lines"][2]["y"] == data["lines"][3]["y"]
@@ -272,7 +272,7 @@ def test_tokens_that_are_told_late_are_an_axis_from_there_on(tmp_path: Path) -> 
     append(folder, 0, *(step_record(0, n) for n in range(6, 11)))
     run = WatchedRun(folder)
     assert read(run)["axes"] == ["step", "tokens", "time"]
-    data = chart_data(BY_KEY["loss"], run.clusters, "tokens", points=5)
+    data = chart_data(BY_KEY["loss"], run.clusters, View("tokens", points=5))
     assert data["span"] == [512, 5 * 512]
     assert None not in data["lines"][0]["y"]
 
