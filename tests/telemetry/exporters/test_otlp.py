@@ -177,6 +177,7 @@ def train(address: str, folder: str) -> int:
     return sum(handle.loop.history.rounds)
 
 
+@pytest.mark.ci
 @with_otel
 def test_a_run_of_two_clusters_without_a_folder(tmp_path: Path) -> None:
     with Collector() as collector:

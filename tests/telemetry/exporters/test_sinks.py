@@ -7,6 +7,7 @@ import math
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,11 @@ def test_tensorboard(tmp_path: Path) -> None:
 def test_wandb_offline(tmp_path: Path) -> None:
     write(tmp_path / "first", ["wandb"])
     (file,) = (tmp_path / "first" / "wandb" / "cluster_1").rglob("run-*.wandb")
+    until = time.monotonic() + 30  # the library's own process writes on when its finish returns
     run, found = read_wandb(file)
+    while not found.items() >= NAMES.items() and time.monotonic() < until:
+        time.sleep(0.05)
+        run, found = read_wandb(file)
     assert (run.run_group, run.display_name, run.project) == ("first", "first cluster 1", "dsx")
     assert found.items() >= NAMES.items()
 
