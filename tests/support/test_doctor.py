@@ -302,15 +302,20 @@ def test_utilization_is_the_planners(tmp_path: Path) -> None:
     ("installed", "words"),
     [({"torch": None}, "torch is not installed"), ({"torch": "2.5.1"}, "pip install 'torch>=2.6'"),
      ({"tensorboard": None}, "tensorboard is not installed"),
-     ({"prometheus-client": None}, "prometheus-client is not installed")],
+     ({"prometheus-client": None}, "prometheus-client is not installed"),
+     ({"mlflow-skinny": None, "mlflow": None}, "mlflow is not installed"),
+     ({"opentelemetry-sdk": None}, "SDK is not installed")],
 )  # fmt: skip
 def test_what_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, installed: dict[str, Any], words: str
 ) -> None:
     real = machine.installed_version
-    monkeypatch.setattr(machine, "installed_version", lambda name: installed.get(name, real(name)))
     monkeypatch.setattr(metadata, "requires", lambda name: ["torch>=2.6", "numpy<3,>=1.26"])
-    metrics = {"dir": str(tmp_path / "runs"), "tensorboard": True, "prometheus": "127.0.0.1:9464"}
+    there = dict.fromkeys(("tensorboard", "mlflow", "prometheus-client", "opentelemetry-sdk"), "1")
+    found = {**there, **installed}
+    monkeypatch.setattr(machine, "installed_version", lambda name: found.get(name, real(name)))
+    metrics = {"dir": str(tmp_path / "runs"), "to": ["tensorboard", "mlflow"],
+               "prometheus": "127.0.0.1:9464", "otlp": "http://127.0.0.1:4318"}  # fmt: skip
     done = doctor(write(tmp_path, metrics=metrics))
     assert done.exit_code == 1 and len(stops(done)) == 1 and words in stops(done)[0]
 
