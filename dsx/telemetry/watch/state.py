@@ -141,12 +141,13 @@ def _traffic(clusters: list[WatchedCluster]) -> dict[str, Any]:
         if count and cluster.has_had_all and all(cluster.fragments.values()):
             a_step = 4 * sum(cluster.fragments.values()) * 2 * (count - 1) / count
             found["data_parallel"] = a_step * float(cluster.last_step.get("step", 0))
-    for cluster in clusters:
-        rows = cluster.syncs.read()
-        waited, taken = (rows[name][-_RECENT:] for name in ("wait_seconds", "transfer_seconds"))
-        if len(taken) and float(taken.sum()) > 0:
-            hidden = 1 - float(waited.sum()) / float(taken.sum())
-            found["hidden"] = min(found.get("hidden", 1.0), max(hidden, 0.0))
+    recent = [cluster.syncs.read() for cluster in clusters]
+    waited, taken = (
+        sum(float(rows[name][-_RECENT:].sum()) for rows in recent)
+        for name in ("wait_seconds", "transfer_seconds")
+    )
+    if taken > 0:
+        found["hidden"] = max(1 - waited / taken, 0.0)
     return found
 
 
