@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, cast
 
@@ -11,6 +12,8 @@ from dsx.config.files import ConfigError
 from dsx.telemetry.notices.hooks import require_web_address, shown_address
 from dsx.telemetry.notices.notice import KINDS, Form, Kind
 
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IN_WORD = re.compile(r"https?://[^\s\"'<>]+")
 _Text = Annotated[str, Field(min_length=1)]
 _TARGETS = ("url", "url_env", "url_file", "command")
 
@@ -68,14 +71,23 @@ def check_notices(notices: Sequence[NoticeConfig]) -> None:
                 f"{where}.form={notice.form!r} has no effect on a command, which has JSON on its "
                 "standard input; leave it out"
             )
-        for key in ("url_env", "url_file"):
-            if "\0" in (getattr(notice, key) or ""):
-                raise ConfigError(f"{where}.{key} has a character 0; write another name")
+        if notice.url_env is not None and not _VARIABLE.fullmatch(notice.url_env):
+            raise ConfigError(
+                f"{where}.url_env is no name of a variable (it is not shown here, as it may be the "
+                'address itself); write a name such as "SLACK_HOOK", and the address in it'
+            )
+        if notice.url_file is not None and ("://" in notice.url_file or "\0" in notice.url_file):
+            raise ConfigError(
+                f"{where}.url_file is no path of a file (it is not shown here, as it may be the "
+                'address itself); write a path such as "/run/secrets/hook", and the address there'
+            )
 
 
 def without_addresses(value: Any, notices: Sequence[NoticeConfig]) -> Any:
     """Return plain values with the addresses of notices cut short wherever they stand in a text."""
     urls = [one.url.get_secret_value() for one in notices if one.url is not None]
+    words = [word for one in notices for word in one.command or ()]
+    urls += [url for word in words for url in _IN_WORD.findall(word)]
     if not urls:
         return value
     if isinstance(value, str):

@@ -38,9 +38,13 @@ class _Work:
 class Behind:
     """Does what it is given, one after another, on a thread that starts with the first."""
 
-    def __init__(self, deadline_seconds: float = _DEADLINE_SECONDS) -> None:
+    def __init__(
+        self,
+        deadline_seconds: float = _DEADLINE_SECONDS,
+        waits_for: str = "the disk of the run's folder",
+    ) -> None:
         self.missing = Missing()
-        self._deadline_seconds = deadline_seconds
+        self._deadline_seconds, self._waits_for = deadline_seconds, waits_for
         self._queue: SimpleQueue[_Work | Callable[[], None] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -60,16 +64,20 @@ class Behind:
             self._queue.put(work)
             self._start()
 
-    def flush(self) -> None:
-        """Return once everything has been done, or after a deadline, where a disk hangs."""
+    def flush(self) -> int:
+        """Return once everything has been done, or after a deadline, where a disk hangs; and how
+        many pieces of work are left then, the one under way among them.
+        """
         if self._thread is None or self._is_closed or os.getpid() != self._process:
-            return
+            return 0
         is_done = threading.Event()
         self._queue.put(is_done.set)
-        with waiting_for("the disk of the run's folder", self._deadline_seconds):
+        with waiting_for(self._waits_for, self._deadline_seconds):
             has_come = is_done.wait(self._deadline_seconds)
-        if not has_come:
-            self._deadline_seconds = min(1.0, self._deadline_seconds)  # it has been waited for
+        if has_come:
+            return 0
+        self._deadline_seconds = min(1.0, self._deadline_seconds)  # it has been waited for
+        return self._queue.qsize()  # with the sign of its end in place of what is under way
 
     def close(self) -> None:
         """Return once everything has been done; what still comes is done at once."""

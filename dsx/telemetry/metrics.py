@@ -42,7 +42,7 @@ class Metrics:
 
     def begin(self, directory: Path | None, step: int | None) -> None:
         """Go on from `step`: the first record written drops those beyond it; None drops none."""
-        self.close()
+        self._end()  # training goes on, and waits for nobody
         self._directory, self._begins_at = directory, step
 
     def step(self, record: Mapping[str, Any]) -> None:
@@ -67,13 +67,19 @@ class Metrics:
 
     def close(self) -> None:
         """Return once what is held back is written, and the files are closed."""
+        self._end()
+        for outlet in self._outlets:  # each has had its time since all were told
+            outlet.close()
+        self._behind.flush()
+
+    def _end(self) -> None:
+        """Have what is held back written, and the files closed."""
         self.flush()
         if self._file is not None:
             self._behind.do(self._file.close, self._file.path, 0)
             self._file = None
         for outlet in self._outlets:
-            outlet.close()
-        self._behind.flush()
+            outlet.end()
 
     def _write(self, record: Mapping[str, Any]) -> None:
         if self._directory is None:

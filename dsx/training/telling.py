@@ -81,6 +81,8 @@ class Telling:
             return
         self._is_closed = True
         until = time.monotonic() + _END_SECONDS
+        for sender in self._senders:  # all are told before one is waited for
+            sender.end(until)
         for sender in self._senders:
             sender.close(until)
         atexit.unregister(self._end_by_itself)

@@ -17,6 +17,7 @@ from dsx.telemetry.exporters.sink import Kind, Start, not_installed
 NAME = "mlflow"
 _MOST_LETTERS = 500  # of a parameter
 _MOST_AT_ONCE, _MOST_HELD = 1000, 800  # metrics; the first is MLflow's limit
+_MOST_KEPT = 50_000  # metrics, for a server that does not take them now
 _SECONDS, _STEP_SECONDS = 10.0, 1.0
 
 
@@ -36,7 +37,7 @@ class _Run:
         )
         self._id: str = run.info.run_id
         self._held: list[Any] = []  # metrics that are logged together: each call takes long
-        self._logged_at = monotonic()
+        self._logged_at, self._is_failing = monotonic(), False
         self._step_at = 0.0  # when the last step came that was not left out
         self._left_out: tuple[Mapping[str, float], int, float] | None = None
 
@@ -82,20 +83,27 @@ class _Run:
             for name, value in numbers.items()
             if math.isfinite(value)
         ]
-        if len(self._held) >= _MOST_HELD or monotonic() > self._logged_at + _SECONDS:
+        is_full = len(self._held) >= _MOST_HELD and not self._is_failing
+        if is_full or monotonic() > self._logged_at + _SECONDS:
             self._log()
 
     def _log(self) -> None:
-        held, self._held, self._logged_at = self._held, [], monotonic()
-        for begin in range(0, len(held), _MOST_AT_ONCE):
-            self._client.log_batch(self._id, metrics=held[begin : begin + _MOST_AT_ONCE])
+        """Log what is held; what is not taken is held on, the newest of it."""
+        self._logged_at, self._is_failing = monotonic(), True
+        del self._held[:-_MOST_KEPT]
+        while self._held:
+            self._client.log_batch(self._id, metrics=self._held[:_MOST_AT_ONCE])
+            del self._held[:_MOST_AT_ONCE]
+        self._is_failing = False
 
     def close(self) -> None:
         """End the run."""
         if self._left_out is not None:
             self._take(*self._left_out)
-        self._log()
-        self._client.set_terminated(self._id)
+        try:
+            self._log()
+        finally:
+            self._client.set_terminated(self._id)
 
 
 def find() -> Kind:

@@ -10,8 +10,10 @@ Where the script has a span of its own under way (Megatron-LM's, or any other), 
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import logging
+import os
 import random
 import threading
 import time
@@ -71,7 +73,10 @@ class Spans:
         self._boundaries: dict[int, int] = {}  # when each step ended, in ns since 1970
         self._order: deque[int] = deque()
         self._saves_since: int | None = None
+        self._num_made = 0
         self._is_closed = False
+        self._process = os.getpid()
+        atexit.register(self.close)  # where nobody closes it: what is held goes out
 
     def begin(self, step: int) -> None:
         """Go on from a step."""
@@ -127,18 +132,24 @@ class Spans:
 
     def close(self) -> None:
         """Return once what there is has been sent, or some seconds are over."""
-        if self._is_closed:
+        if self._is_closed or os.getpid() != self._process:
             return
         self._is_closed = True
+        atexit.unregister(self.close)
         ending = threading.Thread(target=self._provider.shutdown, name="dsx-otlp-end", daemon=True)
-        ending.start()
-        ending.join(_CLOSE_SECONDS)
-        self._exporter.tell_rest(is_over=not ending.is_alive())
+        try:
+            ending.start()
+        except RuntimeError:  # the interpreter ends, and starts no thread any more
+            self._provider.force_flush(int(1000 * _CLOSE_SECONDS))
+        else:
+            ending.join(_CLOSE_SECONDS)
+        self._exporter.tell_rest(self._num_made, is_over=not ending.is_alive())
 
     def _now(self) -> int:
         return time.perf_counter_ns() + self._offset
 
     def _start(self, name: str, began: int, facts: Mapping[str, Any], below: Any = None) -> Any:
+        self._num_made += 1
         told = {"cluster": self._cluster, **facts}
         attributes = {f"dsx.{key}": value for key, value in told.items()}
         return self._tracer.start_span(name, below, attributes=attributes, start_time=began)
@@ -205,18 +216,20 @@ def _told_once(exporter: Any, endpoint: str) -> Any:
 
     class Told(SpanExporter):
         def __init__(self) -> None:
-            self.num_lost = 0
+            self.num_sent, self.has_told = 0, False
 
         def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
             with quiet:
                 result = exporter.export(spans)
-            if result is not SpanExportResult.SUCCESS:
-                if not self.num_lost:
+            if result is SpanExportResult.SUCCESS:
+                self.num_sent += len(spans)
+            else:
+                if not self.has_told:
                     logger.warning(
                         "spans do not arrive at %s (metrics.otlp): %s; training goes on, and how "
                         "many are lost is told at the end", endpoint, quiet.why or "no answer",
                     )  # fmt: skip
-                self.num_lost += len(spans)
+                self.has_told = True
             return result
 
         def shutdown(self) -> None:
@@ -225,11 +238,14 @@ def _told_once(exporter: Any, endpoint: str) -> Any:
         def force_flush(self, timeout_millis: int = 30_000) -> bool:
             return bool(exporter.force_flush(timeout_millis))
 
-        def tell_rest(self, is_over: bool) -> None:
-            if is_over:  # else it is still at it, and will say so
+        def tell_rest(self, num_made: int, is_over: bool) -> None:
+            if is_over:  # else it is still at it
                 library.removeFilter(quiet)
-            if self.num_lost:
-                logger.warning("%d spans have not arrived at %s", self.num_lost, endpoint)
+            if num_made > self.num_sent:
+                logger.warning(
+                    "%d of %d spans have not arrived at %s", num_made - self.num_sent, num_made,
+                    endpoint,
+                )  # fmt: skip
 
     return Told()
 

@@ -6,13 +6,17 @@ The files of the run's folder have a thread together; a sink that asks a network
 from __future__ import annotations
 
 import atexit
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.exporters import mlflow, tensorboard, wandb
 from dsx.telemetry.exporters.sink import Kind, Sink, Start, numbers_of, step_of
 
+_AGAIN_SECONDS = 60.0  # between two tries to open a sink
+_CLOSE_SECONDS = 15.0  # that the end of a run gives a network
 _FIND = {module.NAME: module.find for module in (wandb, mlflow, tensorboard)}
 
 
@@ -21,10 +25,13 @@ class Outlet:
 
     def __init__(self, kind: Kind, behind: Behind | None = None) -> None:
         self._kind = kind
-        self._behind = behind or Behind()
+        self._behind = behind or Behind(_CLOSE_SECONDS, f"{kind.name} to take the last records")
         self._is_own = behind is None
         self._sink: Sink | None = None  # of the thread
         self._start: Start | None = None
+        self._path: Path | None = None  # of what was written to last
+        self._trouble: Exception | None = None  # with which it could not be opened
+        self._open_at = 0.0
 
     @classmethod
     def find(cls, name: str, behind: Behind) -> Outlet:
@@ -34,29 +41,47 @@ class Outlet:
 
     def write(self, line: Mapping[str, Any], start: Start) -> None:
         """Have a record written, of this start of the run."""
-        is_first, self._start = self._start is None, start
-        self._behind.do(lambda: self._write(line, start), start.directory / self._kind.name)
+        is_first, self._start = self._path is None, start
+        self._path = start.directory / self._kind.name
+        self._behind.do(lambda: self._write(line, start), self._path)
         if is_first:  # behind that of the thread, so that it is called before
             atexit.register(self.close)
 
-    def close(self) -> None:
-        """Return once all is written; a later record opens the sink again."""
+    def end(self) -> None:
+        """Have the sink closed behind what is written; a later record opens it again."""
         if self._start is not None:
             start, self._start = self._start, None
-            atexit.unregister(self.close)
-            self._behind.do(self._close, start.directory / self._kind.name, 0)
-        if self._is_own:
-            self._behind.flush()
+            self._path = start.directory / self._kind.name
+            self._behind.do(self._close, self._path)
+
+    def close(self) -> None:
+        """Return once all is written, or after a deadline; then say what was not."""
+        atexit.unregister(self.close)
+        self.end()
+        if self._is_own and self._path is not None:
+            if left := self._behind.flush():
+                self._behind.missing.add(self._path, "it does not answer", left)
             self._behind.missing.tell()
 
     def _write(self, line: Mapping[str, Any], start: Start) -> None:
         if self._sink is None:
-            self._sink = self._kind.open(start)
+            self._sink = self._open(start)
         if line["kind"] == "start":
             self._sink.describe(line)
         numbers = numbers_of(line)
         if numbers:
             self._sink.write(numbers, step_of(line), line["time"])
+
+    def _open(self, start: Start) -> Sink:
+        """Open the sink; one that could not be opened is left alone for a while."""
+        if self._trouble is not None and time.monotonic() < self._open_at:
+            raise self._trouble
+        try:
+            sink, self._trouble = self._kind.open(start), None
+        except Exception as error:  # of a library
+            self._trouble, self._open_at = error, time.monotonic() + _AGAIN_SECONDS
+            raise
+        return sink
 
     def _close(self) -> None:
         if self._sink is not None:

@@ -57,6 +57,8 @@ def require_web_address(url: str) -> None:
             why = "is no address that begins with https:// (or http://) and a host"
         elif not url.isascii() or not url.isprintable() or " " in url:
             why = "has letters that no address has, such as a space or the end of a line"
+        elif not _is_a_host(str(parts.hostname)):
+            why = "has a host that is none: an empty part, or one of more than 63 letters"
         elif parts.username or parts.password:
             why = "has a user or password before its host, which is not sent; use a command (curl)"
     except ValueError:  # brackets that do not close, a port beyond 65535
@@ -66,6 +68,14 @@ def require_web_address(url: str) -> None:
             f"{why} (it is not shown here, as it may be a secret); write, for example, "
             '"https://hooks.example.org/dsx"'
         )
+
+
+def _is_a_host(name: str) -> bool:
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def shown_address(url: str) -> str:
@@ -133,7 +143,7 @@ class Command:
     def deliver(self, notice: Notice, seconds: float) -> None:
         """Run it; what takes longer than so many seconds is killed, with what it has started."""
         text = notice.sentence.replace("\0", " ")
-        environment = {**os.environ, "NOTICE_KIND": notice.kind, "NOTICE_TEXT": text}
+        environment = {**os.environ.copy(), "NOTICE_KIND": notice.kind, "NOTICE_TEXT": text}
         try:
             run = subprocess.Popen(
                 self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
@@ -145,7 +155,10 @@ class Command:
         try:
             _, said = run.communicate(notice.body("json"), seconds)
         except subprocess.TimeoutExpired:
-            raise Undelivered(f"it took longer than {seconds:.0f} s", may_retry=True) from None
+            if run.poll() != 0:  # else it has done it, and left something that runs on
+                raise Undelivered(f"it took longer than {seconds:.0f} s", may_retry=True) from None
+            said = b""
+            _kill_group(run)
         finally:
             _end(run)
         if run.returncode:
@@ -154,11 +167,15 @@ class Command:
             raise Undelivered(f"its exit status is {run.returncode}{told}", may_retry=True)
 
 
+def _kill_group(run: subprocess.Popen[bytes]) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(run.pid, signal.SIGKILL)
+
+
 def _end(run: subprocess.Popen[bytes]) -> None:
     """Kill a command that has not ended, and all that it has started and that is of its group."""
     if run.poll() is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(run.pid, signal.SIGKILL)
+        _kill_group(run)
         run.wait()
     for pipe in (run.stdin, run.stderr):
         if pipe is not None:

@@ -46,6 +46,7 @@ class Sender:
         self._lost, self._why = 0, ""
         self._until: float | None = None  # when to give up, once it is closed
         self._closing = threading.Event()
+        self._is_closed, self._is_sending = False, False
         self._thread: threading.Thread | None = None
 
     def tell(self, notice: Notice) -> None:
@@ -54,22 +55,38 @@ class Sender:
             return
         if self._queue.qsize() >= _MOST_WAITING and notice.kind not in ENDS:
             return  # nobody has heard the last thousand either
-        self._queue.put(notice)
         if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="dsx-notices", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="dsx-notices", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter ends, and starts no thread any more
+                return self._send_here(notice)
+            self._thread = thread
+        self._queue.put(notice)
+
+    def _send_here(self, notice: Notice) -> None:
+        """Send the last notice of a process that ends, while it waits."""
+        self._until = time.monotonic() + _TRY_SECONDS / 2
+        self._closing.set()
+        self._send(notice)
+
+    def end(self, until: float) -> None:
+        """Take no more, and have all sent by `until`, by time.monotonic(). Does not wait."""
+        if not self._closing.is_set():
+            self._until = until
+            self._closing.set()
+            self._queue.put(None)
 
     def close(self, until: float) -> None:
         """Return once all is sent, or at `until`, by time.monotonic(); then say what was not."""
-        if self._closing.is_set():
+        if self._is_closed:
             return
-        self._until = until
-        self._closing.set()
+        self._is_closed = True
+        self.end(until)
         left = 0
         if self._thread is not None:
-            self._queue.put(None)
             self._thread.join(max(until - time.monotonic(), 0.0))
-            left = max(self._queue.qsize() - 1, 0) + 1 if self._thread.is_alive() else 0
+            left = max(self._queue.qsize() - 1, 0) + self._is_sending
         if self._lost + left:
             why = self._why or "it has not answered in time"
             logger.warning(
@@ -111,7 +128,13 @@ class Sender:
         return max(self._sent[0] + self._window - time.monotonic(), 0.0)
 
     def _send(self, notice: Notice) -> None:
-        notice = replace(notice, held=dict(self._held))
+        self._is_sending = True
+        try:
+            self._deliver(replace(notice, held=dict(self._held)))
+        finally:
+            self._is_sending = False
+
+    def _deliver(self, notice: Notice) -> None:
         self._held.clear()
         self._sent.append(time.monotonic())
         tries, began = 0, time.monotonic()
@@ -126,6 +149,9 @@ class Sender:
                     break
                 if not self._may_go_on(max(pause, error.wait_seconds)):
                     break
+            except Exception as error:  # its text may have the address in it
+                self._why = f"{type(error).__name__} in sending it"
+                break
         self._give_up(tries, time.monotonic() - began)
 
     def _seconds_for_a_try(self) -> float:

@@ -132,7 +132,7 @@ def test_a_collector_that_fails_is_told_of_once_and_ends_nothing(
     assert len(told) <= 2
     if how == "refuses":
         assert told[0].startswith(f"spans do not arrive at {address} (metrics.otlp): ")
-        assert "400" in told[0] and told[1] == f"9 spans have not arrived at {address}"
+        assert "400" in told[0] and told[1] == f"9 of 9 spans have not arrived at {address}"
 
 
 def test_what_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -169,6 +172,78 @@ def test_a_sink_that_fails_takes_numbers_and_nothing_else(
     assert [step for step, _ in kept.got] == [1, 3] and kept.closed == 1
     assert "first/far cannot be written: the network is down; training goes on" in caplog.text
     assert "by file: far: 1 (the network is down)" in caplog.text
+
+
+def test_a_sink_that_hangs_holds_no_rollback_up_and_what_it_has_not_taken_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsx.telemetry.exporters.outlet._CLOSE_SECONDS", 0.5)
+    goes_on, kept = threading.Event(), Kept()
+    monkeypatch.setattr(kept, "write", lambda *line: goes_on.wait(30))
+    outlet = Outlet(Kind("far", lambda start: kept))
+    for step in range(1, 11):
+        line = {"kind": "step", "step": step, "time": 0.0, "loss": 1.0}
+        outlet.write(line, Start(tmp_path / "first", 0, None))
+    began = time.monotonic()
+    outlet.end()  # as a rollback does
+    assert time.monotonic() - began < 0.3
+    outlet.close()
+    goes_on.set()
+    assert re.search(r"by file: far: 1[01] \(it does not answer\)", caplog.text), caplog.text
+
+
+def test_a_sink_that_cannot_be_opened_is_not_tried_for_each_record(tmp_path: Path) -> None:
+    tries: list[Start] = []
+
+    def fail(start: Start) -> Any:
+        tries.append(start)
+        raise RuntimeError("nobody answers")
+
+    outlet = Outlet(Kind("far", fail))
+    for step in range(5):
+        line = {"kind": "step", "step": step, "time": 0.0, "loss": 1.0}
+        outlet.write(line, Start(tmp_path / "first", 0, None))
+    outlet.close()
+    assert len(tries) == 1
+
+
+def test_mlflow_holds_what_a_server_does_not_take_and_ends_its_run() -> None:
+    from dsx.telemetry.exporters import mlflow
+
+    client = FlakyClient()
+    entities = SimpleNamespace(Metric=lambda *metric: metric)
+    run = mlflow._Run(lambda tracking_uri: client, entities, Start(Path("a"), 0, None))
+    run._logged_at = 0.0  # it is time
+    with pytest.raises(ConnectionError):
+        run.write({"step/loss": 1.0}, 1, 1.0)
+    client.fails = False
+    run.write({"step/loss": 2.0}, 2, 3.0)
+    run.close()
+    assert [metric[0:2] for metric in client.got] == [("step/loss", 1.0), ("step/loss", 2.0)]
+    client.fails = True
+    run.write({"step/loss": 3.0}, 3, 9.0)
+    with pytest.raises(ConnectionError):
+        run.close()
+    assert client.num_ended == 2
+
+
+class FlakyClient:
+    def __init__(self) -> None:
+        self.fails, self.got, self.num_ended = True, list[Any](), 0
+
+    def get_experiment_by_name(self, name: str) -> Any:
+        return SimpleNamespace(experiment_id=1)
+
+    def create_run(self, *args: Any, **more: Any) -> Any:
+        return SimpleNamespace(info=SimpleNamespace(run_id="r"))
+
+    def log_batch(self, id: str, metrics: Any) -> None:
+        if self.fails:
+            raise ConnectionError("503")
+        self.got += metrics
+
+    def set_terminated(self, id: str) -> None:
+        self.num_ended += 1
 
 
 def test_a_program_that_closes_nothing_has_its_numbers_written(tmp_path: Path) -> None:

@@ -110,7 +110,7 @@ def _write_certificate(folder: Path) -> None:
     "url",
     ["hooks.slack.com/SECRET", "ftp://h/SECRET", "https:///SECRET", "https://u:p@h/SECRET",
      "https://h/SECRET x", "https://h:99999/SECRET", "https://[h/SECRET", "https://h:0/SECRET",
-     "https://h/SECRET\r\nHost: b"],
+     "https://h/SECRET\r\nHost: b", "https://h..SECRET/x", f"https://{'SECRET' * 11}/x"],
 )  # fmt: skip
 def test_an_address_that_is_none_is_refused_and_not_shown(url: str) -> None:
     with pytest.raises(ValueError, match="write, for example") as caught:
@@ -153,6 +153,13 @@ def test_a_command_that_hangs_is_killed_with_what_it_has_started(tmp_path: Path)
         Command(words).deliver(notice(), 0.4)
     assert time.monotonic() - began < 5
     time.sleep(2)
+    assert not (tmp_path / "alive").exists()
+
+
+def test_a_command_that_leaves_something_behind_has_done_it(tmp_path: Path) -> None:
+    words = ["sh", "-c", f"(sleep 1.5; touch {tmp_path}/alive) & exit 0"]
+    Command(words).deliver(notice(), 0.5)  # what it left holds its standard error
+    time.sleep(1.5)
     assert not (tmp_path / "alive").exists()
 
 

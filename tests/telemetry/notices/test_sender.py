@@ -54,6 +54,58 @@ def test_who_tells_does_not_wait_and_all_arrive_in_order() -> None:
     assert [document["step"] for document in web.documents] == [0, 1, 2, 3, 4]
 
 
+def test_what_nobody_expected_ends_no_notices(caplog: pytest.LogCaptureFixture) -> None:
+    class Odd(Kept):
+        def deliver(self, notice: Notice, seconds: float) -> None:
+            super().deliver(notice, seconds)
+            if len(self.got) == 1:
+                raise UnicodeError("label too long: https://h/SECRET")
+
+    odd = Odd()
+    one = sender(odd)
+    for step in range(3):
+        one.tell(notice(step=step))
+    end(one)
+    assert len(odd.got) == 3 and "UnicodeError in sending it" in caplog.text
+    assert "SECRET" not in caplog.text
+
+
+def test_places_are_waited_for_together(caplog: pytest.LogCaptureFixture) -> None:
+    """One that hangs leaves the next one its time."""
+    goes_on = threading.Event()
+
+    class Hangs(Kept):
+        def deliver(self, notice: Notice, seconds: float) -> None:
+            goes_on.wait(20)
+
+    kept = Kept()
+    senders = [sender(Hangs()), sender(kept)]
+    for one in senders:
+        one.tell(notice())
+    until = time.monotonic() + 0.5
+    for one in senders:
+        one.end(until)
+    for one in senders:
+        one.close(until)
+    goes_on.set()
+    assert len(kept.got) == 1 and caplog.text.count("have not arrived") == 1
+
+
+def test_an_interpreter_that_starts_no_thread_sends_the_last_one_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    kept = Kept(refusals=1)
+    one = sender(kept)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        one.tell(notice())
+    end(one)
+    assert len(kept.got) == 1
+
+
 def test_only_kinds_that_a_place_wants() -> None:
     kept = Kept()
     one = Sender(kept, ("finished",), 10)
