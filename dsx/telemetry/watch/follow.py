@@ -34,6 +34,7 @@ class FollowedFile:
         self._most_bytes = most_bytes
         self._identity: tuple[int, int] | None = None
         self._offset = 0
+        self._is_anew = False
         self.size_bytes = 0
 
     @property
@@ -46,12 +47,14 @@ class FollowedFile:
         try:
             with self.path.open("rb") as file:
                 about = os.fstat(file.fileno())
-                is_anew = self._is_other(about, file.fileno())
-                if is_anew:
+                if self._is_other(about, file.fileno()):
                     self._begin(about)
+                    self._is_anew = True  # until it could be read
                 self._identity = about.st_dev, about.st_ino
                 self.size_bytes = about.st_size
-                return Fresh(self._lines(file.fileno()), is_anew)
+                fresh = Fresh(self._lines(file.fileno()), self._is_anew)
+                self._is_anew = False
+                return fresh
         except FileNotFoundError:
             return Fresh()
 
@@ -92,5 +95,5 @@ def first_look(path: Path) -> list[bytes]:
                 text = os.pread(file.fileno(), _PLACE_BYTES, offset)
                 found += text[text.find(b"\n") + 1 : text.rfind(b"\n")].splitlines()
             return found
-    except FileNotFoundError:
+    except OSError:  # told of where the file is read
         return []

@@ -11,6 +11,7 @@ import contextlib
 import re
 import time
 from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -27,7 +28,7 @@ from dsx.telemetry.run_folder import (
     read_about,
 )
 from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
-from dsx.telemetry.watch.follow import FollowedFile, first_look
+from dsx.telemetry.watch.follow import FollowedFile, Fresh, first_look
 from dsx.telemetry.watch.processes import Processes
 
 _LOG_BYTES = 256 << 10  # of the end of a log
@@ -81,7 +82,7 @@ class WatchedRun:
         self.folder = path if is_to_come else find_run(path)
         self.lock = RLock()
         self.version = 0
-        self.trouble = ""
+        self._troubles: dict[str, str] = {}  # by what could not be read
         self.other_runs: list[int] = []
         self.log_lines: deque[LogLine] = deque(maxlen=_MOST_EVENTS)
         self.abouts: dict[int, Record] = {}
@@ -92,6 +93,11 @@ class WatchedRun:
         self.processes = Processes()
         self._parts: dict[int, _Part] = {}
         self._seen: dict[Path, tuple[int, int]] = {}
+
+    @property
+    def trouble(self) -> str:
+        """What cannot be read just now, and why; empty where all can."""
+        return "; ".join(dict.fromkeys(filter(None, self._troubles.values())))
 
     @property
     def clusters(self) -> list[WatchedCluster]:
@@ -111,18 +117,10 @@ class WatchedRun:
 
         A folder that cannot be read is told of on the page, and looked at again.
         """
-        try:
-            return self._poll(time.monotonic() + seconds)
-        except OSError as error:
-            if self.trouble != str(error):
-                self.trouble = str(error)
-                self.version += 1
-            return False
-
-    def _poll(self, until: float) -> bool:
-        if not is_run(self.folder):
-            return False
-        with self.lock:
+        until, has_more = time.monotonic() + seconds, False
+        with self._telling("the folder"), self.lock:
+            if not is_run(self.folder):
+                return False
             self._look_at_files()
         while True:
             has_more = False
@@ -136,6 +134,24 @@ class WatchedRun:
             if self.processes.look(self.abouts, words):
                 self.version += 1
         return has_more
+
+    def tell(self, what: str, why: str) -> None:
+        """Say on the page what cannot be read, and why; empty: it can again."""
+        with self.lock:
+            if self._troubles.get(what, "") != why:
+                self._troubles[what] = why
+                self.version += 1
+
+    @contextlib.contextmanager
+    def _telling(self, what: str) -> Generator[None]:
+        """Tell of an error in reading, which ends nothing else; of none where it goes well."""
+        why = ""
+        try:
+            yield
+        except OSError as error:
+            why = str(error)
+        finally:
+            self.tell(what, why)
 
     def _look_at_files(self) -> None:
         """Take clusters that are new, and what changed in run.json."""
@@ -155,10 +171,10 @@ class WatchedRun:
         try:
             self.abouts = dict(read_about(self.folder))
             self.summary = open_summary(self.folder)
-        except (OSError, ValueError) as error:  # told on the page; what was known stays
-            self.trouble = str(error)
+        except ValueError as error:  # told on the page; what was known stays
+            self.tell("run.json", str(error))
         else:
-            self.trouble = ""
+            self.tell("run.json", "")
             self.other_runs = of_other_runs(self.abouts)
         self._seen = seen
         self.version += 1
@@ -177,20 +193,25 @@ class WatchedRun:
 
     def _read(self, part: _Part) -> bool:
         """Take a chunk of a cluster's files; return whether there was one."""
-        fresh = part.file.read()
-        log = part.log.read()
-        if not fresh.lines:
-            part.looked = None
-        if not fresh.lines and not fresh.is_anew and not log.lines:
-            return False
-        with self.lock:
-            if fresh.is_anew:
-                part.begin()
-            for line in fresh.lines:
-                part.read.take(line)
-            for line in log.lines:
-                self._take_log(part.read.cluster, line)
-            self.version += 1
+        fresh = log = Fresh()
+        with self._telling(str(part.file.path)):
+            fresh = part.file.read()
+            if not fresh.lines:
+                part.looked = None
+        if fresh.lines or fresh.is_anew:  # before the log, which may not be readable
+            with self.lock:
+                if fresh.is_anew:
+                    part.begin()
+                for line in fresh.lines:
+                    part.read.take(line)
+                self.version += 1
+        with self._telling(str(part.log.path)):
+            log = part.log.read()
+        if log.lines:
+            with self.lock:
+                for line in log.lines:
+                    self._take_log(part.read.cluster, line)
+                self.version += 1
         return bool(fresh.lines or log.lines)
 
     def _take_log(self, cluster: int, line: bytes) -> None:

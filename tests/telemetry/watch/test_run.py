@@ -310,3 +310,27 @@ def test_a_long_file_is_looked_at_before_it_is_read(tmp_path: Path) -> None:
     assert "tokens" not in state(run, BEGUN)
     read(run)
     assert len(run.clusters[0].steps.read()["step"]) == 20_000
+
+
+def test_a_file_that_cannot_be_read_loses_no_line_and_keeps_no_other_from_being_read(
+    tmp_path: Path,
+) -> None:
+    folder = make_run(tmp_path / "run")
+    log = cluster_file(folder, "log", ".txt", 0)
+    log.mkdir()  # an error to read
+    metrics = cluster_file(folder, "metrics", ".jsonl", 0)
+    kept = metrics.rename(tmp_path / "kept")
+    metrics.mkdir()
+    run = WatchedRun(folder)
+    found = read(run)
+    assert [row.get("step") for row in found["members"]] == [None, 40]
+    assert "log.txt" in found["trouble"] and "metrics.jsonl" in found["trouble"]
+    metrics.rmdir()
+    kept.rename(metrics)
+    found = read(run)
+    assert [row.get("step") for row in found["members"]] == [40, 40]
+    assert found["trouble"].count("log.txt") == 1 and "metrics" not in found["trouble"]
+    before = run.version
+    log.rmdir()
+    assert read(run)["trouble"] == ""
+    assert run.version > before
