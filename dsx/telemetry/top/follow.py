@@ -49,7 +49,7 @@ class Follower:
         for line in self.lines():
             try:
                 record = json.loads(line)
-            except ValueError:
-                continue  # cut off, by a killed run or a full disk
+            except (ValueError, RecursionError):
+                continue  # cut off, by a killed run or a full disk; or nested without end
             if isinstance(record, dict):
                 yield cast("dict[str, Any]", record)

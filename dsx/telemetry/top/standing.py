@@ -11,6 +11,7 @@ from typing import Any
 
 from dsx.telemetry.run_folder import cluster_file, read_about, say_end
 from dsx.telemetry.top.follow import Follower
+from dsx.telemetry.watch.sound import sound_about, sound_record
 
 WINDOW_SECONDS = 60.0
 _SILENT_SECONDS = 15.0  # without a record, at least, and several steps' worth
@@ -50,8 +51,11 @@ class ClusterFiles:
 
     def look(self, about: Mapping[str, Any], now: float) -> Standing:
         """Read what is new; `about` is what run.json says, empty if there is none."""
-        for record in self._metrics.records():
-            kind = record.get("kind")
+        for told in self._metrics.records():
+            record = sound_record(told)
+            if record is None:
+                continue
+            kind = record["kind"]
             if kind == "step":
                 self._steps.append(record)
                 self._loss = record.get("loss", self._loss)
@@ -93,7 +97,8 @@ class RunFiles:
     def look(self) -> list[Standing]:
         """Return how each cluster stands now."""
         now = time.time()
-        abouts = read_about(self.folder)
+        told = read_about(self.folder)
+        abouts = {m: found for m, about in told.items() if (found := sound_about(about))}
         for path in self.folder.glob("metrics*.jsonl"):
             abouts.setdefault(_cluster_of(path), {})
         for cluster in sorted(abouts):

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
+from dsx.telemetry.watch.sound import is_number, sound_record
 from dsx.telemetry.watch.table import Merge, Table
 
 NAN = math.nan
@@ -36,7 +37,6 @@ MOST_ROWS = 1 << 17  # of a table of steps; of syncs half of it: some 30 MB alto
 _RECENT_SYNCS = 512  # whose way is drawn
 _RECENT_STEPS = 2048  # whose end is known in time
 _RECENT_EVENTS = 100
-_NUMBERS = {float, int}
 _decode = json.JSONDecoder().decode
 
 
@@ -80,22 +80,26 @@ class WatchedCluster:
         return self.last_time > 0
 
     def take(self, line: bytes) -> None:
-        """Take a line; one that is no record is counted."""
+        """Take a line; one that is no record as dsx writes it is counted."""
         try:
-            record: dict[str, Any] = _decode(line.decode())
-            kind, when = record["kind"], float(record.get("time", 0.0))
+            told: dict[str, Any] = _decode(line.decode())
+            record = sound_record(told)
+            if record is None:
+                self.num_unreadable += 1
+                return
+            kind, when = record["kind"], float(record["time"])
             if kind == "step":
-                self._take_step(record, when)
+                self._take_step(record, when, "loss" in told)
             elif kind == "sync":
                 self._take_sync(record, when)
             else:
-                self._take_other(str(kind), record)
-        except (ValueError, TypeError, AttributeError, KeyError):
+                self._take_other(kind, record)
+        except (ValueError, RecursionError):  # cut off, or nested without end
             self.num_unreadable += 1
             return
         self.last_time = max(self.last_time, when)
 
-    def _take_step(self, record: Record, when: float) -> None:
+    def _take_step(self, record: Record, when: float, has_loss: bool) -> None:
         step = int(record["step"])
         last = self.steps.last()
         if last is not None and step <= last:
@@ -104,7 +108,7 @@ class WatchedCluster:
         if not math.isnan(trained) and self.counts_tokens:
             self._tokens = trained + (0.0 if math.isnan(self._tokens) else self._tokens)
         self.steps.append((step, when, self._tokens, sent, seconds, blocked, trained, 1))
-        if "loss" in record:
+        if has_loss:
             (loss,) = _numbers(record, ("loss",))
             self.losses.append((step, when, self._tokens, loss, loss, loss))
         self.ends.append((step, when, seconds))
@@ -164,12 +168,12 @@ class WatchedCluster:
 def _numbers(record: Mapping[str, Any], names: Sequence[str]) -> list[float]:
     """Return what a record has under some names, NaN where that is no number."""
     values = map(record.get, names)
-    return [value if type(value) in _NUMBERS else NAN for value in values]  # type: ignore[misc]
+    return [float(value) if is_number(value) else NAN for value in values]  # type: ignore[arg-type]
 
 
 def _validation_loss(record: Record) -> float | None:
     """Return what a record of validation calls its loss, by the names that trainers have."""
     for name in ("loss", "val_loss", "eval_loss", "valid_loss", "validation_loss"):
-        if type(record.get(name)) in _NUMBERS:
+        if is_number(record.get(name)):
             return float(record[name])
     return None

@@ -13,7 +13,6 @@ import time
 from collections import deque
 from collections.abc import Generator
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 from threading import RLock
 
@@ -30,6 +29,7 @@ from dsx.telemetry.run_folder import (
 from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
 from dsx.telemetry.watch.follow import FollowedFile, Fresh, first_look
 from dsx.telemetry.watch.processes import Processes
+from dsx.telemetry.watch.sound import seconds_of, sound_about
 
 _LOG_BYTES = 256 << 10  # of the end of a log
 _LOG_LINE = re.compile(r"(\S+) (WARNING|ERROR|CRITICAL) (\S+?): (.*)")
@@ -169,12 +169,16 @@ class WatchedRun:
         if seen == self._seen:
             return
         try:
-            self.abouts = dict(read_about(self.folder))
+            abouts = dict(read_about(self.folder))
             self.summary = open_summary(self.folder)
         except ValueError as error:  # told on the page; what was known stays
             self.tell("run.json", str(error))
         else:
-            self.tell("run.json", "")
+            sound = {m: found for m, about in abouts.items() if (found := sound_about(about))}
+            odd = [str(m) for m in abouts if sound.get(m) != abouts[m]]
+            who = f"what run.json says of cluster {', '.join(odd)} is in part not of dsx"
+            self.tell("run.json", f"{who}, and left out" if odd else "")
+            self.abouts = sound
             self.other_runs = of_other_runs(self.abouts)
         self._seen = seen
         self.version += 1
@@ -219,8 +223,8 @@ class WatchedRun:
         if match is None:
             return
         try:
-            when = datetime.fromisoformat(match[1].replace("Z", "+00:00")).timestamp()
-        except ValueError:
+            when = seconds_of(match[1])
+        except (ValueError, OverflowError):
             return
         self.log_lines.append(LogLine(when, cluster, match[2].lower(), match[4][:_MOST_TEXT]))
 

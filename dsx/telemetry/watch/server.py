@@ -162,6 +162,9 @@ class _Handler(BaseHTTPRequestHandler):
         except ValueError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             return
+        except Exception as error:  # a fault of ours, which the others' pages go on with
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _say_fault(error))
+            return
         body = _text_of(found).encode()
         self._send(HTTPStatus.OK, "application/json", body)
 
@@ -170,15 +173,23 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.streams.acquire(blocking=False):
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, "too many pages are open: close some")
             return
+        self.close_connection = True
+        is_begun, version = False, -1
         try:
-            self._begin(HTTPStatus.OK, "text/event-stream", {"Connection": "close"})
-            self.close_connection = True
-            version = -1
-            while not self.server.is_ending and self.command != "HEAD":
+            while not self.server.is_ending:
                 version, state = self.server.next_state(version)
-                self.wfile.write(f"event: state\ndata: {_text_of(state)}\n\n".encode())
-        except (OSError, TimeoutError):
-            self.close_connection = True
+                text = f"event: state\ndata: {_text_of(state)}\n\n"
+                if not is_begun:
+                    self._begin(HTTPStatus.OK, "text/event-stream", {"Connection": "close"})
+                    is_begun = True
+                if self.command == "HEAD":
+                    break
+                self.wfile.write(text.encode())
+        except OSError:
+            pass  # the caller has gone
+        except Exception as error:  # later on it asks again, and is told then
+            if not is_begun:
+                self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _say_fault(error))
         finally:
             self.server.streams.release()
 
@@ -203,6 +214,11 @@ class _Handler(BaseHTTPRequestHandler):
         for name, value in {"Content-Type": kind, **HEADERS, **more}.items():
             self.send_header(name, value)
         self.end_headers()
+
+
+def _say_fault(error: Exception) -> str:
+    what = f"{type(error).__name__}: {error}"
+    return f"what this run's files hold could not be shown ({what}): a fault of dsx; report it"
 
 
 def _text_of(found: Any) -> str:

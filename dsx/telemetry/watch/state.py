@@ -6,7 +6,6 @@ What the records do not have is not in it: the page leaves that out.
 from __future__ import annotations
 
 import math
-from datetime import datetime
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
@@ -14,6 +13,7 @@ from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
 from dsx.telemetry.watch.members import last_membership, members, num_clusters
 from dsx.telemetry.watch.run import WatchedRun
+from dsx.telemetry.watch.sound import seconds_of
 
 _MOST_EVENTS = 100
 _MOST_CHECKPOINTS = 6
@@ -29,7 +29,7 @@ def state(run: WatchedRun, now: float) -> dict[str, Any]:
         found: dict[str, Any] = {
             "version": run.version, "now": now, "run": run.folder.resolve().name,
             "folder": str(run.folder), "read_share": run.read_share, "members": rows,
-            "num_clusters": num_clusters(run), "trouble": run.trouble,
+            "num_clusters": num_clusters(run), "trouble": _trouble(run),
             "other_runs": run.other_runs, "newer": run.newer and str(run.newer),
             **_what_runs(run),
         }  # fmt: skip
@@ -50,6 +50,13 @@ def state(run: WatchedRun, now: float) -> dict[str, Any]:
             "axes": axes_of(clusters),
         }
         return found
+
+
+def _trouble(run: WatchedRun) -> str:
+    """Return what could not be read, with how much of it."""
+    count = sum(cluster.num_unreadable for cluster in run.clusters)
+    what = "line was no record" if count == 1 else "lines were no records"
+    return "; ".join(filter(None, [run.trouble, f"{count} {what} of dsx" if count else ""]))
 
 
 def _what_runs(run: WatchedRun) -> dict[str, Any]:
@@ -240,8 +247,3 @@ def _events(run: WatchedRun) -> list[dict[str, Any]]:
 
 def _event(when: str, cluster: int, text: str) -> dict[str, Any]:
     return {"time": seconds_of(when), "cluster": cluster, "level": "info", "text": text}
-
-
-def seconds_of(when: str) -> float:
-    """Return the seconds since 1970 of a time in run.json."""
-    return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()

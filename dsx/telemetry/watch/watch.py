@@ -85,12 +85,12 @@ class Watch:
     def _follow(self) -> None:
         """Read what is written, and wake whoever waits for it."""
         if self._against is not None:
-            while self._against.poll() and not self._ends.is_set():
+            while _poll(self._against) and not self._ends.is_set():
                 pass
         while not self._ends.is_set():
-            has_more = self.run.poll()
+            has_more = _poll(self.run)
             if self._against is not None:
-                self._against.poll()
+                _poll(self._against)
             if self.run.version != self._version:
                 with self._changed:
                     self._version = self.run.version
@@ -136,6 +136,17 @@ class Watch:
                 if cluster.num_syncs and wanted in (None, cluster.cluster):
                     return lanes(cluster, seconds)
         return {"lanes": [], "span": [0, 1]}
+
+
+def _poll(run: WatchedRun) -> bool:
+    """Read what is new; what goes wrong is told on the page, and what is read goes on."""
+    try:
+        has_more = run.poll()
+    except Exception as error:
+        run.tell("all", f"the run's files could not all be read: {type(error).__name__}: {error}")
+        return False
+    run.tell("all", "")
+    return has_more
 
 
 def _meanings(fields: Mapping[str, str]) -> dict[str, dict[str, str]]:

@@ -49,7 +49,8 @@ def step(number: int, ago: float = 0.0, **more: Any) -> dict[str, Any]:
 
 
 def sync(ago: float = 0.0, **more: Any) -> dict[str, Any]:
-    return {"kind": "sync", "applied_step": 1, "fragment": 0, "time": time.time() - ago,
+    return {"kind": "sync", "applied_step": 1, "launched_step": 1, "fragment": 0,
+            "time": time.time() - ago,
             "transfer_seconds": 2.0, "wait_seconds": 0.5, "bytes_sent": 10, **more}  # fmt: skip
 
 

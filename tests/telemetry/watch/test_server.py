@@ -249,3 +249,30 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(tmp_pat
     assert process.returncode == 0
     assert out == "dsx watch: ended\ntorch imported: False\n"
     assert err == ""
+
+
+def test_a_fault_of_ours_is_answered_and_does_not_end_what_follows(
+    page: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait_for_step(page, 40)
+
+    def fails(*_: object) -> None:
+        raise KeyError("tag")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("dsx.telemetry.watch.watch.state", fails)
+        for path in ("/api/state", "/events"):
+            status, _, body = ask(page, path)
+            assert status == 500
+            assert "could not be shown (KeyError: 'tag')" in body.decode()
+        patched.setattr("dsx.telemetry.watch.run.is_run", fails)
+        time.sleep(0.7)  # the thread that reads meets it, too
+    with monkeypatch.context() as patched:
+        patched.setattr(WatchedRun, "poll", fails)
+        until = time.monotonic() + 10
+        while "KeyError: 'tag'" not in json.loads(ask(page, "/api/state")[2])["trouble"]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+    append(page.run.folder, 0, step_record(0, 41))
+    wait_for_step(page, 41)
+    assert json.loads(ask(page, "/api/state")[2])["trouble"] == ""
