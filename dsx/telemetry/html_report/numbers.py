@@ -12,6 +12,7 @@ from typing import Any
 from dsx.telemetry.run_folder import Record
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
 from dsx.telemetry.watch.run import WatchedRun
+from dsx.telemetry.watch.sound import sound_summary
 from dsx.telemetry.watch.state import state
 
 _LAST_LOSSES = 10
@@ -73,6 +74,8 @@ def numbers_of(run: WatchedRun, summary: Record) -> RunNumbers:
         pass
     clusters = [cluster for cluster in run.clusters if len(cluster.steps)]
     if not clusters:
+        if run.trouble:
+            raise ValueError(f"{run.folder} holds no inner steps that can be read: {run.trouble}")
         raise ValueError(f"{run.folder} holds no records of inner steps yet: wait for the first")
     last = max(cluster.last_time for cluster in clusters)
     starts = [about["starts"][-1] for _, about in sorted(run.abouts.items())]
@@ -87,7 +90,7 @@ def numbers_of(run: WatchedRun, summary: Record) -> RunNumbers:
         state=state(run, last),
         clusters=[_time_of(cluster) for cluster in clusters],
         settings=config.get("resolved") or clusters[0].start.get("axes") or {},
-        summary=summary,
+        summary=sound_summary(summary),
         alarms=alarms,
         left_out={name: max(c.left_out[name] for c in clusters) for name in LEFT_OUT},
     )
@@ -95,9 +98,10 @@ def numbers_of(run: WatchedRun, summary: Record) -> RunNumbers:
 
 def _time_of(cluster: WatchedCluster) -> ClusterTime:
     rows, syncs = cluster.steps.read(), cluster.syncs.read()
-    taken, blocked = _sum(rows["seconds"]), _sum(rows["blocked"])
+    taken = _sum(rows["seconds"])
+    blocked = min(_sum(rows["blocked"]), taken)
     waited = min(_sum(syncs["wait_seconds"]), blocked)
-    first = float(rows["time"][0]) - float(rows["seconds"][0]) / cluster.steps.records_per_row
+    first = float(rows["time"][0]) - _sum(rows["seconds"][:1])  # a row's time is that of its end
     whole = max(float(rows["time"][-1]) - first, taken)
     tokens = _sum(rows["trained"])
     losses = cluster.losses.read()["value"][-_LAST_LOSSES:]

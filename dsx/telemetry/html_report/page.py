@@ -20,6 +20,7 @@ from dsx.telemetry.html_report.sentences import (
     duration,
     what_cost_time,
     what_happened,
+    what_is_missing,
     what_to_change,
     what_was_set,
 )
@@ -55,6 +56,7 @@ def page_of_run(numbers: RunNumbers) -> str:
     """Return the page of one run."""
     parts = [
         f"<h1>{escape(numbers.name)}</h1>",
+        _missing(numbers),
         _said("What to change", what_to_change(numbers)),
         _said("What was set", what_was_set(numbers)),
         _said("What happened", what_happened(numbers)),
@@ -72,6 +74,7 @@ def page_of_several(runs: Sequence[RunNumbers]) -> str:
     title = " and ".join(names)
     parts = [
         f"<h1>{escape(title)}</h1>",
+        *(_missing(numbers, f"{name}: ") for name, numbers in zip(names, runs, strict=True)),
         _said("What differs", _compared(runs, names)),
         f"<h2>Side by side</h2>{_table(runs, names)}",
         f"<h2>Loss</h2><div class='charts'>{''.join(_losses(runs, names))}</div>",
@@ -98,6 +101,12 @@ def _page(title: str, parts: Sequence[str]) -> str:
 def _said(title: str, sentences: Sequence[str]) -> str:
     items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
     return f"<h2>{escape(title)}</h2><ul class='said'>{items}</ul>"
+
+
+def _missing(numbers: RunNumbers, whose: str = "") -> str:
+    missing = what_is_missing(numbers)
+    title = f"{whose}what could not be read" if whose else "What could not be read"
+    return _said(title, missing) if missing else ""
 
 
 def _charts(numbers: RunNumbers) -> list[str]:

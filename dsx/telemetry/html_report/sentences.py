@@ -48,6 +48,17 @@ def what_was_set(numbers: RunNumbers) -> list[str]:
     return said
 
 
+def what_is_missing(numbers: RunNumbers) -> list[str]:
+    """Say what of the run could not be read, and is in no number below; nothing where all was."""
+    said: list[str] = []
+    if numbers.state["trouble"]:
+        said.append(_sentence(f"not all could be read: {numbers.state['trouble']}"))
+    others = ", ".join(map(str, numbers.state["other_runs"]))
+    if others:
+        said.append(f"Left out: cluster {others}, whose records are of another run.")
+    return said
+
+
 def what_happened(numbers: RunNumbers) -> list[str]:
     """Say how far it came, how it ended, and what came between."""
     state = numbers.state
@@ -69,7 +80,7 @@ def what_happened(numbers: RunNumbers) -> list[str]:
         own = ", ".join(f"{v:.4f}" for v in numbers.summary.get("val_loss_clusters") or () if v)
         said.append(f"On data that is not trained on, the average of the clusters has {average:.4f}"
                     + (f", and they themselves {own}." if own else "."))  # fmt: skip
-    ends = {f"cluster {row['cluster']}: {row['state']}{_why(row)}" for row in state["members"]}
+    ends = {f"cluster {row['cluster']}: {_end_of(row)}" for row in state["members"]}
     said.append(_sentence(f"ends: {'; '.join(sorted(ends))}"))
     said += _what_went_wrong(numbers)
     checkpoints = state["checkpoints"]
@@ -155,7 +166,7 @@ def parts_of(one: ClusterTime) -> list[tuple[str, float]]:
         ("held up by dsx otherwise: copies, outer steps", one.held_up),
         ("between steps, as where it was stopped, lost or started again", one.stood),
     ]  # fmt: skip
-    return [(name, seconds) for name, seconds in parts if seconds >= 0.0005 * one.whole]
+    return [(name, seconds) for name, seconds in parts if seconds > 0.0005 * one.whole]
 
 
 def _what_went_wrong(numbers: RunNumbers) -> list[str]:
@@ -195,6 +206,12 @@ def _say_axis(name: str, settings: Any) -> str:
     shown = ("interval", "steps", "wire", "mean_wire", "rank", "share")
     rest = [f"{key}={told[key]}" for key in shown if told.get(key) not in (None, 0)]
     return f"{name} is {told.get('type')}" + (f" ({', '.join(rest)})" if rest else "")
+
+
+def _end_of(row: Mapping[str, Any]) -> str:
+    """Return how a cluster is; whether it goes on now is nothing that its records say."""
+    goes_on = row["state"] in ("trains", "silent")
+    return "no end recorded" if goes_on else row["state"] + _why(row)
 
 
 def _why(row: Mapping[str, Any]) -> str:

@@ -13,6 +13,7 @@ from dsx.core.units import format_bytes
 _WIDTH, _HEIGHT = 620, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 74, 10, 10, 30
 _DASHES = ("", "8 3", "2 3", "8 3 2 3", "14 4", "4 4", "1 4")
+_MOST = 1e150  # what is beyond is not drawn: its span would be no number
 COLORS = 8  # classes c0 to c7 of the page's style
 
 
@@ -29,13 +30,14 @@ def line_chart(
     title: str, x: Sequence[float], lines: Sequence[Drawn], unit: str, x_name: str
 ) -> str:
     """Return a figure with a caption, a legend, and lines over x [points]; empty without any."""
-    values = [v for line in lines for v in line.y if v is not None and math.isfinite(v)]
+    values = [v for line in lines for v in line.y if v is not None and abs(v) < _MOST]
     if not values or not x:
         return ""
     low, high = min(values), max(values)
     room = 0.06 * (high - low) or abs(high) * 0.1 or 1.0
     low, high = (max(low - room, 0.0) if low >= 0 else low - room), high + room
-    first, last = x[0], max(x[-1], x[0] + 1e-9)
+    is_one = x[-1] <= x[0]  # place, which has no width
+    first, last = x[0], x[0] + max(1.0, abs(x[0])) if is_one else x[-1]
 
     def across(value: float) -> float:
         return _LEFT + (value - first) / (last - first) * (_WIDTH - _LEFT - _RIGHT)
@@ -45,7 +47,8 @@ def line_chart(
 
     parts = [_tick(_LEFT, up(v), _written(v, unit), False) for v in _ticks(low, high, 5)]
     parts += [
-        _tick(across(v), _HEIGHT - _BOTTOM, f"{v:,.6g}", True) for v in _ticks(first, last, 6)
+        _tick(across(v), _HEIGHT - _BOTTOM, f"{v:,.6g}", True)
+        for v in ([first] if is_one else _ticks(first, last, 6))
     ]
     for index, line in enumerate(lines):
         parts.append(_path(line, index, x, across, up))
@@ -67,7 +70,7 @@ def _path(
     up: Callable[[float], float],
 ) -> str:
     points = [(across(at), up(v)) for at, v in zip(x, line.y, strict=True)
-              if v is not None and math.isfinite(v)]  # fmt: skip
+              if v is not None and abs(v) < _MOST]  # fmt: skip
     text = " ".join(f"{at:.1f},{height:.1f}" for at, height in points)
     return f"<polyline points='{text}' {_look(line, index)}/>"
 

@@ -111,6 +111,17 @@ def sound_record(record: Any) -> Record | None:
     return {name: found[name] for name in found if name not in odd} if odd else found
 
 
+def sound_summary(summary: Record) -> Record:
+    """Return what a script has summed up, its losses on other data only where they are numbers."""
+    found = dict(summary)
+    if not is_number(found.get("val_loss_average")):
+        found.pop("val_loss_average", None)
+    own = found.pop("val_loss_clusters", None)
+    if isinstance(own, list):
+        found["val_loss_clusters"] = [v for v in cast("list[Any]", own) if is_number(v)]
+    return found
+
+
 def seconds_of(when: str) -> float:
     """Return the seconds since 1970 of a time in run.json."""
     return datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()

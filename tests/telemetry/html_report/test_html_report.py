@@ -18,6 +18,7 @@ from dsx.telemetry.html_report.sentences import (
     parts_of,
     what_cost_time,
     what_happened,
+    what_is_missing,
     what_to_change,
     what_was_set,
 )
@@ -201,3 +202,72 @@ def test_a_browser_shows_it_without_a_word(tmp_path: Path) -> None:
         with opened(out.as_uri(), width) as tab:
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
             assert tab.page.evaluate("document.querySelectorAll('figure svg').length") > 8
+
+
+def test_what_could_not_be_read_is_said_first(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", clusters=3)
+    assert what_is_missing(read_numbers(folder)) == []
+    write_about(folder, 0, about(0, 3, session="another", time=say_time(BEGUN - 9)))
+    append(folder, 1, {"kind": "step"}, {"kind": "sync"})
+    metrics = folder / "metrics.cluster_2.jsonl"
+    metrics.unlink()
+    metrics.mkdir()
+    numbers = read_numbers(folder)
+    said = what_is_missing(numbers)
+    assert said[0].startswith("Not all could be read: ")
+    assert metrics.name in said[0] and "; 2 lines were no records of dsx." in said[0]
+    assert said[1] == "Left out: cluster 0, whose records are of another run."
+    page = page_of_run(numbers)
+    assert page.index("What could not be read") < page.index("What to change")
+    result = write(folder, make_run(tmp_path / "other"), "--html", tmp_path / "both.html")
+    assert result.exit_code == 0, result.output
+    assert "run: what could not be read" in (tmp_path / "both.html").read_text()
+
+
+def test_a_run_of_which_no_step_can_be_read_is_named_with_why(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", clusters=1)
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    with pytest.raises(ValueError, match=r"no inner steps that can be read: .*metrics\.jsonl"):
+        read_numbers(folder)
+
+
+def test_of_a_cluster_without_an_end_it_is_not_said_that_it_trains(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    end = {"time": say_time(BEGUN + 40), "step": 40, "how": "finished"}
+    write_about(folder, 1, about(1, end=end))
+    said = what_happened(read_numbers(folder))
+    assert "Ends: cluster 0: no end recorded; cluster 1: ended (finished at step 40)." in said
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [step_record(0, 1, seconds=0.0, blocked_seconds=0.0)],
+        [step_record(0, 1, seconds=None)],
+        [step_record(0, 1, loss=1e308), step_record(0, 2, loss=-1e308)],
+        [step_record(0, 20_000_000)],
+    ],
+    ids=["no_time", "no_seconds", "huge_losses", "one_late_step"],
+)
+def test_runs_at_the_edge_of_what_can_be_drawn(tmp_path: Path, steps: list[Any]) -> None:
+    folder = tmp_path / "run"
+    write_about(folder, 0, about(0, 1))
+    append(folder, 0, start_record(0, 1), *steps)
+    (folder / "summary.json").write_text(
+        json.dumps({"val_loss_average": "low", "val_loss_clusters": {"0": 1}})
+    )
+    text = page_of_run(read_numbers(folder))
+    Tags(text)
+    assert not re.search(r"='[^']*\b(nan|inf)\b", text)
+    out = tmp_path / "both.html"
+    assert write(folder, folder, "--html", out).exit_code == 0
+
+
+def test_the_first_row_of_a_long_run_begins_with_its_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsx.telemetry.watch.run.MOST_ROWS", 8)
+    one = read_numbers(make_run(tmp_path / "run", clusters=1)).slowest
+    assert one.whole == pytest.approx(40)
+    assert one.stood == pytest.approx(0)
