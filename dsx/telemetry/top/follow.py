@@ -22,9 +22,11 @@ class Follower:
         self._inode = 0
         self._at = 0
         self._rest = b""
+        self.is_anew = False  # whether what was read before is in the file no more
 
     def lines(self) -> list[str]:
         """Return the lines that have come since the last call; of a long file its last ones."""
+        self.is_anew = False
         try:
             with self._path.open("rb") as file:
                 return self._read(file)
@@ -35,6 +37,7 @@ class Follower:
         status = os.fstat(file.fileno())
         if status.st_ino != self._inode or status.st_size < self._at:
             self._inode, self._at, self._rest = status.st_ino, 0, b""
+            self.is_anew = True
         skips = status.st_size - self._at > _MOST_BYTES
         if skips:
             self._at, self._rest = status.st_size - _MOST_BYTES, b""

@@ -51,7 +51,12 @@ class ClusterFiles:
 
     def look(self, about: Mapping[str, Any], now: float) -> Standing:
         """Read what is new; `about` is what run.json says, empty if there is none."""
-        for told in self._metrics.records():
+        fresh = [*self._metrics.records()]
+        if self._metrics.is_anew:  # a resumed run has the records before that again
+            self._steps.clear()
+            self._syncs.clear()
+            self._loss = None
+        for told in fresh:
             record = sound_record(told)
             if record is None:
                 continue
@@ -77,7 +82,7 @@ class ClusterFiles:
             _per(len(steps), seconds),
             _per(sum(tokens), seconds) if tokens else None,
             _utilization(steps, seconds),
-            _per(_sent(steps, syncs), seconds),
+            _sent_per_second(steps, syncs, seconds),
             _hidden(syncs),
             sum(any(r.get(key) for key in _LEFT_OUT) for r in self._syncs),
             max((c["step"] for c in about.get("checkpoints", ())), default=None),
@@ -147,12 +152,17 @@ def _utilization(steps: list[Mapping[str, Any]], seconds: float) -> float | None
     return 1 - sum(blocked) / seconds if blocked and seconds else None
 
 
-def _sent(steps: list[Mapping[str, Any]], syncs: list[Mapping[str, Any]]) -> float:
-    """Return the bytes of a window: the counter's difference, or else those of its transfers."""
-    counted = [r["bytes_sent"] for r in steps if "bytes_sent" in r]
-    if len(counted) > 1 and counted[-1] >= counted[0]:
-        return counted[-1] - counted[0]
-    return sum(r.get("bytes_sent") or 0 for r in syncs)
+def _sent_per_second(
+    steps: list[Mapping[str, Any]], syncs: list[Mapping[str, Any]], seconds: float
+) -> float | None:
+    """Return a window's rate: by the counter's difference, or else by its transfers' bytes."""
+    places = [at for at, record in enumerate(steps) if "bytes_sent" in record]
+    if places:
+        first, last = places[0], places[-1]
+        sent = steps[last]["bytes_sent"] - steps[first]["bytes_sent"]
+        if last > first and sent >= 0:  # sent in the steps behind the first
+            return _per(sent, sum(r.get("seconds") or 0.0 for r in steps[first + 1 : last + 1]))
+    return _per(sum(r.get("bytes_sent") or 0 for r in syncs), seconds)
 
 
 def _hidden(syncs: list[Mapping[str, Any]]) -> float | None:

@@ -65,8 +65,24 @@ def test_rates_are_of_the_last_minute(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (one.steps_per_second, one.tokens_per_second) == (2.0, 200.0)
     assert one.utilization == pytest.approx(0.8) and one.hidden == 0.75
-    assert one.bytes_per_second == 250_000 * 8 / 4.5
+    assert one.bytes_per_second == 250_000 / 0.5  # of each step
     assert one.age_seconds is not None and one.age_seconds < 2
+
+
+def test_what_a_resumed_run_has_again_counts_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    kept = [step(1, 3, tokens=100), sync(2, refused_by=[1])]
+    append(path, *kept, step(2, 1, tokens=100, loss=9.0))
+    files = RunFiles(tmp_path)
+    files.look()
+    append(tmp_path / "new", *kept)
+    (tmp_path / "new").replace(path)
+    (one,) = files.look()
+    assert (one.step, one.loss, one.left_out, one.tokens_per_second) == (1, None, 1, 200.0)
+    append(path, step(2, tokens=100), sync(refused_by=[1]))
+    (one,) = files.look()
+    assert (one.step, one.left_out, one.bytes_per_second) == (2, 2, 500_000)
 
 
 @pytest.mark.parametrize(
