@@ -2,7 +2,8 @@
 
 At a loopback address whoever is on this host reads it, with `--token` those who have the token;
 at any other address the token is always asked for. It comes once, in the page's address, and stays
-with the browser in a cookie that scripts cannot read and that no other site's request carries.
+with the browser in a cookie that scripts cannot read. Of other sites' requests a link that is
+followed carries it, as from a chat, and no other does: no frame, no script and no picture.
 
 A page of another site may have its name point to this host (DNS rebinding), and so read what is
 served here without a token: a request has to be for a name of this host, unless it has the token.
@@ -13,7 +14,6 @@ from __future__ import annotations
 import hmac
 import ipaddress
 import secrets
-from http.cookies import CookieError, SimpleCookie
 from urllib.parse import urlsplit
 
 HEADERS = {
@@ -68,8 +68,8 @@ class Access:
 
     def in_cookie(self, header: str | None, port: int) -> str | None:
         """Return what a request's cookie has."""
-        try:
-            cookie = SimpleCookie(header or "").get(self.cookie_name(port))
-        except CookieError:
-            return None
-        return None if cookie is None else cookie.value
+        for cookie in (header or "").split(";"):  # others may have any form
+            name, _, value = cookie.strip().partition("=")
+            if name == self.cookie_name(port):
+                return value
+        return None

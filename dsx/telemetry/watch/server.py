@@ -60,6 +60,7 @@ class PageServer(ThreadingHTTPServer):
         self.is_ending = False
         self._places = threading.Semaphore(MOST_CALLERS)
         self.streams = threading.Semaphore(MOST_STREAMS)
+        host = host.removeprefix("[").removesuffix("]")  # as an address of the web has it
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
         super().__init__((found[0][4][0], port), _Handler)  # type: ignore[arg-type]
@@ -141,7 +142,7 @@ class _Handler(BaseHTTPRequestHandler):
         if access.token is None:
             return True
         if path == "/" and "token" in fields and access.has_token(fields["token"]):
-            cookie = f"{access.cookie_name(port)}={access.token}; Path=/; HttpOnly; SameSite=Strict"
+            cookie = f"{access.cookie_name(port)}={access.token}; Path=/; HttpOnly; SameSite=Lax"
             self._send(HTTPStatus.SEE_OTHER, "text/plain", b"", {
                 "Set-Cookie": cookie, "Location": "/",
             })  # fmt: skip

@@ -187,10 +187,13 @@ def test_elsewhere_than_on_loopback_a_token_is_asked_for(tmp_path: Path) -> None
             assert headers.items() >= HEADERS.items()
         status, headers, _ = ask(page, f"/?token={token}")
         assert (status, headers["Location"]) == (303, "/")
-        assert headers["Set-Cookie"].endswith("; Path=/; HttpOnly; SameSite=Strict")
+        assert headers["Set-Cookie"].endswith("; Path=/; HttpOnly; SameSite=Lax")
         cookie = headers["Set-Cookie"].partition(";")[0]
         assert ask(page, "/", Cookie=f"other=1; {cookie}")[0] == 200
+        for others in ("a=b=c; {}", "{}; [x", 'user={{"a": "b, c"}}; {} ', "\x01;{};=;"):
+            assert ask(page, "/", Cookie=others.format(cookie))[0] == 200, others
         assert ask(page, "/", Cookie=f"{cookie}x")[0] == 403
+        assert ask(page, "/", Cookie=f"x{cookie}; y={cookie}")[0] == 403
         assert ask(page, "/api/state", Authorization=f"Bearer {token}")[0] == 200
         assert ask(page, "/api/state", Cookie="=;;\x01")[0] == 403
     finally:
@@ -204,6 +207,23 @@ def test_elsewhere_than_on_loopback_a_token_is_asked_for(tmp_path: Path) -> None
 )  # fmt: skip
 def test_which_addresses_need_a_token(host: str, has_token: bool) -> None:
     assert (Access(host, False).token is not None) == has_token
+
+
+@pytest.mark.parametrize("host", ["[::1]", "::1"])
+def test_an_address_of_ipv6_may_stand_in_brackets(tmp_path: Path, host: str) -> None:
+    try:
+        with socket.create_server(("::1", 0), family=socket.AF_INET6):
+            pass
+    except OSError:
+        pytest.skip("this host has no IPv6")
+    page = Watch(WatchedRun(make_run(tmp_path / "run")), host)
+    try:
+        assert page.address == f"http://[::1]:{page.port}/"
+        with socket.create_connection(("::1", page.port), 10) as caller:
+            caller.sendall(b"GET / HTTP/1.1\r\nHost: [::1]\r\n\r\n")
+            assert caller.recv(100).startswith(b"HTTP/1.1 200")
+    finally:
+        page.close()
 
 
 def test_a_port_that_is_taken_is_named_with_the_fix(page: Watch, tmp_path: Path) -> None:
