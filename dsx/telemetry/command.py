@@ -22,7 +22,7 @@ def report(
         typer.Option(metavar="FILE.html", help="Write a page in the place of table and plot."),
     ] = None,
 ) -> None:
-    """Show the records of a run as a table and a plot, or write them as a page.
+    """Show the records of a run as a table and a plot, or as a page.
 
     The plot goes to plot.png in the run's folder, in place of the last one, or where --plot says.
     The page (--html) is one file with what was set, what happened, what cost time and what to

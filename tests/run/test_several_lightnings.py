@@ -234,6 +234,7 @@ class Stepping:
         self.strategy = SimpleNamespace()
         self.lr_scheduler_configs: list[Any] = []
         self.checkpoint_callbacks: list[Any] = []
+        self.loggers: list[Any] = []
         self.max_steps, self.max_epochs, self.num_training_batches = 8, -1, 4
         self.enable_validation = True
         self.accumulate_grad_batches, self.val_check_batch, self.check_val_every_n_epoch = 1, 4, 1

@@ -92,7 +92,8 @@ def _make_last(base: Any, trainer: Any, fit: Fit) -> Any:
             if handle.step == counted:
                 return
             self.steps = (trainer.global_step, handle.step)
-            if handle.step % trainer.log_every_n_steps == 0:
+            every = trainer.log_every_n_steps  # 0: never
+            if every and handle.step % every == 0:
                 if loss is not None:
                     handle.log_step(loss=float(loss))
                 for one in trainer.loggers:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
+from dsx.telemetry.sound import sound_summary
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
 from dsx.telemetry.watch.run import WatchedRun
-from dsx.telemetry.watch.sound import sound_summary
 from dsx.telemetry.watch.state import state
 
 _LAST_LOSSES = 10

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.run_folder import cluster_file, read_about, say_end
+from dsx.telemetry.sound import sound_about, sound_record
 from dsx.telemetry.top.follow import Follower
-from dsx.telemetry.watch.sound import sound_about, sound_record
 
 WINDOW_SECONDS = 60.0
 _SILENT_SECONDS = 15.0  # without a record, at least, and several steps' worth

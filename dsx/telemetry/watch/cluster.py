@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
-from dsx.telemetry.watch.sound import is_number, sound_record
+from dsx.telemetry.sound import is_number, sound_record
 from dsx.telemetry.watch.table import Merge, Table
 
 NAN = math.nan

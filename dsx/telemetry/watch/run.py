@@ -26,10 +26,10 @@ from dsx.telemetry.run_folder import (
     open_summary,
     read_about,
 )
+from dsx.telemetry.sound import seconds_of, sound_about
 from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
 from dsx.telemetry.watch.follow import FollowedFile, Fresh, first_look
 from dsx.telemetry.watch.processes import Processes
-from dsx.telemetry.watch.sound import seconds_of, sound_about
 
 _LOG_BYTES = 256 << 10  # of the end of a log
 _LOG_LINE = re.compile(r"(\S+) (WARNING|ERROR|CRITICAL) (\S+?): (.*)")

@@ -9,11 +9,11 @@ import math
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
+from dsx.telemetry.sound import seconds_of
 from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
 from dsx.telemetry.watch.members import last_membership, members, num_clusters
 from dsx.telemetry.watch.run import WatchedRun
-from dsx.telemetry.watch.sound import seconds_of
 
 _MOST_EVENTS = 100
 _MOST_CHECKPOINTS = 6

@@ -22,6 +22,7 @@ from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.top.follow import Follower
 from dsx.telemetry.top.show import COLUMNS, plain, screen
 from dsx.telemetry.top.standing import RunFiles, Standing
+from tests.signals import default_sigint
 
 
 def write_run(folder: Path, cluster: int = 0, end: str = "", **facts: Any) -> None:
@@ -172,7 +173,10 @@ def test_in_a_terminal_it_goes_on_until_it_is_told_to_end(tmp_path: Path, how: s
     own, theirs = pty.openpty()
     command = [sys.executable, "-m", "dsx", "top", "--seconds", "0.3", str(tmp_path)]
     environment = {**os.environ, "COLUMNS": "140", "TERM": "xterm"}
-    run = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment)
+    run = subprocess.Popen(
+        command, stdin=theirs, stdout=theirs, stderr=theirs, env=environment,
+        preexec_fn=default_sigint,
+    )  # fmt: skip
     os.close(theirs)
     try:
         read_until(own, b" 111 ")

@@ -23,6 +23,7 @@ from dsx.telemetry.watch.meanings import MEANINGS
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.server import MOST_CALLERS, MOST_STREAMS
 from dsx.telemetry.watch.watch import Watch
+from tests.signals import default_sigint
 from tests.telemetry.watch.folders import append, make_run, step_record
 
 ROOT = Path(__file__).parents[3]
@@ -254,7 +255,7 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(tmp_pat
     command = [sys.executable, "-c", code, "watch", run, "--port", "0", "--no-browser"]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONUNBUFFERED": "1"}, preexec_fn=default_sigint,
     )  # fmt: skip
     assert process.stdout is not None
     line = process.stdout.readline()
