@@ -159,14 +159,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _answer(self, answer: Answer, fields: dict[str, str]) -> None:
         try:
-            found = answer(fields)
+            body = _text_of(answer(fields)).encode()
         except ValueError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
             return
         except Exception as error:  # a fault of ours, which the others' pages go on with
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _say_fault(error))
             return
-        body = _text_of(found).encode()
         self._send(HTTPStatus.OK, "application/json", body)
 
     def _stream(self) -> None:
