@@ -51,8 +51,12 @@ def ask(
 
 
 def wait_for_step(page: Watch, step: int) -> None:
+    """Wait until one cluster is there, and something of each is read."""
     until = time.monotonic() + 10
-    while json.loads(ask(page, "/api/state")[2]).get("step") != step:
+    while True:
+        found = json.loads(ask(page, "/api/state")[2])
+        if found.get("step") == step and all("step" in row for row in found["members"]):
+            return
         assert time.monotonic() < until
         time.sleep(0.02)
 
