@@ -198,7 +198,7 @@ def watch(
         if opens_browser and has_screen():
             webbrowser.open(page.address)
         while True:
-            time.sleep(3600)
+            time.sleep(1)  # a signal that another thread has taken is seen then
     except KeyboardInterrupt:
         say("ended")
     finally:

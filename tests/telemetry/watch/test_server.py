@@ -270,7 +270,7 @@ def test_the_command_serves_until_it_is_interrupted_and_imports_no_torch(tmp_pat
         caller.sendall(b"GET /events HTTP/1.1\r\nHost: localhost\r\n\r\n")
         assert caller.recv(100).startswith(b"HTTP/1.1 200")
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
+        out, err = process.communicate(timeout=60)
     assert process.returncode == 0
     assert out == "dsx watch: ended\ntorch imported: False\n"
     assert err == ""
