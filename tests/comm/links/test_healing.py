@@ -75,6 +75,7 @@ class PartlyUnused(TinyNet):
         self.unused = torch.nn.Parameter(torch.arange(4000.0))
 
 
+@pytest.mark.ci
 def test_what_its_own_checkpoint_holds_alike_is_not_fetched(monkeypatch: Any) -> None:
     """Half of it is of another round: that is fetched, and the rest is not."""
     monkeypatch.setattr(parcel, "LEAST_SLICE_BYTES", 1000)
