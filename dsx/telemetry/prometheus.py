@@ -13,10 +13,11 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import util
-from socketserver import TCPServer, ThreadingMixIn
+from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+from dsx.telemetry.few_callers import FewCallers
 from dsx.telemetry.figures import FIGURES, Figures
 
 if TYPE_CHECKING:  # an extra
@@ -60,19 +61,13 @@ class Page:
             self._server.server_close()
 
 
-class _Server(ThreadingMixIn, WSGIServer):
-    """Answers each caller on a thread, which ends with the process.
-
-    A port that another process listens at is not shared with it, as some Pythons would.
-    """
-
-    daemon_threads = True
-    allow_reuse_port = False
+class _Server(FewCallers, WSGIServer):
+    """Answers each caller on a thread."""
 
     def __init__(self, host: str, port: int, application: Callable[..., Any]) -> None:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         self.address_family = found[0][0]
-        self._places = threading.Semaphore(_MOST_CALLERS)
+        self.places = threading.Semaphore(_MOST_CALLERS)
         super().__init__((found[0][4][0], port), _Handler)  # type: ignore[arg-type]
         self.set_app(application)
 
@@ -81,24 +76,6 @@ class _Server(ThreadingMixIn, WSGIServer):
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
         self.setup_environ()
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, where there is one left."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._places.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and leave the place to the next one."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
 
     def let_go(self) -> None:
         """Leave the port to the parent; in a process that it has forked."""

@@ -14,12 +14,13 @@ import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from importlib import resources
 from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from dsx.telemetry.few_callers import FewCallers
 from dsx.telemetry.watch.access import HEADERS, Access
 
 MOST_CALLERS = 32  # at once
@@ -33,15 +34,13 @@ _TYPES = {
 Answer = Callable[[dict[str, str]], Any]  # a JSON object for the fields of a query
 
 
-class PageServer(ThreadingHTTPServer):
+class PageServer(FewCallers, HTTPServer):
     """Serves `answers`, by path, and the page's files. OSError where the port cannot be had.
 
     `next_state` waits for a state other than that of a version, for so many seconds at most, and
     returns it with its version.
     """
 
-    daemon_threads = True
-    allow_reuse_port = False  # a port that another process listens at is not shared with it
     block_on_close = False
     request_queue_size = MOST_CALLERS
 
@@ -58,7 +57,7 @@ class PageServer(ThreadingHTTPServer):
         self.next_state = next_state
         self.files = _page_files()
         self.is_ending = False
-        self._places = threading.Semaphore(MOST_CALLERS)
+        self.places = threading.Semaphore(MOST_CALLERS)
         self.streams = threading.Semaphore(MOST_STREAMS)
         host = host.removeprefix("[").removesuffix("]")  # as an address of the web has it
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -69,24 +68,6 @@ class PageServer(ThreadingHTTPServer):
         """Bind, without a look-up of the host's own name: that may take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = self.server_address[:2]  # type: ignore[assignment]
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer on a thread, where there is a place."""
-        if not self._places.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._places.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Answer, and leave the place to the next one."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing of a caller that has gone; what else goes wrong is a fault of ours."""
