@@ -68,7 +68,7 @@ class Metrics:
     def close(self) -> None:
         """Return once what is held back is written, and the files are closed."""
         self._end()
-        for outlet in self._outlets:  # each has had its time since all were told
+        for outlet in self._outlets:  # all were told before one is waited for
             outlet.close()
         self._behind.flush()
 

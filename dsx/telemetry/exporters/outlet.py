@@ -28,8 +28,8 @@ class Outlet:
         self._behind = behind or Behind(_CLOSE_SECONDS, f"{kind.name} to take the last records")
         self._is_own = behind is None
         self._sink: Sink | None = None  # of the thread
-        self._start: Start | None = None
-        self._path: Path | None = None  # of what was written to last
+        self._path: Path | None = None  # of what is written to; None: nothing is since the close
+        self._has_ended = True
         self._trouble: Exception | None = None  # with which it could not be opened
         self._open_at = 0.0
 
@@ -41,7 +41,7 @@ class Outlet:
 
     def write(self, line: Mapping[str, Any], start: Start) -> None:
         """Have a record written, of this start of the run."""
-        is_first, self._start = self._path is None, start
+        is_first, self._has_ended = self._path is None, False
         self._path = start.directory / self._kind.name
         self._behind.do(lambda: self._write(line, start), self._path)
         if is_first:  # behind that of the thread, so that it is called before
@@ -49,18 +49,18 @@ class Outlet:
 
     def end(self) -> None:
         """Have the sink closed behind what is written; a later record opens it again."""
-        if self._start is not None:
-            start, self._start = self._start, None
-            self._path = start.directory / self._kind.name
+        if self._path is not None and not self._has_ended:
+            self._has_ended = True
             self._behind.do(self._close, self._path)
 
     def close(self) -> None:
         """Return once all is written, or after a deadline; then say what was not."""
         atexit.unregister(self.close)
         self.end()
-        if self._is_own and self._path is not None:
+        path, self._path = self._path, None
+        if self._is_own and path is not None:
             if left := self._behind.flush():
-                self._behind.missing.add(self._path, "it does not answer", left)
+                self._behind.missing.add(path, "it does not answer", left)
             self._behind.missing.tell()
 
     def _write(self, line: Mapping[str, Any], start: Start) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dsx.telemetry.run_folder import cluster_file, read_about, say_end
+from dsx.telemetry.run_folder import cluster_file, files_of, read_about, say_end
 from dsx.telemetry.sound import sound_about, sound_record
 from dsx.telemetry.top.follow import Follower
 
@@ -104,8 +104,8 @@ class RunFiles:
         now = time.time()
         told = read_about(self.folder)
         abouts = {m: found for m, about in told.items() if (found := sound_about(about))}
-        for path in self.folder.glob("metrics*.jsonl"):
-            abouts.setdefault(_cluster_of(path), {})
+        for cluster in files_of(self.folder, "metrics"):
+            abouts.setdefault(cluster, {})
         for cluster in sorted(abouts):
             if cluster not in self._clusters:
                 self._clusters[cluster] = ClusterFiles(self.folder, cluster)
@@ -124,11 +124,6 @@ class RunFiles:
                     fresh.append(f"{words[0]} cluster {cluster}: {text}")
         self._events.extend(sorted(fresh))
         return [*self._events][-most:]
-
-
-def _cluster_of(path: Path) -> int:
-    middle = path.name.removesuffix(".jsonl").partition(".cluster_")[2]
-    return int(middle) if middle.isdigit() else 0
 
 
 def _state(about: Mapping[str, Any], age: float | None, pace: float) -> str:

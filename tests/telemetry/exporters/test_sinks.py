@@ -192,6 +192,21 @@ def test_a_sink_that_hangs_holds_no_rollback_up_and_what_it_has_not_taken_is_tol
     assert re.search(r"by file: far: 1[01] \(it does not answer\)", caplog.text), caplog.text
 
 
+def test_a_record_behind_the_close_is_written_as_the_program_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Any] = []
+    monkeypatch.setattr("atexit.register", at_exit.append)
+    kept = Kept()
+    outlet = Outlet(Kind("far", lambda start: kept))
+    for step in (1, 2):
+        line = {"kind": "step", "step": step + 2, "time": 0.0, "loss": 1.0}
+        outlet.write(line, Start(tmp_path / "first", 0, None))
+        outlet.close() if step == 1 else at_exit[-1]()
+    assert at_exit.count(outlet.close) == 2
+    assert [step for step, _ in kept.got] == [3, 4] and kept.closed == 2
+
+
 def test_a_sink_that_cannot_be_opened_is_not_tried_for_each_record(tmp_path: Path) -> None:
     tries: list[Start] = []
 
