@@ -6,7 +6,7 @@ import copy
 import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -14,16 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from dsx.comm.elastic import ElasticTransport
-from dsx.comm.gloo import GlooPending
 from dsx.comm.links.clerk import Clerk
 from dsx.comm.links.link import Link
 from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.rank_views import Board, FirstRankViews
-from dsx.comm.links.transport import LinkTransport
-from dsx.core.exchange import COMMIT, Exchange, ExchangeRound
 from dsx.core.membership import Member, Membership, Seat
-from dsx.core.transport import TRAINING, PeerLost, Submission
-from dsx.core.types import Stage
+from dsx.core.transport import PeerLost
 from dsx.engines.torch import TorchAdapter
 from dsx.method.method import Method
 from dsx.outer.donor import FIRST, Donor, why_not
@@ -33,10 +29,7 @@ from dsx.outer.parcel import hash_of
 from dsx.outer.shared_state import saved_names
 from dsx.training.dealing import follow_boundaries
 from tests.comm.links.clusters import Line
-
-Fate = Callable[[Submission], int | None]  # after how many rounds of it a cluster ends
-NEVER: Fate = lambda what: None  # noqa: E731
-BUT_ONE = -1  # at the commit, having told it to the first of the others alone
+from tests.comm.links.fates import NEVER, Doomed, Fate
 
 
 def members(epoch: int, ids: Sequence[int], num_clusters: int = 3) -> Membership:
@@ -70,40 +63,6 @@ class ToldViews:
         pass
 
 
-class Doomed(LinkTransport):
-    """Ends its link in the middle of an exchange, if that is its fate."""
-
-    def __init__(
-        self, site: Site, seat: Seat, part: str, fate: Fate, fragments: Sequence[int]
-    ) -> None:
-        self._site, self._fate = site, fate
-        name = f"a run/view {seat.membership.epoch}{part}"
-        super().__init__(site.link, name, fragments, seat, 20.0, Stage())
-
-    def submit(self, what: Submission, exchange: Exchange, again: Any = None) -> GlooPending:
-        rounds = self._fate(what) if what.purpose == TRAINING else None
-        return super().submit(
-            what, exchange if rounds is None else self._cut(exchange, rounds, what.step)
-        )
-
-    def _cut(
-        self, exchange: Exchange, rounds: int, step: int
-    ) -> Generator[ExchangeRound, None, Tensor]:
-        for number, round in enumerate(exchange):
-            if round.what == COMMIT and rounds == BUT_ONE:
-                told = [sent if m == self.seat.others[0] else () for m, sent in
-                        enumerate(round.outgoing)]  # fmt: skip
-                yield ExchangeRound(told, round.incoming, COMMIT)
-                number = rounds = 0
-            if number == rounds:
-                self._site.cut_at = min(self._site.cut_at, step)
-                time.sleep(0.2)  # what was sent before arrives
-                self._site.end()
-                raise PeerLost("this site has been killed")
-            yield round
-        raise AssertionError("its fate was not reached")
-
-
 class WithCopies(TorchAdapter):
     """As if weights were copies of the masters: `is_behind` where they are of before."""
 
@@ -132,6 +91,7 @@ class Site:
         self.is_over = threading.Event()
         self.transport: ElasticTransport | None = None
         self.loop: OuterLoop | None = None
+        self.all = [self]
         self.cut_at = 1 << 30  # the step of the first launch that its end has cut short
         self.epochs: list[int] = []  # at each step, by the end of it
         self.hashes: dict[int, str] = {}  # of the anchors, at each step
@@ -142,6 +102,24 @@ class Site:
         self.donor: Donor | None = None
         self.batches: Any = None  # which is dealt between the clusters, if a test has set it
         self.saved: dict[str, Tensor] = {}  # its own checkpoint, if it has one
+
+    def has_committed(self, before: int) -> bool:
+        """Whether it has submitted all launches before that number, and holds their means."""
+        if self.is_over.is_set():
+            return True
+        if self.transport is None:
+            return False
+        under_way = self.transport._under_way
+        with under_way.lock:
+            is_there = under_way.last >= before - 1
+            return is_there and min(under_way.launches, default=before) >= before
+
+    def await_commits(self, before: int) -> None:
+        """Return once all that go on have committed those; AssertionError after 20 s."""
+        until = time.monotonic() + 20
+        while not self.is_over.is_set() and not all(s.has_committed(before) for s in self.all):
+            assert time.monotonic() < until, f"launches before {before} are not committed"
+            time.sleep(0.01)
 
     def end(self) -> None:
         """As a kill does: the connections are closed, nothing is said."""
@@ -274,8 +252,7 @@ def run(
     sites = [Site(m, model, method, **options) for m in range(num_clusters)]
     lines = [Line(sites[0].link.port)] if line is not None else []
     for site in sites:
-        site.batches = batches_of(site.id)
-    for site in sites:
+        site.batches, site.all = batches_of(site.id), sites
         for other in sites:
             if other is not site:
                 called = other.id < site.id

@@ -12,7 +12,8 @@ import torch
 from dsx.config.schema import preset
 from dsx.core.transport import PeerLost, Submission
 from dsx.method.method import Method
-from tests.comm.links.sites import BUT_ONE, Site, members, run
+from tests.comm.links.fates import BUT_ONE
+from tests.comm.links.sites import Site, members, run
 from tests.compress.test_over_gloo import WideNet, loss
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -88,12 +89,12 @@ def leave(method: Any, launch: int, num_clusters: int = 3, **model: Any) -> list
     def before(site: Site, step: int) -> None:
         if step != launch:
             return
+        assert site.transport is not None
+        site.await_commits(site.transport._under_way.last + 1)
         meeting.wait(20)
-        time.sleep(0.3)  # what was launched before is committed
         if site.id == num_clusters - 1:
             site.end()
             raise PeerLost("it has left")
-        assert site.transport is not None
         site.views.put(members(1, range(num_clusters - 1), num_clusters))
         until = time.monotonic() + 20
         while site.transport.seat.membership.epoch != 1 or not site.transport.is_settled:
