@@ -32,7 +32,7 @@ from tests.tiny import CASES, TinyNet
 pytestmark = needs("deepspeed")
 
 NUM_STEPS = 12
-SAVED_UNDER_WAY = 1, 6  # fragment, step: at the save its mean is there, or made again
+SAVED_UNDER_WAY = (0, 5), (1, 6)  # fragment, step: at the save the mean is there, or made again
 PERIOD = (5, 6, 7, 8)  # of H = 4, transfers in flight at most of them
 
 
@@ -166,9 +166,9 @@ def test_a_trace_shows_each_step_once_and_survives_a_resume(recorded: Path) -> N
             for span in timeline.spans:
                 if span.track[0] == cluster and span.name == kind:
                     shown[span.facts["fragment"], span.facts["launched"]] += span.facts["bytes"]
-            handed_over = shown.pop(SAVED_UNDER_WAY), sent[SAVED_UNDER_WAY]
-            assert dict(shown) == {k: v for k, v in sent.items() if k != SAVED_UNDER_WAY}
-            assert HEADER_BYTES <= handed_over[1] <= handed_over[0]  # a header of each owner
+            for launch in SAVED_UNDER_WAY:  # a header of each owner, at least
+                assert HEADER_BYTES <= sent[launch] <= shown.pop(launch)
+            assert dict(shown) == {k: v for k, v in sent.items() if k not in SAVED_UNDER_WAY}
 
 
 def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> None:
@@ -198,7 +198,7 @@ def test_metrics_are_for_the_cluster_and_survive_a_resume(recorded: Path) -> Non
             payload = record["bytes_sent"] - elements * 4  # C = 2: each element once each way
             ranks = (1, 2)  # that own some
             beside = [n * (HEADER_BYTES + COMMIT_BYTES) for n in ranks]
-            if (record["fragment"], record["launched_step"]) == SAVED_UNDER_WAY:
+            if (record["fragment"], record["launched_step"]) in SAVED_UNDER_WAY:
                 handed_over = [n * HEADER_BYTES for n in ranks]
                 assert record["bytes_sent"] in handed_over or payload in beside
             else:
