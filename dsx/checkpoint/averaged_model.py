@@ -42,8 +42,8 @@ from dsx.checkpoint.tags import (
     require_readable,
     same_content,
 )
+from dsx.core.progress import SOON, Progress
 from dsx.core.types import Slot
-from dsx.outer.progress import SOON, Progress
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger(__name__)

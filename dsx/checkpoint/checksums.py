@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from dsx.outer.progress import SOON, Progress
+from dsx.core.progress import SOON, Progress
 
 MANIFEST = "dsx.json"
 UNFINISHED, REPLACED = ".unfinished", ".replaced"

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dsx.core.engine import EngineAdapter
+from dsx.core.progress import Progress
 from dsx.core.transport import PeerLost, Transport
 from dsx.core.types import History, RoundsInARow
 from dsx.method.method import Method
@@ -29,7 +30,6 @@ from dsx.outer.bit_hash import BitHash
 from dsx.outer.guard import forget
 from dsx.outer.notices import NoticeCarrier, places_in
 from dsx.outer.parity_check import MEAN, ParityResult, Sides
-from dsx.outer.progress import Progress
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import NothingYet, Transfer
 

@@ -24,11 +24,11 @@ from torch import Tensor
 from dsx.core.engine import EngineAdapter
 from dsx.core.exchange import Exchange, to_all
 from dsx.core.fifo import Fifo
+from dsx.core.progress import Progress
 from dsx.core.transport import START, Pending, Submission, Transport
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.outer.digest import NUMBERS, Digests
-from dsx.outer.progress import Progress
 from dsx.outer.rounds import until_all_are_done
 from dsx.outer.state import StateStore
 from dsx.outer.transfer import Arrived

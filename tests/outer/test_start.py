@@ -21,7 +21,6 @@ from dsx.engines.torch import TorchAdapter
 from dsx.outer.bit_hash import BitHash
 from dsx.outer.digest import Digests
 from dsx.outer.loop import OuterLoop
-from dsx.outer.progress import Progress
 from dsx.outer.rounds import until_all_are_done
 from tests.comm.threads import over_gloo
 from tests.tiny import NUM_LAYERS, TinyNet
@@ -200,18 +199,3 @@ def test_every_bit_and_the_length_count(numel: int, monkeypatch: pytest.MonkeyPa
             y = x.clone()
             y.view(torch.int32)[place] ^= 1
             assert not torch.equal(own, digests.of(y))
-
-
-def test_progress_says_how_much_how_fast_and_how_long(caplog: pytest.LogCaptureFixture) -> None:
-    now = [0.0]
-    progress = Progress("masters of cluster 0", 10_000_000_000, True, lambda: now[0])
-    silent = Progress("masters of cluster 0", 10_000_000_000, False, lambda: now[0])
-    for second in range(1, 26):
-        now[0] = float(second)
-        for one in (progress, silent):
-            one.moved(100_000_000)
-    lines = [record.getMessage() for record in caplog.records]
-    assert lines == [
-        "masters of cluster 0: 1 GB of 10 GB, 100 MB/s, 90 s left",
-        "masters of cluster 0: 2 GB of 10 GB, 100 MB/s, 80 s left",
-    ]

@@ -1,4 +1,4 @@
-"""How far bytes have come, from another cluster or a disk, told on the log: of what takes long.
+"""How far something has come that takes long (bytes of a disk, pieces of work), told on the log.
 
 `12.3 GB of 53.5 GB, 118 MB/s, 349 s left`. Lines are warnings: a script that has not set up
 logging shows them, and where nothing else is to be seen for minutes somebody wants to know why.
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 class Progress:
     """Counts the bytes of one thing and tells of them; `tells`: whether this rank is to.
 
-    A first time after `first_seconds`.
+    A first time after `first_seconds`. `shown` writes a number of what is counted, if not bytes.
     """
 
     def __init__(
@@ -30,28 +30,34 @@ class Progress:
         tells: bool,
         clock: Callable[[], float] = time.monotonic,
         first_seconds: float = SECONDS_BETWEEN,
+        shown: Callable[[float], str] = format_bytes,
     ) -> None:
         self._what = what
         self._total = total
         self._tells = tells
-        self._clock = clock
+        self._clock, self._shown = clock, shown
         self._began = clock()
         self._told = self._began + first_seconds - SECONDS_BETWEEN
         self.done = 0
 
-    def moved(self, num_bytes: int) -> None:
+    def moved(self, count: int) -> None:
         """Count; from any one thread at a time."""
-        self.done += num_bytes
+        self.done += count
         now = self._clock()
         if self._tells and self.done and now - self._told >= SECONDS_BETWEEN:
             self._told = now
             rate = self.done / (now - self._began)
             logger.warning(
-                "%s: %s of %s, %s/s, %.0f s left", self._what, format_bytes(self.done),
-                format_bytes(self._total), format_bytes(rate), (self._total - self.done) / rate,
+                "%s: %s of %s, %s/s, %.0f s left", self._what, self._shown(self.done),
+                self._shown(self._total), self._shown(rate), (self._total - self.done) / rate,
             )  # fmt: skip
 
     @property
     def seconds(self) -> float:
         """Time since the beginning."""
         return self._clock() - self._began
+
+
+def as_count(count: float) -> str:
+    """Write a number of things: "1,200"."""
+    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
