@@ -42,6 +42,10 @@ class MetricsConfig(BaseModel):
     trace_steps: tuple[int, int] = (1, 1000)
     """The first and the last inner step that the trace holds, from 1; needs `trace`."""
 
+    trace_megabytes: float = Field(default=32.0, ge=1, allow_inf_nan=False)
+    """What the trace of one rank may take on its disk, packed, in MB; beyond that its oldest steps
+    go; needs `trace`."""
+
     progress_seconds: float = Field(default=10.0, ge=0, allow_inf_nan=False)
     """How often rank 0 says on its standard error stream where the run is, how fast, what it sends,
     how much of that is hidden and the utilization; cluster 0's where one launcher has started all.
@@ -109,11 +113,14 @@ def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
             "a character 0; write another one"
         )
     first, last = metrics.trace_steps
-    if "trace_steps" in metrics.model_fields_set and not metrics.trace:
-        raise ConfigError(
-            f'dsx.metrics.trace_steps=[{first}, {last}] needs "trace": true; add that, or leave it '
-            "out"
-        )
+    for key, value in (
+        ("trace_steps", [first, last]),
+        ("trace_megabytes", f"{metrics.trace_megabytes:g}"),
+    ):
+        if key in metrics.model_fields_set and not metrics.trace:
+            raise ConfigError(
+                f'dsx.metrics.{key}={value} needs "trace": true; add that, or leave it out'
+            )
     if not 1 <= first <= last:
         raise ConfigError(
             f"dsx.metrics.trace_steps=[{first}, {last}] must be the first and the last step to "

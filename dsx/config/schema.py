@@ -78,7 +78,7 @@ class DsxConfig:
     def block(self) -> dict[str, Any]:
         """Return the "dsx" block with every default in it: reading it again gives the same."""
         metrics = self.metrics.model_dump(
-            mode="json", exclude=None if self.metrics.trace else {"trace_steps"}
+            mode="json", exclude=None if self.metrics.trace else {"trace_steps", "trace_megabytes"}
         )
         return {
             "preset": self.preset,

@@ -21,14 +21,16 @@ from typing import Any, cast
 from dsx.support.checkpoints import as_text, checkpoints_of
 from dsx.support.environment import environment_of
 from dsx.support.scrub import Scrubber, hosts_in
+from dsx.telemetry.trace.parts import last_lines
 
 _ALL = r"(?:\.cluster_\d+)?"
+_RANK = r"trace\.cluster_\d+\.rank_\d+"
 _KINDS = {  # most needed first: names, and how many bytes of each file's end
     "run": (re.compile(rf"run{_ALL}\.json"), 8 << 20),
     "stacks": (re.compile(r"stacks\.cluster_\d+\.rank_\d+\.txt"), 256 << 10),
     "log": (re.compile(rf"log{_ALL}\.txt"), 1 << 20),
     "metrics": (re.compile(rf"metrics{_ALL}\.jsonl"), 512 << 10),
-    "trace": (re.compile(r"trace\.cluster_\d+\.rank_\d+\.jsonl"), 128 << 10),
+    "trace": (re.compile(rf"{_RANK}(?:\.part_\d+\.jsonl\.gz|\.jsonl)"), 128 << 10),
 }
 _MOST_BYTES = 64 << 20  # of all, before they are compressed
 _OWN_RECORDS = ("start", "sync", "finish")  # all of whose strings dsx has written
@@ -93,7 +95,7 @@ def collect(folder: Path) -> Pack:
         else:
             text = pack.scrubber.text(text)
             note += "; no valid JSON, packed as text" if kind == "run" else ""
-        pack.add(file.name, text, note.removeprefix("; "))
+        pack.add(file.name.removesuffix(".gz"), text, note.removeprefix("; "))
     found = checkpoints_of(folder, known)
     text = as_text(pack.scrubber.value(found))
     pack.add("checkpoints.json", text, f"{len(found)} checkpoints: steps, names of files, sizes")
@@ -128,6 +130,8 @@ def _files_in(folder: Path, pack: Pack) -> list[tuple[Path, str]]:
 def _read(file: Path, most: int, pack: Pack) -> tuple[str, str]:
     """Return a file's text, and a note where that is its first line and its end."""
     try:
+        if file.suffix == ".gz":
+            return last_lines(file, most).decode(errors="replace"), "its newest spans, unpacked"
         with file.open("rb") as stream:
             size = stream.seek(0, 2)
             stream.seek(0)

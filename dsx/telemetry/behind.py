@@ -53,16 +53,21 @@ class Behind:
 
     def do(
         self, do: Callable[[], object], path: Path, records: int = 1, is_whole: bool = False
-    ) -> None:
-        """Have something written soon; `is_whole`: it is all that the file at `path` holds."""
+    ) -> bool:
+        """Have something written soon; `is_whole`: it is all that the file at `path` holds.
+
+        False where so much waits that it will not be; it is counted as missing then.
+        """
         work = _Work(do, path, records, is_whole)
         if self._is_closed or os.getpid() != self._process:  # no thread: a worker's is its parent's
             self._run(work)
         elif self._queue.qsize() >= _MOST_WAITING:
             self.missing.add(path, "the disk does not answer", records)
+            return False
         else:
             self._queue.put(work)
             self._start()
+        return True
 
     def flush(self) -> int:
         """Return once everything has been done, or after a deadline, where a disk hangs; and how

@@ -54,7 +54,7 @@ class RecordFile:
         if not self._is_begun:  # later the folder is not made again: it may be where a disk was
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._step is not None:
-                _drop_beyond(self.path, self._step)
+                drop_beyond(self.path, self._step)
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         self._descriptor = os.open(self.path, flags, 0o666)
         self._is_begun = True
@@ -73,7 +73,7 @@ class RecordFile:
         return "" if not size or os.pread(self._descriptor, 1, size - 1) == b"\n" else "\n"
 
 
-def _drop_beyond(path: Path, step: int) -> None:
+def drop_beyond(path: Path, step: int) -> None:
     """Drop the records beyond a step, atomically; they stay where there is no space for that."""
     if not path.exists():
         return

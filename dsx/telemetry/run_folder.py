@@ -3,7 +3,7 @@
     run.json, run.cluster_1.json, ...          what ran: settings, versions, starts, checkpoints
     metrics.jsonl, metrics.cluster_1.jsonl     a record per inner step and per sync
     log.txt, log.cluster_1.txt, ...            what dsx logged
-    trace.cluster_0.rank_0.jsonl, ...          spans of a rank, with `metrics.trace`
+    trace.cluster_0.rank_0.part_1.jsonl.gz     spans of a rank, with `metrics.trace`
     stacks.cluster_0.rank_0.txt, ...           what a rank that stalled was doing (stalls.py)
     tensorboard/cluster_0, ...                 with `metrics.to`; so do `wandb` and `mlflow`
     summary.json                               the script's own results, where it writes any
@@ -32,7 +32,8 @@ Record = Mapping[str, Any]
 logger = logging.getLogger(__name__)
 RUN_HELP = "A run's folder (metrics.dir), a file in it, or a checkpoint below it."
 _FILES = re.compile(
-    r"(?P<kind>run|metrics)(\.cluster_(?P<cluster>\d+))?\.jsonl?|trace\.cluster_\d+\.rank_\d+\.jsonl"
+    r"(?P<kind>run|metrics)(\.cluster_(?P<cluster>\d+))?\.jsonl?|"
+    r"trace\.cluster_\d+\.rank_\d+(?:\.jsonl|\.part_\d+\.jsonl\.gz)"
 )
 _MOST_LEVELS = 4  # from a file of a checkpoint: tag, cluster, checkpoints, run
 _MOST_NAMES = 8

@@ -28,7 +28,7 @@ from dsx.telemetry.metrics import Metrics
 from dsx.telemetry.progress import Progress
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.stalls import stall_watch
-from dsx.telemetry.trace.recorder import trace_path
+from dsx.telemetry.trace.parts import trace_path
 from dsx.training.advice import Advice
 from dsx.training.outlets import Outlets
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace

@@ -23,7 +23,8 @@ from dsx.outer.memory import OuterMemory
 from dsx.outer.whole_matrices import tell_what_is_factored
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.metrics import metrics_path
-from dsx.telemetry.trace.recorder import Trace, trace_path
+from dsx.telemetry.trace.parts import trace_path
+from dsx.telemetry.trace.recorder import Trace
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ def files_of_run(config: DsxConfig, cluster: int) -> dict[str, str]:
     here = Path()
     names = {"metrics": metrics_path(here, cluster).name}
     if config.metrics.trace:
-        names["trace"] = f"trace.cluster_{cluster}.rank_*.jsonl"
+        names["trace"] = f"trace.cluster_{cluster}.rank_*.jsonl.gz"
     for name in config.metrics.to:
         names[name] = f"{name}/cluster_{cluster}" + (".db" if name == "mlflow" else "")
     return names
@@ -103,6 +104,7 @@ def start_trace(
         return UNTRACED
     path = trace_path(Path(metrics.dir), world.cluster_id, world.rank)  # `begin` names another
     steps, logs = metrics.trace_steps, world.rank == 0
-    trace = Trace(path, world.session, world.seat, steps, logs, behind)
+    most_bytes = int(metrics.trace_megabytes * 1e6)
+    trace = Trace(path, world.session, world.seat, steps, logs, behind, most_bytes)
     adapter.trace_compute(trace)
     return trace

@@ -13,7 +13,6 @@ import torch
 
 import dsx
 from dsx.core.exchange import COMMIT_BYTES, HEADER_BYTES
-from dsx.telemetry.trace.files import read_timeline
 from tests.distributed import run_distributed
 from tests.engines.engines import (
     ACCUMULATION,
@@ -27,6 +26,7 @@ from tests.engines.engines import (
     weights,
 )
 from tests.installed import needs
+from tests.telemetry.trace.runs import read_timeline
 from tests.tiny import CASES, TinyNet
 
 pytestmark = needs("deepspeed")

@@ -14,7 +14,6 @@ from dsx.comm.world import current_world
 from dsx.core.exchange import HEADER_BYTES
 from dsx.engines.deepspeed.engine import start_engine
 from dsx.engines.deepspeed.features import refuse_unsupported
-from dsx.telemetry.trace.files import read_timeline
 from tests.distributed import run_distributed
 from tests.engines.engines import (
     ACCUMULATION,
@@ -35,6 +34,7 @@ from tests.engines.pipelines import (
 )
 from tests.engines.test_deepspeed_traffic import Collectives
 from tests.installed import needs
+from tests.telemetry.trace.runs import read_timeline
 from tests.tiny import WIDTH, H
 
 pytestmark = needs("deepspeed")

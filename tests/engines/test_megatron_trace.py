@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from dsx.telemetry.trace.files import read_timeline
 from tests.distributed import run_distributed
 from tests.engines.megatrons import MICRO_BATCHES, Kind, build_engine, needs_megatron, train_step
+from tests.telemetry.trace.runs import read_timeline
 
 pytestmark = needs_megatron
 

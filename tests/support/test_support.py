@@ -12,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 from dsx.cli import app
 from dsx.support import pack as packing
+from dsx.telemetry.trace.parts import Parts, trace_path
 
 SECRETS = [
     "hf_abcdefghijklmnopqrstuvwx", "s3cr3t-of-wandb", "s3cr3t-of-url", "node17", "10.9.8.7",
@@ -51,6 +52,10 @@ def write_run(folder: Path) -> None:
     lines = "".join(json.dumps(record) + "\n" for record in records)
     (folder / "metrics.jsonl").write_text(lines + '{"kind": "step", "st')
     (folder / "trace.cluster_0.rank_0.jsonl").write_text('{"session": "aa-bb"}\n{"name": "x"}\n')
+    packed = Parts(trace_path(folder, 0, 1), "aa-bb", 0, 1 << 20)
+    packed.append([("forward", "forward", "training", 5, 7, 1, {})])
+    packed.append([("backward", "backward", "training", 7, 9, 1, {})])
+    packed.close()
     tag = folder / "checkpoints/cluster_0/step2"
     tag.mkdir(parents=True)
     (tag / "dsx.json").write_text(json.dumps({"format": 8, "step": 2, "session": "aa-bb"}))
@@ -89,6 +94,7 @@ def test_a_killed_run_is_packed_without_keys_or_data(run: Path, tmp_path: Path) 
     assert set(parts) == {
         "README.txt", "environment.json", "run.json", "stacks.cluster_0.rank_0.txt", "log.txt",
         "metrics.jsonl", "trace.cluster_0.rank_0.jsonl", "checkpoints.json",
+        "trace.cluster_0.rank_1.part_1.jsonl",
     }  # fmt: skip
     shown = done.output.replace(str(tmp_path), "")
     for secret in SECRETS:
@@ -108,6 +114,8 @@ def test_a_killed_run_is_packed_without_keys_or_data(run: Path, tmp_path: Path) 
     }  # fmt: skip
     assert records[2]["values"] == [1, 2] and len(records) == 3
     assert "1 lines that are no records" in done.output
+    spans = [json.loads(line) for line in parts["trace.cluster_0.rank_1.part_1.jsonl"].splitlines()]
+    assert [one["kinds"][0][0] for one in spans] == ["forward", "backward"]
     saved = {tag["path"]: tag for tag in json.loads(parts["checkpoints.json"])}
     assert set(saved) == {"checkpoints/cluster_0/step2", "checkpoints/cluster_0/step4.unfinished"}
     whole = saved["checkpoints/cluster_0/step2"]

@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 
 from dsx.cli import app
 from dsx.telemetry.run_folder import open_run, read_about
+from dsx.telemetry.trace.parts import trace_path
 from tests.distributed import run_distributed
 from tests.engines.engines import build_engine, quiet, train_step
 from tests.installed import needs
+from tests.telemetry.trace.runs import records
 from tests.tiny import batch
 
 pytestmark = needs("deepspeed")
@@ -130,7 +132,8 @@ def test_how_many_steps_are_planned_is_told_once_in_each_start(run: Path) -> Non
 
 def test_another_run_takes_nothing_away(run: Path) -> None:
     def files() -> dict[str, str]:
-        return {p.name: p.read_text() for p in run.iterdir() if p.suffix in (".jsonl", ".json")}
+        kept = (".jsonl", ".json", ".gz")
+        return {p.name: p.read_bytes().decode("latin1") for p in run.iterdir() if p.suffix in kept}
 
     before = files()
     everyone = run_distributed(start_again, 2, str(run))
@@ -150,8 +153,8 @@ def test_another_run_takes_nothing_away(run: Path) -> None:
     notes = [record["text"] for record in written if record["kind"] == "note"]
     assert notes == ["of a new run", "before the load"]
     assert f"{run} holds another run" in (Path(second) / "log.txt").read_text()
-    spans = (Path(second) / "trace.cluster_1.rank_0.jsonl").read_text()
-    assert [json.loads(line)["step"] for line in spans.splitlines() if "session" in line] == [0, 2]
+    spans = records(trace_path(Path(second), 1, 0))
+    assert [s["step"] for s in spans if s["name"] == "optimizer step"] == [1, 2, 3]
     assert "steps 1 to 3" in invoke("trace", second)
     assert "started 2 times" in invoke("report", second)
 

@@ -7,31 +7,66 @@ leads from each launch over its transfer to where it is applied.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
-from dsx.telemetry.trace.files import Span, Timeline, Track
-from dsx.telemetry.trace.recorder import TRAINING, TRANSFERS
+from dsx.telemetry.trace.batch import TRAINING, TRANSFERS, Span, Track
 
 Event = dict[str, Any]
 _ARROW = {"launch": "s", "transfer": "t", "apply": "f"}  # start, step, finish
 
 
-def write_chrome(timeline: Timeline, path: Path) -> int:
-    """Write the file; return how many spans it has."""
-    places = _places(timeline)
-    events = [*_names(places)]
-    arrows: dict[tuple[int, int, int], int] = {}
-    for span in timeline.spans:
-        event = _complete(span, places[span.track], timeline.start)
-        events.append(event)
-        if span.name in _ARROW and "launched" in span.facts:
-            key = event["pid"], span.facts["fragment"], span.facts["launched"]
-            events.append(_arrow(event, arrows.setdefault(key, len(arrows))))
-    document = {"traceEvents": events, "displayTimeUnit": "ms"}
-    path.write_text(json.dumps(document) + "\n")
-    return len(timeline.spans)
+class ChromeFile:
+    """Writes a file rank by rank; `count` says how many spans it has. A context: it ends the file.
+
+    `origin` is the time that counts as 0, in microseconds.
+    """
+
+    def __init__(self, path: Path, origin: int) -> None:
+        self._file = path.open("w")
+        self._origin = origin
+        self._between = '{"displayTimeUnit": "ms", "traceEvents": [\n'
+        self._num_ranks = self._num_arrows = 0
+        self.count = 0
+
+    def __enter__(self) -> ChromeFile:
+        """Return this."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        """End the file."""
+        with self._file:
+            if kind is None:
+                self._file.write(f"{self._between if not self._num_ranks else ''}\n]}}\n")
+
+    def add(self, spans: Sequence[Span]) -> None:
+        """Write one rank's spans: by start, an outer one before those inside."""
+        self._num_ranks += 1
+        places = _places(spans, self._num_ranks)
+        arrows: dict[tuple[int, int], int] = {}
+        self._write(_names(places))
+        for span in spans:
+            event = _complete(span, places[span.track], self._origin)
+            events = [event]
+            if span.name in _ARROW and "launched" in span.facts:
+                key = span.facts["fragment"], span.facts["launched"]
+                number = arrows.setdefault(key, self._num_arrows + len(arrows))
+                events.append(_arrow(event, number))
+            self._write(events)
+        self._num_arrows += len(arrows)
+        self.count += len(spans)
+
+    def _write(self, events: Sequence[Event] | Iterator[Event]) -> None:
+        for event in events:
+            self._file.write(self._between + json.dumps(event))
+            self._between = ",\n"
 
 
 def thread_name(thread: str) -> str:
@@ -44,14 +79,10 @@ def thread_order(track: Track) -> tuple[bool, int, str]:
     return track[2] != TRAINING, len(track[2]), track[2]
 
 
-def _places(timeline: Timeline) -> dict[Track, tuple[int, int]]:
-    """Number processes from 1, and threads through all of them: Perfetto names by thread alone."""
-    places: dict[Track, tuple[int, int]] = {}
-    tracks = {span.track for span in timeline.spans}
-    for pid, rank in enumerate(timeline.ranks, start=1):
-        own = sorted((track for track in tracks if track[:2] == rank), key=thread_order)
-        places |= {track: (pid, 1000 * pid + index) for index, track in enumerate(own)}
-    return places
+def _places(spans: Sequence[Span], pid: int) -> dict[Track, tuple[int, int]]:
+    """Number the threads of a rank through all of them: Perfetto names by thread alone."""
+    own = sorted({span.track for span in spans}, key=thread_order)
+    return {track: (pid, 1000 * pid + index) for index, track in enumerate(own)}
 
 
 def _names(places: dict[Track, tuple[int, int]]) -> Iterator[Event]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.telemetry.trace.batch import TRAINING, Span, Track
 from dsx.telemetry.trace.chrome import thread_name, thread_order
-from dsx.telemetry.trace.files import Timeline, Track, nested
-from dsx.telemetry.trace.recorder import TRAINING
 
 MOST_RANKS = 8
 COLORS = {
@@ -27,8 +28,33 @@ COLORS = {
 }
 
 
+@dataclass(frozen=True)
+class Timeline:
+    """Spans by start, an outer one before those inside, and the time that is drawn of them."""
+
+    spans: Sequence[Span]
+    start: int
+    end: int
+
+    @property
+    def ranks(self) -> list[tuple[int, int]]:
+        """Clusters and ranks, in order."""
+        return sorted({span.rank for span in self.spans})
+
+
+def nested(spans: Iterable[Span]) -> Iterator[tuple[Span, list[Span]]]:
+    """Yield each span, and those of its thread around it, the innermost last."""
+    open_spans: dict[Track, list[Span]] = {}
+    for span in spans:
+        stack = open_spans.setdefault(span.track, [])
+        while stack and stack[-1].end < span.end:
+            stack.pop()
+        yield span, stack
+        stack.append(span)
+
+
 def draw(timeline: Timeline, path: Path) -> None:
-    """Draw the time of the timeline into a PNG file, of eight ranks at most."""
+    """Draw the time of the timeline into a picture file, of eight ranks at most."""
     from matplotlib.figure import Figure
 
     ranks = timeline.ranks[:MOST_RANKS]

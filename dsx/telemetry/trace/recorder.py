@@ -1,4 +1,4 @@
-"""What a rank did when: one JSON line per span, in a file of its own, while the run goes on.
+"""What a rank did when: its spans, step by step, in files of its own, while the run goes on.
 
 A span has a name, a category, the thread it ran on, and a start and a duration in microseconds.
 The clock is monotonic, anchored to the wall clock when the recorder is made: comparable between
@@ -11,11 +11,11 @@ the time in codecs, between two rounds; what lies around tells which.
 
 A step's spans are handed over at its boundary and written by a thread of their own, so a killed run
 keeps them. A resumed run drops those of steps it takes again. Only the steps asked for are kept.
+What a disk that hangs would let pile up is dropped, and counted: in the trace, and at the end.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
@@ -29,13 +29,13 @@ from dsx.core.exchange import HEADER, HEADER_BYTES, Exchange
 from dsx.core.membership import Seat
 from dsx.core.recorder import Recorder, SpanTimer
 from dsx.telemetry.behind import Behind
-from dsx.telemetry.jsonl import RecordFile
+from dsx.telemetry.trace.batch import TRAINING, TRANSFERS, Noted
+from dsx.telemetry.trace.parts import Parts
 
 logger = logging.getLogger(__name__)
 now: Callable[[], int] = time.perf_counter_ns
-TRAINING = "training"  # what threads are called
-TRANSFERS = "dsx-"  # what the names of threads begin with that are not the training's
-_Span = tuple[str, str, str, int, int, int, dict[str, Any]]
+MOST_BYTES = 32 << 20  # of one rank's trace
+_MOST_WAITING = 200_000  # spans that are not written yet, some 50 MB
 
 
 class Trace(Recorder):
@@ -52,8 +52,9 @@ class Trace(Recorder):
         steps: tuple[int, int],
         logs: bool = True,
         behind: Behind | None = None,
+        most_bytes: int = MOST_BYTES,
     ) -> None:
-        self._path = path
+        self._path, self._most_bytes = path, most_bytes
         self._behind = behind or Behind()
         self._session = session
         self._seat = seat
@@ -62,9 +63,11 @@ class Trace(Recorder):
         self._offset = time.time_ns() - now()
         self._begins_at = 0
         self._is_held = False
-        self._file: RecordFile | None = None
+        self._parts: Parts | None = None
         self._is_past = False
-        self._spans: deque[_Span] = deque()  # any thread appends, one takes
+        self._spans: deque[Noted] = deque()  # any thread appends, one takes
+        self._handed, self._passed = 0, 0  # spans given to the writer, and those behind it
+        self._dropped: deque[int] = deque()  # spans, since the last piece
         self._free_since: dict[int, int] = {}  # a fragment's thread, after a transfer
         self.step = 1  # the one being taken
 
@@ -90,10 +93,14 @@ class Trace(Recorder):
         """Record a span of this thread that ends now, and return now; times are `now()`'s."""
         ended = now()
         step = self.step if step is None else step
-        if self._first <= step <= self._last:
+        if not self._first <= step <= self._last:
+            return ended
+        if len(self._spans) < _MOST_WAITING:
             thread = threading.current_thread().name
             thread = thread if thread.startswith(TRANSFERS) else TRAINING
             self._spans.append((name, category, thread, began, ended, step, facts or {}))
+        else:
+            self._drop(1, "so many spans between two boundaries")
         return ended
 
     @contextmanager
@@ -158,29 +165,47 @@ class Trace(Recorder):
     def close(self) -> None:
         """Write what there is and close the file."""
         self._hand_over()
-        if self._file is not None:
-            self._behind.do(self._file.close, self._file.path, 0)
-            self._file = None
+        if self._parts is not None:
+            self._behind.do(self._parts.close, self._parts.path, 0)
+            self._parts = None
             self._begins_at = self._last  # what still comes goes behind what there is
         self._behind.flush()
 
     def _hand_over(self) -> None:
         if self._is_held or not self._spans:
             return
-        if self._file is None:
-            run = {"session": self._session, "step": self._begins_at}
-            self._file = RecordFile(self._path, self._begins_at, json.dumps(run) + "\n")
-        file, spans = self._file, list[_Span]()
-        while self._spans:
-            spans.append(self._spans.popleft())
-        self._behind.do(lambda: file.append("".join(map(self._line, spans))), file.path, len(spans))
+        if self._parts is None:
+            self._parts = Parts(self._path, self._session, self._begins_at, self._most_bytes)
+        spans = [self._spans.popleft() for _ in range(len(self._spans))]
+        if self._handed - self._passed + len(spans) > _MOST_WAITING:
+            self._drop(len(spans), "the disk does not answer")
+            return
+        dropped = sum(self._dropped.popleft() for _ in range(len(self._dropped)))
+        parts = self._parts
+        self._handed += len(spans)
+        if not self._behind.do(lambda: self._write(parts, spans, dropped), parts.path, len(spans)):
+            self._handed -= len(spans)
+            self._dropped.append(dropped + len(spans))
 
-    def _line(self, span: _Span) -> str:
+    def _write(self, parts: Parts, spans: list[Noted], dropped: int) -> None:
+        """Write on the thread that does; OSError: the spans are not there, and dropped."""
+        try:
+            parts.append([self._by_the_wall_clock(span) for span in spans], dropped)
+        except OSError:
+            self._dropped.append(dropped + len(spans))
+            raise
+        finally:
+            self._passed += len(spans)
+
+    def _by_the_wall_clock(self, span: Noted) -> Noted:
+        """Return a span with times in microseconds since 1970."""
         name, category, thread, began, ended, step, facts = span
         start, end = (began + self._offset) // 1000, (ended + self._offset) // 1000
-        record: dict[str, Any] = {"name": name, "category": category, "thread": thread}
-        record |= {"start_us": start, "duration_us": end - start, "step": step, **facts}
-        return json.dumps(record) + "\n"
+        return name, category, thread, start, end, step, facts
+
+    def _drop(self, count: int, why: str) -> None:
+        self._dropped.append(count)
+        self._behind.missing.add(self._path, why, count)
 
     def _tell(self, what: str) -> None:
         self._is_past = True
@@ -204,11 +229,6 @@ class _SpanTimer(SpanTimer):
     def end(self, **facts: Any) -> None:
         facts = {**self._facts, **facts}
         self._trace.add(self._name, self._name, self._began, self._step, facts)
-
-
-def trace_path(directory: Path, cluster_id: int, rank: int) -> Path:
-    """Return the file of one rank's spans."""
-    return directory / f"trace.cluster_{cluster_id}.rank_{rank}.jsonl"
 
 
 def _between(before: str, after: str) -> tuple[str, str]:

@@ -13,8 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from dsx.core.membership import Seat
 from dsx.engines.compute_trace import ComputeWatch
+from dsx.telemetry.trace.parts import trace_path
 from dsx.telemetry.trace.recorder import Trace
-from tests.telemetry.trace.runs import lines
+from tests.telemetry.trace.runs import records
 
 
 class Block(nn.Module):
@@ -39,7 +40,7 @@ def traced(path: Path, module: nn.Module) -> Trace:
 
 def counts(trace: Trace, path: Path) -> Counter[str]:
     trace.close()
-    return Counter(span["name"] for span in lines(path)[1:])
+    return Counter(span["name"] for span in records(path))
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -47,7 +48,7 @@ def counts(trace: Trace, path: Path) -> Counter[str]:
 def test_recomputation_belongs_to_the_backward(
     tmp_path: Path, is_whole: bool, use_reentrant: bool
 ) -> None:
-    path = tmp_path / "t.jsonl"
+    path = trace_path(tmp_path, 0, 0)
     module = Block(None if is_whole else use_reentrant)
     plain = Block(None)
     plain.load_state_dict(module.state_dict())

@@ -10,8 +10,9 @@ import pytest
 from typer.testing import CliRunner
 
 from dsx.cli import app
+from dsx.telemetry.trace.parts import trace_path
 from tests.distributed import run_distributed
-from tests.telemetry.trace.runs import NUM_STEPS, lines, train_traced_or_not
+from tests.telemetry.trace.runs import NUM_STEPS, lines, records, train_traced_or_not
 from tests.telemetry.trace.test_command import require_nesting
 
 CASES = ("streaming_diloco", "eager")
@@ -25,7 +26,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def spans_of(run: Run, case: str, cluster: int) -> list[dict[str, Any]]:
-    return lines(run[0] / case / f"trace.cluster_{cluster}.rank_0.jsonl")[1:]
+    return records(trace_path(run[0] / case, cluster, 0))
 
 
 @pytest.mark.parametrize("case", CASES)
