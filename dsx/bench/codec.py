@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -25,6 +25,7 @@ from dsx.compress.wire.base import Codec, Kernels, Wire
 from dsx.compress.wire.compiled import unavailable
 from dsx.compress.wire.formats import FORMATS, GROUP_SIZES, Int8
 from dsx.core.checks import require_choice
+from dsx.core.progress import SOON, Progress, as_count
 
 logger = logging.getLogger(__name__)
 
@@ -112,13 +113,19 @@ def measure_codecs(
     torch.set_num_threads(1)
     try:
         with torch.no_grad():
-            return [
-                _measure(wire, options, device, kernels, real)
-                for device, kernels in devices
-                for wire in options.wires
-            ]
+            return list(_measured(options, devices, real))
     finally:
         torch.set_num_threads(threads)
+
+
+def _measured(
+    options: BenchOptions, devices: list[tuple[torch.device, Kernels]], real: Tensor | None
+) -> Iterator[CodecFigures]:
+    asked = [(wire, *on) for on in devices for wire in options.wires]
+    progress = Progress("formats", len(asked), True, first_seconds=SOON, shown=as_count)
+    for wire, device, kernels in asked:
+        yield _measure(wire, options, device, kernels, real)
+        progress.moved(1)
 
 
 def load_flat(path: Path) -> Tensor:

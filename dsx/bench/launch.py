@@ -10,7 +10,7 @@ it is the training thread's.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from dsx.comm.gloo import GlooTransport
 from dsx.config.schema import preset
 from dsx.core.membership import Seat
+from dsx.core.progress import SOON, Progress, as_count
 from dsx.engines.torch import TorchAdapter
 from dsx.outer.loop import OuterLoop
 
@@ -41,8 +42,20 @@ class LaunchFigures:
     added_ms: float
 
 
-def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int) -> LaunchFigures:
-    """Return what launches of one fragment cost."""
+def measure_launches(
+    sizes: Sequence[int], device: str, codecs: Sequence[dict[str, Any]], repeats: int
+) -> list[LaunchFigures]:
+    """Return what launches of fragments of some sizes cost, with each codec."""
+    asked = [(numel, codec) for numel in sizes for codec in codecs]
+    progress = Progress("launches", len(asked) * (repeats + 1), True, first_seconds=SOON,
+                        shown=as_count)  # fmt: skip
+    return [measure_launch(n, device, codec, repeats, progress) for n, codec in asked]
+
+
+def measure_launch(
+    numel: int, device: str, codec: dict[str, Any], repeats: int, progress: Progress | None = None
+) -> LaunchFigures:
+    """Return what launches of one fragment cost; each is told to `progress`."""
     model = nn.ParameterDict({"w": torch.zeros(numel, device=device)})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     changed: dict[str, Any] = {
@@ -73,6 +86,8 @@ def measure_launch(numel: int, device: str, codec: dict[str, Any], repeats: int)
         launched = _seconds(loop.launch_due, local)
         loop.apply_ripe()
         passes.append((launched, copied))
+        if progress is not None:
+            progress.moved(1)
     transport.close()
     launch, copy = (1000 * median(p[i] for p in passes[1:]) for i in range(2))
     added = 1000 * median(a - b for a, b in passes[1:])

@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import dsx
+from dsx.core.progress import SOON, Progress, as_count
 from dsx.data import ClusterBatches, TokenWindows, read_summary
 from dsx.examples.gpt import GPT, GPTConfig
 
@@ -38,7 +39,9 @@ def save_pseudo_gradients(data: Path, out: Path, num_rounds: int) -> None:
     clusters = dsx.SimulatedClusters(models, optimizers, method)
     start = weights(models[0])
     sent: dict[str, torch.Tensor] = {}
-    for step in range(1, num_rounds * INTERVAL + 1):
+    num_steps = num_rounds * INTERVAL
+    progress = Progress("steps", num_steps, True, first_seconds=SOON, shown=as_count)
+    for step in range(1, num_steps + 1):
         for own, optimizer, source in zip(models, optimizers, batches, strict=True):
             tokens = next(source)
             optimizer.zero_grad()
@@ -50,6 +53,7 @@ def save_pseudo_gradients(data: Path, out: Path, num_rounds: int) -> None:
         clusters.step()
         if step % INTERVAL == 0:
             start = weights(models[0])
+        progress.moved(1)
     out.parent.mkdir(parents=True, exist_ok=True)
     save_file(sent, str(out))
     norm = sum(float(d.square().sum()) for d in sent.values()) ** 0.5

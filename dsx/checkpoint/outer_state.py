@@ -101,7 +101,7 @@ def save_state(
     save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
     sync_to_disk(unfinished)
     unfinished.replace(path)
-    leave_checksum(path)
+    leave_checksum(path, tells=rank_info.rank == 0)
 
 
 def _masters(loop: OuterLoop, own_masters: Sequence[Tensor] | None) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dsx.compress.base import Dense
+from dsx.core.progress import SOON, Progress, as_count
 from dsx.method.choices import PRESETS, preset_method
 from dsx.method.fragments import ByLayer
 from dsx.method.method import Method
@@ -139,7 +140,15 @@ class Search:
         self._known: dict[object, Any] = {}
 
     def candidates(self) -> Iterator[Candidate]:
-        """Yield one per preset, number of fragments and codec."""
+        """Yield one per preset, number of fragments and codec; says how far it is, if it lasts."""
+        asked = [*self._asked()]
+        progress = Progress("candidates", len(asked), True, first_seconds=SOON, shown=as_count)
+        for preset, method, count, codec in asked:
+            yield self._best(preset, with_fragments(method, count), count, codec)
+            progress.moved(1)
+
+    def _asked(self) -> Iterator[tuple[str, Method, int, Codec]]:
+        """Yield what candidates are made of: a preset, its method, fragments and a codec."""
         question = self.question
         most = min(question.model.layers_per_stage, question.max_interval)
         for preset in PRESETS:
@@ -154,7 +163,7 @@ class Search:
                 continue
             for count in fragment_counts(method, most):
                 for codec in codecs_for(method, question.model.hidden):
-                    yield self._best(preset, with_fragments(method, count), count, codec)
+                    yield preset, method, count, codec
 
     def data_parallel(self) -> Prediction:
         """Return what all gradients in every step would do, layer by layer."""

@@ -171,3 +171,4 @@ def test_what_takes_long_says_how_far_it_is(
     directory = tmp_path / "saved" / "cluster_0" / "step8"
     assert (f"comparing {directory} with its checksums: " in caplog.text) == told
     assert (f"weights for {tmp_path / 'out'}: " in caplog.text) == told
+    assert (f"hashing {directory}.unfinished/dsx_rank_00000.safetensors: " in caplog.text) == told

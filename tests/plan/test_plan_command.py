@@ -73,6 +73,17 @@ def test_every_candidate_is_what_its_block_and_its_flags_say() -> None:
             assert (by_flags.axes, by_flags.state) == (config.axes, config.state)
 
 
+def test_a_search_that_lasts_says_how_far_it_is(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for soon, told in ((60.0, 0), (-1.0, 1)):
+        monkeypatch.setattr("dsx.plan.candidates.SOON", soon)
+        found = [*Search(question()).candidates()]
+        lines = [record.getMessage() for record in caplog.records]
+        assert len(lines) == told
+    assert lines[0].startswith(f"candidates: 1 of {len(found)}, ")
+
+
 def test_the_target_comes_first_then_the_least_harm() -> None:
     asked = question()
     order = ranked(Search(asked).candidates(), asked)

@@ -153,9 +153,7 @@ def _read_wanted(steps: str | None, last: int | None, ranks: str | None) -> Want
     from dsx.telemetry.trace.files import Wanted
 
     if steps is not None and last is not None:
-        raise ValueError(
-            f"--steps {steps} and --last {last} are two choices; leave one out"
-        )
+        raise ValueError(f"--steps {steps} and --last {last} are two choices; leave one out")
     return Wanted(
         None if steps is None else _read_steps(steps),
         last,
