@@ -23,6 +23,7 @@ from dsx.bench.examples.command import examples
 from dsx.bench.heal.command import heal
 from dsx.bench.links.command import links
 from dsx.bench.paper.command import paper
+from dsx.bench.telemetry.command import telemetry
 from dsx.bench.torchft.command import torchft
 from dsx.bench.wall_clock.command import wall_clock
 from dsx.config.files import require_place
@@ -40,6 +41,7 @@ app.command()(wall_clock)
 app.command()(links)
 app.command()(chaos)
 app.command()(heal)
+app.command()(telemetry)
 
 
 @app.command()
@@ -100,12 +102,12 @@ def launch(
     """
     import torch
 
-    from dsx.bench.launch import as_json, measure_launch, print_launch
+    from dsx.bench.launch import as_json, measure_launches, print_launch
 
     sizes = _read_sizes(numel)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     codecs = [{"type": "dense"}, {"type": "quantized", "wire": "int4"}]
-    figures = [measure_launch(n, device, codec, repeats) for n in sizes for codec in codecs]
+    figures = measure_launches(sizes, device, codecs, repeats)
     print_launch(figures)
     if json_file is not None:
         json_file.write_text(json.dumps(as_json(figures), indent=2) + "\n")

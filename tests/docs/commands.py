@@ -92,6 +92,7 @@ NOT_HERE = {  # with the reason
     "dsx bench guard": _BY_HAND + "tests/bench/test_wrong.py",
     "dsx bench heal": _BY_HAND + "tests/bench/test_heal.py",
     "dsx bench chaos": _BY_HAND + "tests/bench/test_chaos.py",
+    "dsx bench telemetry": _BY_HAND + "tests/bench/test_telemetry.py",
     "dsx bench links": _BY_HAND + "tests/bench/test_links.py",
     "dsx bench wall-clock": _BY_HAND + "tests/bench/test_wall_clock.py",
     "dsx bench torchft": _BY_HAND + "tests/bench/test_torchft.py",

@@ -1,0 +1,1 @@
+"""What everything that tells of a run costs its training thread: `dsx bench telemetry`."""
