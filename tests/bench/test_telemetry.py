@@ -100,6 +100,7 @@ def test_what_was_not_told_makes_no_figure(tmp_path: Path, lacks: str) -> None:
         ("--steps 0", "steps=0 must be 1 to 10000"),
         ("--interval 18", "interval=18 must be a multiple of 4, for 4 fragments"),
         ("--rows 0", "rows=0 must be 1 to 1000000"),
+        ("--to wandb,x", "--to has 'x'; it takes none, or of wandb, mlflow, tensorboard"),
         ("--json no/such/file", "there is no such directory"),
     ],
 )
@@ -131,7 +132,7 @@ def test_a_process_that_ends_by_an_error_is_quoted(
 @pytest.mark.timeout(600)
 def test_a_small_one(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    sizes = "--pairs 3 --steps 20 --layers 4 --width 64 --rows 16 --interval 8"
+    sizes = "--pairs 3 --steps 20 --layers 4 --width 64 --rows 16 --interval 8 --to none"
     done = call(*sizes.split(), "--json", str(out))
     assert done.exit_code == 0, done.output
     found = json.loads(out.read_text())

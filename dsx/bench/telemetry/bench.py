@@ -23,7 +23,7 @@ from dsx.bench.telemetry.stub import NOTICES, SPANS, Stub
 from dsx.plan.published.scenario import require_number
 
 NEEDED = {"prometheus_client": "prometheus", "opentelemetry.exporter": "otel"}
-OUTLETS = {"wandb": "wandb", "mlflow": "mlflow", "tensorboard": "tensorboard"}
+OUTLETS = ("wandb", "mlflow", "tensorboard")  # modules, extras, and names in `metrics.to`
 _TELL_SECONDS = 10.0
 _POLL_SECONDS = 0.2
 _TAIL = 3000
@@ -48,6 +48,7 @@ class Options:
     width: int = 512
     rows: int = 2048
     interval: int = 16
+    outlets: tuple[str, ...] | None = None  # None: those that are installed
     deadline_seconds: float = 1800.0
 
     def __post_init__(self) -> None:
@@ -58,6 +59,8 @@ class Options:
             require_number(name, getattr(self, name), least, most)
         if self.interval % 4:
             raise ValueError(f"interval={self.interval} must be a multiple of 4, for 4 fragments")
+        if wrong := [name for name in self.outlets or () if name not in OUTLETS]:
+            raise ValueError(f"--to has {wrong[0]!r}; it takes none, or of {', '.join(OUTLETS)}")
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ def measure(options: Options, say: Callable[[str], None]) -> Report:
     ModuleNotFoundError without what has to be told to; RunFailed where a process ends by an error,
     or where not all has arrived.
     """
-    require_installed()
-    outlets = tuple(name for name in OUTLETS if _is_installed(OUTLETS[name]))
+    require_installed(options.outlets or ())
+    outlets = options.outlets
+    if outlets is None:
+        outlets = tuple(name for name in OUTLETS if _is_installed(name))
     meeting, *pages = free_ports(1 + NUM_CLUSTERS)
     with tempfile.TemporaryDirectory(prefix="dsx-telemetry-") as folder, Stub(tuple(pages)) as stub:
         job = Job(
@@ -114,9 +119,9 @@ def measure(options: Options, say: Callable[[str], None]) -> Report:
     return Report(rows, told, blocks)
 
 
-def require_installed() -> None:
+def require_installed(outlets: Sequence[str]) -> None:
     """Raise ModuleNotFoundError, with the extra, without what a run tells to in any case."""
-    for module, extra in NEEDED.items():
+    for module, extra in {**NEEDED, **{name: name for name in outlets}}.items():
         if not _is_installed(module):
             raise ModuleNotFoundError(
                 f'{module} is not installed: pip install "dsx-train[{extra}]"', name=module

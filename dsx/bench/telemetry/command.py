@@ -31,6 +31,10 @@ def telemetry(
     width: Annotated[int, Option(help="Of the matrices.")] = 512,
     rows: Annotated[int, Option(help="Of that width, a step's batch.")] = 2048,
     interval: Annotated[int, Option(help="H, of four fragments.")] = 16,
+    to: Annotated[
+        str | None,
+        Option(metavar="NAME,NAME", help="Of wandb, mlflow, tensorboard; none; default: all here."),
+    ] = None,
     json_file: Annotated[
         Path | None, Option("--json", metavar="FILE", help="Write the rows there.")
     ] = None,
@@ -46,7 +50,7 @@ def telemetry(
     from dsx.bench.telemetry.bench import Options, measure
 
     require_place("--json", json_file)
-    options = Options(pairs, steps, layers, width, rows, interval)
+    options = Options(pairs, steps, layers, width, rows, interval, _read_names(to))
     report = measure(options, lambda line: typer.echo(line, err=True))
     console = Console(highlight=False)
     console.print(_table(report.rows))
@@ -54,6 +58,12 @@ def telemetry(
     if json_file is not None:
         document = {"options": asdict(options), **asdict(report)}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def _read_names(text: str | None) -> tuple[str, ...] | None:
+    if text is None or text == "none":
+        return None if text is None else ()
+    return tuple(name.strip() for name in text.split(","))
 
 
 def _table(found: list[Row]) -> Table:

@@ -25,9 +25,10 @@ class ChromeFile:
     """
 
     def __init__(self, path: Path, origin: int) -> None:
+        self._path, self._origin = path, origin
         self._file = path.open("w")
-        self._origin = origin
-        self._between = '{"displayTimeUnit": "ms", "traceEvents": [\n'
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        self._between = "\n"
         self._num_ranks = self._num_arrows = 0
         self.count = 0
 
@@ -41,32 +42,36 @@ class ChromeFile:
         error: BaseException | None,
         at: TracebackType | None,
     ) -> None:
-        """End the file."""
+        """End the file, or remove what is there of it."""
         with self._file:
             if kind is None:
-                self._file.write(f"{self._between if not self._num_ranks else ''}\n]}}\n")
+                self._file.write("\n]}\n")
+        if kind is not None and self._path.is_file():
+            self._path.unlink()
 
     def add(self, spans: Sequence[Span]) -> None:
         """Write one rank's spans: by start, an outer one before those inside."""
         self._num_ranks += 1
         places = _places(spans, self._num_ranks)
         arrows: dict[tuple[int, int], int] = {}
-        self._write(_names(places))
+        heads: dict[tuple[str, str, Track], str] = {}
+        for event in _names(places):
+            self._write(json.dumps(event))
         for span in spans:
-            event = _complete(span, places[span.track], self._origin)
-            events = [event]
+            key = span.name, span.category, span.track
+            head = heads.get(key) or heads.setdefault(key, _head(span, *places[span.track]))
+            at = span.start - self._origin
+            self._write(f'{head}{at}, "dur": {span.end - span.start}, "args": {_facts(span)}}}')
             if span.name in _ARROW and "launched" in span.facts:
-                key = span.facts["fragment"], span.facts["launched"]
-                number = arrows.setdefault(key, self._num_arrows + len(arrows))
-                events.append(_arrow(event, number))
-            self._write(events)
+                transfer = span.facts["fragment"], span.facts["launched"]
+                number = arrows.setdefault(transfer, self._num_arrows + len(arrows))
+                self._write(json.dumps(_arrow(span.name, at, *places[span.track], number)))
         self._num_arrows += len(arrows)
         self.count += len(spans)
 
-    def _write(self, events: Sequence[Event] | Iterator[Event]) -> None:
-        for event in events:
-            self._file.write(self._between + json.dumps(event))
-            self._between = ",\n"
+    def _write(self, event: str) -> None:
+        self._file.write(self._between + event)
+        self._between = ",\n"
 
 
 def thread_name(thread: str) -> str:
@@ -100,18 +105,21 @@ def _metadata(what: str, pid: int, tid: int, **args: Any) -> Event:
     return {"ph": "M", "name": what, "pid": pid, "tid": tid, "args": args}
 
 
-def _complete(span: Span, place: tuple[int, int], origin: int) -> Event:
-    pid, tid = place
-    return {
-        "name": span.name, "cat": span.category, "ph": "X", "pid": pid, "tid": tid,
-        "ts": span.start - origin, "dur": span.end - span.start,
-        "args": {"step": span.step, **span.facts},
-    }  # fmt: skip
+def _head(span: Span, pid: int, tid: int) -> str:
+    """Return how the events of all spans of a name and a thread begin."""
+    own = {"name": span.name, "cat": span.category, "ph": "X", "pid": pid, "tid": tid}
+    return json.dumps(own)[:-1] + ', "ts": '
 
 
-def _arrow(event: Event, number: int) -> Event:
+def _facts(span: Span) -> str:
+    if not span.facts:
+        return f'{{"step": {span.step}}}'
+    return json.dumps({"step": span.step, **span.facts})
+
+
+def _arrow(name: str, at: int, pid: int, tid: int, number: int) -> Event:
     """Return an arrow's start, way or end at a span, which has to come just before."""
-    place = {key: event[key] for key in ("ts", "pid", "tid")}
-    phase = _ARROW[event["name"]]
+    phase = _ARROW[name]
+    place = {"ts": at, "pid": pid, "tid": tid}
     arrow = {"name": "transfer", "cat": "arrow", "ph": phase, "id": number, **place}
     return {**arrow, "bp": "e"} if phase == "f" else arrow

@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 
 from dsx.cli import app
 from dsx.telemetry.trace import frames
+from dsx.telemetry.trace.chrome import ChromeFile
 from dsx.telemetry.trace.files import Wanted, select
 from dsx.telemetry.trace.parts import Parts, part_path, trace_path
 from dsx.telemetry.trace.table import Sums
@@ -136,6 +137,20 @@ def test_where_the_folder_is_read_only_the_table_is_shown_all_the_same(run_dir: 
     assert events(run_dir / "other.json")
     done = dsx(run_dir, "--out", run_dir)
     assert done.exit_code == 2 and done.stderr.count("\n") == 1
+
+
+def test_a_file_that_cannot_be_completed_does_not_stay(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FullDisk(ChromeFile):
+        def add(self, spans: Any) -> None:
+            super().add(spans)
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("dsx.telemetry.trace.chrome.ChromeFile", FullDisk)
+    done = dsx(run_dir)
+    assert done.exit_code == 2 and "No space left on device" in done.output
+    assert not (run_dir / "trace.json").exists()
 
 
 def require_nesting(complete: list[dict[str, Any]]) -> None:
