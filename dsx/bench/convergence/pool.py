@@ -14,12 +14,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 import dsx
 from dsx.bench.convergence.task import BASELINE, OUTER_BASELINE, Study, Task, overrides
 from dsx.config.schema import resolve_method
+from dsx.core.progress import SOON, Progress, as_count
 from dsx.data import read_summary
 
 FORMAT = 5  # of a kept result: one of another format is run again
@@ -32,26 +30,23 @@ def run_all(
 ) -> list[Result]:
     """Return the results of (study, task), from `kept` where they are there; the rest in processes.
 
-    `run_task` is a function of a module, which processes can import. A bar on stderr tells how many
-    are done.
+    `run_task` is a function of a module, which processes can import. Lines say how many are done.
     """
     done = read_kept(kept)
     missing = {name: run for run in runs if (name := identity(*run, run_task)) not in done}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     if missing:
-        with Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True)) as bar:
-            progress = bar.add_task("runs", total=len(missing))
-            context = multiprocessing.get_context("spawn")
-            with context.Pool(jobs, prepare_worker) as pool, kept.open("a") as file:
-                todo = [(name, *run) for name, run in missing.items()]
-                for name, result in pool.imap_unordered(Runner(run_task), todo):
-                    done[name] = result
-                    study, key, source = json.loads(name)
-                    of = {"study": study, "key": key, "source": source}
-                    entry = {"format": FORMAT, **of, "result": result}
-                    file.write(json.dumps(entry) + "\n")
-                    file.flush()
-                    bar.update(progress, advance=1)
+        progress = Progress("runs", len(missing), True, first_seconds=SOON, shown=as_count)
+        context = multiprocessing.get_context("spawn")
+        with context.Pool(jobs, prepare_worker) as pool, kept.open("a") as file:
+            todo = [(name, *run) for name, run in missing.items()]
+            for name, result in pool.imap_unordered(Runner(run_task), todo):
+                done[name] = result
+                study, key, source = json.loads(name)
+                of = {"study": study, "key": key, "source": source}
+                entry = {"format": FORMAT, **of, "result": result}
+                file.write(json.dumps(entry) + "\n")
+                file.flush()
+                progress.moved(1)
     return [dict(done[identity(*run, run_task)]) for run in runs]
 
 
