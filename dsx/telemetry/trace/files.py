@@ -11,43 +11,62 @@ rank leaves it, is counted and skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsx.telemetry.run_folder import sessions_of
 from dsx.telemetry.trace.batch import TRAINING, Span, from_line
-from dsx.telemetry.trace.frames import Head, heads_of, lines_of
+from dsx.telemetry.trace.frames import Head, end_of, heads_of, lines_of
 from dsx.telemetry.trace.parts import last_session, parts_of
 from dsx.telemetry.trace.text import read_text_heads, spans_of_text
 
 Rank = tuple[int, int]  # cluster, rank in it
+_MOST_DAMAGED = 8  # pieces at the end, before it is said that nobody knows whose a file is
 
 
 @dataclass
 class RankTrace:
-    """One rank's files, by what their pieces say; `malformed` grows while they are read."""
+    """One rank's files, and what they say together; `malformed` grows while they are read.
+
+    `taken` are the first and last step of its training thread, `time` is from where to where. Of
+    packed files no more is kept: their headers are gone through again for what is asked.
+    """
 
     rank: Rank
-    pieces: dict[Path, list[Head]]
-    session: str
+    paths: list[Path]
+    text: dict[Path, list[Head]] = field(default_factory=dict[Path, list[Head]])
+    session: str = ""
+    taken: tuple[int, int] | None = None
+    time: tuple[int, int] | None = None
+    dropped: int = 0
     malformed: int = 0
 
     def heads(self) -> Iterator[Head]:
         """Yield what all pieces say, the oldest first."""
-        for heads in self.pieces.values():
-            yield from heads
+        for path in self.paths:
+            yield from self._heads_in(path)
 
     def spans(self, is_wanted: Callable[[Head], bool]) -> Iterator[Span]:
         """Yield the spans of some pieces, as they ended on each thread."""
-        for path, heads in self.pieces.items():
-            wanted = [head for head in heads if is_wanted(head)]
-            if path.suffix == ".jsonl":
+        for path in self.paths:
+            wanted = filter(is_wanted, self._heads_in(path))
+            if path in self.text:
                 yield from spans_of_text(path, wanted, *self.rank)
             else:
                 yield from self._unpacked(path, wanted)
 
-    def _unpacked(self, path: Path, heads: list[Head]) -> Iterator[Span]:
+    def note(self, head: Head) -> None:
+        """Take what a piece says into what all say."""
+        self.time = _around(self.time, (head.start, head.end))
+        self.taken = _around(self.taken, head.taken)
+        self.dropped += head.dropped
+
+    def _heads_in(self, path: Path) -> Iterable[Head]:
+        return self.text[path] if path in self.text else heads_of(path)
+
+    def _unpacked(self, path: Path, heads: Iterable[Head]) -> Iterator[Span]:
         for head, line in lines_of(path, heads):
             try:
                 yield from from_line(line or b"", *self.rank)
@@ -78,7 +97,7 @@ class Selection:
 
     def dropped(self) -> int:
         """Return how many could not be written by the ranks, as far as the files tell."""
-        return sum(head.dropped for rank in self.ranks for head in rank.heads())
+        return sum(rank.dropped for rank in self.ranks)
 
     def malformed(self) -> int:
         """Return how many could not be read so far."""
@@ -105,71 +124,68 @@ def select(folder: Path, wanted: Wanted = Wanted()) -> Selection:  # noqa: B008 
     parts = parts_of(folder)
     if not parts:
         raise _no_trace(folder, "")
-    chosen = {place: parts[place] for place in parts if _has(wanted.ranks, place[1])}
-    if not chosen:
-        there = sorted({rank for _, rank in parts})
+    there = {rank for _, rank in parts}
+    if lacking := sorted((wanted.ranks or set[int]()) - there):
         raise ValueError(
-            f"--ranks {_listed(sorted(wanted.ranks or ()))}: the trace has {_listed(there)}; "
-            "choose among those"
+            f"--ranks {_listed(lacking)}: the trace has {_listed(sorted(there))}; choose among "
+            "those"
         )
+    chosen = {place: parts[place] for place in parts if _has(wanted.ranks, place[1])}
     ranks = [_open(place, paths) for place, paths in chosen.items()]
     kept = _of_newest_run(folder, ranks)
-    held = _steps_of(kept)
-    first, last = wanted.steps or held
+    held, time = None, None
+    for rank in kept:
+        held, time = _around(held, rank.taken), _around(time, rank.time)
+    assert time is not None  # the newest run has written something
+    held = held or (0, 0)
+    steps = wanted.steps or held
     if wanted.last is not None:
-        first = max(held[0], held[1] - wanted.last + 1)
-    is_all = (first, last) == held and not wanted.steps
-    start, end = _time_of(kept, (first, last), is_all)
+        steps = max(held[0], held[1] - wanted.last + 1), held[1]
+    is_all = steps == held and not wanted.steps
+    start, end = time if is_all else _time_of(kept, steps)
     if start > end:
         raise ValueError(
-            f"--steps {first}-{last}: the trace holds steps {held[0]} to {held[1]}; choose among "
-            "those (metrics.trace_steps says what a run records, and metrics.trace_megabytes how "
-            "much of it is kept)"
+            f"--steps {steps[0]}-{steps[1]}: the trace holds steps {held[0]} to {held[1]}; choose "
+            "among those (metrics.trace_steps says what a run records, and metrics.trace_megabytes "
+            "how much of it is kept)"
         )
-    left_out = sum(len(rank.pieces) for rank in ranks if rank not in kept)
-    return Selection(kept, (first, last), start, end, left_out, is_all)
+    left_out = sum(len(rank.paths) for rank in ranks if rank not in kept)
+    return Selection(kept, steps, start, end, left_out, is_all)
 
 
 def _open(place: Rank, paths: list[Path]) -> RankTrace:
-    pieces: dict[Path, list[Head]] = {}
-    session, malformed = "", 0
+    trace = RankTrace(place, paths)
     for path in paths:
+        newest: deque[Head] = deque(maxlen=_MOST_DAMAGED)
         if path.suffix == ".jsonl":
-            session, pieces[path], bad = read_text_heads(path)
-            malformed += bad
-        else:
-            pieces[path], end = heads_of(path)
-            malformed += end < path.stat().st_size
-            session = last_session(path, pieces[path]) or session
-    return RankTrace(place, pieces, session, malformed)
+            trace.session, trace.text[path], bad = read_text_heads(path)
+            trace.malformed += bad
+        for head in trace._heads_in(path):  # pyright: ignore[reportPrivateUsage]
+            trace.note(head)
+            newest.append(head)
+        if path not in trace.text:
+            trace.malformed += end_of(newest[-1] if newest else None) < path.stat().st_size
+            trace.session = last_session(path, newest) or trace.session
+    return trace
 
 
 def _of_newest_run(folder: Path, ranks: list[RankTrace]) -> list[RankTrace]:
     known = sessions_of(folder)
     written = [
-        (max(head.end for head in rank.heads()), rank.session)
+        (rank.time[1], rank.session)
         for rank in ranks
-        if any(rank.heads()) and rank.session in (known or {rank.session})
+        if rank.time and rank.session in (known or {rank.session})
     ]
     if not written:
-        count = sum(len(rank.pieces) for rank in ranks)
+        count = sum(len(rank.paths) for rank in ranks)
         raise _no_trace(folder, f" of this run ({count} files are of another)")
     newest = max(written)[1]
     own = {newest} | (known if newest in known else set())
     return [rank for rank in ranks if rank.session in own]
 
 
-def _steps_of(ranks: list[RankTrace]) -> tuple[int, int]:
-    """Return the first and the last step that a training thread took."""
-    taken = [head.taken for rank in ranks for head in rank.heads() if head.taken]
-    return min((low for low, _ in taken), default=0), max((high for _, high in taken), default=0)
-
-
-def _time_of(ranks: list[RankTrace], steps: tuple[int, int], is_all: bool) -> tuple[int, int]:
-    """Return the time of steps, in which training threads took them; of all, that of every span."""
-    if is_all:
-        heads = [head for rank in ranks for head in rank.heads()]
-        return min(head.start for head in heads), max(head.end for head in heads)
+def _time_of(ranks: list[RankTrace], steps: tuple[int, int]) -> tuple[int, int]:
+    """Return the time in which training threads took some steps; none: the end before the start."""
     first, last = steps
 
     def is_in(head: Head) -> bool:
@@ -181,6 +197,13 @@ def _time_of(ranks: list[RankTrace], steps: tuple[int, int], is_all: bool) -> tu
             if span.track[2] == TRAINING and first <= span.step <= last:
                 start, end = min(start, span.start), max(end, span.end)
     return start, end
+
+
+def _around(one: tuple[int, int] | None, other: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Return the least range that has both in it."""
+    if one is None or other is None:
+        return one or other
+    return min(one[0], other[0]), max(one[1], other[1])
 
 
 def _no_trace(folder: Path, others: str) -> ValueError:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +19,8 @@ _START = b"\x1f\x8b\x08\x04\x00\x00\x00\x00\x00\xff"  # deflated, with more in t
 _ID = b"dX"
 _FIELDS = struct.Struct("<IiiiiqqII")
 _EXTRA = struct.Struct("<H2sH")  # the length of all that is more, of one thing its name and length
-_HEADER_BYTES = len(_START) + _EXTRA.size + _FIELDS.size
+_BEGINNING = _START + _EXTRA.pack(_EXTRA.size - 2 + _FIELDS.size, _ID, _FIELDS.size)
+_HEADER_BYTES = len(_BEGINNING) + _FIELDS.size
 _LEVEL = 6
 
 
@@ -51,24 +52,21 @@ def pack(line: bytes, head: Head) -> bytes:
         length, head.first, head.last, *(head.taken or (0, -1)), head.start, head.end,
         head.num_spans, head.dropped,
     )  # fmt: skip
-    extra = _EXTRA.pack(_EXTRA.size - 2 + len(fields), _ID, len(fields))
-    return b"".join((_START, extra, fields, packed, ends))
+    return b"".join((_BEGINNING, fields, packed, ends))
 
 
-def heads_of(path: Path) -> tuple[list[Head], int]:
-    """Return what the pieces say, and where the last whole one ends: short of the file's size
-    where what is there is none.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(descriptor).st_size
-        heads = list(_heads(descriptor, size))
-    finally:
-        os.close(descriptor)
-    return heads, heads[-1].offset + heads[-1].length if heads else 0
+def heads_of(path: Path) -> Iterator[Head]:
+    """Yield what each piece says of itself, up to the end, or up to what is cut off."""
+    with path.open("rb") as file:
+        yield from _heads(file.fileno())
 
 
-def lines_of(path: Path, heads: list[Head]) -> Iterator[tuple[Head, bytes | None]]:
+def end_of(head: Head | None) -> int:
+    """Return where a piece ends: the last one's is short of the file's size if that is damaged."""
+    return head.offset + head.length if head else 0
+
+
+def lines_of(path: Path, heads: Iterable[Head]) -> Iterator[tuple[Head, bytes | None]]:
     """Yield what is in some pieces of a file; None for one that is damaged."""
     with path.open("rb") as file:
         for head in heads:
@@ -76,14 +74,11 @@ def lines_of(path: Path, heads: list[Head]) -> Iterator[tuple[Head, bytes | None
             yield head, _unpack(file.read(head.length))
 
 
-def _heads(descriptor: int, size: int) -> Iterator[Head]:
-    offset = 0
-    while offset < size:
+def _heads(descriptor: int) -> Iterator[Head]:
+    offset, size = 0, os.fstat(descriptor).st_size
+    while offset + _HEADER_BYTES <= size:
         header = os.pread(descriptor, _HEADER_BYTES, offset)
-        if len(header) < _HEADER_BYTES or not header.startswith(_START):
-            return
-        extra = _EXTRA.unpack_from(header, len(_START))
-        if extra != (_HEADER_BYTES - len(_START) - 2, _ID, _FIELDS.size):
+        if len(header) < _HEADER_BYTES or not header.startswith(_BEGINNING):
             return
         length, first, last, low, high, start, end, count, dropped = _FIELDS.unpack_from(
             header, _HEADER_BYTES - _FIELDS.size

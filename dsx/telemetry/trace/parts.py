@@ -12,12 +12,12 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from dsx.telemetry.jsonl import drop_beyond
 from dsx.telemetry.trace.batch import Noted, Span, from_line, session_in, to_line
-from dsx.telemetry.trace.frames import Head, heads_of, lines_of, pack
+from dsx.telemetry.trace.frames import Head, end_of, heads_of, lines_of, pack
 
 logger = logging.getLogger(__name__)
 _PARTS = 8
@@ -118,7 +118,8 @@ class Parts:
                 if self._step is not None:
                     drop_beyond(path, self._step)
                 continue
-            heads, end = heads_of(path)
+            heads = list(heads_of(path))
+            end = end_of(heads[-1] if heads else None)
             if end < path.stat().st_size:
                 logger.warning("dropping incomplete spans from %s", path)
             beyond = [h for h in heads if self._step is not None and h.last > self._step]
@@ -151,7 +152,7 @@ class Parts:
 def last_lines(path: Path, most_bytes: int) -> bytes:
     """Return the newest lines of a part, so many bytes at most."""
     lines: list[bytes] = []
-    for head in reversed(heads_of(path)[0]):
+    for head in reversed(list(heads_of(path))):
         ((_, line),) = lines_of(path, [head])
         most_bytes -= len(line or b"")
         if most_bytes < 0:
@@ -160,9 +161,9 @@ def last_lines(path: Path, most_bytes: int) -> bytes:
     return b"".join(reversed(lines))
 
 
-def last_session(path: Path, heads: list[Head]) -> str | None:
-    """Return whose the newest piece of a part is that can be read; None without one."""
-    for head in reversed(heads):
+def last_session(path: Path, heads: Iterable[Head]) -> str | None:
+    """Return whose the newest of some pieces is that can be read; None without one."""
+    for head in reversed([*heads]):
         ((_, line),) = lines_of(path, [head])
         if line is not None:
             return session_in(line)

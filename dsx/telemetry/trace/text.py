@@ -7,7 +7,7 @@ wanted of that.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -42,7 +42,7 @@ def read_text_heads(path: Path) -> tuple[str, list[Head], int]:
     return session, heads + ([_head(held)] if held else []), malformed
 
 
-def spans_of_text(path: Path, heads: list[Head], cluster: int, rank: int) -> Iterator[Span]:
+def spans_of_text(path: Path, heads: Iterable[Head], cluster: int, rank: int) -> Iterator[Span]:
     """Yield the spans of some pieces, as they were written."""
     with path.open("rb") as file:
         for head in heads:
