@@ -57,7 +57,7 @@ def trace(
 
     folder = find_run(run)
     selection = select(folder, _read_wanted(steps, last, ranks))
-    count = selection.count()
+    count = selection.count
     if count > MOST_SPANS and (out or picture):
         raise ValueError(f"{_too_many(count)}; without --out and --picture there is a table of all")
     sums, written = _go_through(selection, out, folder / "trace.json", picture)
@@ -83,7 +83,7 @@ def _go_through(
 
     sums = Sums(selection.start, selection.end)
     file, said = _begin_file(selection, out, usual)
-    progress = Progress("spans", selection.count(), True, first_seconds=SOON, shown=as_count)
+    progress = Progress("spans", selection.count, True, first_seconds=SOON, shown=as_count)
     drawn: list[Span] = []
     with file or nullcontext():
         for number, rank in enumerate(selection.ranks):
@@ -108,8 +108,8 @@ def _begin_file(
     """Begin the file for Perfetto, or say why there is none."""
     from dsx.telemetry.trace.chrome import ChromeFile
 
-    if selection.count() > MOST_SPANS:
-        return None, f"no file: {_too_many(selection.count())}"
+    if selection.count > MOST_SPANS:
+        return None, f"no file: {_too_many(selection.count)}"
     try:
         return ChromeFile(out or usual, selection.start), ""
     except OSError as error:

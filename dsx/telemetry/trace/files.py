@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from dsx.telemetry.run_folder import sessions_of
@@ -91,6 +92,7 @@ class Selection:
             if self.is_all or (span.start < self.end and span.end > self.start):
                 yield span
 
+    @cached_property
     def count(self) -> int:
         """Return how many spans there are at most, without reading them."""
         return sum(h.num_spans for r in self.ranks for h in r.heads() if self._is_wanted(h))
