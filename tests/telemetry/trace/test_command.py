@@ -338,6 +338,18 @@ def test_a_directory_without_a_trace_says_what_to_set(tmp_path: Path) -> None:
     assert result.exit_code == 2 and f"no run directory at {tmp_path / 'none'}" in result.output
 
 
+def test_a_run_that_an_earlier_version_began_goes_on_behind_its_lines(tmp_path: Path) -> None:
+    path = trace_path(tmp_path, 0, 0)
+    write_text(path, rank_spans(0), "before")
+    parts = Parts(path, "now", 1, 1 << 20)
+    at = START + 40 * MS
+    parts.append([("forward", "forward", "training", at, at + MS, 2, {})])
+    parts.close()
+    found = [(s.name, s.step) for s in read_timeline(tmp_path).spans]
+    assert found.count(("optimizer step", 1)) == 1 and ("transfer", 1) in found
+    assert [name for name, step in found if step == 2] == ["forward"]
+
+
 @pytest.mark.parametrize(
     ("old", "new"), [("announce", "handshake"), ("judge", "check"), ("notes", "sideband")]
 )
