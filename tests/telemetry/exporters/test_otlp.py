@@ -50,7 +50,9 @@ def test_a_round_has_its_transfer_and_its_wait_below_it() -> None:
     assert whole.trace == transfer.trace == wait.trace
     assert before - 1 < whole.began < whole.ended < time.time() + 1
     assert 0.05 <= whole.ended - whole.began < 5
-    assert transfer.began == whole.began and transfer.ended - transfer.began == pytest.approx(0.02)
+    assert transfer.began == whole.began and transfer.ended - transfer.began == pytest.approx(
+        0.02, abs=1e-6
+    )
     assert wait.ended == whole.ended and wait.ended - wait.began == pytest.approx(0.01, abs=1e-3)
     assert whole.facts["dsx.round"] == 7 and whole.facts["dsx.fragment"] == 2
     assert transfer.facts["dsx.bytes_sent"] == 99 and transfer.facts["dsx.coding_seconds"] == 0.005
