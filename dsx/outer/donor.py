@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dsx.core.waits import waiting_for
-from dsx.method.method import Method
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import Parcel
 from dsx.outer.results import Results
@@ -40,16 +39,6 @@ class _Healing:
     state: bytes = WAIT
     copy: Parcel | None = None
     heard_at: float = field(default_factory=time.monotonic)
-
-
-def why_not(method: Method) -> str:
-    """Return why no cluster can come back in a run with this method; empty if it can."""
-    optimizer = method.outer_optimizer
-    if not optimizer.keeps_anchor:
-        return f"{type(optimizer).__name__} keeps no outer parameters, which it would take"
-    if optimizer.uses_inner_rate:
-        return "outer steps use the inner rate (scale_by_lr), which is not known of steps before"
-    return ""
 
 
 class Donor:

@@ -17,6 +17,7 @@ from dsx.core.progress import SOON, Progress, as_count
 from dsx.method.choices import PRESETS, preset_method
 from dsx.method.fragments import ByLayer
 from dsx.method.method import Method
+from dsx.method.schedule.layerwise import Layerwise
 from dsx.method.schedule.periodic import Streaming
 from dsx.outer.memory import OuterMemory, predict
 from dsx.plan.launches import require_planned
@@ -24,6 +25,7 @@ from dsx.plan.link import Costs, Link
 from dsx.plan.model import PlannedModel
 from dsx.plan.model_files import require_served
 from dsx.plan.predict import (
+    MOST_STEPS,
     Prediction,
     at_interval,
     data_parallel,
@@ -44,6 +46,8 @@ from dsx.plan.variants import (
 )
 
 INTERVALS = (5, 10, 20, 30, 40, 50, 75, 100, 125, 150, 200, 250, 300, 400, 500, 750, 1000)
+MOST_LAYERWISE_INTERVAL = 10_000
+MOST_CLUSTERS = 10_000
 _FACTOR_OF_BANDWIDTH = 1.01  # to which the least bandwidth is found
 
 
@@ -67,15 +71,13 @@ class Question:
 
     def __post_init__(self) -> None:
         require_number("step_seconds", self.step_seconds, 1e-6, 1e9)
-        require_number("clusters", self.num_clusters, 2, 10**4)
+        require_number("clusters", self.num_clusters, 2, MOST_CLUSTERS)
         require_number("target", 100 * self.target, 0.1, 99.99)
         require_number("max_interval", self.max_interval, INTERVALS[0], 10**6)
 
-    @property
-    def intervals(self) -> list[int]:
-        """H's that are tried."""
-        known = [interval for interval in INTERVALS if interval < self.max_interval]
-        return [*known, self.max_interval]
+    def intervals(self, most: int) -> list[int]:
+        """Return H's that are tried, up to `most`."""
+        return [*(interval for interval in INTERVALS if interval < most), most]
 
 
 @dataclass(frozen=True)
@@ -161,6 +163,8 @@ class Search:
             except ValueError as error:
                 self.left_out.append(f"{preset} is left out: {error}")
                 continue
+            if _most_interval(method, question) < question.max_interval:
+                self.left_out.append(f"{preset} is planned with H up to {MOST_LAYERWISE_INTERVAL}")
             for count in fragment_counts(method, most):
                 for codec in codecs_for(method, question.model.hidden):
                     yield preset, method, count, codec
@@ -219,7 +223,7 @@ class Search:
         if not candidate.method.schedule.uses_norms:  # which sends less over a worse link
             compute = candidate.interval * self.question.step_seconds
             sent = 8 * candidate.prediction.bytes_per_round
-            low = min(sent * target / compute / link.payload_share, high)
+            low = min(max(sent * target / compute / link.payload_share, 1.0), high)
         while high > low * _FACTOR_OF_BANDWIDTH:
             middle = math.sqrt(low * high)
             low, high = (low, middle) if reaches(middle) else (middle, high)
@@ -251,7 +255,7 @@ class Search:
     def _best(self, preset: str, method: Method, count: int, codec: Codec) -> Candidate:
         question, method = self.question, with_codec(method, codec)
         needs = count if method.schedule.takes_turns else 1
-        allowed = [h for h in question.intervals if h >= needs]
+        allowed = [h for h in question.intervals(_most_interval(method, question)) if h >= needs]
         if method.schedule.interval == 1:  # a method of every step, as data parallel is
             allowed = [1]
         low, high = -1, len(allowed) - 1
@@ -305,6 +309,12 @@ class Search:
             for is_on_host in (False, True)
         ]
         return (False, True) if fits[0] else (True, fits[1])
+
+
+def _most_interval(method: Method, question: Question) -> int:
+    """Return the largest H that is tried; a table of each step's layers is made for some."""
+    is_table = isinstance(method.schedule, Layerwise)
+    return min(question.max_interval, MOST_LAYERWISE_INTERVAL if is_table else MOST_STEPS)
 
 
 def _on_device(memory: OuterMemory, contributions: int, is_on_host: bool) -> int:

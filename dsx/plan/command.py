@@ -53,6 +53,19 @@ Codec = Annotated[
 ]
 MemoryLimit = Annotated[float | None, _option("GiB of one accelerator.")]
 MaxInterval = Annotated[int, _option("The largest H to consider.")]
+EgressPrice = Annotated[
+    float | None, _option("Of a GB that leaves a cluster: adds what a run costs, in that money.")
+]
+GpuHourPrice = Annotated[float | None, _option("Of an hour of one accelerator, the same.")]
+Steps = Annotated[
+    float | None, _option("Inner steps of the run: days and costs are of all of it, not of a day.")
+]
+Mtbf = Annotated[
+    float | None, _option("Hours between two losses of one cluster: adds the goodput.")
+]
+HealSeconds = Annotated[
+    float | None, _option("With --mtbf: from a loss until that cluster trains again.")
+]
 Top = Annotated[int | None, typer.Option(help="Presets shown; default all.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 JsonFile = Annotated[Path | None, _option("Write the JSON there, too.", "FILE")]
@@ -81,6 +94,11 @@ def plan(
     codec: Codec = None,
     memory_limit: MemoryLimit = None,
     max_interval: MaxInterval = 1000,
+    egress_price: EgressPrice = None,
+    gpu_hour_price: GpuHourPrice = None,
+    steps: Steps = None,
+    mtbf: Mtbf = None,
+    heal_seconds: HealSeconds = None,
     top: Top = None,
     json: Json = False,
     json_file: JsonFile = None,
@@ -98,7 +116,7 @@ def plan(
     given = question.Given(
         from_run, megatron, deepspeed, model, params, layers, hidden, gpus_per_cluster,
         step_seconds, gpu, mfu, tokens_per_step, gbps, latency_ms, link, clusters, target, codec,
-        memory_limit, max_interval,
+        memory_limit, max_interval, egress_price, gpu_hour_price, steps, mtbf, heal_seconds,
     )  # fmt: skip
     outputs = show.Outputs(top, json, json_file, plot)
     if not show.show_plan(question.read_question(given), outputs, Console()):

@@ -89,11 +89,14 @@ class PlannedModel:
         own = max(by_stage.values(), key=lambda loads: sum(load.numel for load in loads))
         held = [-(-load.numel // self.ranks_per_stage) for load in own]
         (lying,) = of_sizes(held)
-        ranks = (
-            [load.shares[rank if len(load.shares) > 1 else 0].fragment for load in own]
-            for rank in range(self.ranks_per_stage)
-        )
-        return lying, max(ranks, key=lambda fragments: sum(f.numel for f in fragments))
+        sent = [[share.fragment.numel for share in load.shares] for load in own]
+        of_ranks = [sum(n[rank if len(n) > 1 else 0] for n in sent) for rank in self._stage_ranks]
+        fullest = max(self._stage_ranks, key=of_ranks.__getitem__)
+        return lying, [load.shares[fullest if len(load.shares) > 1 else 0].fragment for load in own]
+
+    @property
+    def _stage_ranks(self) -> range:
+        return range(self.ranks_per_stage)
 
 
 def from_files(files: ModelFiles) -> PlannedModel:

@@ -11,7 +11,8 @@ from typing import Any
 
 from dsx.compress.quantized import Quantized
 from dsx.config.files import read_any_json
-from dsx.plan.candidates import Question
+from dsx.plan.budget import Budget
+from dsx.plan.candidates import MOST_CLUSTERS, Question
 from dsx.plan.coding import slowdown_of, slowed
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.link import Costs, Link, read_codec_figures
@@ -23,7 +24,7 @@ USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
 _BOUNDS = {
-    "params": (1, 1e15),
+    "params": (1, 1e14),
     "layers": (1, 10_000),
     "hidden": (1, 10**6),
     "gpus_per_cluster": (1, 10**5),
@@ -32,10 +33,15 @@ _BOUNDS = {
     "tokens_per_step": (1, 1e15),
     "gbps": (1e-9, 1e9),
     "latency_ms": (0, 1e9),
-    "clusters": (2, 10**4),
+    "clusters": (2, MOST_CLUSTERS),
     "target": (0.1, 99.99),
     "memory_limit": (1e-6, 1e9),
     "max_interval": (5, 10**6),
+    "egress_price": (0, 1e6),
+    "gpu_hour_price": (0, 1e6),
+    "steps": (1, 1e12),
+    "mtbf": (0.01, 1e6),
+    "heal_seconds": (0, 1e9),
 }
 _GOES_WITH = {
     "mfu": "gpu",
@@ -43,6 +49,7 @@ _GOES_WITH = {
     "model": "deepspeed",
     "layers": "params",
     "hidden": "params",
+    "heal_seconds": "mtbf",
 }
 
 
@@ -70,6 +77,11 @@ class Given:
     codec: Path | None = None
     memory_limit: float | None = None
     max_interval: int = 1000
+    egress_price: float | None = None
+    gpu_hour_price: float | None = None
+    steps: float | None = None
+    mtbf: float | None = None
+    heal_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,7 @@ class Read:
 
     question: Question
     facts: list[str] = field(default_factory=list[str])
+    budget: Budget = Budget()
 
 
 def read_question(given: Given) -> Read:
@@ -106,7 +119,10 @@ def read_question(given: Given) -> Read:
         limit,
         _count(given.link, "streams") or 1,
     )
-    return Read(question, facts)
+    budget = Budget(
+        given.egress_price, given.gpu_hour_price, given.steps, given.mtbf, given.heal_seconds
+    )
+    return Read(question, facts, budget)
 
 
 def _require_sense(given: Given) -> None:

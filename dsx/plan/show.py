@@ -16,6 +16,8 @@ from dsx.compress.low_rank import LowRank
 from dsx.config.files import require_place
 from dsx.core.units import format_bytes
 from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.plan.bill_table import cells, explain_bills, headings, money
+from dsx.plan.budget import Budget, bill_of, data_parallel_bill
 from dsx.plan.candidates import Candidate, Question, Search
 from dsx.plan.expected_loss import ExpectedLoss, expected_loss, explain
 from dsx.plan.offer import block_of, flags_of
@@ -50,13 +52,13 @@ def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
         if outputs.json_file:
             outputs.json_file.write_text(text + "\n")
         if outputs.as_json:
-            console.print_json(text)
+            _say(console, text)
     if outputs.plot:
         _plot(search, rows, outputs.plot)
     if outputs.as_json:
         return is_reached
     _print_question(read, search, console)
-    _print_table(read.question, search, rows, console)
+    _print_table(read, search, rows, console)
     if is_reached:
         _print_offer(rows[0], read.question, console)
     else:
@@ -97,21 +99,29 @@ def _print_question(read: Read, search: Search, console: Console) -> None:
     )
     for fact in read.facts:
         _say(console, fact)
-    reached = 100 * search.data_parallel().utilization
-    _say(console, f"data parallel over this line would compute {reached:.3g} % of the time")
+    found = search.data_parallel()
+    reached = (
+        f"data parallel over this line would compute {100 * found.utilization:.3g} % of the time"
+    )
+    bill = data_parallel_bill(found, question, read.budget)
+    costs = [f"{bill.days:.4g} days"] if bill.days is not None else []
+    if bill.price is not None:
+        costs.append(f"{money(bill.price)}{' a day' if bill.days is None else ''}")
+    _say(console, ", and take ".join([reached, " and ".join(costs)]) if costs else reached)
 
 
-def _print_table(
-    question: Question, search: Search, rows: Sequence[Candidate], console: Console
-) -> None:
+def _print_table(read: Read, search: Search, rows: Sequence[Candidate], console: Console) -> None:
+    question, budget = read.question, read.budget
     title = f"for {100 * question.target:g} % of the time computing, least harm first"
     table = Table(title=title, title_justify="left")
     table.add_column("preset", no_wrap=True)
     first = ("H", "frag-\nments", "tau", "codec", "util.\n%", "exposed\ns", "sent per\nround")
-    for heading in (*first, "sent per\nday", "outer\nmemory", "least\nGbit/s", "harm", "loss\n%"):
+    last = ("sent per\nday", "outer\nmemory", "least\nGbit/s", "harm", "loss\n%")
+    for heading in (*first, *last, *headings(budget)):
         table.add_column(heading, justify="right", no_wrap=True)
+    bills = [bill_of(row, question, budget) for row in rows]
     losses = [_expected(row, question) for row in rows]
-    for row, loss in zip(rows, losses, strict=True):
+    for row, loss, bill in zip(rows, losses, bills, strict=True):
         found, device, host = row.prediction, row.on_device, row.on_host
         least = search.least_bits_per_second(row)
         table.add_row(
@@ -129,8 +139,9 @@ def _print_table(
             "-" if least is None else f"{least / 1e9:.3g}",
             f"{harm(row):.1f}",
             str(loss or "-"),
+            *cells(bill, budget),
         )
-    console.width = max(console.width, 142)
+    console.width = max(console.width, 142 + 11 * len(headings(budget)))
     console.print(table)
     _say(
         console,
@@ -139,6 +150,8 @@ def _print_table(
         "loses (dsx/plan/ranking.py)",
     )
     for line in explain([loss for loss in losses if loss is not None]):
+        _say(console, line)
+    for line in explain_bills(budget, question, bills):
         _say(console, line)
     if any(not row.is_fitting for row in rows):
         _say(console, "(!) beyond --memory-limit even with outer state on the host")
@@ -208,13 +221,14 @@ def _record(read: Read, search: Search, rows: Sequence[Candidate]) -> dict[str, 
         "link": asdict(question.link),
         "facts": read.facts,
         "data_parallel_utilization": search.data_parallel().utilization,
-        "candidates": [_candidate(row, search) for row in rows],
+        "budget": vars(read.budget),
+        "candidates": [_candidate(row, search, read.budget) for row in rows],
         "left_out": search.left_out,
         "is_target_reached": _meets(rows[0], question),
     }
 
 
-def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
+def _candidate(row: Candidate, search: Search, budget: Budget) -> dict[str, Any]:
     least = search.least_bits_per_second(row)
     block = block_of(row, search.question)
     expected = _expected(row, search.question)
@@ -235,6 +249,7 @@ def _candidate(row: Candidate, search: Search) -> dict[str, Any]:
         "min_gbps": None if least is None else least / 1e9,
         "harm": harm(row),
         "expected_loss": None if expected is None else vars(expected),
+        "bill": vars(bill_of(row, search.question, budget)) if budget.is_asked else None,
         "dsx": block,
         "flags": flags_of(block),
     }

@@ -22,9 +22,10 @@ from dsx.comm.world import World
 from dsx.config.link import LinkConfig
 from dsx.core.transport import PeerLost
 from dsx.core.units import format_bytes
-from dsx.outer.donor import FIRST, Donor, why_not
+from dsx.outer.donor import FIRST, Donor
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
+from dsx.outer.return_refusal import why_not
 from dsx.outer.shared_state import saved_names
 from dsx.training.dealing import follow_boundaries
 from dsx.training.gathering import Gathering

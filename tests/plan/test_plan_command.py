@@ -125,7 +125,7 @@ def test_each_takes_the_least_interval_that_reaches_the_target() -> None:
         if candidate.prediction.utilization < asked.target:
             assert candidate.interval == asked.max_interval
             continue
-        allowed = [h for h in asked.intervals if h < candidate.interval]
+        allowed = [h for h in asked.intervals(asked.max_interval) if h < candidate.interval]
         if not allowed or candidate.method.delay.steps:
             continue
         less = search.predict(at_interval(candidate.method, allowed[-1]))

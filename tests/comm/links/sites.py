@@ -22,10 +22,11 @@ from dsx.core.membership import Member, Membership, Seat
 from dsx.core.transport import PeerLost
 from dsx.engines.torch import TorchAdapter
 from dsx.method.method import Method
-from dsx.outer.donor import FIRST, Donor, why_not
+from dsx.outer.donor import FIRST, Donor
 from dsx.outer.healing import Healing
 from dsx.outer.loop import OuterLoop
 from dsx.outer.parcel import hash_of
+from dsx.outer.return_refusal import why_not
 from dsx.outer.shared_state import saved_names
 from dsx.training.dealing import follow_boundaries
 from tests.comm.links.clusters import Line

@@ -11,7 +11,7 @@ import torch
 
 from dsx.core.transport import PeerLost, Submission
 from dsx.outer import parcel
-from dsx.outer.donor import why_not
+from dsx.outer.return_refusal import why_not
 from tests.comm.links.sites import Site, run
 from tests.comm.links.test_members_lost import LAST, TINY, coded
 from tests.compress.test_over_gloo import WideNet, loss
