@@ -11,6 +11,8 @@ import logging
 import os
 from pathlib import Path
 
+from dsx.telemetry.appending import FLAGS, append_whole, is_open_at
+
 logger = logging.getLogger(__name__)
 
 
@@ -30,15 +32,8 @@ class RecordFile:
     def append(self, text: str) -> None:
         """Write whole lines; OSError: none of them is in the file."""
         descriptor = self._open()
-        size = os.fstat(descriptor).st_size
-        rest = memoryview((self._gap(size) + self._head + text).encode())
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, size)
-            raise
+        gap = self._gap(os.fstat(descriptor).st_size)
+        append_whole(descriptor, (gap + self._head + text).encode())
         self._head = ""
 
     def close(self) -> None:
@@ -48,24 +43,16 @@ class RecordFile:
             os.close(descriptor)
 
     def _open(self) -> int:
-        if self._descriptor is not None and self._is_there(self._descriptor):
+        if self._descriptor is not None and is_open_at(self.path, self._descriptor):
             return self._descriptor
         self.close()
         if not self._is_begun:  # later the folder is not made again: it may be where a disk was
             self.path.parent.mkdir(parents=True, exist_ok=True)
             if self._step is not None:
                 drop_beyond(self.path, self._step)
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(self.path, flags, 0o666)
+        self._descriptor = os.open(self.path, FLAGS, 0o666)
         self._is_begun = True
         return self._descriptor
-
-    def _is_there(self, descriptor: int) -> bool:
-        """Whether the name still stands for the open file."""
-        try:
-            return os.path.samestat(os.stat(self.path), os.fstat(descriptor))
-        except FileNotFoundError:
-            return False
 
     def _gap(self, size: int) -> str:
         """Return what ends a line that a killed run has left open."""

@@ -47,12 +47,16 @@ class RankTrace:
     def heads(self) -> Iterator[Head]:
         """Yield what all pieces say, the oldest first."""
         for path in self.paths:
-            yield from self._heads_in(path)
+            yield from self.heads_in(path)
+
+    def heads_in(self, path: Path) -> Iterable[Head]:
+        """Return what the pieces of one of its files say, the oldest first."""
+        return self.text[path] if path in self.text else heads_of(path)
 
     def spans(self, is_wanted: Callable[[Head], bool]) -> Iterator[Span]:
         """Yield the spans of some pieces, as they ended on each thread."""
         for path in self.paths:
-            wanted = filter(is_wanted, self._heads_in(path))
+            wanted = filter(is_wanted, self.heads_in(path))
             if path in self.text:
                 yield from spans_of_text(path, wanted, *self.rank)
             else:
@@ -63,9 +67,6 @@ class RankTrace:
         self.time = _around(self.time, (head.start, head.end))
         self.taken = _around(self.taken, head.taken)
         self.dropped += head.dropped
-
-    def _heads_in(self, path: Path) -> Iterable[Head]:
-        return self.text[path] if path in self.text else heads_of(path)
 
     def _unpacked(self, path: Path, heads: Iterable[Head]) -> Iterator[Span]:
         for head, line in lines_of(path, heads):
@@ -118,7 +119,7 @@ class Wanted:
 
     steps: tuple[int, int] | None = None
     last: int | None = None
-    ranks: frozenset[int] | None = field(default=None)
+    ranks: frozenset[int] | None = None
 
 
 def select(folder: Path, wanted: Wanted = Wanted()) -> Selection:  # noqa: B008 - it is frozen
@@ -162,7 +163,7 @@ def _open(place: Rank, paths: list[Path]) -> RankTrace:
         if path.suffix == ".jsonl":
             trace.session, trace.text[path], bad = read_text_heads(path)
             trace.malformed += bad
-        for head in trace._heads_in(path):  # pyright: ignore[reportPrivateUsage]
+        for head in trace.heads_in(path):
             trace.note(head)
             newest.append(head)
         if path not in trace.text:

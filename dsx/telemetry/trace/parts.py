@@ -8,13 +8,13 @@ A resumed run goes on behind what is there, without the steps that it takes agai
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dsx.telemetry.appending import FLAGS, append_whole, is_open_at
 from dsx.telemetry.jsonl import drop_beyond
 from dsx.telemetry.trace.batch import Noted, Span, from_line, session_in, to_line
 from dsx.telemetry.trace.frames import Head, end_of, heads_of, lines_of, pack
@@ -67,21 +67,12 @@ class Parts:
     def append(self, spans: Sequence[Noted], dropped: int = 0) -> None:
         """Write spans as a piece, its times in microseconds; OSError: it is not there."""
         descriptor = self._open()
-        size = os.fstat(descriptor).st_size
-        if size >= self._most_bytes // _PARTS:
+        if os.fstat(descriptor).st_size >= self._most_bytes // _PARTS:
             self.close()
             self._number += 1
             self._make_room()
-            descriptor, size = self._open(), 0
-        line, head = to_line(self._session, spans, dropped)
-        rest = memoryview(pack(line, head))
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, size)
-            raise
+            descriptor = self._open()
+        append_whole(descriptor, pack(*to_line(self._session, spans, dropped)))
 
     def close(self) -> None:
         """Close; a later `append` opens it again, behind what it holds."""
@@ -91,16 +82,15 @@ class Parts:
 
     def _open(self) -> int:
         own = part_path(self.path, self._number)
-        if self._descriptor is not None and _is_there(own, self._descriptor):
+        if self._descriptor is not None and is_open_at(own, self._descriptor):
             return self._descriptor
         self.close()
-        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         if self._is_begun:  # the folder is not made again: it may be where a disk was
-            self._descriptor = os.open(own, flags, 0o666)
+            self._descriptor = os.open(own, FLAGS, 0o666)
             return self._descriptor
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = self._drop()
-        self._descriptor = os.open(part_path(self.path, self._number), flags, 0o666)
+        self._descriptor = os.open(part_path(self.path, self._number), FLAGS, 0o666)
         self._is_begun = True
         if kept:
             self.append(kept)
@@ -180,11 +170,3 @@ def _up_to(step: int, path: Path, heads: list[Head]) -> list[Noted]:
         for s in spans
         if s.step <= step
     ]
-
-
-def _is_there(path: Path, descriptor: int) -> bool:
-    """Whether the name still stands for the open file."""
-    try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
-    except FileNotFoundError:
-        return False
