@@ -24,6 +24,12 @@ class RankLog:
         os.write(self._file, line.encode() + b"\n")
 
 
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Return the lines that a `RankLog` has written by now; one that is being written is not."""
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
 class Orders:
     """What the driver wants, looked at between steps; `given` has what was ordered last."""
 

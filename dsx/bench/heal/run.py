@@ -14,6 +14,7 @@ from dsx.bench.e2e.run import RunFailed
 from dsx.bench.heal.job import Job, log_path, orders_path
 from dsx.bench.line import shared_cores
 from dsx.bench.testbed import Testbed
+from dsx.bench.worker_files import read_log
 
 _POLL_SECONDS = 0.1
 _TAIL = 3000
@@ -61,9 +62,7 @@ class Run:
 
     def records(self, cluster: int) -> list[Record]:
         """Return what a cluster has written since the run began."""
-        path = log_path(self.directory, cluster)
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return read_log(log_path(self.directory, cluster))
 
     def steps(self, cluster: int, since: float = 0.0) -> list[Record]:
         """Return a cluster's steps that have ended since then."""

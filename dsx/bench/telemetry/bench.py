@@ -17,9 +17,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from dsx.bench.e2e.run import RunFailed
 from dsx.bench.free_ports import free_ports
 from dsx.bench.telemetry.job import NUM_CLUSTERS, RUN, Block, Job, log_path
 from dsx.bench.telemetry.stub import NOTICES, SPANS, Stub
+from dsx.bench.worker_files import read_log
 from dsx.plan.published.scenario import require_number
 
 NEEDED = {"prometheus_client": "prometheus", "opentelemetry.exporter": "otel"}
@@ -32,10 +34,6 @@ CLOCKS = {
     "process_seconds": "all threads",
     "wall_seconds": "wall",
 }
-
-
-class RunFailed(RuntimeError):
-    """A process has ended with an error or is late, or not all has been told."""
 
 
 @dataclass(frozen=True)
@@ -240,9 +238,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _records(job: Job, cluster: int) -> list[dict[str, Any]]:
-    path = log_path(Path(job.directory), cluster)
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return read_log(log_path(Path(job.directory), cluster))
 
 
 def _block(record: dict[str, Any]) -> dict[str, Any]:
