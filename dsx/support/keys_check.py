@@ -2,7 +2,7 @@
 
     dsx keys check ds.json --cluster-id 0
 
-is started at every site at about the same time, without a run. Exits with 1 where one cannot.
+is started at every site at about the same time. Exits with 1 where one cannot.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def keys_check(
 ) -> None:
     """Say whether the sites of a run trust each other and reach each other's ports, and clocks.
 
-    Start it at every site at about the same time, while no run is on.
+    Start it at every site at about the same time. A run that is on is told of, and goes on.
     """
     from rich.console import Console
     from rich.table import Table

@@ -14,8 +14,12 @@ from typer.testing import CliRunner, Result
 from dsx.cli import app
 from dsx.comm.links import check
 from dsx.comm.links.check import Site, check_sites
+from dsx.comm.links.desk import Desk
+from dsx.comm.links.host_port import open_on_host
 from dsx.comm.links.key_changes import add_key, make_key, revoke_keys
 from dsx.comm.links.settings import LinkSettings
+from dsx.comm.links.trust import open_link
+from dsx.comm.topology import RankInfo
 from tests.comm.links.folders import sites as folders_of
 from tests.comm.links.test_relay import Relay
 from tests.distributed import free_port
@@ -55,6 +59,41 @@ def test_sites_that_trust_each_other_say_so(sites: list[LinkSettings]) -> None:
         assert all(abs(site.clock_seconds) < 1 and site.latency_seconds > 0 for site in found)
     ways = [site.way.partition("127")[0] for site in check_all(sites, [0, 1, 2])[2]]
     assert ways == ["called at ", "called at "]
+
+
+def test_a_run_that_is_on_is_told_of_and_goes_on(sites: list[LinkSettings]) -> None:
+    listening, _ = open_on_host(sites[0], RankInfo(0, 3, 0, 1), None, "", 5.0)
+    calling = open_link(sites[2], 2, 0, 1, host="127.0.0.1")
+    try:
+        Desk(listening, "abc")
+        listening.expect(2, 0, None)
+        calling.expect(0, 0, sites[2].address_of(0))
+        listening.wait_for(2, 0, 10.0)
+        before = listening.process_at((2, 0))
+        first, second = check_sites(sites[2], 2, 3.0)  # with the key of one that is in the run
+        assert first.says.endswith("a run is on there") and first.latency_seconds > 0
+        assert second.says.startswith("nobody listens there")
+        with pytest.raises(OSError, match="in use.*`dsx ctl status` says whom it reaches"):
+            check_sites(sites[0], 0, 3.0)
+        sent = listening.ask((2, 0), b"still there?")
+        calling.serve(lambda asker, body, answer: answer(b"yes"))
+        assert sent.result(10.0) == b"yes"
+        assert listening.process_at((2, 0)) == before == calling.incarnation
+        assert not listening.problems and not calling.problems
+    finally:
+        calling.close()
+        listening.close()
+
+
+def test_a_check_that_is_called_finds_a_run_that_calls(sites: list[LinkSettings]) -> None:
+    calling = open_link(sites[2], 2, 0, 1, host="127.0.0.1")
+    try:
+        Desk(calling, "abc")
+        calling.expect(0, 0, sites[2].address_of(0))
+        (_, found) = check_sites(sites[0], 0, 5.0)
+        assert found.says.endswith("a run is on there")
+    finally:
+        calling.close()
 
 
 @pytest.mark.ci
