@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
-from dsx.telemetry.watch.cluster import WatchedCluster
+from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
 from dsx.telemetry.watch.run import LogLine, WatchedRun
 
 _SILENT_STEPS, _SILENT_SECONDS = 5, 10.0
@@ -29,7 +29,13 @@ def members(run: WatchedRun, now: float) -> list[dict[str, Any]]:
     known = {cluster.cluster: cluster for cluster in run.clusters}
     told = last_membership(list(known.values()))
     numbers = range(max([num_clusters(run), *(m + 1 for m in known)]))
-    return [_member(m, known.get(m), run, told, now) for m in numbers]
+    rows = [_member(m, known.get(m), run, told, now) for m in numbers]
+    counted = told.get("members", [*numbers])
+    for row in rows:
+        if any(row["state"] != "unseen" for row in rows):
+            row["weight"] = 1 / len(counted) if row["cluster"] in counted else 0.0
+        row |= _left_out(row["cluster"], list(known.values()))
+    return rows
 
 
 def num_clusters(run: WatchedRun) -> int:
@@ -79,6 +85,14 @@ def _member(
     sent = float(cluster.finish.get("bytes_sent") or cluster.last_step.get("bytes_sent") or 0)
     row |= {"sent": sent, "syncs": cluster.num_syncs}
     return {**row, **_state(cluster, start, told, run, now)}
+
+
+def _left_out(number: int, clusters: Sequence[WatchedCluster]) -> dict[str, Any]:
+    """Return the rounds that were left out for one cluster's sake, by reason, where there are."""
+    found = {name: max((c.left_out_by[name, number] for c in clusters), default=0)
+             for name in LEFT_OUT}  # fmt: skip
+    found = {name: count for name, count in found.items() if count}
+    return {"left_out": found} if found else {}
 
 
 def _state(

@@ -130,6 +130,23 @@ def test_who_is_left_out_heals_and_comes_back(tmp_path: Path) -> None:
     assert states(read(run, BEGUN + 63)) == ["trains", "trains"]
 
 
+def test_members_have_their_weight_and_the_rounds_that_they_spoiled(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", clusters=3)
+    run = WatchedRun(folder)
+    found = read(run)["members"]
+    assert [row["weight"] for row in found] == [pytest.approx(1 / 3)] * 3
+    assert not any("left_out" in row for row in found)
+    assert [row["interval"] for row in found] == [8] * 3
+    for cluster in (0, 2):  # both tell of the same rounds
+        append(folder, cluster, sync_record(cluster, 41, 44, refused_by=[1]),
+               sync_record(cluster, 45, 48, refused_by=[1, 1], idle_in=[2]))  # fmt: skip
+    append(folder, 0, {"cluster": 0, "kind": "members", "time": BEGUN + 50, "step": 49,
+                       "members": [0, 2]})  # fmt: skip
+    found = read(run, BEGUN + 51)["members"]
+    assert [row["weight"] for row in found] == [0.5, 0.0, 0.5]
+    assert [row.get("left_out") for row in found] == [None, {"refused_by": 2}, {"idle_in": 1}]
+
+
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     for cluster in (0, 1):
