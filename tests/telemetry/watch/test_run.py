@@ -147,6 +147,19 @@ def test_members_have_their_weight_and_the_rounds_that_they_spoiled(tmp_path: Pa
     assert [row.get("left_out") for row in found] == [None, {"refused_by": 2}, {"idle_in": 1}]
 
 
+def test_a_line_that_is_too_long_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    with cluster_file(folder, "metrics", ".jsonl", 1).open("a") as file:
+        file.write("a" * (2 << 20) + "\n")
+    append(folder, 1, step_record(1, 41))
+    run = WatchedRun(folder)
+    found = read(run)
+    assert found["members"][1]["step"] == 41
+    assert found["trouble"] == (
+        "metrics.cluster_1.jsonl: 1 of its lines longer than 1 MiB, left out"
+    )
+
+
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     for cluster in (0, 1):
