@@ -73,7 +73,8 @@ MEANINGS: dict[str, dict[str, str]] = {
         "left out for its sake: refused, differed, uncommitted, idle.",
         "bad": "Silent: no record for five of its steps. Killed: its process is gone. Left "
         "out: the others go on without it. Heals: it comes back, and fetches the state. A weight "
-        "of 0: what it trains on is lost. Rounds left out: \"Same model everywhere\" says what "
+        "of 0: what it trains on is lost. A time left that is not there: it comes no nearer to "
+        "those that train. Rounds left out: \"Same model everywhere\" says what "
         "each reason means.",
         "do": "Start a cluster that is gone with the same command: it joins again.",
         "docs": "docs/elastic.md#bringing-a-cluster-back",

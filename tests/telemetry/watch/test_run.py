@@ -147,6 +147,28 @@ def test_members_have_their_weight_and_the_rounds_that_they_spoiled(tmp_path: Pa
     assert [row.get("left_out") for row in found] == [None, {"refused_by": 2}, {"idle_in": 1}]
 
 
+def test_how_far_healing_has_come_and_how_long_it_takes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = WatchedRun(folder)
+    append(folder, 0, *(step_record(0, step) for step in range(41, 81)))
+    log = cluster_file(folder, "log", ".txt", 0)
+    line = "{} WARNING dsx.training: cluster 1 is healing: {} MB, step {}\n"
+    log.write_text(line.format(say_time(BEGUN + 70), 3, 41))
+    row = read(run, BEGUN + 71)["members"][1]
+    assert row["state"] == "heals" and row["healing"] == {"step": 41, "target": 80}
+    with log.open("a") as file:
+        file.write(line.format(say_time(BEGUN + 80), 9, 71))
+    row = read(run, BEGUN + 81)["members"][1]
+    assert row["why"] == "9 MB, step 71"
+    assert row["healing"] == {  # the others take a step a second
+        "step": 71, "target": 80, "steps_per_second": 3.0, "seconds_left": 4.5,
+    }  # fmt: skip
+    append(folder, 0, *(step_record(0, step) for step in range(81, 112)))
+    with log.open("a") as file:
+        file.write(line.format(say_time(BEGUN + 110), 9, 75))
+    assert "seconds_left" not in read(run, BEGUN + 111)["members"][1]["healing"]
+
+
 def test_a_line_that_is_too_long_is_named(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     with cluster_file(folder, "metrics", ".jsonl", 1).open("a") as file:

@@ -99,7 +99,8 @@ export function showMembers(state) {
   const rows = state.members.map((row) => el("tr", {class: `is-${row.state.replace(" ", "-")}`, "data-cluster": row.cluster},
     cells(row).map((text, at) => (kept[at] ? el(at ? "td" : "th", {
       "data-name": names[at], ...(at ? {} : {scope: "row"}),
-    }, text, at === 1 && row.why ? el("small", {}, row.why) : null) : null))));
+    }, text, at === 1 && row.why ? el("small", {}, row.why) : null,
+      at === 1 && row.healing ? healing(row.healing) : null) : null))));
   show(panel.querySelector(".scrolls"), el("table", {},
     el("thead", {}, el("tr", {}, names.map((name, at) => (kept[at] ? el("th", {scope: "col"}, name) : null)))),
     el("tbody", {}, rows)));
@@ -109,6 +110,15 @@ export function showMembers(state) {
 function weight(share) {
   const count = Math.round(1 / share);
   return share && Math.abs(share * count - 1) < 1e-6 ? (count === 1 ? "1" : `1/${count}`) : number(share, 3);
+}
+
+function healing(how) {
+  const told = [`step ${number(how.step)}, the others are at ${number(how.target)}`];
+  if (how.steps_per_second) told.push(`${number(how.steps_per_second, 2)} steps/s`);
+  if (how.seconds_left !== undefined) told.push(`${duration(how.seconds_left)} left`);
+  const text = told.join(", ");
+  return el("small", {class: "healing"}, el("progress", {max: Math.max(how.target, 1), value: how.step,
+    "aria-label": text}), ` ${text}`);
 }
 
 const REASONS = {refused_by: "refused", differed_in: "differed", uncommitted_by: "uncommitted", idle_in: "idle"};
