@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -9,13 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsx.telemetry.following import LONGEST_LINE, FollowedFile, Fresh, objects_in
 from dsx.telemetry.run_folder import cluster_file, files_of, read_about, say_end
 from dsx.telemetry.sound import sound_about, sound_record
-from dsx.telemetry.top.follow import Follower
 
 WINDOW_SECONDS = 60.0
 _SILENT_SECONDS = 15.0  # without a record, at least, and several steps' worth
 _MOST_RECORDS = 5000
+_MOST_BYTES = 512 * 1024  # of a file's end that are looked at first, and of what has come since
 _MOST_EVENTS = 200
 _MOST_LETTERS = 60  # of how it has ended
 _LEFT_OUT = ("refused_by", "differed_in", "uncommitted_by")
@@ -44,19 +46,20 @@ class ClusterFiles:
 
     def __init__(self, folder: Path, cluster: int) -> None:
         self.cluster = cluster
-        self._metrics = Follower(cluster_file(folder, "metrics", ".jsonl", cluster))
+        path = cluster_file(folder, "metrics", ".jsonl", cluster)
+        self.file = FollowedFile(path, _MOST_BYTES, keeps_up=True)
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=_MOST_RECORDS)
         self._syncs: deque[Mapping[str, Any]] = deque(maxlen=_MOST_RECORDS)
         self._loss: float | None = None
 
     def look(self, about: Mapping[str, Any], now: float) -> Standing:
         """Read what is new; `about` is what run.json says, empty if there is none."""
-        fresh = [*self._metrics.records()]
-        if self._metrics.is_anew:  # a resumed run has the records before that again
+        fresh = _read(self.file)
+        if fresh.is_anew:  # a resumed run has the records before that again
             self._steps.clear()
             self._syncs.clear()
             self._loss = None
-        for told in fresh:
+        for told in objects_in(fresh.lines):
             record = sound_record(told)
             if record is None:
                 continue
@@ -96,7 +99,8 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._clusters: dict[int, ClusterFiles] = {}
-        self._logs: dict[int, Follower] = {}
+        self._logs: dict[int, FollowedFile] = {}
+        self._named: set[Path] = set()  # files with lines that are too long
         self._events: deque[str] = deque(maxlen=_MOST_EVENTS)
 
     def look(self) -> list[Standing]:
@@ -110,20 +114,32 @@ class RunFiles:
             if cluster not in self._clusters:
                 self._clusters[cluster] = ClusterFiles(self.folder, cluster)
                 log = cluster_file(self.folder, "log", ".txt", cluster)
-                self._logs[cluster] = Follower(log)
+                self._logs[cluster] = FollowedFile(log, _MOST_BYTES, keeps_up=True)
         return [one.look(abouts.get(m, {}), now) for m, one in sorted(self._clusters.items())]
 
     def events(self, most: int) -> list[str]:
         """Return the last warnings of the clusters' logs, in the order of their times."""
         fresh: list[str] = []
         for cluster, log in self._logs.items():
-            for line in log.lines():
-                words = line.split(" ", 2)
+            for line in _read(log).lines:
+                words = line.decode(errors="replace").split(" ", 2)
                 if len(words) == 3 and words[1] in ("WARNING", "ERROR"):
                     text = words[2].partition(": ")[2] or words[2]
                     fresh.append(f"{words[0]} cluster {cluster}: {text}")
+            for file in (self._clusters[cluster].file, log):
+                if file.num_too_long and file.path not in self._named:
+                    self._named.add(file.path)
+                    what = f"a line of {file.path.name} is longer than {LONGEST_LINE}, and left out"
+                    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+                    fresh.append(f"{when} cluster {cluster}: {what}, as more like it are")
         self._events.extend(sorted(fresh))
         return [*self._events][-most:]
+
+
+def _read(file: FollowedFile) -> Fresh:
+    with contextlib.suppress(OSError):  # looked at again the next time
+        return file.read()
+    return Fresh()
 
 
 def _state(about: Mapping[str, Any], age: float | None, pace: float) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -63,6 +63,7 @@ class WatchedCluster:
         self.events: deque[Record] = deque(maxlen=_RECENT_EVENTS)
         self.left_out = dict.fromkeys(LEFT_OUT, 0)
         self.last_left_out: Record = {}
+        self.left_out_by: Counter[tuple[str, int]] = Counter()  # rounds, by reason and cluster
         self.rungs: list[str] = []
         self.alarms: dict[str, int] = {}
         self.fragments: dict[tuple[int, int], int] = {}  # elements, by stage and number
@@ -130,6 +131,8 @@ class WatchedCluster:
             if record.get(name):
                 self.left_out[name] += 1
                 self.last_left_out = record
+                clusters = [m for m in record[name] if type(m) is int]
+                self.left_out_by.update((name, m) for m in dict.fromkeys(clusters))
         for alarm in record.get("guard_alarms") or ():
             self.alarms[str(alarm)] = self.alarms.get(str(alarm), 0) + 1
         self.rungs = list(record.get("guard_rungs") or self.rungs)

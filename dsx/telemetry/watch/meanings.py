@@ -67,10 +67,15 @@ MEANINGS: dict[str, dict[str, str]] = {
         "docs": "docs/compression.md",
     },
     "members": {
-        "means": "Each cluster: whether it trains, when it last said something, its H (inner "
-        "steps between two launches), and what it has sent.",
+        "means": "Each cluster: whether it trains, when it last said something, its weight in the "
+        "mean (means are not weighted: 1/n of the n clusters that train, 0 for one that is left "
+        "out), its H (inner steps between two launches), what it has sent, and rounds that were "
+        "left out for its sake: refused, differed, uncommitted, idle.",
         "bad": "Silent: no record for five of its steps. Killed: its process is gone. Left "
-        "out: the others go on without it. Heals: it comes back, and fetches the state.",
+        "out: the others go on without it. Heals: it comes back, and fetches the state. A weight "
+        "of 0: what it trains on is lost. A time left that is not there: it comes no nearer to "
+        "those that train. Rounds left out: \"Same model everywhere\" says what "
+        "each reason means.",
         "do": "Start a cluster that is gone with the same command: it joins again.",
         "docs": "docs/elastic.md#bringing-a-cluster-back",
     },

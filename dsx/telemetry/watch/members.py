@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
-from dsx.telemetry.watch.cluster import WatchedCluster
+from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
 from dsx.telemetry.watch.run import LogLine, WatchedRun
 
 _SILENT_STEPS, _SILENT_SECONDS = 5, 10.0
 _WINDOW = 50  # steps that "now" means
 _HEALS = re.compile(r"cluster (\d+) is healing: (.*)")
+_HEALED = re.compile(r"(.+), step (\d{1,15})$")  # bytes that it has taken, and its step
 
 
 def members(run: WatchedRun, now: float) -> list[dict[str, Any]]:
@@ -29,7 +31,17 @@ def members(run: WatchedRun, now: float) -> list[dict[str, Any]]:
     known = {cluster.cluster: cluster for cluster in run.clusters}
     told = last_membership(list(known.values()))
     numbers = range(max([num_clusters(run), *(m + 1 for m in known)]))
-    return [_member(m, known.get(m), run, told, now) for m in numbers]
+    rows = [_member(m, known.get(m), run, told, now) for m in numbers]
+    counted = told.get("members", [*numbers])
+    steps = [row["step"] for row in rows if row["state"] == "trains"]
+    for row in rows:
+        if row["state"] == "heals":
+            healing = _healing(known[row["cluster"]], run.log_lines)
+            row |= _time_left(_catches_up(healing, max(steps, default=None)), rows)
+        if any(row["state"] != "unseen" for row in rows):
+            row["weight"] = 1 / len(counted) if row["cluster"] in counted else 0.0
+        row |= _left_out(row["cluster"], list(known.values()))
+    return rows
 
 
 def num_clusters(run: WatchedRun) -> int:
@@ -81,6 +93,25 @@ def _member(
     return {**row, **_state(cluster, start, told, run, now)}
 
 
+def _time_left(healing: dict[str, Any], rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return a row's `healing`, with `seconds_left` where it comes nearer to those that train."""
+    if not healing:
+        return {}
+    paces = [row.get("steps_per_second", 0.0) for row in rows if row["state"] == "trains"]
+    nearer = healing.get("steps_per_second", 0.0) - max(paces, default=0.0)
+    if nearer > 0:
+        healing["seconds_left"] = max(healing["target"] - healing["step"], 0) / nearer
+    return {"healing": healing}
+
+
+def _left_out(number: int, clusters: Sequence[WatchedCluster]) -> dict[str, Any]:
+    """Return the rounds that were left out for one cluster's sake, by reason, where there are."""
+    found = {name: max((c.left_out_by[name, number] for c in clusters), default=0)
+             for name in LEFT_OUT}  # fmt: skip
+    found = {name: count for name, count in found.items() if count}
+    return {"left_out": found} if found else {}
+
+
 def _state(
     cluster: WatchedCluster, start: Record, told: Record, run: WatchedRun, now: float
 ) -> dict[str, str]:
@@ -90,7 +121,7 @@ def _state(
         return {"state": "ended", "why": f"{end['how']} at step {end['step']}"}
     heals = _healing(cluster, run.log_lines)
     if heals:
-        return {"state": "heals", "why": heals}
+        return {"state": "heals", "why": heals[0].text}
     is_out = told and cluster.cluster not in told["members"]
     goes_on = ""
     if is_out and told["time"] > cluster.last_time - 1:
@@ -107,12 +138,25 @@ def _state(
     return {"state": "trains"}
 
 
-def _healing(cluster: WatchedCluster, lines: Sequence[LogLine]) -> str:
-    """Return how far a cluster's healing has come, as another one has said it last."""
+def _healing(cluster: WatchedCluster, lines: Sequence[LogLine]) -> list[LogLine]:
+    """Return how far a cluster's healing has come, as the others have said it, the last first."""
+    found: list[LogLine] = []
     for line in reversed(lines):
         if line.when < cluster.last_time - 1:
-            return ""
+            break
         match = _HEALS.match(line.text)
         if match and int(match[1]) == cluster.cluster:
-            return match[2]
-    return ""
+            found.append(replace(line, text=match[2]))
+    return found
+
+
+def _catches_up(said: Sequence[LogLine], target: int | None) -> dict[str, Any]:
+    """Return where healing is: `step`, the others' `target`, and `steps_per_second` if known."""
+    places = [(line.when, int(match[2])) for line in said if (match := _HEALED.match(line.text))]
+    if not places or target is None:
+        return {}
+    found: dict[str, Any] = {"step": places[0][1], "target": target}
+    seconds, steps = places[0][0] - places[-1][0], places[0][1] - places[-1][1]
+    if seconds >= 1 and steps > 0:
+        found["steps_per_second"] = steps / seconds
+    return found

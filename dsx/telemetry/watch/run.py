@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 
+from dsx.telemetry.following import LONGEST_LINE, FollowedFile, Fresh, first_look
 from dsx.telemetry.run_folder import (
     Record,
     cluster_file,
@@ -28,7 +29,6 @@ from dsx.telemetry.run_folder import (
 )
 from dsx.telemetry.sound import seconds_of, sound_about
 from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
-from dsx.telemetry.watch.follow import FollowedFile, Fresh, first_look
 from dsx.telemetry.watch.processes import Processes
 
 _LOG_BYTES = 256 << 10  # of the end of a log
@@ -211,6 +211,10 @@ class WatchedRun:
                 self.version += 1
         with self._telling(str(part.log.path)):
             log = part.log.read()
+        for file in (part.file, part.log):
+            if file.num_too_long:
+                how = f"{file.num_too_long} of its lines longer than {LONGEST_LINE}, left out"
+                self.tell(f"lines of {file.path}", f"{file.path.name}: {how}")
         if log.lines:
             with self.lock:
                 for line in log.lines:

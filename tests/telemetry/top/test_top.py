@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from dsx.cli import app
 from dsx.telemetry.run_file import RunFile
-from dsx.telemetry.top.follow import Follower
 from dsx.telemetry.top.show import COLUMNS, plain, screen
 from dsx.telemetry.top.standing import RunFiles, Standing
 from tests.signals import default_sigint
@@ -112,26 +111,34 @@ def test_a_run_that_has_taken_no_step(tmp_path: Path) -> None:
     assert {told(one) for _, told in COLUMNS} == {"0", "starting", "-", "40"}
 
 
-def test_a_file_is_followed_and_one_in_its_place_is_begun_anew(tmp_path: Path) -> None:
+def test_a_long_file_is_looked_at_from_its_end_and_one_in_its_place_is_begun_anew(
+    tmp_path: Path,
+) -> None:
+    write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
-    follower = Follower(path)
-    assert follower.lines() == []
-    path.write_text('{"a": 1}\n{"b"')
-    assert [*follower.records()] == [{"a": 1}]
-    with path.open("a") as file:
-        file.write(": 2}\nnot json\n[1]\n")
-    assert [*follower.records()] == [{"b": 2}]
-    assert [*follower.records()] == []
-    (tmp_path / "new").write_text('{"c": 3}\n')
+    record = {"kind": "step", "time": time.time(), "cluster": 0, "seconds": 1.0}
+    path.write_text("".join(json.dumps({**record, "step": n}) + "\n" for n in range(20_000)))
+    files = RunFiles(tmp_path)
+    (one,) = files.look()
+    assert one.step == 19_999
+    (tmp_path / "new").write_text(json.dumps({**record, "step": 3}) + "\n")
     (tmp_path / "new").replace(path)
-    assert [*follower.records()] == [{"c": 3}]
+    (one,) = files.look()
+    assert one.step == 3
 
 
-def test_a_long_file_is_looked_at_from_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text("".join(json.dumps({"step": n}) + "\n" for n in range(200_000)))
-    found = [*Follower(path).records()]
-    assert found[-1] == {"step": 199_999} and 10_000 < len(found) < 60_000
+def test_a_line_that_is_too_long_is_named_once(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    files = RunFiles(tmp_path)
+    append(tmp_path / "metrics.jsonl", {"kind": "step", "time": time.time(), "step": 1})
+    files.look()
+    for _ in range(2):
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write("a" * (2 << 20) + "\n")
+        for _ in range(2):
+            files.look()
+    events = [event for event in files.events(40) if "longer than 1 MiB" in event]
+    assert len(events) == 1 and "cluster 0: a line of metrics.jsonl" in events[0]
 
 
 def test_warnings_of_all_logs_are_below_and_hold_no_orders_for_a_terminal(tmp_path: Path) -> None:

@@ -11,7 +11,16 @@ from dsx.telemetry.run_folder import cluster_file
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.watch import Watch
 from tests.telemetry.watch.browser import opened, with_browser
-from tests.telemetry.watch.folders import BEGUN, about, make_run, say_time, write_about
+from tests.telemetry.watch.folders import (
+    BEGUN,
+    about,
+    append,
+    make_run,
+    say_time,
+    step_record,
+    sync_record,
+    write_about,
+)
 from tests.telemetry.watch.live_run import LiveRun
 
 pytestmark = [pytest.mark.ci, with_browser]
@@ -82,6 +91,41 @@ def test_names_and_texts_of_a_run_are_no_markup(tmp_path: Path) -> None:
                 tab.wait(f"document.querySelector('{place}').innerText.includes('<img src=x')")
             assert tab.page.evaluate("document.images.length") == 0
             assert tab.page.evaluate("window.hit") is None
+    finally:
+        watch.close()
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)])
+def test_members_have_weights_rounds_left_out_and_how_healing_goes(
+    tmp_path: Path, width: int, height: int
+) -> None:
+    folder = make_run(tmp_path / "run", clusters=3)
+    now = time.time()
+    append(folder, 0, {"cluster": 0, "kind": "members", "time": now - 40, "step": 40,
+                       "members": [0, 2]})  # fmt: skip
+    append(folder, 2, sync_record(2, 37, 40, refused_by=[1]))
+    for cluster in (0, 2):
+        told = (step_record(cluster, step, time=now - 120 + step) for step in range(41, 121))
+        append(folder, cluster, *told)
+    with cluster_file(folder, "log", ".txt", 0).open("a") as log:
+        for ago, step in ((20, 44), (10, 74)):
+            text = f"cluster 1 is healing: <b>{step} MB, step {step}"
+            log.write(f"{say_time(now - ago)} WARNING dsx.training: {text}\n")
+    watch = Watch(WatchedRun(folder))
+    try:
+        with opened(watch.address, width, height) as tab:
+            tab.wait("document.querySelector('#members progress')")
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+            cell = "#members tr[data-cluster='{}'] [data-name='{}']"
+            weights = [tab.text(cell.format(m, "weight")) for m in range(3)]
+            assert [text.split()[-1] for text in weights] == ["1/2", "0", "1/2"]
+            assert "1 refused" in tab.text(cell.format(1, "rounds left out"))
+            told = tab.text(cell.format(1, "state"))
+            assert "heals" in told and "<b>74 MB, step 74" in told
+            assert "step 74, the others are at 120" in told and "3 steps/s" in told
+            assert "left" in told
+            tab.page.locator("#members .why").click()
+            assert "its weight in the mean" in tab.text("#members .meaning")
     finally:
         watch.close()
 

@@ -130,6 +130,58 @@ def test_who_is_left_out_heals_and_comes_back(tmp_path: Path) -> None:
     assert states(read(run, BEGUN + 63)) == ["trains", "trains"]
 
 
+def test_members_have_their_weight_and_the_rounds_that_they_spoiled(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", clusters=3)
+    run = WatchedRun(folder)
+    found = read(run)["members"]
+    assert [row["weight"] for row in found] == [pytest.approx(1 / 3)] * 3
+    assert not any("left_out" in row for row in found)
+    assert [row["interval"] for row in found] == [8] * 3
+    for cluster in (0, 2):  # both tell of the same rounds
+        append(folder, cluster, sync_record(cluster, 41, 44, refused_by=[1]),
+               sync_record(cluster, 45, 48, refused_by=[1, 1], idle_in=[2]))  # fmt: skip
+    append(folder, 0, {"cluster": 0, "kind": "members", "time": BEGUN + 50, "step": 49,
+                       "members": [0, 2]})  # fmt: skip
+    found = read(run, BEGUN + 51)["members"]
+    assert [row["weight"] for row in found] == [0.5, 0.0, 0.5]
+    assert [row.get("left_out") for row in found] == [None, {"refused_by": 2}, {"idle_in": 1}]
+
+
+def test_how_far_healing_has_come_and_how_long_it_takes(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    run = WatchedRun(folder)
+    append(folder, 0, *(step_record(0, step) for step in range(41, 81)))
+    log = cluster_file(folder, "log", ".txt", 0)
+    line = "{} WARNING dsx.training: cluster 1 is healing: {} MB, step {}\n"
+    log.write_text(line.format(say_time(BEGUN + 70), 3, 41))
+    row = read(run, BEGUN + 71)["members"][1]
+    assert row["state"] == "heals" and row["healing"] == {"step": 41, "target": 80}
+    with log.open("a") as file:
+        file.write(line.format(say_time(BEGUN + 80), 9, 71))
+    row = read(run, BEGUN + 81)["members"][1]
+    assert row["why"] == "9 MB, step 71"
+    assert row["healing"] == {  # the others take a step a second
+        "step": 71, "target": 80, "steps_per_second": 3.0, "seconds_left": 4.5,
+    }  # fmt: skip
+    append(folder, 0, *(step_record(0, step) for step in range(81, 112)))
+    with log.open("a") as file:
+        file.write(line.format(say_time(BEGUN + 110), 9, 75))
+    assert "seconds_left" not in read(run, BEGUN + 111)["members"][1]["healing"]
+
+
+def test_a_line_that_is_too_long_is_named(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    with cluster_file(folder, "metrics", ".jsonl", 1).open("a") as file:
+        file.write("a" * (2 << 20) + "\n")
+    append(folder, 1, step_record(1, 41))
+    run = WatchedRun(folder)
+    found = read(run)
+    assert found["members"][1]["step"] == 41
+    assert found["trouble"] == (
+        "metrics.cluster_1.jsonl: 1 of its lines longer than 1 MiB, left out"
+    )
+
+
 def test_a_finished_run_says_so(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     for cluster in (0, 1):

@@ -84,24 +84,47 @@ export function showMembers(state) {
   const panel = byId("members");
   panel.hidden = !state.members.length;
   head(panel);
-  const names = ["cluster", "state", "last word", "step", "loss", "tokens/s", "utilization", "H", "sent", "host"];
+  const names = ["cluster", "state", "last word", "step", "loss", "tokens/s", "utilization", "weight", "H", "sent", "rounds left out", "host"];
   const has = (name) => state.members.some((row) => row[name] !== undefined);
   const cells = (row) => [
     String(row.cluster), `${MARKS[row.state] ?? ""} ${row.state}`,
     row.last_word ? `${duration(Math.max(state.now - row.last_word, 0))} ago` : "-",
     number(row.step), number(row.loss), number(row.tokens_per_second),
     row.utilization === undefined ? "-" : `${(100 * row.utilization).toFixed(1)} %`,
-    number(row.interval), row.sent === undefined ? "-" : bytes(row.sent), row.host ?? "-",
+    row.weight === undefined ? "-" : weight(row.weight),
+    number(row.interval), row.sent === undefined ? "-" : bytes(row.sent), leftOut(row.left_out), row.host ?? "-",
   ];
-  const fields = [null, null, "last_word", "step", "loss", "tokens_per_second", "utilization", "interval", "sent", "host"];
+  const fields = [null, null, "last_word", "step", "loss", "tokens_per_second", "utilization", "weight", "interval", "sent", "left_out", "host"];
   const kept = names.map((_, at) => fields[at] === null || has(fields[at]));
   const rows = state.members.map((row) => el("tr", {class: `is-${row.state.replace(" ", "-")}`, "data-cluster": row.cluster},
     cells(row).map((text, at) => (kept[at] ? el(at ? "td" : "th", {
       "data-name": names[at], ...(at ? {} : {scope: "row"}),
-    }, text, at === 1 && row.why ? el("small", {}, row.why) : null) : null))));
+    }, text, at === 1 && row.why ? el("small", {}, row.why) : null,
+      at === 1 && row.healing ? healing(row.healing) : null) : null))));
   show(panel.querySelector(".scrolls"), el("table", {},
     el("thead", {}, el("tr", {}, names.map((name, at) => (kept[at] ? el("th", {scope: "col"}, name) : null)))),
     el("tbody", {}, rows)));
+}
+
+// A share of the mean, as 1/n where it is one.
+function weight(share) {
+  const count = Math.round(1 / share);
+  return share && Math.abs(share * count - 1) < 1e-6 ? (count === 1 ? "1" : `1/${count}`) : number(share, 3);
+}
+
+function healing(how) {
+  const told = [`step ${number(how.step)}, the others are at ${number(how.target)}`];
+  if (how.steps_per_second) told.push(`${number(how.steps_per_second, 2)} steps/s`);
+  if (how.seconds_left !== undefined) told.push(`${duration(how.seconds_left)} left`);
+  const text = told.join(", ");
+  return el("small", {class: "healing"}, el("progress", {max: Math.max(how.target, 1), value: how.step,
+    "aria-label": text}), ` ${text}`);
+}
+
+const REASONS = {refused_by: "refused", differed_in: "differed", uncommitted_by: "uncommitted", idle_in: "idle"};
+
+function leftOut(counts) {
+  return Object.entries(counts ?? {}).map(([name, count]) => `${count} ${REASONS[name]}`).join(", ") || "-";
 }
 
 function showParity(parity) {
