@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from dsx.comm.links.frames import (
     AGAIN,
     ANSWER,
     ASK,
+    BY_KEY,
     CLOSED,
     DATA,
     HELLO,
@@ -173,6 +175,7 @@ class Switch:
                 self.give_up(peer, why)
                 if peer.is_visitor:
                     del self.peers[peer.cluster_id, peer.rank]
+                    self._num_unexpected[peer.cluster_id] -= 1
                     self._callers.forget(peer)
             elif peer.error is None and not is_kept:
                 self.held.is_back(peer)
@@ -259,6 +262,8 @@ class Switch:
         except BadFrame as error:
             self._drop(str(error), who)
             return None
+        if sender is not None and frame.sender == BY_KEY:
+            frame = replace(frame, sender=sender)
         if sender is not None and frame.sender != sender:
             self._drop("a frame that says another sender", who)
             return None
