@@ -30,11 +30,14 @@ _ZMTP_BYTES, _MECHANISM = 64, slice(12, 32)  # of a greeting (RFC 23)
 
 
 class NoAnswer(Exception):
-    """Nobody answers there, or no more; the text says why, and `fix` what to do, if anything."""
+    """Nobody answers there, or no more; the text says why, and `fix` what to do, if anything.
 
-    def __init__(self, text: str, fix: str = "") -> None:
+    `is_refusal`: somebody does, and will not have this call.
+    """
+
+    def __init__(self, text: str, fix: str = "", is_refusal: bool = False) -> None:
         super().__init__(text)
-        self.fix = fix
+        self.fix, self.is_refusal = fix, is_refusal
 
 
 @dataclass(frozen=True)
@@ -71,8 +74,12 @@ class KeyCall:
         self._context: zmq.Context[Any] = zmq.Context()
         self._number = 0
         try:
-            self._socket, self._monitor, name = self._shake_hands(seconds)
-            self.met = Met(name, self._greet())
+            members = [(n, key) for n in keys.names() for key in keys.curve_keys_of(n)]
+            _, _, member = self._shake_hands(members, seconds)
+            self.close()  # and anew with that key alone: beside others libzmq may lose frames
+            self._context = zmq.Context()
+            self._socket, self._monitor, member = self._shake_hands([member], seconds)
+            self.met = Met(member[0], self._greet())
         except BaseException:
             self.close()
             raise
@@ -90,26 +97,24 @@ class KeyCall:
         """End the call."""
         self._context.destroy(0)
 
-    def _shake_hands(self, seconds: float) -> tuple[Any, Any, str]:
-        """Call with each member's keys; return the sockets of the one that stands, and whose."""
-        calls: dict[Any, tuple[Any, str]] = {}
+    def _shake_hands(
+        self, members: list[tuple[str, bytes]], seconds: float
+    ) -> tuple[Any, Any, tuple[str, bytes]]:
+        """Call with each of these keys; return the sockets of the one that stands, and whose."""
+        calls: dict[Any, tuple[Any, tuple[str, bytes]]] = {}
         poller, own = zmq.Poller(), _Own(self._keys)
-        for name in self._keys.names():
-            for key in self._keys.curve_keys_of(name):
-                called = sockets.call(self._context, (self.address, 0), own, key)  # type: ignore[arg-type]
-                calls[called[1]] = called[0], name
-                poller.register(called[1], zmq.POLLIN)
+        for name, key in members:
+            called = sockets.call(self._context, (self.address, 0), own, key)  # type: ignore[arg-type]
+            calls[called[1]] = called[0], (name, key)
+            poller.register(called[1], zmq.POLLIN)
         until, failed = time.monotonic() + seconds, set[Any]()
         while time.monotonic() < until and not self._is_over():
             for monitor in dict(poller.poll(int(1000 * _STEP_SECONDS))):
                 for event in _events(monitor):
                     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        for other in calls:
-                            if other is not monitor:
-                                calls[other][0].close(0)
                         return calls[monitor][0], monitor, calls[monitor][1]
                     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
-                        raise self._not_taken(calls[monitor][1])
+                        raise self._not_taken(calls[monitor][1][0])
                     if event in (
                         zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
                     ):  # fmt: skip
@@ -124,6 +129,7 @@ class KeyCall:
             f"{name} at {self.address} does not take the key of {own} in {self._keys.directory}: "
             f"it is no member's there, or has been revoked",
             f"have {name} add the line that `dsx keys list` shows here: dsx keys add LINE",
+            is_refusal=True,
         )
 
     def _nobody(self, has_failed: bool) -> NoAnswer:
@@ -134,6 +140,7 @@ class KeyCall:
                 f'who answers at {self.address} uses no keys: a run of link.security "none" hands '
                 "its records to nobody, as whoever reaches the port could have them",
                 'give the run "security": "curve" and keys, or watch its folder over ssh -L',
+                is_refusal=True,
             )
         if mechanism is None and not has_failed:
             return NoAnswer(
@@ -145,6 +152,7 @@ class KeyCall:
         return NoAnswer(
             f"who listens at {self.address} {what if mechanism == 'CURVE' else 'is no link'}",
             "give HOST:PORT of link.members, and --keys FOLDER of this run's members",
+            is_refusal=True,
         )
 
     def _greet(self) -> int:
@@ -152,21 +160,22 @@ class KeyCall:
         hello = Hello(self._rank, 0, 1, time.time_ns())
         self._say(Frame(HELLO, BY_KEY), hello.pack())
         for frame, body in self._frames(_GREETING_SECONDS):
-            if frame.kind != HELLO:
-                continue
-            answer = Hello.read(bytes(body))
-            if answer.over:
-                raise NoAnswer("it has given an earlier call of this one up; calling again")
-            if answer.rank:
-                raise NoAnswer(
-                    f"rank {answer.rank} of cluster {frame.sender} answers at {self.address}",
-                    "records are with a cluster's first rank: give its address in link.members",
-                )
-            return frame.sender
+            if frame.kind == HELLO:
+                return self._greeted(frame.sender, Hello.read(bytes(body)))
         raise NoAnswer(
             f"a link answers at {self.address}, but no greeting of a tool without the run's JSON",
             "it may run an earlier dsx: that has to be the one of this host",
         )
+
+    def _greeted(self, cluster: int, answer: Hello) -> int:
+        if answer.over:
+            raise NoAnswer("it has given an earlier call of this one up; calling again")
+        if answer.rank:
+            raise NoAnswer(
+                f"rank {answer.rank} of cluster {cluster} answers at {self.address}",
+                "records are with a cluster's first rank: give its address in link.members",
+            )
+        return cluster
 
     def _say(self, frame: Frame, body: bytes) -> None:
         try:

@@ -8,7 +8,6 @@ import threading
 import time
 import webbrowser
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from dsx.telemetry.watch.access import Access, is_loopback
@@ -173,25 +172,24 @@ def has_screen() -> bool:
 
 
 def watch(
-    path: Path,
-    against: Path | None,
+    run: WatchedRun,
+    against: WatchedRun | None,
     place: tuple[str, int],
     opens_browser: bool,
     asks_for_token: bool,
     say: Callable[[str], None],
+    what: str = "",
 ) -> None:
-    """Serve a run's page at a host's port until Ctrl-C.
+    """Serve a run's page at a host's port until Ctrl-C; OSError says what cannot be had.
 
-    FileNotFoundError or OSError says what cannot be had.
+    `what` is watched, in words; by default the run's folder.
     """
     host, port = place
-    run = WatchedRun(path)
-    other = None if against is None else WatchedRun(against)
-    page = Watch(run, host, port, other, asks_for_token)
+    page = Watch(run, host, port, against, asks_for_token)
     try:
-        if not run.folder.exists():
+        if not what and not run.folder.exists():
             say(f"no run at {run.folder} yet: the page waits for it")
-        say(f"{run.folder} at {page.address}")
+        say(f"{what or run.folder} at {page.address}")
         if not is_loopback(host):
             say("whoever has this address can read the page, which is not encrypted")
         say("Ctrl-C ends it")
