@@ -64,8 +64,11 @@ def watch(
     run's folder; it changes nothing. With --join it follows a run over its secured links, from a
     host that has a member's key and no folder of the run. Ctrl-C ends it.
     """
+    from dsx.method.alarms import BOUNDS
     from dsx.telemetry.watch.run import WatchedRun
     from dsx.telemetry.watch.watch import watch as serve
+
+    alarms = {bound.kind for bound in BOUNDS}
 
     def say(text: str) -> None:
         typer.echo(f"dsx watch: {text}")
@@ -78,10 +81,10 @@ def watch(
     if run is not None:
         if directory is not None or name is not None:
             raise ValueError("--dir and --name are for --join HOST:PORT: leave them out with RUN")
-        serve(WatchedRun(run), other, (host, port), browser, token, say)
+        serve(WatchedRun(run), other, (host, port), browser, token, say, alarms=alarms)
         return
     with _joined(join or [], keys, name, directory, seconds) as (watched, what):
-        serve(watched, other, (host, port), browser, token, say, what)
+        serve(watched, other, (host, port), browser, token, say, what, alarms)
 
 
 @contextlib.contextmanager
