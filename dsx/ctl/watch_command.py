@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,29 +18,29 @@ from dsx.telemetry.run_folder import RUN_HELP
 if TYPE_CHECKING:
     from dsx.telemetry.watch.run import WatchedRun
 
-Say = Callable[[str], None]
+Join = Annotated[
+    list[str] | None,
+    typer.Option(metavar="HOST:PORT", help="Instead: a cluster's link; more by commas."),
+]
+KeysFolder = Annotated[Path, typer.Option(metavar="FOLDER", help="With --join: a member's keys.")]
+Name = Annotated[str | None, typer.Option(help="With --join: whose key, where FOLDER has several.")]
+Directory = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="DIR", help="With --join: keep what is copied there."),
+]
+Seconds = Annotated[
+    float, typer.Option(help="With --join: how long to look for one.", min=0.5, max=600.0)
+]
 
 
 @one_line_errors("watch", ModuleNotFoundError)
 def watch(
     run: Annotated[Path | None, typer.Argument(metavar="RUN", help=RUN_HELP)] = None,
-    join: Annotated[
-        list[str] | None,
-        typer.Option(metavar="HOST:PORT", help="Instead: a cluster's link; more by commas."),
-    ] = None,
-    keys: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="With --join: a member's keys.")
-    ] = Path("keys"),
-    name: Annotated[
-        str | None, typer.Option(help="With --join: whose key, where FOLDER has several.")
-    ] = None,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="With --join: keep what is copied there."),
-    ] = None,
-    seconds: Annotated[
-        float, typer.Option(help="With --join: how long to look for one.", min=0.5, max=600.0)
-    ] = 10.0,
+    join: Join = None,
+    keys: KeysFolder = Path("keys"),
+    name: Name = None,
+    directory: Directory = None,
+    seconds: Seconds = 10.0,
     against: Annotated[
         Path | None, typer.Option(metavar="RUN", help="Another run, drawn beside this one.")
     ] = None,

@@ -262,12 +262,11 @@ class Switch:
         except BadFrame as error:
             self._drop(str(error), who)
             return None
-        if sender is not None and frame.sender == BY_KEY:
-            frame = replace(frame, sender=sender)
-        if sender is not None and frame.sender != sender:
+        if sender is not None and frame.sender not in (sender, BY_KEY):
             self._drop("a frame that says another sender", who)
             return None
-        return frame, body
+        is_named = sender is None or frame.sender == sender
+        return frame if is_named else replace(frame, sender=sender), body
 
     def _give(self, peer: Peer, frame: Frame, body: memoryview) -> None:
         """Hand a frame to whom it is for."""
