@@ -19,6 +19,7 @@ from dsx.comm.links.keys_command import app as keys_app
 from dsx.comm.links.relay_command import relay
 from dsx.config.command import app as config_app
 from dsx.ctl.command import app as ctl_app
+from dsx.ctl.watch_command import watch
 from dsx.data.command import app as data_app
 from dsx.engines.command import export
 from dsx.examples.command import quickstart
@@ -32,7 +33,6 @@ from dsx.support.keys_check import keys_check
 from dsx.telemetry.command import report
 from dsx.telemetry.top.command import top
 from dsx.telemetry.trace.command import trace
-from dsx.telemetry.watch.command import watch
 from dsx.training.notices_command import notices
 
 BEFORE, DURING, AFTER = "Before a run", "For a run", "After a run"

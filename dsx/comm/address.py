@@ -43,3 +43,19 @@ def page_address(place: str, num_clusters: int = 1) -> tuple[str, int]:
             f"{_LAST_PORT - num_clusters + 1} or less"
         )
     return host, port
+
+
+def link_address(place: str) -> str:
+    """Return HOST:PORT of a link, as `--join` has it; ValueError says what is allowed."""
+    try:
+        parts = urlsplit(f"//{place}")
+        host, port = parts.hostname, parts.port
+        is_plain = parts.netloc == place and "@" not in place and place.isprintable()
+    except ValueError:
+        host, port, is_plain = None, None, False
+    if not host or not port or not is_plain or " " in place:
+        raise ValueError(
+            f"--join {place[:120]!r} must be HOST:PORT of a cluster's link, as link.members has "
+            "it; write, for example, --join 10.0.0.1:29400"
+        )
+    return place

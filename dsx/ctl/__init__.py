@@ -1,4 +1,5 @@
-"""`dsx ctl`: what a member asks a run that goes on, over its secured links, and tells it to do.
+"""What a member asks a run that goes on, over its secured links (`dsx ctl`, `dsx watch --join`).
 
-May import `config` and `comm`. No torch: a tool answers at once, on a host without accelerators.
+May import `config`, `comm` and `telemetry`. No torch: a tool answers at once, on a host without
+accelerators.
 """

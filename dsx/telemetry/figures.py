@@ -168,7 +168,8 @@ class Figures:
 
     def started(self, preset: str, version: str) -> None:
         """Take what runs."""
-        self._set("dsx_run_info", 1, preset, version)
+        with self._lock:
+            self._values["dsx_run_info"] = {(preset, version): 1.0}
 
     def begin(self, step: int, skipped_steps: int, folder: Path | None) -> None:
         """Go on from a step, in the run's folder, if it has one."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import util
 from socketserver import TCPServer
 from typing import TYPE_CHECKING, Any
@@ -95,23 +95,36 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Collector:
-    """What is asked at each visit."""
+    """What is asked at each visit, of one cluster or several."""
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, *figures: Figures) -> None:
         self._figures = figures
 
     def collect(self) -> Iterator[Metric]:
         """Yield the figures that are known."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        found = self._figures.read()
+        read = [(str(of.cluster), of.read()) for of in self._figures]
         for figure in FIGURES:
             kind = CounterMetricFamily if figure.kind == "counter" else GaugeMetricFamily
             family = kind(figure.name, figure.meaning, labels=["cluster", *figure.labels])
-            for labels, value in found[figure.name].items():
-                family.add_metric([str(self._figures.cluster), *labels], value)
+            for cluster, found in read:
+                for labels, value in found[figure.name].items():
+                    family.add_metric([cluster, *labels], value)
             if family.samples:
                 yield family
+
+
+def page_of(figures: Sequence[Figures]) -> tuple[str, bytes]:
+    """Return the kind and the text of a page of several clusters.
+
+    Raises ModuleNotFoundError without the extra.
+    """
+    from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(*figures))  # type: ignore[arg-type]
+    return CONTENT_TYPE_LATEST, generate_latest(registry)
 
 
 def _application(figures: Figures) -> Callable[..., Any]:

@@ -12,16 +12,22 @@ from typing import TYPE_CHECKING, Any
 from dsx.comm.versions import own_versions
 from dsx.comm.world import World
 from dsx.outer.transfer import Transfer
+from dsx.telemetry.served_files import ByteBudget, ServedFiles
 
 if TYPE_CHECKING:
+    from dsx.comm.links.settings import LinkSettings
     from dsx.training.handle import Handle
     from dsx.training.saving import Saving
 
 
-def tell_standing(handle: Handle, world: World, saving: Saving) -> None:
-    """Let the cluster's first rank say how training stands; of several engines, the last one's."""
+def tell_standing(handle: Handle, world: World, saving: Saving, link: LinkSettings | None) -> None:
+    """Let the cluster's first rank say how training stands, and hand out its records.
+
+    Of several engines, the last one's.
+    """
     if world.desk is None:
         return
+    _serve_records(handle, world, link)
 
     def facts() -> dict[str, Any]:
         loop = handle.loop
@@ -46,3 +52,18 @@ def tell_standing(handle: Handle, world: World, saving: Saving) -> None:
         }
 
     world.desk.facts.append(facts)
+
+
+def _serve_records(handle: Handle, world: World, link: LinkSettings | None) -> None:
+    """Let the cluster's first rank hand out its records to members who watch (`dsx watch`)."""
+    if world.desk is None or link is None:
+        return
+    line = world.link
+
+    def line_rate() -> float | None:
+        rate = None if line is None else line.bytes_per_second
+        return None if rate is None else rate * world.world_size
+
+    members = [(name, link.address_of(m)) for m, name in enumerate(link.names)]
+    files = ServedFiles(world.cluster_id, lambda: handle.run_dir, members, ByteBudget(line_rate))
+    world.desk.verbs["records"] = files.answer

@@ -20,6 +20,7 @@ JOINED_BYTES = 1 << 16  # of a body that goes in one part with its head
 MOST_BODY_BYTES = 1 << 22  # of anything
 MOST_MESSAGE_BYTES = CHUNK_BYTES << 32  # an acknowledgement has 32 bits for a chunk's number
 HELLO, DATA, ACKS, READY, PROBE, ASK, ANSWER, CLOSED, AGAIN = range(1, 10)
+BY_KEY = (1 << 16) - 1  # as a sender: whose key it is, of a tool that knows no cluster's number
 _KINDS = range(HELLO, AGAIN + 1)
 _FIXED = struct.Struct("<BBHQ")  # version, kind, sender, lane
 _BITS = (32, 64, 32, 32, 64, 64, 64)  # of bytes of the body, tag, number, attempt, serial, start,

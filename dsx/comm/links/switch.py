@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +23,7 @@ from dsx.comm.links.frames import (
     AGAIN,
     ANSWER,
     ASK,
+    BY_KEY,
     CLOSED,
     DATA,
     HELLO,
@@ -173,6 +175,7 @@ class Switch:
                 self.give_up(peer, why)
                 if peer.is_visitor:
                     del self.peers[peer.cluster_id, peer.rank]
+                    self._num_unexpected[peer.cluster_id] -= 1
                     self._callers.forget(peer)
             elif peer.error is None and not is_kept:
                 self.held.is_back(peer)
@@ -259,10 +262,11 @@ class Switch:
         except BadFrame as error:
             self._drop(str(error), who)
             return None
-        if sender is not None and frame.sender != sender:
+        if sender is not None and frame.sender not in (sender, BY_KEY):
             self._drop("a frame that says another sender", who)
             return None
-        return frame, body
+        is_named = sender is None or frame.sender == sender
+        return frame if is_named else replace(frame, sender=sender), body
 
     def _give(self, peer: Peer, frame: Frame, body: memoryview) -> None:
         """Hand a frame to whom it is for."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
@@ -41,11 +41,15 @@ _decode = json.JSONDecoder().decode
 
 
 class WatchedCluster:
-    """One cluster's records so far; `take` is called with each of its lines."""
+    """One cluster's records so far; `take` is called with each of its lines.
+
+    `heard` is called with each record that is as dsx writes it.
+    """
 
     def __init__(self, cluster: int, most_rows: int = MOST_ROWS) -> None:
         self.cluster = cluster
         self._most_rows = most_rows
+        self.heard: Callable[[Record], object] = _nobody
         self.counts_tokens = True  # not where only some of the steps are looked at
         self.begin()
 
@@ -95,6 +99,7 @@ class WatchedCluster:
                 self._take_sync(record, when)
             else:
                 self._take_other(kind, record)
+            self.heard(record)
         except (ValueError, RecursionError):  # cut off, or nested without end
             self.num_unreadable += 1
             return
@@ -166,6 +171,10 @@ class WatchedCluster:
         self.finish = {}
         tokens = self.steps.read()["tokens"]
         self._tokens = float(tokens[-1]) if len(tokens) else NAN
+
+
+def _nobody(record: Record) -> None:
+    """Whom nobody has asked to hear."""
 
 
 def _numbers(record: Mapping[str, Any], names: Sequence[str]) -> list[float]:

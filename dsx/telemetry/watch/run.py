@@ -30,6 +30,7 @@ from dsx.telemetry.run_folder import (
 from dsx.telemetry.sound import seconds_of, sound_about
 from dsx.telemetry.watch.cluster import MOST_ROWS, WatchedCluster
 from dsx.telemetry.watch.processes import Processes
+from dsx.telemetry.watch.replay import Replay, Replays
 
 _LOG_BYTES = 256 << 10  # of the end of a log
 _LOG_LINE = re.compile(r"(\S+) (WARNING|ERROR|CRITICAL) (\S+?): (.*)")
@@ -58,10 +59,24 @@ class _Part:
         self.file = FollowedFile(path)
         self.log = FollowedFile(cluster_file(folder, "log", ".txt", cluster), _LOG_BYTES)
         self._most_rows = most_rows
+        self._replay: Replay | None = None
+
+    def follow(self, replay: Replay) -> None:
+        """Have all records taken there, too."""
+        self._replay, self.read.heard = replay, replay.take
+
+    def has_ended(self, about: Record | None) -> None:
+        """Take that there is no more of its file for now, and what run.json says."""
+        if self._replay is not None:
+            self._replay.is_whole = True
+            if about is not None:
+                self._replay.tell(about)
 
     def begin(self) -> None:
         """Look at the file, which is then read anew."""
         self.read.begin()
+        if self._replay is not None:
+            self._replay.anew()
         self.looked = None
         lines = first_look(self.file.path)
         if lines:
@@ -88,6 +103,7 @@ class WatchedRun:
         self.abouts: dict[int, Record] = {}
         self.summary: Record = {}
         self.newer: Path | None = None
+        self.replays: Replays | None = None  # of its records, where a page shows their figures
         self.beside_seconds = _BESIDE_SECONDS
         self._beside_at = 0.0
         self.processes = Processes()
@@ -133,6 +149,9 @@ class WatchedRun:
             words = {cluster.cluster: cluster.last_time for cluster in self.clusters}
             if self.processes.look(self.abouts, words):
                 self.version += 1
+            if not has_more:
+                for cluster, part in self._parts.items():
+                    part.has_ended(self.abouts.get(cluster))
         return has_more
 
     def tell(self, what: str, why: str) -> None:
@@ -161,7 +180,9 @@ class WatchedRun:
             most_rows //= 2
         for cluster, path in files.items():
             if cluster not in self._parts:
-                self._parts[cluster] = _Part(self.folder, cluster, path, most_rows)
+                self._parts[cluster] = part = _Part(self.folder, cluster, path, most_rows)
+                if self.replays is not None and (replay := self.replays.of(cluster)) is not None:
+                    part.follow(replay)
                 self.version += 1
         self._look_beside()
         told = [*files_of(self.folder, "run").values(), self.folder / "summary.json"]

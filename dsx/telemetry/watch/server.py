@@ -32,6 +32,7 @@ _TYPES = {
     ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
 }  # fmt: skip
 Answer = Callable[[dict[str, str]], Any]  # a JSON object for the fields of a query
+Text = Callable[[], tuple[str, bytes]]  # its kind, and itself; ModuleNotFoundError says what lacks
 
 
 class PageServer(FewCallers, HTTPServer):
@@ -51,8 +52,10 @@ class PageServer(FewCallers, HTTPServer):
         access: Access,
         answers: dict[str, Answer],
         next_state: Callable[[int], tuple[int, dict[str, Any]]],
+        texts: dict[str, Text] | None = None,
     ) -> None:
         self.access = access
+        self.texts = texts or {}
         self.answers = answers
         self.next_state = next_state
         self.files = _page_files()
@@ -101,6 +104,8 @@ class _Handler(BaseHTTPRequestHandler):
             self._stream()
         elif path in self.server.answers:
             self._answer(self.server.answers[path], fields)
+        elif path in self.server.texts:
+            self._say(self.server.texts[path])
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "there is no such page")
 
@@ -148,6 +153,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _say_fault(error))
             return
         self._send(HTTPStatus.OK, "application/json", body)
+
+    def _say(self, text: Text) -> None:
+        try:
+            kind, body = text()
+        except ModuleNotFoundError as error:
+            self._refuse(HTTPStatus.NOT_IMPLEMENTED, str(error))
+            return
+        except Exception as error:
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, _say_fault(error))
+            return
+        self._send(HTTPStatus.OK, kind, body)
 
     def _stream(self) -> None:
         """Send the state now and when it changes, until the caller goes."""

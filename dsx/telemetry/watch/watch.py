@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 import threading
 import time
 import webbrowser
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from dsx.telemetry.prometheus import page_of
 from dsx.telemetry.watch.access import Access, is_loopback
 from dsx.telemetry.watch.charts import AXES, BY_KEY, View, axes_of, chart_data
 from dsx.telemetry.watch.lanes import lanes
 from dsx.telemetry.watch.meanings import MEANINGS
+from dsx.telemetry.watch.replay import Replays
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.server import PageServer, address_of
 from dsx.telemetry.watch.state import line_limit, state
@@ -37,8 +39,13 @@ class Watch:
         against: WatchedRun | None = None,
         asks_for_token: bool = False,
         sign_seconds: float = _SIGN_SECONDS,
+        alarms: Collection[str] = (),
+        has_disk: bool = True,
     ) -> None:
+        """`alarms` are the guard's; `has_disk`: the records lie where the clusters write them."""
         self.run = run
+        if importlib.util.find_spec("prometheus_client") is not None:
+            run.replays = Replays(alarms, run.folder if has_disk else None)
         self._sign_seconds = sign_seconds
         self._against = against
         self._changed = threading.Condition()
@@ -52,7 +59,8 @@ class Watch:
             "/api/meanings": _meanings,
         }
         try:
-            self._server = PageServer(host, port, access, answers, self._next_state)
+            texts = {"/metrics": self._metrics}
+            self._server = PageServer(host, port, access, answers, self._next_state, texts)
         except (OSError, OverflowError, UnicodeError) as error:
             why = getattr(error, "strerror", None) or error
             raise OSError(
@@ -129,6 +137,16 @@ class Watch:
             view = View(axis, first, end, last, points)
             return chart_data(chart, clusters, view, other, limit)
 
+    def _metrics(self) -> tuple[str, bytes]:
+        """Return the figures of all clusters for Prometheus."""
+        if self.run.replays is None:
+            raise ModuleNotFoundError(
+                "/metrics needs prometheus-client, which is not installed here: pip install "
+                '"dsx-train[prometheus]", and start dsx watch again'
+            )
+        with self.run.lock:
+            return page_of(self.run.replays.shown(self.run.other_runs))
+
     def _lanes(self, fields: dict[str, str]) -> dict[str, Any]:
         wanted, seconds = _number(fields, "cluster"), _number(fields, "seconds")
         with self.run.lock:
@@ -173,25 +191,25 @@ def has_screen() -> bool:
 
 
 def watch(
-    path: Path,
-    against: Path | None,
+    run: WatchedRun,
+    against: WatchedRun | None,
     place: tuple[str, int],
     opens_browser: bool,
     asks_for_token: bool,
     say: Callable[[str], None],
+    what: str = "",
+    alarms: Collection[str] = (),
 ) -> None:
-    """Serve a run's page at a host's port until Ctrl-C.
+    """Serve a run's page at a host's port until Ctrl-C; OSError says what cannot be had.
 
-    FileNotFoundError or OSError says what cannot be had.
+    `what` is watched, in words; by default the run's folder.
     """
     host, port = place
-    run = WatchedRun(path)
-    other = None if against is None else WatchedRun(against)
-    page = Watch(run, host, port, other, asks_for_token)
+    page = Watch(run, host, port, against, asks_for_token, alarms=alarms, has_disk=not what)
     try:
-        if not run.folder.exists():
+        if not what and not run.folder.exists():
             say(f"no run at {run.folder} yet: the page waits for it")
-        say(f"{run.folder} at {page.address}")
+        say(f"{what or run.folder} at {page.address}")
         if not is_loopback(host):
             say("whoever has this address can read the page, which is not encrypted")
         say("Ctrl-C ends it")
