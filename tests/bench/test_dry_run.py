@@ -6,12 +6,22 @@ import json
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+import dsx
+from dsx.bench.dry_run.figures import StageFigures
 from dsx.cli import app
+from dsx.comm.world import current_world
+from dsx.config.schema import load_config
+from dsx.plan.gpt_shapes import GPT
+from dsx.plan.model_files import Batch, Cluster
 from tests.distributed import run_distributed
 from tests.engines import megatrons
+from tests.engines.engines import ds_config, quiet
 from tests.engines.megatrons import Kind, build_engine, dsx_config, needs_megatron, train_step
+from tests.engines.test_deepspeed_memory import BLOCK, MODEL, Shapes
+from tests.installed import needs
 
 KINDS = [
     Kind(tensor=2),
@@ -32,29 +42,55 @@ FLAGS = (
 def held(kind: Kind) -> dict[str, Any]:
     """What a rank of a run of this kind has and sends."""
     engine = build_engine(kind, **CHANGES)
-    loop, last = engine.handle.loop, dict[int, int]()
+    last = follow(engine.handle)
+    for step in range(1, 10):
+        train_step(engine, step)
+    return figures_of_run(engine.handle, last)
+
+
+def follow(handle: Any) -> dict[int, int]:
+    """Return what will hold what the last transfer of each fragment has sent."""
+    last: dict[int, int] = {}
 
     def note(event: dict[str, Any]) -> None:
         last[event["fragment"]] = event["bytes_sent"]
 
-    loop._on_sync = note
-    for step in range(1, 10):
-        train_step(engine, step)
-    result = {
-        "fragments": [f.numel for f in loop.adapter.fragments],
+    handle.loop._on_sync = note
+    return last
+
+
+def figures_of_run(handle: Any, last: dict[int, int]) -> dict[str, Any]:
+    loop = handle.loop
+    fragments = [f.numel for f in loop.adapter.fragments]
+    state = [t for f in loop.adapter.fragments for t in loop.state.named_state(f.id).values()]
+    masters = 4 * sum(fragments) if loop.method.delay.export == "mean" else 0
+    return {
+        "fragments": fragments,
         "bytes_sent": sum(last.values()),
         "sockets": len(loop.transport._sockets),
         "threads": 1 + len(loop.transport._fifos),
         "given": dict(loop.state.allocator.given),
-        "memory": vars(engine.handle.memory),
-        "saved": 0,
+        "memory": vars(handle.memory),
+        "saved": masters + sum(t.numel() * t.element_size() for t in state),
     }
-    for fragment in loop.adapter.fragments:
-        for tensor in loop.state.named_state(fragment.id).values():
-            result["saved"] += tensor.numel() * tensor.element_size()
-    if loop.method.delay.export == "mean":
-        result["saved"] += 4 * sum(result["fragments"])
-    return result
+
+
+def told(figures: StageFigures) -> list[dict[str, Any]]:
+    """The same of every rank of a stage that has been built dry."""
+    found: list[dict[str, Any]] = []
+    for index, rank in enumerate(figures.ranks):
+        is_largest = index == figures.largest
+        found.append(
+            {
+                "fragments": [f.numel for f in rank.built.fragments],
+                "bytes_sent": list(rank.bytes_sent),
+                "sockets": rank.connections(2, 1),
+                "threads": rank.threads,
+                "memory": vars(figures.memory) if is_largest else None,
+                "saved": figures.saved if is_largest else None,
+            }
+        )
+    return found
 
 
 def all_held(kinds: list[Kind]) -> list[dict[str, Any]]:
@@ -65,9 +101,6 @@ def all_dry(kinds: list[Kind]) -> list[list[dict[str, Any]]]:
     """The same of every rank of one cluster, built without the others."""
     from dsx.bench.dry_run.figures import figures_of
     from dsx.bench.dry_run.megatron import build_rank, ranks_of_stage
-    from dsx.config.schema import load_config
-    from dsx.plan.gpt_shapes import GPT
-    from dsx.plan.model_files import Batch, Cluster
 
     config = load_config(dsx_config(**CHANGES))
     found = []
@@ -89,19 +122,7 @@ def all_dry(kinds: list[Kind]) -> list[list[dict[str, Any]]]:
                 build_rank(model, cluster, Batch(megatrons.LENGTH, 2), config, rank)
                 for rank in ranks_of_stage(cluster, stage)
             ]
-            figures = figures_of(built, config)
-            for index, rank in enumerate(figures.ranks):
-                is_largest = index == figures.largest
-                of_kind.append(
-                    {
-                        "fragments": [f.numel for f in rank.built.fragments],
-                        "bytes_sent": list(rank.bytes_sent),
-                        "sockets": rank.connections(2, config.link.streams),
-                        "threads": rank.threads,
-                        "memory": vars(figures.memory) if is_largest else None,
-                        "saved": figures.saved if is_largest else None,
-                    }
-                )
+            of_kind += told(figures_of(built, config))
         found.append(of_kind)
     return found
 
@@ -114,6 +135,48 @@ def compare(dry: dict[str, Any], real: dict[str, Any], cluster: int) -> None:
         assert dry["memory"] == real["memory"]
         assert sum(dry["memory"].values()) == pytest.approx(sum(real["given"].values()), rel=0.05)
         assert dry["saved"] == real["saved"]
+
+
+def held_by_deepspeed(stages: list[int]) -> list[dict[str, Any]]:
+    """What a rank of runs under these stages of ZeRO has and sends."""
+    quiet()
+    found: list[dict[str, Any]] = []
+    for stage in stages:
+        config = {**ds_config(stage, "bf16", "diloco"), "dsx": BLOCK}
+        if current_world() is None:
+            dsx.init_distributed(config)
+        model = Shapes()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine = dsx.initialize(model=model, config=config, optimizer=optimizer)[0]
+        last = follow(engine.dsx)
+        for _ in range(9):
+            engine.backward(engine())
+            engine.step()
+        found.append(figures_of_run(engine.dsx, last))
+        engine.dsx.close()
+        engine.destroy()
+    return found
+
+
+def dry_deepspeed(stage: int) -> list[dict[str, Any]]:
+    from dsx.bench.dry_run.deepspeed import build_ranks
+    from dsx.bench.dry_run.figures import figures_of
+
+    config = load_config({"dsx": BLOCK})
+    cluster = Cluster(data=2, zero_stage=stage)
+    document = {**ds_config(stage, "bf16", "diloco"), "dsx": BLOCK}
+    return told(figures_of(build_ranks(MODEL, cluster, document, config), config))
+
+
+@needs("deepspeed")
+@pytest.mark.ci
+def test_ranks_of_deepspeed_are_what_runs_have() -> None:
+    stages = [0, 1, 2, 3]
+    ranks = run_distributed(held_by_deepspeed, 4, stages, timeout_seconds=240)
+    for index, stage in enumerate(stages):
+        (dry,) = run_distributed(dry_deepspeed, 1, stage, timeout_seconds=120)
+        for number, real in enumerate(ranks):
+            compare(dry[number % 2], real[index], number // 2)
 
 
 @needs_megatron

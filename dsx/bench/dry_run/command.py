@@ -50,7 +50,9 @@ def dry_run(
     as in the run. A configuration that a run would refuse is refused here, in the same words.
     """
     import json as format
+    import os
 
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # engines ask fakes for their addresses
     from rich.console import Console
 
     from dsx.bench.dry_run.dry_run import Asked

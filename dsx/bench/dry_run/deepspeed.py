@@ -52,7 +52,10 @@ class Shapes(nn.Module):
 def build_ranks(
     model: GPT, cluster: Cluster, document: Mapping[str, Any], config: DsxConfig
 ) -> list[BuiltRank]:
-    """Return all ranks of a cluster; ValueError for what dsx does not serve."""
+    """Return all ranks of a cluster; ValueError for what dsx does not serve.
+
+    Once in a process: DeepSpeed keeps the groups of the first world that it is in.
+    """
     kind = document.get("optimizer", {}).get("type", _SERVED[0])
     if kind not in _SERVED:
         raise ValueError(

@@ -17,6 +17,7 @@ import torch
 
 from dsx.bench.dry_run.built_rank import BuiltRank
 from dsx.bench.dry_run.stand_in import no_memory
+from dsx.compress.wire.compiled import unavailable
 from dsx.config.schema import DsxConfig
 from dsx.core.membership import Seat
 from dsx.core.types import Fragment, Stage
@@ -147,6 +148,7 @@ def _held(
     adapter: Any = SimpleNamespace(
         fragments=own.fragments, device=torch.device("cpu"), pins_host_memory=False
     )
+    unavailable("cpu")  # asked once: a codec that asks inside would compile for fakes, and run
     with no_memory():
         seat = Seat.of(0, clusters, shard)
         state = StateStore(method, adapter, own.num_tensors, rank.wire, seat)
