@@ -210,7 +210,10 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
 def test_an_engine_that_is_not_there_is_named(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dsx.bench.dry_run.dry_run.installed_version", lambda name: None)
+    def nothing(name: str) -> None:
+        return None
+
+    monkeypatch.setattr("dsx.bench.dry_run.dry_run.installed_version", nothing)
     assert "pip install 'dsx-train[megatron]'" in refused(tmp_path)
     source = tmp_path / "deepspeed.json"
     source.write_text(json.dumps({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}}}))

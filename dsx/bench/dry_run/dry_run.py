@@ -115,7 +115,6 @@ class DryRun:
             if self.sends_all_once
             else None,
             "owner_spread": max(stage.spread for stage in self.stages),
-            "files_per_save": self.files.cluster.ranks + 1,
             "save_bytes_per_rank": max(stage.saved for stage in self.stages),
             "start_seconds": None,
             "save_seconds": self.save_seconds,

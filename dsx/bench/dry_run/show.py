@@ -25,7 +25,7 @@ def show(run: DryRun, console: Console) -> None:
     _say(console, f"largest to mean bytes of a stage's ranks: {record['owner_spread']:.3f}")
     _say(
         console,
-        f"a save: {record['files_per_save']} files in each cluster, the largest rank's outer state "
+        "a save: the largest rank's outer state "
         f"{format_bytes(record['save_bytes_per_rank'])}, and what is under way then",
     )
     if record["save_seconds"] is not None:

@@ -270,7 +270,7 @@ def _place_in(flat: Tensor, parameter: Tensor) -> int:
     storages: list[Any] = [tensor.untyped_storage() for tensor in (parameter, flat)]
     if storages[0]._cdata != storages[1]._cdata:
         return -1
-    return parameter.storage_offset() - flat.storage_offset()
+    return int(parameter.storage_offset()) - int(flat.storage_offset())
 
 
 def _require_reloaded(wrapper: Any) -> None:
