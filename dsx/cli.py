@@ -13,6 +13,7 @@ import typer
 import dsx
 from dsx.agent.command import agent
 from dsx.bench.command import app as bench_app
+from dsx.bench.dry_run.command import dry_run
 from dsx.bench.net_test.command import net_test
 from dsx.comm.command import rendezvous
 from dsx.comm.links.keys_command import app as keys_app
@@ -40,6 +41,7 @@ PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="markdown")
 app.command(rich_help_panel=BEFORE)(doctor)
+app.command("dry-run", rich_help_panel=BEFORE)(dry_run)
 app.command(rich_help_panel=BEFORE)(init)
 app.command(rich_help_panel=BEFORE)(memory)
 app.command(rich_help_panel=BEFORE)(net_test)

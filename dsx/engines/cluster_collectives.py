@@ -216,7 +216,7 @@ def beside(group: Any) -> Any:
 
     Collective over the whole world where it makes one: every rank names the group it is in.
     """
-    if dist.get_backend(group) == dist.Backend.GLOO:
+    if _takes_host_memory(group):
         return group
     own = tuple(dist.get_process_group_ranks(group))
     made = {ranks: new_host_group(ranks) for ranks in sorted(set(gather_objects(own)))}
@@ -237,5 +237,9 @@ def new_groups(ranks: Sequence[int]) -> tuple[Any, Any]:
     Collective over the whole world, members or not.
     """
     group: Any = dist.new_group(list(ranks))
-    is_on_host = dist.get_backend() == dist.Backend.GLOO
-    return group, group if is_on_host else new_host_group(ranks)
+    return group, group if _takes_host_memory(None) else new_host_group(ranks)
+
+
+def _takes_host_memory(group: Any) -> bool:
+    """Whether a group is gloo's, or a dry run's, whose collectives carry nothing."""
+    return dist.get_backend(group) in (dist.Backend.GLOO, "fake")

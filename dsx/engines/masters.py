@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,6 +52,12 @@ class Piece:
             return self
         offset = self.offset + first - self.start
         return replace(self, shape=(last - first,), start=first, offset=offset)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor has memory: those of a dry run have a shape only."""
+    fakes: Any = sys.modules.get("torch._subclasses.fake_tensor")
+    return fakes is None or not isinstance(tensor, fakes.FakeTensor)
 
 
 def dtype_name(parameter: Tensor) -> str:

@@ -171,6 +171,20 @@ def plan_gathers(
     ]
 
 
+def wires_of(
+    layouts: Sequence[Sequence[Fragment]], takes: Callable[[Slot], bool]
+) -> list[list[Fragment]]:
+    """Return every rank's fragments as they travel; `layouts` are all ranks' as they lie."""
+    owners, _ = share_out(layouts, takes)
+    return [
+        [
+            Fragment(own.id, own.stage, _wire_layout(own, rank, of_fragment))
+            for own, of_fragment in zip(layout, owners, strict=True)
+        ]
+        for rank, layout in enumerate(layouts)
+    ]
+
+
 def share_out(
     layouts: Sequence[Sequence[Fragment]], takes: Callable[[Slot], bool]
 ) -> tuple[list[dict[str, int]], list[int]]:

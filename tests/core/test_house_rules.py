@@ -18,6 +18,7 @@ WORKERS = (  # a rank each
     "bench.wall_clock.worker", "bench.wall_clock.inner", "bench.chaos.engines",
     "bench.chaos.against.worker",
     "bench.megatron_on_cpu",
+    "bench.dry_run.deepspeed", "bench.dry_run.megatron", "bench.dry_run.stand_in",
 )  # fmt: skip
 
 

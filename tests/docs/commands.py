@@ -15,6 +15,7 @@ CI = {  # more than some seconds: `pytest -m ci`
     "torchrun --nproc-per-node 4 train_ddp.py",
     "torchrun --nproc-per-node 4 train_fsdp.py",
     "dsx data build",
+    "dsx dry-run",
     "dsx data check",
     "dsx bench pseudo-gradients",
     "OMP_NUM_THREADS=1 dsx bench codec",
@@ -137,6 +138,7 @@ NOT_HERE = {  # with the reason
 NEEDS_ROOT = {"dsx bench line"}  # skipped, with the testbed's own reason, where there is none
 
 EXACT = {  # what they print is the same everywhere, and stands in the `text` block that follows
+    "dsx dry-run configs/qwen_107b.flags",
     "dsx memory configs/qwen_107b.flags",
     "dsx simulate",
     "dsx plan --megatron",

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsx.engines.deepspeed.parameters import whole_shape
-from dsx.engines.masters import Piece
+from dsx.engines.masters import Piece, has_values
 
 
 class MasterPlace(ABC):
@@ -254,13 +254,23 @@ def _cut_to_partitions(
     pieces: dict[str, Piece] = {}
     for name, p in parameters.items():
         for flat, master, rank in zip(flats, masters, ranks, strict=True):
-            place = (p.data_ptr() - flat.data_ptr()) // flat.element_size()
+            place = _place_in(flat, p)
             if 0 <= place < flat.numel():
                 first = rank * master.numel() - place  # of the part, counted in the parameter
                 piece = Piece(master, tuple(p.shape), 0, -first).cut(first, first + master.numel())
                 if piece is not None:
                     pieces[name] = piece
     return pieces
+
+
+def _place_in(flat: Tensor, parameter: Tensor) -> int:
+    """Return where a parameter's data begins, in elements of `flat`; outside of it, if it does."""
+    if has_values(flat):
+        return (parameter.data_ptr() - flat.data_ptr()) // flat.element_size()
+    storages: list[Any] = [tensor.untyped_storage() for tensor in (parameter, flat)]
+    if storages[0]._cdata != storages[1]._cdata:
+        return -1
+    return int(parameter.storage_offset()) - int(flat.storage_offset())
 
 
 def _require_reloaded(wrapper: Any) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from dsx.core.waits import waiting_for
 from dsx.engines.cluster_collectives import gather_objects, new_groups
-from dsx.engines.masters import Piece
+from dsx.engines.masters import Piece, has_values
 from dsx.engines.megatron.parameters import EMBEDDING, Coordinates, Parameter
 from dsx.engines.tied_weights import TiedWeight
 
@@ -105,6 +105,8 @@ def find_tied_weights(parameters: Sequence[Parameter], place: Coordinates) -> li
 def bit_sum(values: Tensor) -> int:
     """Return the sum of fp32 values' bits modulo 2**64: equal wherever the elements lie."""
     total = 0
+    if not has_values(values):
+        return total
     for part in values.detach().view(torch.int32).split(1 << 22):
         total += int(part.sum(dtype=torch.int64).item())
     return total % (1 << 64)

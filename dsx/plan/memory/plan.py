@@ -81,7 +81,7 @@ def plan_stage(
     if model.is_tied and 0 < stage.index == stage.count - 1:  # a copy, which is not synchronised
         held += model.vocabulary * model.hidden // cluster.tensor
     is_on_host = config.state.device == "host"
-    launched = _launched_together(config, layouts[rank])
+    launched = launched_together(config, layouts[rank])
     return RankMemory(
         stage=stage,
         numel=held,
@@ -163,7 +163,7 @@ def _largest(config: DsxConfig, layouts: Sequence[Sequence[Fragment]]) -> int:
     return max(range(len(layouts)), key=lambda rank: (sent[rank], max(sizes[rank])))
 
 
-def _launched_together(config: DsxConfig, fragments: Sequence[Fragment]) -> int:
+def launched_together(config: DsxConfig, fragments: Sequence[Fragment]) -> int:
     """Return the elements whose copies to the host may be under way at one step."""
     sizes = [fragment.numel for fragment in fragments]
     is_staggered = config.axes["schedule"]["type"] == "streaming"

@@ -1,0 +1,212 @@
+"""Build a run's ranks from its files, and sum up what they come to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsx.bench.dry_run.figures import StageFigures, figures_of
+from dsx.config.files import read_json
+from dsx.config.flags import block_of_flags
+from dsx.config.schema import DsxConfig, load_config
+from dsx.core.requirements import installed_version
+from dsx.core.types import Stage
+from dsx.method.schedule.periodic import Periodic, Streaming
+from dsx.plan.link import Link
+from dsx.plan.model_files import ModelFiles, read_model, read_words, require_served
+from dsx.plan.predict import predict
+from dsx.training.divergence import refuse_stages
+
+# of Megatron: what cuts the model's layers otherwise than in equal runs
+_OTHER_CUTS = (
+    "--num-layers-per-virtual-pipeline-stage",
+    "--num-virtual-stages-per-pipeline-rank",
+    "--decoder-first-pipeline-num-layers",
+    "--decoder-last-pipeline-num-layers",
+    "--pipeline-model-parallel-layout",
+    "--account-for-embedding-in-pipeline-split",
+    "--account-for-loss-in-pipeline-split",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What the command was given; rates are the reader's own numbers, none is assumed."""
+
+    source: Path
+    model: Path | None = None
+    clusters: int | None = None
+    ranks: int | None = None
+    build: Sequence[int] | None = None
+    step_seconds: float | None = None
+    gbps: float | None = None
+    latency_ms: float = 0.0
+    disk_mb_s: float | None = None
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """A run that has been built; `stages` are all of a cluster's, `built` those that were built."""
+
+    asked: Asked
+    files: ModelFiles
+    config: DsxConfig
+    stages: Sequence[StageFigures]
+    built: Sequence[int]
+
+    @property
+    def parameters(self) -> int:
+        """All parameters that the ranks serve, each once."""
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        return sum(f.numel for rank in ranks for f in rank.built.fragments)
+
+    @property
+    def num_clusters(self) -> int:
+        """C."""
+        return self.config.clusters.num_clusters
+
+    @property
+    def sends_all_once(self) -> bool:
+        """Whether every fragment leaves once in a round, whatever the run measures."""
+        return type(self.config.method.schedule) in (Periodic, Streaming)
+
+    @property
+    def goes_over_gloo(self) -> bool:
+        """Whether clusters are joined by gloo, whose connections are counted here."""
+        return not self.config.link.uses_links
+
+    @property
+    def utilization(self) -> float | None:
+        """The share of the time that is computing, of the planner's model; None without a line."""
+        asked = self.asked
+        if asked.step_seconds is None or asked.gbps is None:
+            return None
+        link = Link(asked.gbps * 1e9, asked.latency_ms / 1e3)
+        ranks = [rank.wire for stage in self.stages for rank in stage.ranks]
+        method = self.config.method
+        return predict(method, ranks, asked.step_seconds, link, self.num_clusters).utilization
+
+    @property
+    def save_seconds(self) -> float | None:
+        """What writing the largest rank's outer state takes at the disk's rate, if it is given."""
+        if self.asked.disk_mb_s is None:
+            return None
+        return max(stage.saved for stage in self.stages) / (self.asked.disk_mb_s * 1e6)
+
+    def record(self) -> dict[str, Any]:
+        """Return it as JSON values; None: cannot be said before the run."""
+        ranks = [rank for stage in self.stages for rank in stage.ranks]
+        streams, clusters = self.config.link.streams, self.num_clusters
+        sockets = max(rank.connections(clusters, streams) for rank in ranks)
+        return {
+            "params": self.parameters,
+            "ranks": self.files.cluster.ranks,
+            "clusters": clusters,
+            "built_stages": list(self.built),
+            "fragments_per_stage": [len(stage.ranks[0].wire) for stage in self.stages],
+            "host_bytes_per_rank": max(stage.on_host for stage in self.stages),
+            "device_bytes_per_rank": max(stage.on_device for stage in self.stages),
+            "sockets_per_rank": sockets if self.goes_over_gloo else None,
+            "threads_per_rank": max(r.threads for r in ranks) if self.goes_over_gloo else None,
+            "bytes_per_round_per_rank": max(rank.most_sent for rank in ranks)
+            if self.sends_all_once
+            else None,
+            "owner_spread": max(stage.spread for stage in self.stages),
+            "save_bytes_per_rank": max(stage.saved for stage in self.stages),
+            "start_seconds": None,
+            "save_seconds": self.save_seconds,
+            "utilization": self.utilization,
+        }
+
+
+def build(asked: Asked) -> DryRun:
+    """Build what was asked for; ValueError for what would fail, or is not served."""
+    is_json = asked.source.suffix == ".json"
+    _require_engine(is_json)
+    files = read_model(asked.source, asked.model, asked.ranks)
+    document = read_json(asked.source) if is_json else block_of_flags(read_words(asked.source))
+    config = load_config(_with_clusters(document, asked.clusters))
+    require_served(config.method, files.cluster)
+    config.method.validate(num_clusters=config.clusters.num_clusters)
+    refuse_stages(config.divergence, files.cluster.pipeline)
+    wanted = _stages(asked.build, files)
+    if is_json:
+        from dsx.bench.dry_run.deepspeed import build_ranks
+
+        built = {0: figures_of(build_ranks(files.model, files.cluster, document, config), config)}
+    else:
+        _require_equal_cuts(asked.source)
+        built = {stage: _megatron_stage(files, config, stage) for stage in wanted}
+    count = files.cluster.pipeline
+    stages = [built[_like(i, built)].at(Stage(i, count)) for i in range(count)]
+    return DryRun(asked, files, config, stages, sorted(built))
+
+
+def _megatron_stage(files: ModelFiles, config: DsxConfig, stage: int) -> StageFigures:
+    from dsx.bench.dry_run.megatron import build_rank, ranks_of_stage
+
+    cluster = files.cluster
+    ranks = [
+        build_rank(files.model, cluster, files.batch, config, rank)
+        for rank in ranks_of_stage(cluster, stage)
+    ]
+    return figures_of(ranks, config)
+
+
+def _like(stage: int, built: Mapping[int, StageFigures]) -> int:
+    """Return the built stage that a stage is like: itself, or one between the first and last."""
+    if stage in built:
+        return stage
+    count = next(iter(built.values())).stage.count
+    return min(i for i in built if 0 < i < count - 1)
+
+
+def _stages(build: Sequence[int] | None, files: ModelFiles) -> list[int]:
+    """Return the stages to build; ValueError where one that is not built is like none that is."""
+    cluster = files.cluster
+    count, together = cluster.pipeline, cluster.tensor * cluster.data
+    if build is None:
+        return sorted({0, count // 2, count - 1})
+    for rank in build:
+        if not 0 <= rank < cluster.ranks:
+            raise ValueError(f"--build {rank}: a cluster has ranks 0 to {cluster.ranks - 1}")
+    found = {rank // together for rank in build}
+    needed = {0, count - 1}
+    is_middle = count < 3 or any(0 < stage < count - 1 for stage in found)
+    if not needed <= found or not is_middle:
+        usual = ",".join(str(s * together) for s in sorted({0, count // 2, count - 1}))
+        raise ValueError(
+            f"--build {','.join(map(str, build))}: the first, the last and, of more than two, a "
+            f"middle pipeline stage have to be among them, as no others are like these; try {usual}"
+        )
+    return sorted(found)
+
+
+def _with_clusters(document: Mapping[str, Any], clusters: int | None) -> dict[str, Any]:
+    """Return a copy of a document whose "dsx" block has that number of clusters."""
+    found: dict[str, Any] = json.loads(json.dumps(document))
+    if clusters is not None:
+        found.setdefault("dsx", {}).setdefault("clusters", {})["num_clusters"] = clusters
+    return found
+
+
+def _require_engine(is_json: bool) -> None:
+    name, extra = ("deepspeed", "deepspeed") if is_json else ("megatron-core", "megatron")
+    if installed_version(name) is None:
+        raise ValueError(
+            f"{name} is not installed, whose own objects a dry run builds: "
+            f"pip install 'dsx-train[{extra}]'"
+        )
+
+
+def _require_equal_cuts(source: Path) -> None:
+    given = [word.partition("=")[0] for word in read_words(source)]
+    for name in _OTHER_CUTS:
+        if name in given:
+            raise ValueError(
+                f"{name}: dsx dry-run builds pipelines of equal stages, one chunk on each; leave "
+                "it out to see what such a run takes"
+            )

@@ -1,0 +1,94 @@
+"""What `dsx dry-run` prints: a table by stage, then what is the same for all, in words."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from dsx.bench.dry_run.dry_run import DryRun
+from dsx.core.units import format_bytes
+
+
+def show(run: DryRun, console: Console) -> None:
+    """Print it."""
+    cluster, config, record = run.files.cluster, run.config, run.record()
+    _say(
+        console,
+        f"{run.parameters / 1e9:.4g} B parameters; {run.num_clusters} clusters of {cluster.ranks} "
+        f"ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data {cluster.data}); "
+        f"{config.preset}, outer state with the {config.state.device}",
+    )
+    named = ", ".join(map(str, run.built))
+    like = "" if len(run.built) == len(run.stages) else "; the others are like the middle one"
+    _say(console, f"built with {cluster.engine}'s own objects: pipeline stages {named}{like}")
+    console.print(_table(run))
+    _say(console, f"largest to mean bytes of a stage's ranks: {record['owner_spread']:.3f}")
+    _say(
+        console,
+        "a save: the largest rank's outer state "
+        f"{format_bytes(record['save_bytes_per_rank'])}, and what is under way then",
+    )
+    if record["save_seconds"] is not None:
+        rate = run.asked.disk_mb_s
+        _say(console, f"  at {rate:g} MB/s: {record['save_seconds']:.3g} s")
+    if record["utilization"] is not None:
+        asked = run.asked
+        _say(
+            console,
+            f"utilization {100 * record['utilization']:.1f} %, at {asked.step_seconds:g} s per "
+            f"inner step, {asked.gbps:g} Gbit/s and {asked.latency_ms:g} ms one way",
+        )
+    for line in _unsaid(run):
+        _say(console, f"not said: {line}")
+
+
+def _table(run: DryRun) -> Table:
+    table = Table(title="of the largest rank of a stage", title_justify="left")
+    table.add_column("")
+    built = [run.stages[index] for index in run.built]
+    for stage in built:
+        table.add_column(f"stage {stage.stage.index}", justify="right")
+
+    def row(name: str, values: list[str]) -> None:
+        table.add_row(name, *values)
+
+    largest = [stage.ranks[stage.largest] for stage in built]
+    row("weights", [f"{rank.built.numel:,}" for rank in largest])
+    masters = [sum(f.numel for f in rank.built.fragments) for rank in largest]
+    row("masters synchronised", [f"{numel:,}" for numel in masters])
+    row("fragments", [f"{len(rank.used)} of {len(rank.wire)}" for rank in largest])
+    sent = [max(rank.most_sent for rank in stage.ranks) for stage in built]
+    if run.sends_all_once:
+        row("sent per round", [format_bytes(size) for size in sent])
+    if run.goes_over_gloo:
+        clusters, streams = run.num_clusters, run.config.link.streams
+        counts = [max(r.connections(clusters, streams) for r in s.ranks) for s in built]
+        row("connections to peers", [str(count) for count in counts])
+        row("threads of transfers", [str(max(r.threads for r in s.ranks)) for s in built])
+    table.add_section()
+    for name in vars(built[0].memory):
+        sizes = [getattr(stage.memory, name) for stage in built]
+        if any(sizes):
+            row(name.replace("_", " "), [format_bytes(size) for size in sizes])
+    table.add_section()
+    row("outer training, host", [format_bytes(stage.on_host) for stage in built])
+    row("outer training, device", [format_bytes(stage.on_device) for stage in built])
+    return table
+
+
+def _unsaid(run: DryRun) -> list[str]:
+    found = ["how long a start takes: whether the clusters' weights differ is known then only"]
+    if not run.sends_all_once:
+        kind = run.config.axes["schedule"]["type"]
+        found.append(f"bytes per round: with schedule.type={kind!r} the run decides what is sent")
+    if not run.goes_over_gloo:
+        found.append("connections and threads: over links they are shared by a host's ranks")
+    if run.asked.disk_mb_s is None:
+        found.append("how long a save takes: add --disk-mb-s, what a rank can write per second")
+    if run.utilization is None:
+        found.append("utilization: add --step-seconds and --gbps")
+    return found
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, highlight=False, markup=False)

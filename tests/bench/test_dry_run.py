@@ -1,0 +1,221 @@
+"""`dsx dry-run` against small runs of the same cuts: fragments, bytes and sockets, to the byte."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import dsx
+from dsx.bench.dry_run.figures import StageFigures
+from dsx.cli import app
+from dsx.comm.world import current_world
+from dsx.config.schema import load_config
+from dsx.plan.gpt_shapes import GPT
+from dsx.plan.model_files import Batch, Cluster
+from tests.distributed import run_distributed
+from tests.engines import megatrons
+from tests.engines.engines import ds_config, quiet
+from tests.engines.megatrons import Kind, build_engine, dsx_config, needs_megatron, train_step
+from tests.engines.test_deepspeed_memory import BLOCK, MODEL, Shapes
+from tests.installed import needs
+
+KINDS = [
+    Kind(tensor=2),
+    Kind(pipeline=2, precision="bf16", is_tied=True),
+    Kind(precision="bf16", is_sharded=True, layers_per_stage=4),
+    Kind(),
+]
+CHANGES: dict[str, Any] = {
+    "compression": {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
+}
+FLAGS = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 256 "
+    "--bf16 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 "
+    "--dsx-preset diloco --dsx-num-clusters 2 "
+)
+
+
+def held(kind: Kind) -> dict[str, Any]:
+    """What a rank of a run of this kind has and sends."""
+    engine = build_engine(kind, **CHANGES)
+    last = follow(engine.handle)
+    for step in range(1, 10):
+        train_step(engine, step)
+    return figures_of_run(engine.handle, last)
+
+
+def follow(handle: Any) -> dict[int, int]:
+    """Return what will hold what the last transfer of each fragment has sent."""
+    last: dict[int, int] = {}
+
+    def note(event: dict[str, Any]) -> None:
+        last[event["fragment"]] = event["bytes_sent"]
+
+    handle.loop._on_sync = note
+    return last
+
+
+def figures_of_run(handle: Any, last: dict[int, int]) -> dict[str, Any]:
+    loop = handle.loop
+    fragments = [f.numel for f in loop.adapter.fragments]
+    state = [t for f in loop.adapter.fragments for t in loop.state.named_state(f.id).values()]
+    masters = 4 * sum(fragments) if loop.method.delay.export == "mean" else 0
+    return {
+        "fragments": fragments,
+        "bytes_sent": sum(last.values()),
+        "sockets": len(loop.transport._sockets),
+        "threads": 1 + len(loop.transport._fifos),
+        "given": dict(loop.state.allocator.given),
+        "memory": vars(handle.memory),
+        "saved": masters + sum(t.numel() * t.element_size() for t in state),
+    }
+
+
+def told(figures: StageFigures) -> list[dict[str, Any]]:
+    """The same of every rank of a stage that has been built dry."""
+    found: list[dict[str, Any]] = []
+    for index, rank in enumerate(figures.ranks):
+        is_largest = index == figures.largest
+        found.append(
+            {
+                "fragments": [f.numel for f in rank.built.fragments],
+                "bytes_sent": list(rank.bytes_sent),
+                "sockets": rank.connections(2, 1),
+                "threads": rank.threads,
+                "memory": vars(figures.memory) if is_largest else None,
+                "saved": figures.saved if is_largest else None,
+            }
+        )
+    return found
+
+
+def all_held(kinds: list[Kind]) -> list[dict[str, Any]]:
+    return [held(kind) for kind in kinds]
+
+
+def all_dry(kinds: list[Kind]) -> list[list[dict[str, Any]]]:
+    """The same of every rank of one cluster, built without the others."""
+    from dsx.bench.dry_run.figures import figures_of
+    from dsx.bench.dry_run.megatron import build_rank, ranks_of_stage
+
+    config = load_config(dsx_config(**CHANGES))
+    found = []
+    for kind in kinds:
+        model = GPT(
+            kind.num_layers, megatrons.HIDDEN, 2 * megatrons.HIDDEN, megatrons.HEADS,
+            megatrons.HEADS, megatrons.VOCAB, megatrons.LENGTH, is_tied=kind.is_tied,
+        )  # fmt: skip
+        cluster = Cluster(
+            pipeline=kind.pipeline,
+            tensor=kind.tensor,
+            data=2 // (kind.pipeline * kind.tensor),
+            is_bf16=kind.precision == "bf16",
+            is_sharded=kind.is_sharded,
+        )
+        of_kind: list[dict[str, Any]] = []
+        for stage in range(kind.pipeline):
+            built = [
+                build_rank(model, cluster, Batch(megatrons.LENGTH, 2), config, rank)
+                for rank in ranks_of_stage(cluster, stage)
+            ]
+            of_kind += told(figures_of(built, config))
+        found.append(of_kind)
+    return found
+
+
+def compare(dry: dict[str, Any], real: dict[str, Any], cluster: int) -> None:
+    assert dry["fragments"] == real["fragments"]
+    assert dry["bytes_sent"][cluster] == real["bytes_sent"] > 0
+    assert (dry["sockets"], dry["threads"]) == (real["sockets"], real["threads"])
+    if dry["memory"] is not None:
+        assert dry["memory"] == real["memory"]
+        assert sum(dry["memory"].values()) == pytest.approx(sum(real["given"].values()), rel=0.05)
+        assert dry["saved"] == real["saved"]
+
+
+def held_by_deepspeed(stages: list[int]) -> list[dict[str, Any]]:
+    """What a rank of runs under these stages of ZeRO has and sends."""
+    quiet()
+    found: list[dict[str, Any]] = []
+    for stage in stages:
+        config = {**ds_config(stage, "bf16", "diloco"), "dsx": BLOCK}
+        if current_world() is None:
+            dsx.init_distributed(config)
+        model = Shapes()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        engine = dsx.initialize(model=model, config=config, optimizer=optimizer)[0]
+        last = follow(engine.dsx)
+        for _ in range(9):
+            engine.backward(engine())
+            engine.step()
+        found.append(figures_of_run(engine.dsx, last))
+        engine.dsx.close()
+        engine.destroy()
+    return found
+
+
+def dry_deepspeed(stage: int) -> list[dict[str, Any]]:
+    from dsx.bench.dry_run.deepspeed import build_ranks
+    from dsx.bench.dry_run.figures import figures_of
+
+    config = load_config({"dsx": BLOCK})
+    cluster = Cluster(data=2, zero_stage=stage)
+    document = {**ds_config(stage, "bf16", "diloco"), "dsx": BLOCK}
+    return told(figures_of(build_ranks(MODEL, cluster, document, config), config))
+
+
+@needs("deepspeed")
+@pytest.mark.ci
+def test_ranks_of_deepspeed_are_what_runs_have() -> None:
+    stages = [0, 1, 2, 3]
+    ranks = run_distributed(held_by_deepspeed, 4, stages, timeout_seconds=240)
+    for index, stage in enumerate(stages):
+        (dry,) = run_distributed(dry_deepspeed, 1, stage, timeout_seconds=120)
+        for number, real in enumerate(ranks):
+            compare(dry[number % 2], real[index], number // 2)
+
+
+@needs_megatron
+@pytest.mark.ci
+def test_ranks_of_megatron_are_what_runs_have() -> None:
+    ranks = run_distributed(all_held, 4, KINDS, timeout_seconds=240, engine="megatron")
+    (dry,) = run_distributed(all_dry, 1, KINDS, timeout_seconds=120, engine="megatron")
+    for index in range(len(KINDS)):
+        for number, real in enumerate(ranks):
+            compare(dry[index][number % 2], real[index], number // 2)
+
+
+def refused(tmp_path: Any, *words: str, flags: str = FLAGS) -> str:
+    source = tmp_path / "model.flags"
+    source.write_text(flags)
+    result = CliRunner().invoke(app, ["dry-run", str(source), *words])
+    assert result.exit_code == 2
+    return result.stderr
+
+
+@needs_megatron
+def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
+    assert "--build 0,1: the first, the last" in refused(tmp_path, "--build", "0,1")
+    assert "a cluster has ranks 0 to 3" in refused(tmp_path, "--build", "4")
+    assert "must be numbers of ranks" in refused(tmp_path, "--build", "0,x")
+    cut = f"{FLAGS} --num-layers-per-virtual-pipeline-stage 1"
+    assert "one chunk on each" in refused(tmp_path, flags=cut)
+    assert "num_clusters" in refused(tmp_path, "--clusters", "1000000")
+
+
+def test_an_engine_that_is_not_there_is_named(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(name: str) -> None:
+        return None
+
+    monkeypatch.setattr("dsx.bench.dry_run.dry_run.installed_version", nothing)
+    assert "pip install 'dsx-train[megatron]'" in refused(tmp_path)
+    source = tmp_path / "deepspeed.json"
+    source.write_text(json.dumps({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}}}))
+    result = CliRunner().invoke(app, ["dry-run", str(source)])
+    assert "pip install 'dsx-train[deepspeed]'" in result.stderr
