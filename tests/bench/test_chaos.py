@@ -216,7 +216,7 @@ def run(folder: Path, *arguments: str) -> dict[str, Any]:
     return json.loads(file.read_text())
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_forty_faults(tmp_path: Path) -> None:
     """Every round is there, and all hold the same; two of four clusters go on the way."""

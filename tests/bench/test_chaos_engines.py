@@ -99,7 +99,7 @@ KINDS = "kill_rank,reset,cut,clock,not_finite,too_large"
 WORDS = ["--clusters", "3", "--events", "8", "--seed", "2", "--kinds", KINDS, "--no-undisturbed"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @needs("deepspeed")
 def test_deepspeed(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_deepspeed(tmp_path: Path) -> None:
     assert found["loss"] < 0.1
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 @needs("megatron")
 def test_megatron(tmp_path: Path) -> None:

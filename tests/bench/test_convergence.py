@@ -222,7 +222,7 @@ def test_what_is_no_problem_or_no_shape_of_one_is_named(tmp_path: Path) -> None:
         PROBLEMS["images"].make_model(study, 0)
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_sizes_are_trained_at_the_rates_of_the_first(data: Path, tmp_path: Path) -> None:
     out = tmp_path / "sizes.json"
     options = "--sizes 1x16x2,2x16x2 --presets diloco --rates 0.5,1 --momenta 0 --seeds 0,1"

@@ -263,7 +263,7 @@ def test_a_table_of_trainings(data: Path, tmp_path: Path) -> None:
     assert len(tuned) == 1 and tuned[0]["val_loss"] > samples["tuned"]["val_loss"][0]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_papers_table_of_trainings_in_its_short_form(data: Path, tmp_path: Path) -> None:
     out, table = tmp_path / "fig3b.json", TABLES["dilocox-fig3b"]

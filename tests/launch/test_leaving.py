@@ -67,6 +67,7 @@ def test_two_of_three_go_on_without_one_that_gets_sigterm_and_then_nobody_may_le
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_where_all_are_told_within_seconds_all_save_and_go_on_from_there(
     launch: Any, tmp_path: Path
 ) -> None:

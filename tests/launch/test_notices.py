@@ -14,7 +14,7 @@ from tests.launch.test_quorum import end_all, joined_at, two_sites
 from tests.telemetry.exporters.collector import Collector
 from tests.telemetry.notices.web import Web
 
-pytestmark = [needs("deepspeed", "opentelemetry.sdk"), pytest.mark.ci, pytest.mark.timeout(600)]
+pytestmark = [needs("deepspeed", "opentelemetry.sdk"), pytest.mark.slow, pytest.mark.timeout(600)]
 __all__ = ["launch"]
 
 

@@ -54,6 +54,7 @@ def end_all(tmp_path: Path, *clusters: Launcher) -> None:
     assert len({(one["checksum"], one["step"]) for one in told[0]}) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_of_two_without_an_arbiter_who_is_killed_comes_back(
     launch: Any, tmp_path: Path, victim: int

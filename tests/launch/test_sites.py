@@ -108,7 +108,13 @@ def behind_routers() -> Callable[[int], None]:
     return forget
 
 
-@pytest.fixture(params=[without_route, behind_routers], ids=["no_route", "nat"])
+WAYS = [
+    pytest.param(without_route, id="no_route", marks=pytest.mark.slow),
+    pytest.param(behind_routers, id="nat"),
+]
+
+
+@pytest.fixture(params=WAYS)
 def disturb(request: pytest.FixtureRequest) -> Generator[Callable[[int], None]]:
     try:
         require_tools()

@@ -24,10 +24,7 @@ from tests.paper_configs.settings import FILES, FOLDER, IMAGES
 ROOT = FOLDER.parents[1]
 LANGUAGE = [file for file in FILES if file != IMAGES]
 # one of each method and engine; -m slow starts all others
-STARTED = (
-    "co2/gpt2_small.json", "dreamddp/gpt2.json", "dreamddp/llama_175m.flags",
-    "dilocox/qwen_107b_pp80.flags",
-)  # fmt: skip
+STARTED = ("dreamddp/gpt2.json", "dreamddp/llama_175m.flags", "dilocox/qwen_107b_pp80.flags")
 
 
 def identify(file: Path) -> str:
