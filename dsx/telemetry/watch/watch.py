@@ -142,7 +142,7 @@ class Watch:
         if self.run.replays is None:
             raise ModuleNotFoundError(
                 "/metrics needs prometheus-client, which is not installed here: pip install "
-                '"dsx-train[prometheus]", and start dsx watch again'
+                '"dsx-train[prometheus]", and start the page again'
             )
         with self.run.lock:
             return page_of(self.run.replays.shown(self.run.other_runs))
