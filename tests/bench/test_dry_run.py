@@ -205,6 +205,10 @@ def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
     cut = f"{FLAGS} --num-layers-per-virtual-pipeline-stage 1"
     assert "one chunk on each" in refused(tmp_path, flags=cut)
     assert "num_clusters" in refused(tmp_path, "--clusters", "1000000")
+    assert "into buckets" in refused(tmp_path, flags=f"{FLAGS} --overlap-grad-reduce")
+    assert "into buckets" in refused(tmp_path, flags=f"{FLAGS} --ddp-bucket-size=40000000")
+    assert "builds adam only" in refused(tmp_path, flags=f"{FLAGS} --optimizer sgd")
+    assert "give its --gbps" in refused(tmp_path, "--latency-ms", "10")
 
 
 def test_an_engine_that_is_not_there_is_named(

@@ -20,16 +20,22 @@ from dsx.plan.model_files import ModelFiles, read_model, read_words, require_ser
 from dsx.plan.predict import predict
 from dsx.training.divergence import refuse_stages
 
-# of Megatron: what cuts the model's layers otherwise than in equal runs
-_OTHER_CUTS = (
-    "--num-layers-per-virtual-pipeline-stage",
-    "--num-virtual-stages-per-pipeline-rank",
-    "--decoder-first-pipeline-num-layers",
-    "--decoder-last-pipeline-num-layers",
-    "--pipeline-model-parallel-layout",
-    "--account-for-embedding-in-pipeline-split",
-    "--account-for-loss-in-pipeline-split",
-)
+_EQUAL = "pipelines but of equal stages, one chunk on each"
+_BUCKETS = "gradients cut into buckets, by which ranks own other parameters"
+# flags that lay out a model or its masters otherwise than what is built, and what that is
+_NOT_BUILT = {
+    "--num-layers-per-virtual-pipeline-stage": _EQUAL,
+    "--num-virtual-stages-per-pipeline-rank": _EQUAL,
+    "--decoder-first-pipeline-num-layers": _EQUAL,
+    "--decoder-last-pipeline-num-layers": _EQUAL,
+    "--pipeline-model-parallel-layout": _EQUAL,
+    "--account-for-embedding-in-pipeline-split": _EQUAL,
+    "--account-for-loss-in-pipeline-split": _EQUAL,
+    "--overlap-grad-reduce": _BUCKETS,
+    "--ddp-bucket-size": _BUCKETS,
+    "--ddp-num-buckets": _BUCKETS,
+    "--fp16": "fp16 masters with a loss scale",
+}
 
 
 @dataclass(frozen=True)
@@ -132,13 +138,17 @@ def build(asked: Asked) -> DryRun:
     require_served(config.method, files.cluster)
     config.method.validate(num_clusters=config.clusters.num_clusters)
     refuse_stages(config.divergence, files.cluster.pipeline)
+    if is_json and asked.build is not None:
+        raise ValueError("--build is for a file of flags: of a DeepSpeed JSON all ranks are built")
+    if asked.latency_ms and asked.gbps is None:
+        raise ValueError("--latency-ms is of a line: give its --gbps, too")
     wanted = _stages(asked.build, files)
     if is_json:
         from dsx.bench.dry_run.deepspeed import build_ranks
 
         built = {0: figures_of(build_ranks(files.model, files.cluster, document, config), config)}
     else:
-        _require_equal_cuts(asked.source)
+        _require_built(asked.source)
         built = {stage: _megatron_stage(files, config, stage) for stage in wanted}
     count = files.cluster.pipeline
     stages = [built[_like(i, built)].at(Stage(i, count)) for i in range(count)]
@@ -202,11 +212,18 @@ def _require_engine(is_json: bool) -> None:
         )
 
 
-def _require_equal_cuts(source: Path) -> None:
-    given = [word.partition("=")[0] for word in read_words(source)]
-    for name in _OTHER_CUTS:
+def _require_built(source: Path) -> None:
+    """Refuse flags that change what is built and are not passed on to Megatron's objects."""
+    words = [part for word in read_words(source) for part in word.split("=", 1)]
+    given = set(words)
+    for name, why in _NOT_BUILT.items():
         if name in given:
             raise ValueError(
-                f"{name}: dsx dry-run builds pipelines of equal stages, one chunk on each; leave "
-                "it out to see what such a run takes"
+                f"{name}: dsx dry-run does not build {why}; leave it out to see the rest of the run"
             )
+    kind = words[words.index("--optimizer") + 1 :][:1] if "--optimizer" in given else ["adam"]
+    if kind != ["adam"]:
+        raise ValueError(
+            f"--optimizer {' '.join(kind)}: dsx dry-run builds adam only; write --optimizer adam "
+            "to see the rest of the run"
+        )
