@@ -8,12 +8,14 @@ here is asked through one that can, as it is by `dsx ctl`. Who does not answer i
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dsx.comm.address import link_address
 from dsx.comm.links.desk import ASKED, visitor_rank
 from dsx.comm.links.key_call import KeyCall, NoAnswer
 from dsx.comm.links.keys import Keys
@@ -26,6 +28,7 @@ _AGAIN_SECONDS = 2.0  # until one is called again who does not answer
 _ANSWER_SECONDS = 8.0  # whoever passes a question on waits 3 s for the other
 _MOST_WAIT_SECONDS = 60.0  # for a turn, where there are many who ask
 _MOST_MEMBERS = 1024
+logger = logging.getLogger(__name__)
 _NOT_YET = "it hands out no records yet: it does not train by now, or its dsx is an earlier one"
 Tell = Callable[[str, str], object]
 
@@ -117,6 +120,9 @@ class Joined:
                 is_refusal = error.is_refusal
             except (ValueError, OSError) as error:
                 why = str(error)
+            except Exception as error:  # whatever it is, it is told, and the cluster called again
+                logger.exception("following %s", address)
+                why = f"{type(error).__name__}: {error}"
             finally:
                 if call is not None:
                     call.close()
@@ -165,15 +171,19 @@ class Joined:
     def _pull(self, call: KeyCall, cluster: int, name: str, direct: str = "") -> None:
         """Copy what is new of a cluster, and tell where that cannot be; NoAnswer passes through."""
         mirror = self._mirrors.setdefault(cluster, ClusterMirror(self._folder, cluster))
+        if not mirror.lock.acquire(blocking=False):
+            return  # it is being copied by way of another cluster
         try:
             listing = mirror.pull(self._asking(call, cluster))
         except _Refused as error:
             through = "" if cluster == call.met.cluster else f"asked through {call.met.name}: "
             self._tell(name, "; ".join(filter(None, (direct, f"{through}{error}"))))
             return
-        except (ValueError, TypeError, KeyError, OSError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, OSError, RecursionError) as error:
             self._tell(name, f"what it hands out cannot be copied: {error}")
             return
+        finally:
+            mirror.lock.release()
         self._tell(name, "")
         if cluster == call.met.cluster:
             self._learn(call, listing.members)
@@ -192,7 +202,13 @@ class Joined:
                 )
             self._members = members
         for cluster, (_, address) in enumerate(members):
-            if address is not None and cluster not in self._standing:
+            if address is None or cluster in self._standing:
+                continue
+            try:
+                link_address(address)
+            except ValueError as error:
+                self._tell(f"{members[cluster][0]} (cluster {cluster})", str(error))
+            else:
                 self._call(address)
 
     def _asking(self, call: KeyCall, cluster: int) -> Ask:
@@ -232,6 +248,9 @@ class Joined:
         return address
 
     def _tell(self, who: str, why: str) -> None:
+        who, why = (
+            "".join(c if c.isprintable() else "?" for c in text[:600]) for text in (who, why)
+        )
         with self._lock:
             before = self._told.get(who, "")
             self._told[who] = why

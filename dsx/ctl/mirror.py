@@ -7,6 +7,7 @@ that lies spoils its own records, and nothing else.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from dsx.telemetry.served_files import MOST_BYTES, Listing, checksum, unpack
 MARK = ".dsx_mirror"  # in a folder that may be written to, as it was made here
 _WHOLE = ("run", "summary")  # how names of files begin that are replaced as a whole
 _MOST_WHOLE_BYTES = 64 << 20
+_MOST_FILE_BYTES = 8 << 30
 _LOG_BYTES = 256 << 10  # of the end of a log, which is all that the page reads
 _LEAST_BEFORE = 1024  # bytes of a file that is not had from its beginning, to be compared
 _TRIES = 3  # of a file that is replaced while it is read
@@ -40,6 +42,7 @@ class ClusterMirror:
     """Follows one cluster; for one thread at a time."""
 
     def __init__(self, folder: Path, cluster: int) -> None:
+        self.lock = threading.Lock()  # held by whoever pulls
         self._folder, self._cluster = folder, cluster
         self._stamps: dict[str, str] = {}  # of what is here whole
         self._first: dict[str, int] = {}  # where a file begins of which the end is had alone
@@ -102,11 +105,18 @@ class ClusterMirror:
                     raise ValueError(f"an answer of another place of {name} than was asked")
                 if not is_anew:
                     file.write(data)
+            if is_anew and name.startswith("log"):
+                self._first[name] = max(_size(piece) - _LOG_BYTES, 0)
+                _replace(path, b"")
+                continue
             if is_anew:
                 self._first[name] = 0
                 _replace(path, data)
                 have, offset = 0, 0
-            if offset + len(data) >= _size(piece) or not data:
+            if have + len(data) > _MOST_FILE_BYTES:
+                raise ValueError(f"{name} has over {_MOST_FILE_BYTES} bytes, which are copied")
+            listed = min(size, _size(piece))  # what has come since is for the next time
+            if offset + len(data) >= listed or not data:
                 return str(piece.get("stamp"))
 
 

@@ -221,6 +221,9 @@ class Listing:
             file: Any = files.get(name) if isinstance(files, dict) else None  # type: ignore[misc]
             if file is None:
                 continue
+            if not isinstance(file, dict):
+                raise ValueError(f"an answer whose {name} cannot be read")
+            file = cast("dict[str, Any]", file)
             size, stamp = file.get("size"), file.get("stamp")
             if type(size) is not int or not 0 <= size <= _MOST_OFFSET or not isinstance(stamp, str):
                 raise ValueError(f"an answer whose {name} cannot be read")

@@ -86,8 +86,9 @@ def test_of_a_log_the_end_is_copied(tmp_path: Path) -> None:
     mirror.pull(served)
     assert (copy / "log.txt").read_bytes() == end + line.format("more").encode()
     (run / "log.txt").write_text("".join(line.format(-i) for i in range(20_000)))
-    mirror.pull(served)
-    same(run, copy, "log.txt")
+    mirror.pull(served)  # it has begun anew, and of that, too, the end
+    whole, end = (run / "log.txt").read_bytes(), (copy / "log.txt").read_bytes()
+    assert whole.endswith(end) and len(end) == MOST_BYTES
 
 
 def test_files_of_more_than_a_piece_come_whole(tmp_path: Path) -> None:
@@ -123,6 +124,13 @@ def test_a_member_that_lies_is_named_and_spoils_no_other_file(
         assert "answer" in str(error) or "data" in str(error) or "base64" in str(error)
     same(run, copy, "run.json", "metrics.jsonl")
     assert {path.name for path in tmp_path.iterdir()} == {"run", "copy"}
+
+
+@pytest.mark.parametrize("files", [{"run.json": 5}, {"run.json": []}, {"run.json": {"size": -1}}])
+def test_a_list_that_cannot_be_read_is_named(files: dict[str, Any], tmp_path: Path) -> None:
+    mirror = ClusterMirror(mirror_folder(tmp_path / "copy"), 0)
+    with pytest.raises(ValueError, match=r"an answer whose run\.json cannot be read"):
+        mirror.pull(lambda request: {"cluster": 0, "members": [], "files": files})
 
 
 def test_a_folder_of_others_is_left_alone(tmp_path: Path) -> None:

@@ -68,10 +68,11 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
     goes on. OSError if the port is taken here; ValueError for what is wrong with keys.
     """
     addresses = {m: settings.address_of(m) for m in range(len(settings.names))}
-    asked: set[Name] = set()
+    asked: dict[Name, None] = {}  # the last one last
 
     def serve(asker: Name, body: bytes, answer: Answer) -> None:
-        asked.add(asker)
+        asked.pop(asker, None)
+        asked[asker] = None
         answer(json.dumps({"time": time.time(), "version": _version()}).encode())
 
     until = time.monotonic() + seconds
@@ -103,7 +104,7 @@ def check_sites(settings: LinkSettings, own: int, seconds: float) -> list[Site]:
             found = list(threads.map(look, others))
         until += _LINGER_SECONDS  # they have to hear from this one, too
         met = {m for m, s in zip(others, found, strict=True) if s.problem is None and not s.is_on}
-        while not met <= {asker[0] for asker in asked} and time.monotonic() < until:
+        while not met <= {asker[0] for asker in asked.copy()} and time.monotonic() < until:
             time.sleep(_LOOK_SECONDS)
         time.sleep(_LAST_SECONDS)  # in which the last answer leaves
     finally:
@@ -144,7 +145,9 @@ def _look(link: Link, whom: Name, name: str, way: str, until: float) -> Site:
     return Site(name, way, None, after - before, ahead, str(told["version"]))
 
 
-def _wait(link: Link, other: int, asked: set[Name], name: str, way: str, until: float) -> Site:
+def _wait(
+    link: Link, other: int, asked: dict[Name, None], name: str, way: str, until: float
+) -> Site:
     """Wait for a site that calls: its check, which is a visitor, or its run."""
     while time.monotonic() < until and link.process_at((other, 0)) is None:
         visitors = [asker for asker in asked.copy() if asker[0] == other]

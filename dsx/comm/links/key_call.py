@@ -192,7 +192,10 @@ class KeyCall:
         while time.monotonic() < until and not self._is_over():
             ready = dict(poller.poll(int(1000 * _STEP_SECONDS)))
             if self._socket in ready:
-                parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                try:
+                    parts = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
+                except zmq.Again:  # what was there has been dropped
+                    continue
                 try:
                     frame, body = Frame.of([part.buffer for part in parts])
                 except BadFrame:  # of another version, say
