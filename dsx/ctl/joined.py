@@ -20,6 +20,7 @@ from dsx.comm.links.desk import ASKED, visitor_rank
 from dsx.comm.links.key_call import KeyCall, NoAnswer
 from dsx.comm.links.keys import Keys
 from dsx.ctl.mirror import Ask, ClusterMirror
+from dsx.telemetry.top.show import plain
 
 _POLL_SECONDS = 1.0
 _CALL_SECONDS = 5.0
@@ -248,9 +249,7 @@ class Joined:
         return address
 
     def _tell(self, who: str, why: str) -> None:
-        who, why = (
-            "".join(c if c.isprintable() else "?" for c in text[:600]) for text in (who, why)
-        )
+        who, why = plain(who[:600]), plain(why[:600])
         with self._lock:
             before = self._told.get(who, "")
             self._told[who] = why
