@@ -51,7 +51,9 @@ class Way:
         from dsx.comm.links.host_port import open_on_host
         from dsx.comm.links.meeting import open_meeting, say_where
 
-        link, where = open_on_host(self.link, rank_info, None, "127.0.0.1", deadline_seconds)
+        link, where = open_on_host(
+            self.link, rank_info, None, "127.0.0.1", deadline_seconds, self.interface
+        )
         store: Any = open_meeting(self.link, rank_info, link, "127.0.0.1", deadline_seconds)
         say_where(store, link, where)
         return store, link
@@ -67,6 +69,8 @@ class Way:
                     dist.PrefixStore(name, store), seat, timedelta(seconds=deadline_seconds),
                     open_device(self.interface), streams,
                 )  # fmt: skip
+            except PeerLost:
+                raise
             except RuntimeError as error:
                 raise _not_connected(seat, deadline_seconds, error) from error
         from dsx.comm.links.group import LinkGroup

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsx.comm.sockets import listening_since
+from dsx.comm.reach import require_reach
+from dsx.comm.sockets import listening_address, listening_since
 from dsx.core.membership import Seat
 
 
@@ -29,6 +30,15 @@ class Device:
         opened = listening_since(before)
         self.own_port = opened.pop() if len(opened) == 1 else 0
         self.ports = {self.own_port} - {0}
+        self.interface = interface
+        self.address = listening_address(self.own_port) if self.own_port else ""
+        self._is_reached = False
+
+    def require_reach(self, store: dist.Store, seat: Seat) -> None:
+        """Look once whether all peers lead here, and theirs to them; PeerLost if one does not."""
+        if self.address and not self._is_reached:
+            require_reach(store, seat, self.address, self.interface)
+        self._is_reached = True
 
     def tell(self, store: dist.Store, seat: Seat) -> None:
         """Tell the peers where this one listens; before connecting."""
@@ -51,13 +61,14 @@ def connect_gloo(
     """Build unregistered gloo groups over `store`: one member per cluster, fully connected.
 
     A cluster's rank in them is its position in the membership.
-    `device` is `open_device`'s. Raises RuntimeError from gloo if a peer does not come within
-    `deadline`.
+    `device` is `open_device`'s. PeerLost names a peer whose address does not lead to it;
+    RuntimeError from gloo if one does not come within `deadline`.
     """
     options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore
     options._timeout = deadline
     options._threads = 1  # for collectives, of which there are none
     options._devices = [device.handle]
+    device.require_reach(store, seat)
     device.tell(store, seat)
     groups = [
         dist.ProcessGroupGloo(

@@ -127,7 +127,9 @@ def join_by_links(
     rank_info = RankInfo(config.cluster_id, config.num_clusters, launcher.rank, launcher.world_size)
     own, seconds = _launcher_store(launcher, config), config.join_deadline_seconds
     of_ports = dist.PrefixStore(f"dsx/start_{launcher.restarts}/host_port", own)
-    link, where = open_on_host(settings, rank_info, of_ports, launcher.master_addr, seconds)
+    link, where = open_on_host(
+        settings, rank_info, of_ports, launcher.master_addr, seconds, config.interface
+    )
     look: Callable[[int], bool] | None = None
     knock = None
     if config.can_be_joined:

@@ -69,6 +69,15 @@ def listening_since(before: Collection[int]) -> set[int]:
     return {port for number in _links() if (port := _listens_on(number))} - {*before}
 
 
+def listening_address(port: int) -> str:
+    """Return the address at which this process listens on a port, "" if that is not known."""
+    for number in _links():
+        if _listens_on(number) == port:
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
+                return str(copy.getsockname()[0])
+    return ""
+
+
 def let_go_in_child() -> None:
     """Let a forked child hold none of them; the descriptors stay taken, as objects close them."""
     ours = [number for number, link in _owned.items() if _link(number) == link]

@@ -213,6 +213,8 @@ class World:
             try:
                 with waiting_for(f"connections of the {what}", config.join_deadline_seconds):
                     return connect_gloo(store, self.seat, deadline, device, streams)
+            except PeerLost:
+                raise
             except RuntimeError as error:
                 raise PeerLost(
                     f"cannot connect the {what} of rank {self.rank} to the other "
@@ -342,7 +344,7 @@ def join(config: RendezvousConfig) -> World:
         from dsx.comm.links.host_port import where_alone
 
         atexit.register(link.close)  # what was sent last arrives
-        where = where or where_alone(link, launcher.master_addr)
+        where = where or where_alone(link, config, launcher.master_addr)
         rendezvous = tell_where(link, where, rendezvous, joins, cluster_store, config)
     _world = World(seat, rank_info, rendezvous, cluster_store, config, link, desk, joins, where)
     return _world

@@ -119,8 +119,8 @@ class ClustersConfig(BaseModel):
     DeepSpeed and plain PyTorch. 0: it ends at once."""
 
     interface: _Text | None = None
-    """The network interface to use, such as "eth1"; null: that of the address which the host's
-    name stands for."""
+    """The network interface towards the other clusters, such as "eth1"; null: that of the address
+    which the host's name stands for, over links the one that leads to the other members."""
 
 
 class CheckpointsConfig(BaseModel):

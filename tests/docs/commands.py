@@ -52,6 +52,7 @@ _SITES = "needs what a site has; with stand-ins in tests/launch/test_where_it_ru
 _BY_HAND = "half an hour and more, by hand when the numbers are renewed; in small in "
 _FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_folders.py"
 _WATCH = "serves until it is ended; what it loads in tests/telemetry/test_monitoring.py"
+_HOSTS = "needs two hosts; with namespaces in tests/launch/test_several_hosts.py"
 NOT_HERE = {  # with the reason
     "for n in berlin oslo; do ip netns": "two sites in namespaces, as root",
     "for n in rome rome-router": "sites behind NAT, as root; in tests/launch/test_sites.py",
@@ -69,6 +70,8 @@ NOT_HERE = {  # with the reason
     "ssh -t berlin dsx top": "another host; the command in tests/telemetry/top/test_top.py",
     "dsx notices ds.json": "somebody is told; with a server in tests/training/test_telling.py",
     "dsx agent ": "needs a site; with several in tests/launch/test_agent.py",
+    "deepspeed --hostfile": _HOSTS,
+    "torchrun --nnodes 2": _HOSTS,
     "dsx keys check ds.json": "needs a second site; with two in tests/comm/links/test_check.py",
     "torchrun --nproc-per-node 4 -m dsx.run --dsx-config docs/examples": _FOLDER,
     "deepspeed --num_gpus 4 --module dsx.run docs/examples": _FOLDER,

@@ -20,11 +20,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
+from dsx.comm.interfaces import addresses
 from dsx.comm.links.entrance import Limits
 from dsx.comm.links.gateway_process import Event, GatewayLost, GatewayProcess
 from dsx.comm.links.greetings import rank_name
@@ -38,10 +39,25 @@ from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 _LOOPBACK = "127.0.0.1"
+_ANYWHERE = (None, "0.0.0.0", "::")
 _STARTS = 5  # of a gateway that ends, one after another
 _PAUSE_SECONDS = 0.1  # for each one before
 _STEADY_SECONDS = 60.0  # after which a start counts as having succeeded
 logger = logging.getLogger(__name__)
+
+
+class Meeting(Protocol):
+    """What is said of where clusters meet, and by which interface they are reached."""
+
+    @property
+    def rendezvous(self) -> str:
+        """ "env://" or "tcp://HOST:PORT"."""
+        ...
+
+    @property
+    def interface(self) -> str | None:
+        """Its name, if one is given."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,12 +74,14 @@ def open_on_host(
     store: dist.Store | None,
     master: str,
     deadline_seconds: float,
+    interface: str | None = None,
 ) -> tuple[Link, Where]:
     """Return this rank's link, listening as its host has it, and where others call it.
 
     `store` is the cluster's own, where its ranks meet; None for one of one rank. `master` is the
-    host of its first one. PeerLost if a rank does not say where it listens; OSError if the port is
-    taken, and who has it.
+    host of its first one. Beyond that host it is called at the address of `interface`, else at the
+    one that leads to the other members. PeerLost if a rank does not say where it listens; OSError
+    if the port is taken, and who has it; ValueError if there is no such interface.
     """
     own, rank, world_size = rank_info.cluster_id, rank_info.rank, rank_info.world_size
     address, is_relayed = settings.address_of(own), own in settings.through_relay
@@ -73,7 +91,10 @@ def open_on_host(
     if store is not None and world_size > 1:
         here = _ranks_of_this_host(store, rank_info, deadline_seconds)
     if here[0] != 0 and not is_relayed:
-        address = f"{_own_address(master)}:{settings.port}"
+        others = [settings.address_of(m) for m in range(len(settings.members)) if m != own]
+        towards = next((parse_address(f"tcp://{a}")[0] for a in others if a), master)
+        host = settings.host if settings.host not in _ANYWHERE else None
+        address = _at(host or own_address(towards, interface), settings.port)
     if len(here) == 1 and not is_relayed:
         return open_link(settings, own, rank, world_size, settings.port), Where(address)
     link = open_link(settings, own, rank, world_size, host=_LOOPBACK)
@@ -85,9 +106,11 @@ def open_on_host(
     return link, Where(address, here.index(rank))
 
 
-def where_alone(link: Link, master: str) -> Where:
-    """Return where a rank is called that listens by itself, as seen from a host's network."""
-    return Where(f"{_own_address(master)}:{link.port}")
+def where_alone(link: Link, meeting: Meeting, master: str) -> Where:
+    """Return where a rank is called that listens by itself, as seen from where clusters meet."""
+    has_own = meeting.rendezvous != "env://"
+    meets = parse_address(meeting.rendezvous)[0] if has_own else master
+    return Where(_at(own_address(meets, meeting.interface), link.port))
 
 
 class HostGateway:
@@ -268,8 +291,25 @@ def _get(store: dist.Store, key: str, what: str, seconds: float) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _own_address(master: str) -> str:
-    """Return this host's address in the network in which `master` is."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as towards:
-        towards.connect((master, 9))  # sends nothing: the system says which address it would take
-        return towards.getsockname()[0]
+def own_address(towards: str, interface: str | None) -> str:
+    """Return this host's address of an interface, or of the one that leads to a host.
+
+    ValueError if the interface is none of this host's, or has no address.
+    """
+    if interface is not None:
+        known = addresses()
+        if not known.get(interface):
+            names = ", ".join(name for name in known if name != "lo") or "none"
+            raise ValueError(
+                f"clusters.interface={interface!r} is no interface with an address of this host: "
+                f"{names}; give one of them, by --dsx-interface where it is launched on this host"
+            )
+        return known[interface][0]
+    family, *_, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as anywhere:
+        anywhere.connect(place)  # sends nothing: the system says which address it would take
+        return str(anywhere.getsockname()[0])
+
+
+def _at(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -10,6 +10,7 @@ import time
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.links import host_port
-from dsx.comm.links.host_port import HostGateway, Where, open_on_host
+from dsx.comm.links.host_port import HostGateway, Where, open_on_host, own_address
 from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import connect_peers, open_meeting, say_where
 from dsx.comm.links.settings import LinkSettings
@@ -99,6 +100,29 @@ def test_one_rank_listens_itself(stack: ExitStack) -> None:
     link, where = open_on_host(settings, RankInfo(0, 2, 0, 1), None, "127.0.0.1", SECONDS)
     stack.callback(link.close)
     assert (link.port, where) == (settings.port, Where(settings.address_of(0)))
+
+
+def test_a_second_host_is_called_where_it_reaches_the_other_members(stack: ExitStack) -> None:
+    """Not at its address inside the site, where the first host is; or as it is told."""
+    port, far = free_port(), "192.0.2.1"  # an address that is no host's
+    beside = replace(settings_at(port), members=(f"berlin={far}:{port}", f"oslo=127.0.0.1:{port}"))
+    beyond = replace(beside, members=(f"berlin=127.0.0.1:{port}", f"oslo={far}:{port}"))
+    for settings, interface in [
+        (beside, None),
+        (beyond, "lo"),
+        (replace(beyond, host="127.0.0.1"), None),
+    ]:
+        store: Any = dist.HashStore()
+        store.set("host/0", json.dumps(["another host", 1]))
+        info = RankInfo(0, 2, 1, 2)
+        link, where = open_on_host(settings, info, store, far, SECONDS, interface)
+        link.close()
+        assert where == Where(f"127.0.0.1:{port}")
+
+
+def test_an_interface_that_is_not_there_is_named() -> None:
+    with pytest.raises(ValueError, match="clusters.interface='ib7' is no interface with an add"):
+        own_address("127.0.0.1", "ib7")
 
 
 def test_a_second_host_is_called_at_its_own_address_and_the_same_port(stack: ExitStack) -> None:

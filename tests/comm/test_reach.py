@@ -1,0 +1,96 @@
+"""An address that does not lead to a rank is named before gloo tries it."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+
+from dsx.comm import reach
+from dsx.comm.interfaces import addresses, interface_of
+from dsx.comm.reach import Listening, require_reach, why_not
+from dsx.core.membership import Membership, Seat
+from dsx.core.transport import PeerLost
+
+
+def seats(num_clusters: int) -> list[Seat]:
+    return [Seat(Membership.of(num_clusters), id) for id in range(num_clusters)]
+
+
+def meet(
+    told: Callable[[int, reach.Place], reach.Place], num_clusters: int
+) -> list[str]:  # what each cluster is told, "" where all is well
+    store, said = dist.HashStore(), [""] * num_clusters
+
+    class Told:
+        """The store as one cluster sees it, that may tell of another place than it listens at."""
+
+        def __init__(self, own: int) -> None:
+            self.own = own
+
+        def set(self, key: str, value: str) -> None:
+            if key.startswith("place/"):
+                place = reach.Place(**json.loads(value))
+                value = json.dumps(vars(told(self.own, place)))
+            store.set(key, value)
+
+        def get(self, key: str) -> bytes:
+            return store.get(key)
+
+    def run(seat: Seat) -> None:
+        try:
+            require_reach(Told(seat.position), seat, "127.0.0.1", None)  # type: ignore[arg-type]
+        except PeerLost as error:
+            said[seat.position] = str(error)
+
+    threads = [threading.Thread(target=run, args=(seat,)) for seat in seats(num_clusters)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return said
+
+
+def test_all_that_are_reached_are_no_trouble() -> None:
+    assert meet(lambda own, place: place, 3) == ["", "", ""]
+
+
+def test_a_port_that_nobody_answers_at_is_named_to_all() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        port = closed.getsockname()[1]
+    said = meet(lambda own, place: replace(place, port=port) if own == 1 else place, 3)
+    assert len(set(said)) == 1
+    assert said[0].startswith(
+        "cluster 1 listens at 127.0.0.1 (lo, that of the host's name) on host"
+    )
+    assert "and cluster 0 on host" in said[0] and "Connection refused" in said[0]
+    assert "cluster 2 listens" not in said[0] and said[0].count("--dsx-interface") == 1
+
+
+def test_another_process_at_the_same_private_address_is_seen() -> None:
+    """Two sites may have the same private network: the address leads to a host of one's own."""
+    with Listening("127.0.0.1", None) as other:
+        said = meet(
+            lambda own, place: replace(place, port=other.place.port) if own == 0 else place, 2
+        )
+    assert "another process answers there" in said[0] and said[0] == said[1]
+
+
+def test_whoever_listens_and_says_nothing_is_not_waited_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reach, "_CALL_SECONDS", 0.1)
+    with Listening("127.0.0.1", "lo") as own, socket.create_server(("127.0.0.1", 0)) as silent:
+        place = replace(own.place, port=silent.getsockname()[1])
+        assert why_not(place) == "no answer in 0.1 s"
+        assert why_not(own.place) is None
+
+
+def test_interfaces_have_their_addresses() -> None:
+    assert "127.0.0.1" in addresses()["lo"]
+    assert interface_of("127.0.0.1") == "lo" and interface_of("203.0.113.9") == ""
