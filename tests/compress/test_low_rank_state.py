@@ -20,6 +20,7 @@ from tests.compress.channels import (
     nmse,
 )
 from tests.compress.matrices import EXACT, decaying, matrix, plain_low_rank, side_by_side
+from tests.levels import by_default
 
 
 def test_dense_rounds_are_those_of_quantized() -> None:
@@ -216,7 +217,7 @@ def test_the_residual_decays_before_it_is_added() -> None:
 
 
 @pytest.mark.parametrize("storage", ["none", "fp32", "bf16", "int8"])
-@pytest.mark.parametrize("num_clusters", [1, 2, 5])
+@pytest.mark.parametrize("num_clusters", by_default([1, 2, 5], 1, 2))
 def test_state_is_all_that_a_channel_remembers(num_clusters: int, storage: Any) -> None:
     """Dense rounds before and in between, a rank that changes, a rest beside."""
     fragment = fragment_of((96, 80), (40, 40), (96, 96), (50,))

@@ -18,6 +18,7 @@ from dsx.compress.base import Compressor, Dense
 from dsx.compress.low_rank import LowRank
 from dsx.compress.quantized import Quantized
 from tests.compress.channels import Clusters, exact_mean, fragment_of, nmse
+from tests.levels import by_default
 
 NUM_ROUNDS, H = 16, 10
 LR, MOMENTUM = 0.7, 0.9
@@ -115,7 +116,7 @@ def test_the_record_is_like_that_of_a_large_model(num_clusters: int) -> None:
                 assert 0.9 < energies[:RANK].sum() / energies.sum() < 0.99
 
 
-@pytest.mark.parametrize("num_clusters", [2, 4])
+@pytest.mark.parametrize("num_clusters", by_default([2, 4], 2))
 @pytest.mark.parametrize(
     ("method", "limit"),
     [
@@ -153,6 +154,7 @@ def test_the_limits_tell_codecs_apart(method: Compressor, limit: float) -> None:
     assert replayed(method) > limit
 
 
+@pytest.mark.ci
 def test_dense_rounds_first_and_in_between_help_a_low_rank() -> None:
     bare = replayed(low_rank(dense_rounds=0))
     assert replayed(low_rank()) < bare

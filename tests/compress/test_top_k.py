@@ -278,6 +278,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("outer", [{"lr": 0.4, "momentum": 0.5}, {"type": "sgd", "lr": 1.0}])
 def test_a_simulated_run_trains_and_keeps_anchors_equal(outer: dict[str, Any]) -> None:
     method = preset(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from dsx.bench.namespaces import TestbedUnavailable
+from dsx.comm.links.key_changes import add_key, make_key
 from tests.installed import needs
 from tests.launch.sites_of_hosts import NAMES, SitesOfHosts, wan
 from tests.launch.test_launch import BIN, launch, results, write_config
@@ -45,8 +46,8 @@ def config_of(folder: Path, **clusters: Any) -> Path:
     """Write what all hosts read: they share this disk."""
     path = write_config(folder / "ds.json", **clusters)
     config = json.loads(path.read_text())
-    if "rendezvous" in clusters:
-        config["dsx"]["link"] = {"security": "none"}
+    config["dsx"]["fragments"]["num_fragments"] = 2
+    config["dsx"]["link"] = {"security": "none"}
     path.write_text(json.dumps(config))
     return path
 
@@ -84,6 +85,35 @@ def test_a_launcher_for_each_cluster_of_two_hosts(
 
 
 @OF_DEEPSPEED
+def test_over_links_every_host_is_called_where_the_other_site_reaches_it(
+    sites: SitesOfHosts, launch: Any, tmp_path: Path
+) -> None:
+    """Also the second host of each, whose ranks tell where they are; no interface is named."""
+    names = ("oslo", "rome")
+    made = [make_key(tmp_path / name, name)[-1] for name in names]
+    members = [f"{name}={wan(first)}:29400" for name, first in zip(names, (0, 2), strict=True)]
+    clusters: list[Any] = []
+    for m, name in enumerate(names):
+        add_key(tmp_path / name, made[1 - m])
+        config: dict[str, Any] = json.loads(
+            config_of(tmp_path, join_deadline_seconds=90).read_text()
+        )
+        keys = str(tmp_path / name)
+        config["dsx"]["link"] = {"security": "curve", "members": members, "keys": keys}
+        own = tmp_path / f"{name}.json"
+        own.write_text(json.dumps(config))
+        hosts = hostfile(tmp_path, *NAMES[2 * m : 2 * m + 2])
+        clusters.append(
+            launch(name, deepspeed(sites, 2 * m, hosts), "--deepspeed_config", own, *STEPS,
+                   "--out", tmp_path / "out", "--dsx-cluster-id", m)
+        )  # fmt: skip
+    for cluster in clusters:
+        assert cluster.wait(300) == 0, cluster.output()
+    told = results(tmp_path / "out")
+    assert told[0] == told[1] and len({one["checksum"] for one in told[0]}) == 1
+
+
+@OF_DEEPSPEED
 def test_an_interface_that_leads_nowhere_is_named_at_once(
     sites: SitesOfHosts, launch: Any, tmp_path: Path
 ) -> None:
@@ -92,7 +122,8 @@ def test_an_interface_that_leads_nowhere_is_named_at_once(
     for cluster in clusters:
         assert cluster.wait(300) != 0
         said = cluster.output()
-        assert "PeerLost: cluster 1 listens at 192.168.1.1 (lan, that of the host's name)" in said
+        for m in (0, 1):
+            assert f"cluster {m} listens at 192.168.1.1 (lan, that of the host's name) on" in said
         assert "by clusters.interface or --dsx-interface there (wan (203.0.113." in said
         assert "Gloo connectFullMesh" not in said
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import dsx
 from dsx.cli import app
 from tests.distributed import free_port, run_distributed
+from tests.levels import by_default
 from tests.telemetry.notices.web import Web
 from tests.tiny import TinyNet, batch
 
@@ -110,10 +111,12 @@ for step in range(1, 4):
 
 @pytest.mark.parametrize(
     ("end", "status", "text"),
+    by_default(
     [("raise RuntimeError('no more data')", 1, "RuntimeError: no more data"),
      ("", 0, "the process ends without finish()"),
      ("handle.close()", 0, "closed without finish()"),
      ("try: raise KeyError('a')\nfinally: handle.close()", 1, "KeyError: 'a'")],
+     "", of=lambda v: v[0]),
 )  # fmt: skip
 def test_an_end_that_nobody_tells_dsx_is_told(end: str, status: int, text: str) -> None:
     with Web() as web:
