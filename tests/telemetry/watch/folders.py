@@ -63,6 +63,17 @@ def sync_record(cluster: int, launched: int, applied: int, **more: Any) -> dict[
     }  # fmt: skip
 
 
+def of(cluster: int, kind: str, step: int, **more: Any) -> dict[str, Any]:
+    """Return a record of another kind, written at the end of a step."""
+    return {"cluster": cluster, "time": BEGUN + step, "kind": kind, "step": step, **more}
+
+
+def link(to: int, sent: int, received: int, seconds: float) -> dict[str, Any]:
+    """Return what a record of the machine says of a link."""
+    return {"to": to, "sent_bytes": sent, "received_bytes": received,
+            "round_trip_seconds": seconds, "least_seconds": 0.01}  # fmt: skip
+
+
 def records(cluster: int, steps: int, first: int = 1) -> Iterator[dict[str, Any]]:
     """Yield what a cluster writes from its first step on."""
     if first == 1:
