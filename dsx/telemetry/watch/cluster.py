@@ -66,7 +66,7 @@ class WatchedCluster:
         most = self._most_rows
         self.steps, self.losses = Table(_STEPS, most), Table(_LOSS, most)
         self.validation, self.syncs = Table(_LOSS, most), Table(_SYNCS, most // 2)
-        self.machine = Table(_MACHINE, most // 8)
+        self.machine = Table(_MACHINE, most // 4)
         self.looks: deque[Record] = deque(maxlen=_RECENT_LOOKS)
         self.open_transfers = OpenTransfers()
         self.last_step: Record = {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dsx.core.units import format_bytes
+from dsx.telemetry.in_words import said_of_heal
 from dsx.telemetry.run_folder import Record
 from dsx.telemetry.sound import seconds_of
 from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
@@ -252,19 +252,6 @@ def _said_of(record: Record) -> str:
     if record["kind"] == "order":
         return f"{record.get('do')} at step {record.get('step')}, asked by {record.get('by')}"
     return said_of_heal(record) if record["kind"] == "healed" else ""
-
-
-def said_of_heal(record: Record) -> str:
-    """Return how a cluster came back, in words."""
-    told = [f"came to the others at step {record['step']:,}"]
-    copied, held, since = (record.get(f"{name}_bytes", 0) for name in ("copied", "held", "results"))
-    told.append(f"{format_bytes(copied)} of {format_bytes(copied + held)} copied from them")
-    if held:
-        told[-1] += ", the rest from its own checkpoint"
-    told.append(f"{format_bytes(since)} of their results since")
-    if "seconds" in record:
-        told.append(f"in {record['seconds']:.3g} s")
-    return ": ".join([told[0], "; ".join(told[1:])])
 
 
 def _event(when: str, cluster: int, text: str) -> dict[str, Any]:

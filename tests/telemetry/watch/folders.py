@@ -74,6 +74,18 @@ def link(to: int, sent: int, received: int, seconds: float) -> dict[str, Any]:
             "round_trip_seconds": seconds, "least_seconds": 0.01}  # fmt: skip
 
 
+def machine(cluster: int, step: int, **more: Any) -> dict[str, Any]:
+    """Return what a process holds, of which the outer state is as planned."""
+    held = {"process_bytes": 400_000_000 + step, "outer_bytes": 5000, "outer_planned_bytes": 5000}
+    return of(cluster, "machine", step, **{**held, **more})
+
+
+def healed(cluster: int, step: int) -> dict[str, Any]:
+    """Return the record of a cluster that has come to the others."""
+    return of(cluster, "healed", step, seconds=2.5, copied_bytes=9_000_000,
+              held_bytes=3_000_000, results_bytes=1_000_000)  # fmt: skip
+
+
 def records(cluster: int, steps: int, first: int = 1) -> Iterator[dict[str, Any]]:
     """Yield what a cluster writes from its first step on."""
     if first == 1:

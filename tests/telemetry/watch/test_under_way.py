@@ -15,6 +15,7 @@ from tests.telemetry.watch.folders import (
     BEGUN,
     about,
     append,
+    healed,
     link,
     make_run,
     of,
@@ -135,9 +136,7 @@ def test_a_heal_is_told_in_bytes_while_it_goes_on_and_afterwards(tmp_path: Path)
         row = read(run, BEGUN + 60)["members"][1]
         assert row["state"] == "heals" and row["why"] == text
         assert row["healing"].get("copied") == healing.get("copied")
-    told = {"seconds": 2.5, "copied_bytes": 9_000_000, "held_bytes": 3_000_000,
-            "results_bytes": 1_000_000}  # fmt: skip
-    append(folder, 1, of(1, "healed", 60, **told), step_record(1, 61))
+    append(folder, 1, healed(1, 60), step_record(1, 61))
     texts = [event["text"] for event in read(run, BEGUN + 61)["events"]]
     assert (
         "came to the others at step 60: 9 MB of 12 MB copied from them, the rest from its own "
