@@ -20,20 +20,19 @@ STEPS = 100_000
 class LiveRun:
     """Its processes by cluster; cluster 0 goes on alone where the other one is lost.
 
-    `ranks` of each. Only the first `num_called` clusters have an address.
+    `ranks` each. Only the first `num_called` clusters have an address.
     """
 
-    def __init__(self, folder: Path, ranks: tuple[int, int] = (1, 1), num_called: int = 2) -> None:
+    def __init__(self, folder: Path, ranks: int = 1, num_called: int = 2) -> None:
         self.directory = folder / "run"
         self._folder, self._ranks = folder, ranks
         keys = sites(folder / "keys", *NAMES)
         ports = [free_port() for _ in NAMES]
+        places = [f"=127.0.0.1:{port}" for port in ports[:num_called]] + [""] * len(NAMES)
         for cluster, name in enumerate(NAMES):
             link = {
                 "security": "curve", "arbiter": NAMES[0], "keys": str(keys[name]),
-                "members": [f"{n}=127.0.0.1:{port}" for n, port in zip(NAMES, ports, strict=True)][
-                    :num_called
-                ] + [*NAMES[num_called:]],
+                "members": [name + place for name, place in zip(NAMES, places, strict=False)],
                 "port": ports[cluster], "suspect_seconds": 3.0,
             }  # fmt: skip
             dsx = {
@@ -46,12 +45,12 @@ class LiveRun:
 
     def start(self, cluster: int) -> None:
         """Start a cluster, for the first time or again."""
-        own = {"WORLD_SIZE": self._ranks[cluster], "MASTER_ADDR": "127.0.0.1",
+        own = {"WORLD_SIZE": self._ranks, "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}  # fmt: skip
         config = self._folder / f"{NAMES[cluster]}.json"
         log = (self._folder / f"{NAMES[cluster]}.log").open("ab")
         self.processes[cluster] = []
-        for rank in range(self._ranks[cluster]):
+        for rank in range(self._ranks):
             told = {**own, "RANK": rank, "LOCAL_RANK": rank}
             process = subprocess.Popen(
                 [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)],

@@ -64,6 +64,8 @@ def test_two_live_clusters_are_seen_killed_and_seen_to_come_back(tmp_path: Path)
             live.start(1)
             tab.wait(f"{ROW}.innerText.includes('trains')", 120)
             tab.wait("document.querySelector('#events').innerText.includes('has joined the run')")
+            tab.wait("/came to the others at step \\d+: .*B copied from them; .*B of their/.test("
+                     "document.querySelector('#events').innerText)")  # fmt: skip
             tab.wait("document.querySelector('#sentence').innerText.includes('2 of 2')")
 
             live.close()

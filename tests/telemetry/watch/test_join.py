@@ -74,7 +74,7 @@ def steps(found: dict[str, Any]) -> list[int]:
 
 @pytest.fixture
 def behind_a_gateway(tmp_path: Path) -> Iterator[LiveRun]:
-    run = LiveRun(tmp_path, ranks=(2, 1), num_called=1)
+    run = LiveRun(tmp_path, ranks=2, num_called=1)
     yield run
     run.close()
 

@@ -15,13 +15,14 @@ function svg(name, fields, ...children) {
   return made;
 }
 
-// `now` is null where nothing goes on: then the picture ends with the last record.
-export function drawLanes(parent, data, now) {
+// `now` is null where nothing goes on: then the picture ends with the last record. `data` may be
+// `late` by so many seconds.
+export function drawLanes(parent, data, now, late) {
   const width = Math.max(parent.clientWidth, 240);
   const {lanes, span} = data;
   const end = now ?? span[1];
   const begin = span[0] + end - span[1];
-  const limit = Math.max(USUAL * data.step_seconds, 2);
+  const limit = Math.max(USUAL * data.step_seconds, 1) + 1.5 * late;
   const trainsUntil = end - data.stepped > limit ? data.stepped : end;
   const height = ROW * lanes.length + 22;
   const at = (when) => LABEL + ((when - begin) / Math.max(end - begin, 1e-9)) * (width - LABEL - 4);

@@ -51,18 +51,20 @@ function moveLanes() {
   const row = state?.members.find((one) => one.cluster === lanes.cluster);
   const now = Date.now() / 1000 - ahead;
   const goesOn = ["trains", "silent"].includes(row?.state) && now - lanes.span[1] < MOST_AHEAD;
-  drawLanes(byId("lanes").querySelector(".picture"), lanes, goesOn ? Math.max(now, lanes.span[1]) : null);
+  drawLanes(byId("lanes").querySelector(".picture"), lanes,
+    goesOn ? Math.max(now, lanes.span[1]) : null, pause() / 1000);
 }
+
+const pause = () => ((state.step ?? 0) > 2000 ? SLOW : FAST);
 
 function refreshSoon() {
   if (isWaiting || document.hidden || state.version === drawnVersion) return;
   isWaiting = true;
-  const pause = (state.step ?? 0) > 2000 ? SLOW : FAST;
   setTimeout(() => {
     isWaiting = false;
     drawnVersion = state.version;
     refreshAll();
-  }, Math.max(0, fetched + pause - Date.now()));
+  }, Math.max(0, fetched + pause() - Date.now()));
 }
 
 function showCharts() {
