@@ -17,14 +17,14 @@ from dsx.telemetry.watch.watch import Watch
 
 MOST_BYTES = 200_000
 VIEWS = {  # name: width, height, colours
-    "watch": (1100, 1250, "light"),
+    "watch": (1100, 1230, "light"),
     "watch_phone": (360, 800, "dark"),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("run", type=Path, help="a run's folder, best while it goes on")
+    parser.add_argument("run", type=Path, help="a run's folder, best while it goes on over links")
     parser.add_argument("--out", type=Path, default=Path("docs/images"))
     arguments = parser.parse_args()
     chromium = shutil.which("chromium") or shutil.which("google-chrome")

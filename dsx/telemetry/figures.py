@@ -107,8 +107,8 @@ FIGURES = (
     _gauge("device_bytes", "Bytes of its accelerator that the first rank's torch holds."),
     _gauge("device_peak_bytes", "Bytes that tensors took there at most."),
     _gauge("device_size_bytes", "Bytes that the accelerator has."),
-    _gauge("link_round_trip_seconds", "The last time there and back that was seen.", "member"),
-    _gauge("link_least_round_trip_seconds", "The least of them.", "member"),
+    _gauge("link_round_trip_seconds", "The last round trip of a short message.", "member"),
+    _gauge("link_least_round_trip_seconds", "The least round trip that was seen.", "member"),
     _gauge("missing_records", "Records that could not be written."),
 )  # fmt: skip
 _SUMS = ("wait_seconds", "transfer_seconds", "coding_seconds", "commit_seconds")

@@ -117,7 +117,7 @@ def what_cost_time(numbers: RunNumbers) -> list[str]:
                     "behind training.")  # fmt: skip
     for link in numbers.state["links"]:
         if "least_seconds" in link:
-            said.append(f"From cluster {link['of']} to {link['to']} and back: "
+            said.append(f"Round trip from cluster {link['of']} to {link['to']}: "
                         f"{duration(link['least_seconds'])} at least, the last time "
                         f"{duration(link['round_trip_seconds'])}.")  # fmt: skip
     said.append("Saving is not recorded apart: it is in the time of the step that follows.")

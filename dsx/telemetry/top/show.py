@@ -13,7 +13,7 @@ from dsx.telemetry.top.standing import Standing
 
 _WIDE = 110  # columns of a terminal that all of it fits in
 _WIDEST = 150  # beyond which there are these, too
-_MORE = ("memory", "there and back")
+_MORE = ("memory", "round trip")
 _NARROW = ("cluster", "state", "step", "loss", "utilization", "sends", "last word")
 _LOW_UTILIZATION = 0.9
 _GOOD, _BAD = "green", "bold red"
@@ -29,7 +29,7 @@ COLUMNS: tuple[Column, ...] = (
     ("utilization", lambda s: _or_dash(s.utilization, "{:.1%}")),
     ("sends", lambda s: _or_dash(_mbit(s.bytes_per_second), "{:.3g} Mbit/s")),
     ("hidden", lambda s: _or_dash(s.hidden, "{:.0%}")),
-    ("there and back", lambda s: _or_dash(_ms(s.round_trip_seconds), "{:.3g} ms")),
+    ("round trip", lambda s: _or_dash(_ms(s.round_trip_seconds), "{:.3g} ms")),
     ("memory", lambda s: "-" if s.process_bytes is None else format_bytes(s.process_bytes)),
     ("left out", lambda s: str(s.left_out)),
     ("saved at", lambda s: _or_dash(s.saved_step, "{:,}")),

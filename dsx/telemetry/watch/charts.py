@@ -125,7 +125,7 @@ CHARTS = (
     Chart("sent", "Sent by a cluster", "bytes", (
         Line("", "steps", ("sent",), _last("sent")),
     )),
-    Chart("round_trip", "There and back to the other clusters", "seconds", (
+    Chart("round_trip", "Round trip to the other clusters", "seconds", (
         Line("", "machine", ("round_trip_seconds",), _known("round_trip_seconds")),
     )),
     Chart("memory", "Memory of each cluster's first rank", "bytes", (

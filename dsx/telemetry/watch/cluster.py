@@ -179,7 +179,7 @@ class WatchedCluster:
             self.events.append(record)
 
     def _take_look(self, record: Record, when: float) -> None:
-        """Take what the process holds; of its links the longest time there and back."""
+        """Take what the process holds; of its links the longest round trip."""
         trips = [trip for link in record.get("links") or () if (trip := link.get(_TRIP))]
         step = max(int(record["step"]), self.machine.last() or 0)
         held = _numbers(record, _BYTES)

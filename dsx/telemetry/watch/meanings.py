@@ -67,10 +67,11 @@ MEANINGS: dict[str, dict[str, str]] = {
         "docs": "docs/compression.md",
     },
     "links": {
-        "means": "Each cluster's link to each other one: how long a short message takes there and "
-        "back, the last one and the least of all; bytes that went out and came in since the "
-        "process began, and how many a second in the last minute. Of first ranks, over links.",
-        "bad": "A time there and back far above its least: the line's queues are full. Bytes that "
+        "means": "Each cluster's link to each other one: the round trip of a short message, the "
+        "last one and the least of all; bytes that went out and came in since the "
+        "process began, what `dsx watch --join` asks for included, and how many a second in the "
+        "last minute. Of first ranks, over links.",
+        "bad": "A round trip far above its least: the line's queues are full. Bytes that "
         "stand still: nothing is exchanged.",
         "do": "Set `link.rate_mbit` a little below what `dsx net-test` gives, or look who else "
         "uses the line.",

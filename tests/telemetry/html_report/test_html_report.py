@@ -295,7 +295,7 @@ def test_memory_links_and_heals_are_told_in_both_reports(tmp_path: Path) -> None
     happened = what_happened(numbers)
     assert f"F{held}." in happened and f"C{heal}." in happened
     cost = what_cost_time(numbers)
-    assert "From cluster 0 to 1 and back: 10 ms at least, the last time 50 ms." in cost
+    assert "Round trip from cluster 0 to 1: 10 ms at least, the last time 50 ms." in cost
     assert not [said for said in what_to_change(numbers) if "its plan" in said]
     printed = write(folder, "--plot", tmp_path / "plot.png")
     assert (

@@ -32,7 +32,7 @@ export function showLinks(rows) {
   if (panel.hidden) return;
   table(panel, [
     ["link", (row) => `${row.of} \u2192 ${row.to}`],
-    ["there and back", (row) => told(row.round_trip_seconds, duration)],
+    ["round trip", (row) => told(row.round_trip_seconds, duration)],
     ["least", (row) => told(row.least_seconds, duration)],
     ["goes out", (row) => told(row.sent_bytes_per_second, rate)],
     ["comes in", (row) => told(row.received_bytes_per_second, rate)],

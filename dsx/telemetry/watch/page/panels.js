@@ -62,7 +62,7 @@ function showTiles(state) {
     tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
       ? `data parallel: ${number(traffic.data_parallel / traffic.sent, 3)} times as much` : ""),
     tile("transfer", "transfers hidden", said(traffic.hidden, percent), "of the last 50, behind training"),
-    tile("round_trip", "there and back", said(longest(state.links, "round_trip_seconds"), duration),
+    tile("round_trip", "round trip", said(longest(state.links, "round_trip_seconds"), duration),
       `${said(longest(state.links, "least_seconds"), duration)} at least`),
     tile("memory", "memory", said(longest(state.memory, "process_bytes"), bytes), planned(state.memory)),
     tile("parity", "same model", said(wrong || (wrong === 0 ? 0 : undefined), (n) => (n ? `${n} rounds not` : "yes")),
