@@ -16,8 +16,9 @@ from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.watch import Watch
 
 MOST_BYTES = 200_000
+SECONDS = 120  # on a host that has much other work
 VIEWS = {  # name: width, height, colours
-    "watch": (1100, 1230, "light"),
+    "watch": (1100, 1170, "light"),
     "watch_phone": (360, 800, "dark"),
 }
 
@@ -36,6 +37,7 @@ def main() -> None:
                 tab = browser.new_page(
                     viewport={"width": width, "height": height}, color_scheme=colours
                 )
+                tab.set_default_timeout(SECONDS * 1000)
                 tab.goto(page.address)
                 tab.wait_for_selector("#chart-utilization canvas")
                 tab.wait_for_selector("#lanes svg")
