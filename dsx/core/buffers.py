@@ -38,7 +38,8 @@ class Buffers:
     @property
     def num_bytes(self) -> int:
         """Bytes given and held, work space included."""
-        return self._given + sum(t.numel() * t.element_size() for t in self._work.values())
+        work = [*self._work.values()]  # at once: another thread may look
+        return self._given + sum(t.numel() * t.element_size() for t in work)
 
     def zeros(self, *shape: int, dtype: str = "float32") -> Tensor:
         """Return a tensor of its own, for as long as the owner lives."""
@@ -104,6 +105,7 @@ class Allocator:
         self._device = device
         self._pin = pin
         self._open: dict[str, WeakSet[Buffers]] = {}
+        self._lock = Lock()  # `given` is for any thread
 
     def buffers(self, purpose: str) -> Buffers:
         """Return buffers where outer state lives; on the host page-locked, if there is a `pin`."""
@@ -116,10 +118,12 @@ class Allocator:
 
     def adopt(self, purpose: str, buffers: Buffers) -> Buffers:
         """Count buffers that were opened elsewhere, too, and return them."""
-        self._open.setdefault(purpose, WeakSet()).add(buffers)
+        with self._lock:
+            self._open.setdefault(purpose, WeakSet()).add(buffers)
         return buffers
 
     @property
     def given(self) -> dict[str, int]:
         """Bytes held, by purpose."""
-        return {purpose: sum(b.num_bytes for b in open) for purpose, open in self._open.items()}
+        with self._lock:
+            return {purpose: sum(b.num_bytes for b in open) for purpose, open in self._open.items()}

@@ -77,8 +77,9 @@ class Healing:
         self._following: Following
         self._has_asked = False  # for a view
         self._pace = 0  # of the others, in steps of half of _LEAD_SECONDS
-        self._done = 0
-        self._told_at = time.monotonic()
+        self._done = 0  # bytes that have come in this try
+        self._copying: Opened | None = None  # what all share, while it is on its way
+        self._telling, self._told_at = threading.Lock(), time.monotonic()
         self.copied_bytes, self.held_bytes, self.seconds = 0, 0, 0.0
         self.places: dict[str, Any] = {}  # of the others' data, at the step of this one
 
@@ -174,7 +175,7 @@ class Healing:
     def _copy(self, attempt: int) -> None:
         """Load what more than half of the others hold alike as of a boundary."""
         loop = self._loop
-        self._done = 0
+        self._done = self.copied_bytes = self.held_bytes = 0
         self._sources = sources = Sources(
             self._ask, self._clusters(), uuid.uuid4().hex, self._rate, self._deadline_seconds,
             self._moved,
@@ -184,15 +185,21 @@ class Healing:
         def fetch() -> Opened:
             sources.tell("begin", step, loop.notices.places.process)
             held = self._held if attempt == 1 else None  # reading may have taken too long
-            return sources.parcel(("head",), ("slice",), held)
+            return sources.parcel(("head",), ("slice",), held, self._begin_to_copy)
 
-        opened = self._together(fetch)
+        try:
+            opened = self._together(fetch)
+        finally:
+            self._copying = None
         self.held_bytes = opened.held_bytes
         self.copied_bytes = opened.num_bytes - self.held_bytes
         self._following = Following(sources, self._first_own)
         loop.attempts.follow = self._following.take
         load_shared(loop, opened.values, opened.tensors)
         loop.settle()
+
+    def _begin_to_copy(self, opened: Opened) -> None:
+        self._copying = opened
 
     def _place_to_copy(self, patience: int) -> int:
         """Return a step whose boundary none of the others should have passed yet."""
@@ -253,16 +260,35 @@ class Healing:
 
     def _moved(self, num_bytes: int) -> None:
         self._give_sign()
-        self._done += num_bytes
+        with self._telling:
+            self._done += num_bytes
+        if self._copying is not None:
+            self._tell()
+
+    @property
+    def results_bytes(self) -> int:
+        """What has come since the copy: results of the others."""
+        return max(self._done - self.copied_bytes, 0)
+
+    def _how_far(self) -> str:
+        """Say what of the copy is here, or what has come since."""
+        copying = self._copying
+        if copying is None:
+            copied, since = self.copied_bytes + self.held_bytes, self.results_bytes
+            return f"{format_bytes(copied)} copied, {format_bytes(since)} of results since"
+        here, whole = self._done + copying.held_bytes, copying.num_bytes
+        percent = 100 * here // max(whole, 1)
+        return f"{format_bytes(here)} of {format_bytes(whole)} copied ({percent} %)"
 
     def _tell(self) -> None:
-        """Say how far this is, here and to the others."""
+        """Say how far this is, here and to the others; from any thread."""
         now = time.monotonic()
-        if not self._speaks or now < self._told_at + _TELL_SECONDS:
-            return
-        self._told_at = now
+        with self._telling:
+            if not self._speaks or now < self._told_at + _TELL_SECONDS:
+                return
+            self._told_at = now
         assert self._sources is not None
-        text = f"{format_bytes(self._done)}, step {self._loop.history.step}"
+        text = f"{self._how_far()}, step {self._loop.history.step}"
         logger.warning("healing: %s", text)
         self._sources.say("told", text)
 

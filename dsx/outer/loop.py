@@ -86,6 +86,7 @@ class OuterLoop:
         self._ladder = self.guard.ladder
         self.stop_place: StopPlace | None = None  # asked before ripe transfers are applied
         self.at_boundary: Callable[[], object] = lambda: None  # behind each that has been ended
+        self.at_launch: Callable[[Transfer], object] = lambda transfer: None
         self.before_change: Callable[[], object] = lambda: None  # of what all clusters share
         self.beginning = Start(method, adapter, transport, self.state)
         self._launches = Launches(
@@ -284,6 +285,7 @@ class OuterLoop:
         self.history.launches[fragment] += 1
         self.history.under_way[fragment] += 1
         self.in_flight.append(transfer)
+        self.at_launch(transfer)
 
     def _apply(self, transfer: Transfer | NothingYet, place: StopPlace | None = None) -> bool:
         """Take in what has come, and the outer step with it; False if the cluster stops before."""

@@ -92,13 +92,16 @@ class Sources:
         of_head: Sequence[Any],
         of_slice: Sequence[Any],
         held: Callable[[str], Tensor | None] | None = None,
+        begun: Callable[[Opened], object] = lambda opened: None,
     ) -> Opened:
         """Return what more than half tell alike, whole; BeginAnew if they do not have it.
 
         `held(name)` may be a tensor of it as it was once: what is alike in it is not fetched.
+        `begun` hears of what is to be fetched before the first slice is.
         """
         head, sources = self._agreed_head(of_head)
         opened = Opened(head)
+        begun(opened)
         if held is not None:
             for name in opened.tensors:
                 opened.begin_with(name, held(name))

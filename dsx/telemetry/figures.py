@@ -101,6 +101,14 @@ FIGURES = (
     _gauge("checkpoint_timestamp_seconds", "When that was, since 1970."),
     _gauge("disk_free_bytes", "Bytes that are free on a disk.", "of"),
     _gauge("disk_size_bytes", "Bytes that a disk has.", "of"),
+    _gauge("process_bytes", "Bytes of the host's memory that the first rank's process holds."),
+    _gauge("outer_state_bytes", "Bytes that outer training has allocated on the first rank."),
+    _gauge("outer_state_planned_bytes", "Bytes that it was to allocate there."),
+    _gauge("device_bytes", "Bytes of its accelerator that the first rank's torch holds."),
+    _gauge("device_peak_bytes", "Bytes that tensors took there at most."),
+    _gauge("device_size_bytes", "Bytes that the accelerator has."),
+    _gauge("link_round_trip_seconds", "The last round trip of a short message.", "member"),
+    _gauge("link_least_round_trip_seconds", "The least round trip that was seen.", "member"),
     _gauge("missing_records", "Records that could not be written."),
 )  # fmt: skip
 _SUMS = ("wait_seconds", "transfer_seconds", "coding_seconds", "commit_seconds")
@@ -109,6 +117,18 @@ _LEFT_OUT = {
     "differed_in": "dsx_parity_mismatches_total",
     "uncommitted_by": "dsx_uncommitted_rounds_total",
     "idle_in": "dsx_idle_rounds_total",
+}
+_MACHINE = {
+    "process_bytes": "dsx_process_bytes",
+    "outer_bytes": "dsx_outer_state_bytes",
+    "outer_planned_bytes": "dsx_outer_state_planned_bytes",
+    "device_bytes": "dsx_device_bytes",
+    "device_peak_bytes": "dsx_device_peak_bytes",
+    "device_total_bytes": "dsx_device_size_bytes",
+}
+_LINK = {
+    "round_trip_seconds": "dsx_link_round_trip_seconds",
+    "least_seconds": "dsx_link_least_round_trip_seconds",
 }
 _FRAGMENTS = {
     "round": "dsx_fragment_rounds",
@@ -216,6 +236,18 @@ class Figures:
             for name, figure in _FRAGMENTS.items():
                 if record.get(name) is not None:
                     self._set(figure, record[name], *labels)
+
+    def machine(self, record: Mapping[str, Any]) -> None:
+        """Take what the process holds, and what its links are like; from any thread."""
+        if not self._is_shown:
+            return
+        for name, figure in _MACHINE.items():
+            if record.get(name) is not None:
+                self._set(figure, record[name])
+        for link in record.get("links", ()):
+            for name, figure in _LINK.items():
+                if link.get(name) is not None and link["to"] < MOST:
+                    self._set(figure, link[name], str(link["to"]))
 
     def saved(self, path: Path, step: int) -> None:
         """Take a checkpoint that is complete."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,16 @@ class Metrics:
         """Write a record of another kind, behind those before it."""
         self._write({"kind": kind, **record})
 
+    def writer(self, kind: str) -> Callable[[Mapping[str, Any]], None]:
+        """Return what puts a record of a kind into the file, for work that `behind` does.
+
+        Nothing without a directory. Further sinks have none of these records.
+        """
+        file = self._opened()
+        if file is None:
+            return lambda record: None
+        return lambda record: file.append(json.dumps(self._line({"kind": kind, **record})) + "\n")
+
     def flush(self) -> None:
         """Hand over what is held back."""
         if self._held is not None:
@@ -82,20 +92,28 @@ class Metrics:
             outlet.end()
 
     def _write(self, record: Mapping[str, Any]) -> None:
-        if self._directory is None:
+        file = self._opened()
+        if file is None:
             return
-        if self._file is None:
+        line = self._line(record)
+        text = json.dumps(line) + "\n"
+        self._behind.do(lambda: file.append(text), file.path)
+        assert self._start is not None
+        for outlet in self._outlets:
+            outlet.write(line, self._start)
+
+    def _line(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {"cluster": self._cluster_id, "time": time.time(), **record}
+
+    def _opened(self) -> RecordFile | None:
+        """Return the file that is written to; None without a directory."""
+        if self._file is None and self._directory is not None:
             path = metrics_path(self._directory, self._cluster_id)
             self._file = RecordFile(path, self._begins_at)
             beyond = None if self._begins_at is None else self._begins_at + 1
             self._start = Start(self._directory, self._cluster_id, beyond)
             self._begins_at = None  # what still comes goes behind what there is
-        line = {"cluster": self._cluster_id, "time": time.time(), **record}
-        file, text = self._file, json.dumps(line) + "\n"
-        self._behind.do(lambda: file.append(text), file.path)
-        assert self._start is not None
-        for outlet in self._outlets:
-            outlet.write(line, self._start)
+        return self._file
 
 
 def metrics_path(directory: Path, cluster_id: int) -> Path:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from dsx.core.units import format_bytes
+from dsx.telemetry.in_words import said_of_heal, said_of_memory
 from dsx.telemetry.run_folder import ClusterRun, Record, Run, open_run, say_end
+from dsx.telemetry.sound import sound_record
 
 Series = list[tuple[float, float]]
 _COLORS = ("#1f77b4", "#ff7f0e", "#2ca02c", "#d62728", "#9467bd", "#8c564b", "#e377c2", "#7f7f7f")
@@ -319,6 +321,12 @@ def _about_lines(run: Run) -> list[str]:
         trained = ", ".join(map(str, record["members"]))
         several = "clusters" if len(record["members"]) > 1 else "cluster"
         lines.append(f"from step {record['step']} on, without who was lost: {several} {trained}")
+    lines += [
+        f"cluster {part.cluster}: {said_of_heal(record)}"
+        for part in run.clusters for told in part.heals if (record := sound_record(told))
+    ]  # fmt: skip
+    if memory := said_of_memory({c.cluster: c.machine for c in run.clusters}):
+        lines.append(memory)
     for part in run.clusters:
         skipped = part.steps[-1].get("skipped_steps") if part.steps else None
         if skipped:

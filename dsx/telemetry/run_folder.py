@@ -54,6 +54,8 @@ class ClusterRun:
     syncs: list[Record] = field(default_factory=list[Record])
     finish: Record | None = None
     members: list[Record] = field(default_factory=list[Record])  # where other clusters train
+    heals: list[Record] = field(default_factory=list[Record])
+    machine: Record = field(default_factory=dict[str, Any])  # the most of each number of bytes
 
     @property
     def rows(self) -> list[Record]:
@@ -276,6 +278,8 @@ def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
     syncs: dict[tuple[Any, ...], Record] = {}
     last: dict[str, Record] = {}
     members: dict[int, Record] = {}
+    heals: list[Record] = []
+    machine: dict[str, Any] = {}
     for record in read_records(file):
         kind = record.get("kind")
         if kind == "step" and record.get("step") is not None:
@@ -287,10 +291,16 @@ def _read_cluster(cluster: int, about: Record, file: Path) -> ClusterRun:
             members[int(record["step"])] = record
         elif kind in ("start", "finish"):
             last[kind] = record
+        elif kind == "healed":
+            heals.append(record)
+        elif kind == "machine":
+            for name, value in record.items():
+                if name.endswith("_bytes") and type(value) is int:
+                    machine[name] = max(value, machine.get(name, 0))
     ordered = [steps[step] for step in sorted(steps)]
     return ClusterRun(
         cluster, about, last.get("start"), ordered, list(syncs.values()), last.get("finish"),
-        [members[step] for step in sorted(members)],
+        [members[step] for step in sorted(members)], heals, machine,
     )  # fmt: skip
 
 

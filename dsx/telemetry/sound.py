@@ -47,6 +47,24 @@ def _is_counts(value: Any) -> bool:
     return isinstance(value, list) and all(map(_is_count, cast("list[Any]", value)))
 
 
+def _is_pairs(value: Any) -> bool:
+    """Whether it is as `arrived` of a step: pairs of a fragment and the step of its launch."""
+    return _is_list(value) and all(_is_counts(pair) and len(pair) == 2 for pair in value)
+
+
+def _is_sizes(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_count, cast("dict[str, Any]", value).values()))
+
+
+def _is_links(value: Any) -> bool:
+    return _is_list(value) and all(map(_is_link, value))
+
+
+def _is_link(value: Any) -> bool:
+    numbers = cast("dict[str, Any]", value) if isinstance(value, dict) else {}
+    return _is_count(numbers.get("to")) and all(map(_is_finite, numbers.values()))
+
+
 def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -61,16 +79,21 @@ _NEEDED: dict[str, dict[str, _Check]] = {
     "members": {"step": _is_count, "members": _is_counts},
     "rollback": {"step": _is_count, "from_step": _is_count, "why": _is_text},
     "validation": {"step": _is_finite},
+    "launch": {"step": _is_count, "fragment": _is_count},
+    "machine": {"step": _is_count},
+    "healed": {"step": _is_count},
 }
 _LISTS = ("refused_by", "differed_in", "uncommitted_by", "idle_in", "guard_alarms", "guard_rungs")
 _IF_THERE: dict[str, dict[str, _Check]] = {
     "start": {"num_clusters": _is_clusters, "axes": _is_object},
     "sync": {"stage": _is_count, "numel": _is_count, **dict.fromkeys(_LISTS, _is_list)},
     "planned": {"planned_steps": _is_count},
+    "launch": {"stage": _is_count},
 }
-_NUMBERS: dict[str, dict[str, _Check]] = {  # left out of a record where they are none
+_FIELDS: dict[str, dict[str, _Check]] = {  # left out of a record where they are something else
+    "start": {"outer_memory": _is_sizes},
     "step": {
-        "loss": is_number,
+        "loss": is_number, "arrived": _is_pairs, "applied": _is_pairs,
         **dict.fromkeys(
             ("seconds", "blocked_seconds", "tokens", "bytes_sent", "skipped_steps"), _is_finite
         ),
@@ -85,6 +108,16 @@ _NUMBERS: dict[str, dict[str, _Check]] = {  # left out of a record where they ar
         ),
     },
     "finish": {"bytes_sent": _is_finite, "skipped_steps": _is_finite},
+    "machine": {
+        "links": _is_links,
+        **dict.fromkeys(
+            ("process_bytes", "outer_bytes", "outer_planned_bytes", "device_bytes",
+             "device_peak_bytes", "device_total_bytes"), _is_finite,
+        ),
+    },
+    "healed": dict.fromkeys(
+        ("seconds", "copied_bytes", "held_bytes", "results_bytes"), _is_finite
+    ),
 }  # fmt: skip
 
 
@@ -106,8 +139,8 @@ def sound_record(record: Any) -> Record | None:
         value = found.get(name)
         if value is not None and not check(value):
             return None
-    numbers = _NUMBERS.get(kind, {})
-    odd = [name for name, check in numbers.items() if name in found and not check(found[name])]
+    fields = _FIELDS.get(kind, {})
+    odd = [name for name, check in fields.items() if name in found and not check(found[name])]
     return {name: found[name] for name in found if name not in odd} if odd else found
 
 

@@ -11,7 +11,8 @@ squares add up, divided by how many times the cluster holds each element.
 
 The stages of a pipeline sync on their own, with fragments numbered within each: the first rank of a
 stage puts its records together and posts them with their `stage`, and rank 0 writes what it finds
-posted. By the order of a pipeline's passes that is at most one boundary later.
+posted. By the order of a pipeline's passes that is at most one boundary later. Launches go the same
+way from further stages, and are written at once on the rank that writes.
 """
 
 from __future__ import annotations
@@ -93,6 +94,8 @@ class SyncRecords:
         self._posted: list[tuple[str, dict[str, Any]]] = []
         self._passed_on = [0] * stage.count  # records of each further stage, posted or written
         self._flushes = 0
+        self._launches: list[Mapping[str, Any]] = []  # of a further stage, to be passed on
+        self.write_launch: Callable[[Mapping[str, Any]], object] = lambda record: None
         self._is_ended = False
         self.bytes_sent = 0
 
@@ -100,6 +103,13 @@ class SyncRecords:
         """Keep what the loop says of a sync; its tensors may still be computing."""
         if self._is_enabled:
             self._fresh.append(event)
+
+    def launched(self, record: Mapping[str, Any]) -> None:
+        """Write, or pass on, that a fragment's transfer is under way from now on."""
+        if self._is_writer:
+            self.write_launch(record)
+        elif not self._rank and self._is_enabled:
+            self._launches.append({**record, "kind": "launch", "stage": self._stage.index})
 
     def pass_boundary(self) -> None:
         """Write what was posted a boundary ago, then post what came the boundary before.
@@ -110,7 +120,8 @@ class SyncRecords:
         self._write_combined()
         ready = [_plain(event) for event in self._ready]
         self._ready, self._fresh = self._fresh, []
-        self._do(lambda: self._pass_boundary(ready))
+        launches, self._launches = self._launches, []
+        self._do(lambda: self._pass_boundary(ready, launches))
 
     def flush(self) -> None:
         """Write everything now; rank 0 waits for the others, which must flush, too.
@@ -164,8 +175,11 @@ class SyncRecords:
                 self._under_way.popleft()
         while self._combined:
             record = self._combined.popleft()
-            self.bytes_sent += record["bytes_sent"]
-            self._write(record)
+            if record.get("kind") == "launch":
+                self.write_launch(record)
+            else:
+                self.bytes_sent += record["bytes_sent"]
+                self._write(record)
 
     def _end(self, why: str) -> None:
         self._is_ended, self._is_enabled = True, False
@@ -177,8 +191,12 @@ class SyncRecords:
             "goes on", why,
         )  # fmt: skip
 
-    def _pass_boundary(self, ready: Sequence[dict[str, Any]]) -> None:
+    def _pass_boundary(
+        self, ready: Sequence[dict[str, Any]], launches: Sequence[Mapping[str, Any]]
+    ) -> None:
         if self._rank == 0:
+            for record in launches:
+                self._pass_on(record)
             for key, own in self._posted:
                 self._pass_on(self._combine(key, own))
             if self._is_writer:

@@ -97,7 +97,7 @@ class Handle:
         # the own are kept where a checkpoint's are loaded, and its state follows
         self.loop.start(keeps_masters or self.joining.is_due, waits)
         self.loop.beginning.is_open = self.loop.beginning.is_open or self.joining.is_due
-        self._records.more_of_start = self.loop.beginning.record
+        self._records.follow(self.loop, self._syncs, self.memory, world)
         tell_of_start(config.method, adapter, world, self.memory)
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, records, self.notices)

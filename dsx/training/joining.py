@@ -127,7 +127,10 @@ class Joining:
             step, healed = self._loop.history.step, self.healed
             records.begin(step, self._loop.totals)
             if healed is not None:
-                records.healed(healed.seconds, healed.copied_bytes, step)
+                records.healed(
+                    step, healed.seconds, healed.copied_bytes, healed.held_bytes,
+                    healed.results_bytes,
+                )  # fmt: skip
 
     def _heal(self) -> None:
         world, loop, transport = self._world, self._loop, self._transport

@@ -84,6 +84,10 @@ class Outlets:
         if self._spans is not None:
             self._spans.sync(record)
 
+    def machine(self, record: Mapping[str, Any]) -> None:
+        """Take what the process holds, and what its links are like; from any thread."""
+        self._figures.machine(record)
+
     def saving(self) -> None:
         """Take that a checkpoint is begun."""
         if self._spans is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,17 +21,22 @@ from dsx.config.schema import DsxConfig
 from dsx.core.engine import EngineAdapter
 from dsx.core.membership import Membership
 from dsx.core.waits import NextWait
+from dsx.outer.loop import OuterLoop
+from dsx.outer.memory import OuterMemory
 from dsx.outer.transfer import Totals
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
-from dsx.telemetry.metrics import Metrics
+from dsx.telemetry.metrics import Metrics, metrics_path
 from dsx.telemetry.progress import Progress
 from dsx.telemetry.run_file import RunFile
 from dsx.telemetry.stalls import stall_watch
+from dsx.telemetry.sync_records import SyncRecords
 from dsx.telemetry.trace.parts import trace_path
 from dsx.training.advice import Advice
+from dsx.training.machine import Machine
 from dsx.training.outlets import Outlets
 from dsx.training.start import files_of_run, start_facts, start_record, start_trace
+from dsx.training.under_way import UnderWay
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +48,8 @@ class Records:
     """
 
     def __init__(self, config: DsxConfig, world: World, adapter: EngineAdapter) -> None:
-        cluster = world.cluster_id
+        cluster, metrics = world.cluster_id, config.metrics
+        self._is_shown = metrics.prometheus is not None or metrics.dir is not None
         self._place = cluster, world.rank
         self._members = world.seat.ids  # as the records have them
         self._writes = world.rank == 0
@@ -72,11 +78,25 @@ class Records:
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # what was logged before a step
         self._planned: int | None = None  # steps of the run, as the records have it
         self._first_record: Any = lambda: start_record(adapter, world, config)
-        self.more_of_start: Callable[[], Mapping[str, Any]] = dict  # asked at the first step
+        self._under_way: UnderWay | None = None
+        self._machine: Machine | None = None
         self._origin: Origin | None = None
         self._is_confirmed = False
         self._next_step = NextWait()  # so that a rank which hangs in the engine reports itself
         self._deadline_seconds = world.deadline_seconds
+
+    def follow(
+        self, loop: OuterLoop, syncs: SyncRecords, memory: OuterMemory, world: World
+    ) -> None:
+        """Record what becomes of transfers, and what the process holds against its plan."""
+        self._under_way = UnderWay(loop, syncs.launched)
+        if self._writes and self._is_shown:
+            self._machine = Machine(world, loop, memory.total)
+        syncs.write_launch = self._launched
+        first = self._first_record
+        planned = {name: size for name, size in vars(memory).items() if size}
+        more = loop.beginning.record
+        self._first_record = lambda: {**first(), "outer_memory": planned, **more()}
 
     @property
     def folder(self) -> Path | None:
@@ -95,6 +115,8 @@ class Records:
         self._passed = time.perf_counter()
         self._blocked = totals.blocked_seconds
         self._is_confirmed = False
+        if self._under_way is not None:
+            self._under_way.begin()
         self.progress.begin(step)
         self._outlets.begin(step, totals.skipped_steps, own)
         self._advice.begin(step)
@@ -113,7 +135,7 @@ class Records:
         if self.folder is not None:
             stall_watch().write_to(self.folder, *self._place)
         if self._first_record is not None:
-            self._metrics.event("start", {**self._first_record(), **self.more_of_start()})
+            self._metrics.event("start", self._first_record())
             self._first_record = None
         self._write_early()
 
@@ -139,9 +161,11 @@ class Records:
             "utilization": 1 - blocked_seconds / seconds,
             "bytes_sent": bytes_sent,
             "skipped_steps": totals.skipped_steps,
+            **(self._under_way.pass_boundary() if self._under_way is not None else {}),
         }
         self._metrics.step(record)
         self._outlets.step(record, membership)
+        self._look_at_machine(step)
         self.progress.last_step = record
         self.progress.pass_boundary(step, blocked_seconds)
         self._advice.pass_boundary()
@@ -158,6 +182,12 @@ class Records:
         self._event("sync", record)
         self._outlets.sync(record)
 
+    def _launched(self, record: Mapping[str, Any]) -> None:
+        """Write that a transfer is under way; of the first one of a start it is not known yet."""
+        if self._is_confirmed:
+            self._metrics.flush()
+            self._event("launch", record)
+
     def log(self, kind: str, record: Mapping[str, Any]) -> None:
         """Write a record of the script's own, behind that of the step just taken."""
         self._metrics.flush()
@@ -171,9 +201,15 @@ class Records:
         """Take that a checkpoint is begun."""
         self._outlets.saving()
 
-    def healed(self, seconds: float, num_bytes: int, step: int) -> None:
-        """Take that this cluster has come to the others, by so many bytes of theirs."""
-        self._outlets.healed(seconds, num_bytes, step)
+    def healed(
+        self, step: int, seconds: float, copied_bytes: int, held_bytes: int, results_bytes: int
+    ) -> None:
+        """Take that this cluster has come to the others: by a copy, but for what it held, and by
+        their results since.
+        """
+        record = {"step": step, "seconds": seconds, "copied_bytes": copied_bytes}
+        self._event("healed", {**record, "held_bytes": held_bytes, "results_bytes": results_bytes})
+        self._outlets.healed(seconds, copied_bytes, step)
 
     def saved(self, path: Path, step: int) -> None:
         """Enter a checkpoint that is complete."""
@@ -225,6 +261,20 @@ class Records:
         self._outlets.waits(step, gone, seconds)
         yield
         self._await_step(step)
+
+    def _look_at_machine(self, step: int) -> None:
+        """Have it looked what the process holds, where it is time; another thread does."""
+        machine = self._machine
+        if machine is None or not machine.is_due():
+            return
+        write = self._metrics.writer("machine")
+
+        def look() -> None:
+            record = {"step": step, **machine.read()}
+            self._outlets.machine(record)
+            write(record)
+
+        self._behind.do(look, metrics_path(self.folder or Path(), self._place[0]))
 
     def _await_step(self, step: int) -> None:
         self._next_step.begin(f"the end of inner step {step + 1}", self._deadline_seconds)

@@ -71,7 +71,11 @@ def test_only_what_is_not_here_already_is_asked_for(monkeypatch: pytest.MonkeyPa
     own = {"anchor": theirs["anchor"].clone()}
     own["anchor"][300] = 7.0  # bytes 1200 to 1204: the second slice is another one
     sources = Sources(ask, [1, 2], "a try", Rate(None), DEADLINE_SECONDS)
-    opened = sources.parcel(("result", 4), ("piece", 4), own.get)
+    begun: list[tuple[int, int]] = []  # bytes in all, and slices asked for by then
+    opened = sources.parcel(
+        ("result", 4), ("piece", 4), own.get, lambda it: begun.append((it.num_bytes, len(asked)))
+    )
+    assert begun == [(4 * 1500, 0)]
     assert {name: t.tolist() for name, t in opened.tensors.items()} == {
         name: t.tolist() for name, t in theirs.items()
     }

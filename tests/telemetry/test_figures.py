@@ -47,6 +47,22 @@ def test_names_units_and_texts_keep_the_rules() -> None:
     assert {*names} >= BARE
 
 
+def test_what_a_process_holds_and_its_links_are_gauges() -> None:
+    links = [{"to": m, "round_trip_seconds": 0.5, "least_seconds": 0.25} for m in (1, MOST)]
+    told = {"process_bytes": 7, "outer_bytes": 5, "outer_planned_bytes": 6, "step": 3}
+    figures, hidden = (Figures(0, MOST + 1, is_shown) for is_shown in (True, False))
+    for one in (figures, hidden):
+        one.machine({**told, "links": [*links, {"to": 2, "sent_bytes": 9}]})
+    found = figures.read()
+    assert [found[f"dsx_{name}_bytes"] for name in ("process", "outer_state")] == [
+        {(): 7.0}, {(): 5.0},
+    ]  # fmt: skip
+    assert found["dsx_outer_state_planned_bytes"] == {(): 6.0} and not found["dsx_device_bytes"]
+    assert found["dsx_link_round_trip_seconds"] == {("1",): 0.5}
+    assert found["dsx_link_least_round_trip_seconds"] == {("1",): 0.25}
+    assert not hidden.read()["dsx_process_bytes"]
+
+
 def test_a_step_and_a_sync_are_counted() -> None:
     figures = Figures(1, 3, True, ["gain", "far"])
     figures.begin(100, 4, None)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dsx.telemetry.behind import Behind
 from dsx.telemetry.metrics import Metrics, metrics_path
 
 
@@ -47,6 +49,24 @@ def test_the_time_of_a_step_is_when_it_ended(tmp_path: Path) -> None:
     step = records(tmp_path / "metrics.jsonl")[-1]
     assert step["loss"] == 1.0
     assert begun <= step["time"] <= ended
+
+
+def test_a_record_is_made_where_records_are_written(tmp_path: Path) -> None:
+    behind = Behind()
+    metrics = Metrics(1, behind=behind)
+    metrics.writer("machine")({"step": 0})  # without a directory nothing is written
+    metrics.begin(tmp_path, 0)
+    metrics.step({"step": 1})
+    write = metrics.writer("machine")
+    metrics.flush()
+    asked = threading.Event()
+    behind.do(lambda: (asked.wait(10), write({"step": 1, "process_bytes": 7})), tmp_path)
+    metrics.event("sync", {"applied_step": 1})
+    asked.set()
+    metrics.close()
+    written = records(tmp_path / "metrics.cluster_1.jsonl")
+    assert [r["kind"] for r in written] == ["step", "machine", "sync"]
+    assert written[1]["process_bytes"] == 7 and written[1]["cluster"] == 1
 
 
 def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:

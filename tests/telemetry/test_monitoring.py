@@ -269,6 +269,11 @@ def test_a_prometheus_reads_a_run_of_two_clusters(tmp_path: Path) -> None:
     assert {rule["name"] for rule in evaluated} == {
         rule.get("alert", rule.get("record")) for rule in rules()
     }
-    (limit,) = empty  # no rate is set
-    assert limit.startswith("dsx_line_limit_bytes_per_second")
+    assert {expression.partition("{")[0] for expression in empty} == {
+        "dsx_line_limit_bytes_per_second",
+        "dsx_device_peak_bytes",
+        "dsx_device_bytes",
+        "dsx_link_round_trip_seconds",
+        "dsx_link_least_round_trip_seconds",
+    }  # no rate is set, there is no accelerator, and it is over gloo
     assert {f["metric"]["alertname"] for f in firing} <= {"DsxGuardAlarm"}  # a model of few steps

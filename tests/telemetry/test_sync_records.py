@@ -136,6 +136,23 @@ def test_stages_of_a_pipeline_post_their_own_syncs_and_one_rank_writes_them() ->
     assert len(written) == 4
 
 
+def test_launches_are_written_at_once_or_passed_on_from_a_further_stage() -> None:
+    store, written, syncs = dist.HashStore(), list[Mapping[str, Any]](), list[Mapping[str, Any]]()
+    first, second, third = (
+        SyncRecords(store, Stage(s, 2), (r, 2 - (not s)), [10], syncs.append, 1.0)
+        for s, r in ((0, 0), (1, 0), (1, 1))
+    )
+    first.write_launch = written.append
+    second.write_launch = third.write_launch = unwanted
+    for records in (first, second, third):
+        records.launched({"step": 4, "fragment": 0})
+    assert written == [{"step": 4, "fragment": 0}]
+    for records in (third, second, first):
+        records.flush()
+    assert written[1:] == [{"step": 4, "fragment": 0, "kind": "launch", "stage": 1}]
+    assert not syncs and not first.bytes_sent
+
+
 def unwanted(record: Mapping[str, Any]) -> None:
     raise AssertionError(record)
 

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq
 
@@ -29,6 +30,16 @@ _LOOK_SECONDS = 0.05
 _JOIN_SECONDS = 5.0
 _LINGER_SECONDS = 1.0
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """One rank's link to a process: seconds there and back, 0 before any was seen, and bytes."""
+
+    least_seconds: float
+    last_seconds: float
+    sent_bytes: int
+    received_bytes: int
 
 
 class Link:
@@ -213,6 +224,15 @@ class Link:
         """Return the least time there and back that was seen, 0 if none was."""
         peer = self._switch.peers.get(to)
         return 0.0 if peer is None else peer.latency_seconds
+
+    def figures(self, of: Name) -> LinkFigures | None:
+        """Return what the link to a process is like; None before it was there."""
+        peer = self._switch.peers.get(of)
+        if peer is None or not peer.is_met:
+            return None
+        return LinkFigures(
+            peer.latency_seconds, peer.last_latency_seconds, peer.sent_bytes, peer.received_bytes
+        )
 
     @property
     def problems(self) -> Counter[str]:

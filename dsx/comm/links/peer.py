@@ -87,6 +87,8 @@ class Peer:
         self.is_apart = False  # each has left the other out, and goes on
         self.trouble = ""  # why it could not be called, the last time
         self.latency_seconds = 0.0  # there and back, the least seen
+        self.last_latency_seconds = 0.0  # the last one
+        self.sent_bytes = self.received_bytes = 0  # of messages, also of those sent again
         self.asked: dict[int, bytes] = {}  # requests without an answer, by number
         self._lent: dict[int, deque[Any]] = {}  # by lane: what libzmq may look at still
         self._grace_seconds, self._suspect_seconds = grace_seconds, suspect_seconds
@@ -198,9 +200,10 @@ class Peer:
         connection = self.connections.get(index)
         return connection is not None and connection.socket is socket
 
-    def heard(self) -> None:
+    def heard(self, num_bytes: int = 0) -> None:
         """Note that something has come from it."""
         self._heard_at = time.monotonic()
+        self.received_bytes += num_bytes
 
     def end(self, why: str) -> None:
         """Give it up for good: all that waits for it gets the reason."""
@@ -250,6 +253,7 @@ class Peer:
         """Send a probe back, or take the time of one's own that has come back."""
         if frame.total:
             seconds = (time.monotonic_ns() - frame.total) / 1e9
+            self.last_latency_seconds = seconds
             self.latency_seconds = min(self.latency_seconds or seconds, seconds)
             self.mailbox.latency_seconds = self.latency_seconds
         else:
@@ -317,10 +321,14 @@ class Peer:
         if not lent.done:
             self.holds(frame.key.lane)  # which forgets what has gone out
             self._lent.setdefault(frame.key.lane, deque()).append(lent)
+        self.sent_bytes += len(body)
         return len(body)
 
     def say(self, frame: Frame, body: bytes) -> None:
         """Send something short, if there is a connection."""
         connection = self.connections.get(0)
-        if connection is not None and not connection.send(frame.pack(len(body)), body):
-            self.close(0)
+        if connection is not None:
+            if connection.send(frame.pack(len(body)), body):
+                self.sent_bytes += len(body)
+            else:
+                self.close(0)

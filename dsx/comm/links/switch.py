@@ -272,7 +272,7 @@ class Switch:
         """Hand a frame to whom it is for."""
         if peer.error is not None:
             return
-        peer.heard()
+        peer.heard(len(body))
         mailbox = peer.mailbox
         try:
             if frame.kind == DATA:

@@ -62,6 +62,8 @@ class Kind:
 def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers of a record by name."""
     prefix = line["kind"]
+    if prefix == "launch":  # it has no number that a chart would show
+        return {}
     if prefix == "sync":
         stage = f"stage_{line['stage']}/" if "stage" in line else ""
         prefix = f"sync/{stage}fragment_{line['fragment']}"

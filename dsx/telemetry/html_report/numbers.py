@@ -49,6 +49,7 @@ class RunNumbers:
     summary: Record
     alarms: dict[str, int] = field(default_factory=dict[str, int])
     left_out: dict[str, int] = field(default_factory=dict[str, int])
+    memory: dict[int, dict[str, float]] = field(default_factory=dict[int, dict[str, float]])
 
     @property
     def slowest(self) -> ClusterTime:
@@ -93,7 +94,17 @@ def numbers_of(run: WatchedRun, summary: Record) -> RunNumbers:
         summary=sound_summary(summary),
         alarms=alarms,
         left_out={name: max(c.left_out[name] for c in clusters) for name in LEFT_OUT},
+        memory={c.cluster: _most_held(c) for c in clusters if c.looks},
     )
+
+
+def _most_held(cluster: WatchedCluster) -> dict[str, float]:
+    """Return what its first rank has held at most, under the names of its records, and its plan."""
+    rows = cluster.machine.read()
+    names = ("process_bytes", "device_bytes", "outer_bytes")
+    found = {name: float(rows[name].max()) for name in names if cluster.machine.is_known(name)}
+    planned = cluster.looks[-1].get("outer_planned_bytes")
+    return found if planned is None else {**found, "outer_planned_bytes": float(planned)}
 
 
 def _time_of(cluster: WatchedCluster) -> ClusterTime:

@@ -11,6 +11,7 @@ from typing import Any
 
 from dsx.core.units import format_bytes
 from dsx.telemetry.html_report.numbers import ClusterTime, RunNumbers, is_finite
+from dsx.telemetry.in_words import said_of_heal, said_of_memory
 
 _GOOD_UTILIZATION = 0.95
 _GOOD_HIDDEN = 0.75  # of a method with a delay
@@ -83,6 +84,8 @@ def what_happened(numbers: RunNumbers) -> list[str]:
     ends = {f"cluster {row['cluster']}: {_end_of(row)}" for row in state["members"]}
     said.append(_sentence(f"ends: {'; '.join(sorted(ends))}"))
     said += _what_went_wrong(numbers)
+    if memory := said_of_memory(numbers.memory):
+        said.append(_sentence(memory))
     checkpoints = state["checkpoints"]
     if checkpoints:
         common = checkpoints.get("common_step")
@@ -112,6 +115,11 @@ def what_cost_time(numbers: RunNumbers) -> list[str]:
     if "hidden" in traffic:
         said.append(f"Of the last 50 transfers' time {_percent(traffic['hidden'])} was hidden "
                     "behind training.")  # fmt: skip
+    for link in numbers.state["links"]:
+        if "least_seconds" in link:
+            said.append(f"Round trip from cluster {link['of']} to {link['to']}: "
+                        f"{duration(link['least_seconds'])} at least, the last time "
+                        f"{duration(link['round_trip_seconds'])}.")  # fmt: skip
     said.append("Saving is not recorded apart: it is in the time of the step that follows.")
     return said
 
@@ -151,6 +159,11 @@ def what_to_change(numbers: RunNumbers) -> list[str]:
     for kind, count in numbers.alarms.items():
         said.append(f"The guard has warned of {kind!r} {count} times: its sentence in the log says "
                     "what to change (docs/methods/guard.md).")  # fmt: skip
+    for m, held in numbers.memory.items():
+        planned, outer = held.get("outer_planned_bytes"), held.get("outer_bytes")
+        if planned is not None and outer is not None and outer > planned:
+            said.append(f"Cluster {m}'s outer state takes {format_bytes(outer)}, more than the "
+                        f"{format_bytes(planned)} of its plan: please report that.")  # fmt: skip
     if numbers.left_out["differed_in"] or numbers.left_out["uncommitted_by"]:
         said.append("Clusters held or computed different bits: test the memory and the network "
                     "card of the cluster that the log names.")  # fmt: skip
@@ -187,8 +200,11 @@ def _what_went_wrong(numbers: RunNumbers) -> list[str]:
             if record.get("kind") == "rollback":
                 said.append(f"Training went back from step {record['from_step']:,} to "
                             f"{record['step']:,}: {record['why']}.")  # fmt: skip
-        if cluster.members or cluster.events:
+        if cluster.members or any(r["kind"] != "healed" for r in cluster.events):
             break
+    for cluster in numbers.run.clusters:
+        heals = [record for record in cluster.events if record["kind"] == "healed"]
+        said += [f"Cluster {cluster.cluster} {said_of_heal(record)}." for record in heals]
     skipped = {row["cluster"]: row.get("skipped_steps") for row in numbers.state["members"]}
     said += [
         f"Cluster {m}'s optimizer skipped {count} steps." for m, count in skipped.items() if count

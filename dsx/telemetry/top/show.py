@@ -8,9 +8,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from dsx.core.units import format_bytes
 from dsx.telemetry.top.standing import Standing
 
 _WIDE = 110  # columns of a terminal that all of it fits in
+_WIDEST = 150  # beyond which there are these, too
+_MORE = ("memory", "round trip")
 _NARROW = ("cluster", "state", "step", "loss", "utilization", "sends", "last word")
 _LOW_UTILIZATION = 0.9
 _GOOD, _BAD = "green", "bold red"
@@ -26,6 +29,8 @@ COLUMNS: tuple[Column, ...] = (
     ("utilization", lambda s: _or_dash(s.utilization, "{:.1%}")),
     ("sends", lambda s: _or_dash(_mbit(s.bytes_per_second), "{:.3g} Mbit/s")),
     ("hidden", lambda s: _or_dash(s.hidden, "{:.0%}")),
+    ("round trip", lambda s: _or_dash(_ms(s.round_trip_seconds), "{:.3g} ms")),
+    ("memory", lambda s: "-" if s.process_bytes is None else format_bytes(s.process_bytes)),
     ("left out", lambda s: str(s.left_out)),
     ("saved at", lambda s: _or_dash(s.saved_step, "{:,}")),
     ("last word", lambda s: "-" if s.age_seconds is None else f"{duration(s.age_seconds)} ago"),
@@ -37,7 +42,8 @@ def screen(
 ) -> RenderableType:
     """Return what is shown of a run, for a terminal so wide; all text in it is plain."""
     table = Table(title=Text(plain(name)), title_justify="left", expand=False)
-    columns = [c for c in COLUMNS if width >= _WIDE or c[0] in _NARROW]
+    columns = [c for c in COLUMNS if width >= _WIDEST or c[0] not in _MORE]
+    columns = [c for c in columns if width >= _WIDE or c[0] in _NARROW]
     for title, _ in columns:
         table.add_column(title, justify="left" if title == "state" else "right", overflow="fold")
     for one in standings:
@@ -68,6 +74,10 @@ def _style(title: str, one: Standing) -> str:
 
 def _mbit(rate: float | None) -> float | None:
     return None if rate is None else rate * 8e-6
+
+
+def _ms(seconds: float | None) -> float | None:
+    return None if seconds is None else 1000 * seconds
 
 
 def _or_dash(value: float | None, form: str) -> str:

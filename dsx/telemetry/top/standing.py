@@ -39,6 +39,8 @@ class Standing:
     left_out: int  # rounds, of those that are looked at
     saved_step: int | None
     age_seconds: float | None  # of its last record
+    process_bytes: float | None = None
+    round_trip_seconds: float | None = None  # to the farthest of the other clusters
 
 
 class ClusterFiles:
@@ -51,6 +53,7 @@ class ClusterFiles:
         self._steps: deque[Mapping[str, Any]] = deque(maxlen=_MOST_RECORDS)
         self._syncs: deque[Mapping[str, Any]] = deque(maxlen=_MOST_RECORDS)
         self._loss: float | None = None
+        self._machine: Mapping[str, Any] = {}
 
     def look(self, about: Mapping[str, Any], now: float) -> Standing:
         """Read what is new; `about` is what run.json says, empty if there is none."""
@@ -69,6 +72,8 @@ class ClusterFiles:
                 self._loss = record.get("loss", self._loss)
             elif kind == "sync":
                 self._syncs.append(record)
+            elif kind == "machine":
+                self._machine = record
         last = self._steps[-1] if self._steps else {}
         end = last.get("time")
         steps = [r for r in self._steps if end is not None and r["time"] > end - WINDOW_SECONDS]
@@ -77,6 +82,7 @@ class ClusterFiles:
         tokens = [r["tokens"] for r in steps if "tokens" in r]
         age = None if end is None else max(now - end, 0.0)
         pace = seconds / len(steps) if steps else 0.0
+        trips = [link.get("round_trip_seconds") or 0.0 for link in self._machine.get("links", ())]
         return Standing(
             self.cluster,
             _state(about, age, pace),
@@ -90,6 +96,8 @@ class ClusterFiles:
             sum(any(r.get(key) for key in _LEFT_OUT) for r in self._syncs),
             max((c["step"] for c in about.get("checkpoints", ())), default=None),
             age,
+            self._machine.get("process_bytes"),
+            max(trips, default=None),
         )
 
 

@@ -34,7 +34,7 @@ class Line:
     """
 
     name: str
-    of: Literal["steps", "losses", "validation", "syncs"]
+    of: Literal["steps", "losses", "validation", "syncs", "machine"]
     needs: tuple[str, ...]
     value: Callable[[_Columns, _Array], _Array]
     has_range: bool = False
@@ -74,6 +74,10 @@ def _known(name: str) -> Callable[[_Columns, _Array], _Array]:
 
 def _last(name: str) -> Callable[[_Columns, _Array], _Array]:
     return lambda rows, starts: in_buckets("last", rows[name], starts)
+
+
+def _high(name: str) -> Callable[[_Columns, _Array], _Array]:
+    return lambda rows, starts: in_buckets("high", rows[name], starts)
 
 
 def _ratio(above: str, below: str) -> Callable[[_Columns, _Array], _Array]:
@@ -120,6 +124,14 @@ CHARTS = (
     )),
     Chart("sent", "Sent by a cluster", "bytes", (
         Line("", "steps", ("sent",), _last("sent")),
+    )),
+    Chart("round_trip", "Round trip to the other clusters", "seconds", (
+        Line("", "machine", ("round_trip_seconds",), _known("round_trip_seconds")),
+    )),
+    Chart("memory", "Memory of each cluster's first rank", "bytes", (
+        Line("process", "machine", ("process_bytes",), _high("process_bytes")),
+        Line("device", "machine", ("device_bytes",), _high("device_bytes")),
+        Line("outer state", "machine", ("outer_bytes",), _high("outer_bytes")),
     )),
     Chart("norms", "Size of what is exchanged", "number", (
         _of_sync("pseudo-gradient", "pseudo_gradient_norm"),

@@ -13,6 +13,7 @@ from typing import Any
 
 from dsx.telemetry.run_folder import Record
 from dsx.telemetry.sound import is_number, sound_record
+from dsx.telemetry.watch.open_transfers import OpenTransfers
 from dsx.telemetry.watch.table import Merge, Table
 
 NAN = math.nan
@@ -32,11 +33,17 @@ _SYNCS: dict[str, Merge] = {
     **_PLACE, **dict.fromkeys(SUMS, "sum"), "count": "sum", "delay": "known",
     **dict.fromkeys(FIGURES, "known"),
 }  # fmt: skip
+_TRIP = "round_trip_seconds"
+_BYTES = ("process_bytes", "device_bytes", "outer_bytes")
+_MACHINE: dict[str, Merge] = {
+    **_PLACE, **dict.fromkeys(_BYTES, "high"), _TRIP: "known",
+}  # fmt: skip
 LEFT_OUT = ("refused_by", "differed_in", "uncommitted_by", "idle_in")
 MOST_ROWS = 1 << 17  # of a table of steps; of syncs half of it: some 30 MB altogether
 _RECENT_SYNCS = 512  # whose way is drawn
 _RECENT_STEPS = 2048  # whose end is known in time
 _RECENT_EVENTS = 100
+_RECENT_LOOKS = 7  # at the machine: a minute
 _decode = json.JSONDecoder().decode
 
 
@@ -59,6 +66,9 @@ class WatchedCluster:
         most = self._most_rows
         self.steps, self.losses = Table(_STEPS, most), Table(_LOSS, most)
         self.validation, self.syncs = Table(_LOSS, most), Table(_SYNCS, most // 2)
+        self.machine = Table(_MACHINE, most // 4)
+        self.looks: deque[Record] = deque(maxlen=_RECENT_LOOKS)
+        self.open_transfers = OpenTransfers()
         self.last_step: Record = {}
         self.last_sync: Record = {}
         self.recent: deque[Record] = deque(maxlen=_RECENT_SYNCS)
@@ -98,7 +108,7 @@ class WatchedCluster:
             elif kind == "sync":
                 self._take_sync(record, when)
             else:
-                self._take_other(kind, record)
+                self._take_other(kind, record, when)
             self.heard(record)
         except (ValueError, RecursionError):  # cut off, or nested without end
             self.num_unreadable += 1
@@ -118,6 +128,7 @@ class WatchedCluster:
             (loss,) = _numbers(record, ("loss",))
             self.losses.append((step, when, self._tokens, loss, loss, loss))
         self.ends.append((step, when, seconds))
+        self.open_transfers.take_step(record, when)
         self.last_step = record
 
     def _take_sync(self, record: Record, when: float) -> None:
@@ -131,6 +142,7 @@ class WatchedCluster:
         self.has_had_all = self.has_had_all or place in self.fragments
         self.fragments[place] = int(record.get("numel") or 0)
         self.recent.append(record)
+        self.open_transfers.take_sync(record)
         self.last_sync = record
         for name in LEFT_OUT:
             if record.get(name):
@@ -142,11 +154,17 @@ class WatchedCluster:
             self.alarms[str(alarm)] = self.alarms.get(str(alarm), 0) + 1
         self.rungs = list(record.get("guard_rungs") or self.rungs)
 
-    def _take_other(self, kind: str, record: Record) -> None:
+    def _take_other(self, kind: str, record: Record, when: float) -> None:
         if kind == "start":
             self.start = record
+            self.open_transfers.clear()
         elif kind == "finish":
             self.finish = record
+            self.open_transfers.clear()
+        elif kind == "launch" and self.counts_tokens:
+            self.open_transfers.take_launch(record, when)
+        elif kind == "machine":
+            self._take_look(record, when)
         elif kind == "planned":
             self.planned_steps = record.get("planned_steps")
         elif kind == "members":
@@ -157,13 +175,22 @@ class WatchedCluster:
                 step = float(record["step"])
                 (when,) = _numbers(record, ("time",))
                 self.validation.append((step, when, self._tokens, loss, loss, loss))
-        elif kind in ("rollback", "order"):
+        elif kind in ("rollback", "order", "healed"):
             self.events.append(record)
+
+    def _take_look(self, record: Record, when: float) -> None:
+        """Take what the process holds; of its links the longest round trip."""
+        trips = [trip for link in record.get("links") or () if (trip := link.get(_TRIP))]
+        step = max(int(record["step"]), self.machine.last() or 0)
+        held = _numbers(record, _BYTES)
+        self.machine.append((step, when, self._tokens, *held, max(trips, default=NAN)))
+        self.looks.append(record)
 
     def _go_back(self, step: int) -> None:
         """Drop what there is from a step on: it is taken again."""
-        for table in (self.steps, self.losses, self.validation, self.syncs):
+        for table in (self.steps, self.losses, self.validation, self.syncs, self.machine):
             table.cut(step)
+        self.open_transfers.go_back(step)
         self.ends = deque((end for end in self.ends if end[0] < step), maxlen=_RECENT_STEPS)
         self.recent = deque(
             (sync for sync in self.recent if sync["applied_step"] < step), maxlen=_RECENT_SYNCS

@@ -66,6 +66,35 @@ MEANINGS: dict[str, dict[str, str]] = {
         "do": "A larger H, or a compression of fewer bits.",
         "docs": "docs/compression.md",
     },
+    "links": {
+        "means": "Each cluster's link to each other one: the round trip of a short message, the "
+        "last one and the least of all; bytes that went out and came in since the "
+        "process began, what `dsx watch --join` asks for included, and how many a second in the "
+        "last minute. Of first ranks, over links.",
+        "bad": "A round trip far above its least: the line's queues are full. Bytes that "
+        "stand still: nothing is exchanged.",
+        "do": "Set `link.rate_mbit` a little below what `dsx net-test` gives, or look who else "
+        "uses the line.",
+        "docs": "docs/network.md",
+    },
+    "round_trip": {
+        "means": "How long a short message takes to another cluster and back, beside all else that "
+        "is on the line: of a cluster's links the slowest one.",
+        "bad": "Far above the least: the line's queues are full. A step upwards: another route.",
+        "do": "Set `link.rate_mbit` a little below what `dsx net-test` gives, or look who else "
+        "uses the line.",
+        "docs": "docs/network.md",
+    },
+    "memory": {
+        "means": "What each cluster's first rank holds. Outer state: what dsx keeps beside "
+        "training, against what was planned at the start. Process: all that the rank has of its "
+        "host's memory, training included. Device: what torch holds of the accelerator.",
+        "bad": "Outer state above its plan, or a process that grows for hours: something is not "
+        "let go. A device that is nearly full: a little more ends the run.",
+        "do": "`dsx memory` says what each setting takes: fewer fragments under way, "
+        "`state.device` host, or a compression without error feedback takes less.",
+        "docs": "docs/plan.md#will-it-fit",
+    },
     "members": {
         "means": "Each cluster: whether it trains, when it last said something, its weight in the "
         "mean (means are not weighted: 1/n of the n clusters that train, 0 for one that is left "
@@ -82,8 +111,10 @@ MEANINGS: dict[str, dict[str, str]] = {
     "lanes": {
         "means": "Each row is a part of the model (a fragment) that is exchanged on its own. It is "
         "trained on all the time. A bar begins where its changes are sent, is on the line, lies "
-        "ready, and ends where the mean of all clusters is applied.",
-        "bad": "A dark end of a bar: training stood still and waited for it.",
+        "ready, and ends where the mean of all clusters is applied. One that reaches the right "
+        "edge is under way now.",
+        "bad": "A dark end of a bar: training stood still and waited for it. A thin line that "
+        "stops before the right edge: no step has ended since.",
         "do": "More `delay.steps` makes bars longer and waits shorter; fewer bytes do, too.",
         "docs": "docs/trace.md",
     },

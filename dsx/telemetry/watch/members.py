@@ -24,6 +24,7 @@ _SILENT_STEPS, _SILENT_SECONDS = 5, 10.0
 _WINDOW = 50  # steps that "now" means
 _HEALS = re.compile(r"cluster (\d+) is healing: (.*)")
 _HEALED = re.compile(r"(.+), step (\d{1,15})$")  # bytes that it has taken, and its step
+_COPIED = re.compile(r".+ of .+ copied \((\d{1,3}) %\)")
 
 
 def members(run: WatchedRun, now: float) -> list[dict[str, Any]]:
@@ -134,8 +135,20 @@ def _state(
     pace = recent(cluster).get("steps_per_second", 0.0)
     limit = max(_SILENT_SECONDS, _SILENT_STEPS / pace if pace else 0.0)
     if now - cluster.last_time > limit:
-        return {"state": "silent", "why": "no record for longer than five of its steps"}
+        return {"state": "silent", "why": _why_silent(cluster, now)}
     return {"state": "trains"}
+
+
+def _why_silent(cluster: WatchedCluster, now: float) -> str:
+    """Return that nothing comes, and what has been on the line for longest, if anything is."""
+    why = "no record for longer than five of its steps"
+    for (_, fragment, step), one in cluster.open_transfers:
+        if one.arrived is None and one.applied is None:
+            seconds = max(now - one.launched, 0.0)
+            return (
+                f"{why}; fragment {fragment}, sent at step {step}, is on the line ({seconds:.0f} s)"
+            )
+    return why
 
 
 def _healing(cluster: WatchedCluster, lines: Sequence[LogLine]) -> list[LogLine]:
@@ -156,6 +169,8 @@ def _catches_up(said: Sequence[LogLine], target: int | None) -> dict[str, Any]:
     if not places or target is None:
         return {}
     found: dict[str, Any] = {"step": places[0][1], "target": target}
+    if match := _COPIED.match(said[0].text):
+        return {**found, "copied": min(int(match[1]), 100) / 100}
     seconds, steps = places[0][0] - places[-1][0], places[0][1] - places[-1][1]
     if seconds >= 1 and steps > 0:
         found["steps_per_second"] = steps / seconds

@@ -67,6 +67,8 @@ class Replay:
             self._take_sync(record)
         elif kind == "start":
             self._take_start(record)
+        elif kind == "machine":
+            self.figures.machine(record)
         elif kind == "members":
             self._members = tuple(sorted({int(m) for m in record["members"]}))
         elif kind == "planned" and record.get("planned_steps") is not None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from dsx.telemetry.in_words import said_of_heal
 from dsx.telemetry.run_folder import Record
 from dsx.telemetry.sound import seconds_of
 from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
+from dsx.telemetry.watch.machine import links, memory
 from dsx.telemetry.watch.members import last_membership, members, num_clusters
 from dsx.telemetry.watch.run import WatchedRun
 
@@ -38,6 +40,8 @@ def state(run: WatchedRun, now: float) -> dict[str, Any]:
             "phase": _phase(rows),
             "validation": _validation(run, clusters),
             "traffic": _traffic(clusters),
+            "memory": memory(clusters),
+            "links": links(clusters),
             "parity": _parity(clusters),
             "guard": _guard(clusters),
             "checkpoints": _checkpoints(run),
@@ -234,15 +238,20 @@ def _events(run: WatchedRun) -> list[dict[str, Any]]:
             found.append({"time": record["time"], "cluster": speaker.cluster, "level": "info",
                           "text": text})  # fmt: skip
     for cluster in run.clusters:
-        for record in cluster.events:
-            if record["kind"] == "order":
-                text = (
-                    f"{record.get('do')} at step {record.get('step')}, asked by {record.get('by')}"
-                )
-                found.append({"time": record["time"], "cluster": cluster.cluster, "level": "info",
-                              "text": text})  # fmt: skip
+        told = [(record, _said_of(record)) for record in cluster.events]
+        found += [
+            {"time": record["time"], "cluster": cluster.cluster, "level": "info", "text": text}
+            for record, text in told if text
+        ]  # fmt: skip
     found.sort(key=lambda event: event["time"], reverse=True)
     return found[:_MOST_EVENTS]
+
+
+def _said_of(record: Record) -> str:
+    """Return an order, or a heal, in words; empty for what its start tells already."""
+    if record["kind"] == "order":
+        return f"{record.get('do')} at step {record.get('step')}, asked by {record.get('by')}"
+    return said_of_heal(record) if record["kind"] == "healed" else ""
 
 
 def _event(when: str, cluster: int, text: str) -> dict[str, Any]:

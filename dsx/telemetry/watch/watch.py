@@ -151,7 +151,8 @@ class Watch:
         wanted, seconds = _number(fields, "cluster"), _number(fields, "seconds")
         with self.run.lock:
             for cluster in self.run.clusters:
-                if cluster.num_syncs and wanted in (None, cluster.cluster):
+                has_any = cluster.num_syncs or any(cluster.open_transfers)
+                if has_any and wanted in (None, cluster.cluster):
                     return lanes(cluster, seconds)
         return {"lanes": [], "span": [0, 1]}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from dsx.core.transport import PeerLost, Submission
+from dsx.core.units import format_bytes
+from dsx.outer import healing as healing_module
 from dsx.outer import parcel
 from dsx.outer.return_refusal import why_not
 from tests.comm.links.sites import Site, run
@@ -76,9 +79,12 @@ class PartlyUnused(TinyNet):
 
 
 @pytest.mark.ci
-def test_what_its_own_checkpoint_holds_alike_is_not_fetched(monkeypatch: Any) -> None:
+def test_what_its_own_checkpoint_holds_alike_is_not_fetched(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Half of it is of another round: that is fetched, and the rest is not."""
     monkeypatch.setattr(parcel, "LEAST_SLICE_BYTES", 1000)
+    monkeypatch.setattr(healing_module, "_TELL_SECONDS", 0.0)
     fetched: dict[bool, int] = {}
     for has_saved in (False, True):
         sites = run(
@@ -89,9 +95,16 @@ def test_what_its_own_checkpoint_holds_alike_is_not_fetched(monkeypatch: Any) ->
         healing = sites[-1].healing
         assert healing is not None
         fetched[has_saved] = healing.copied_bytes
+        assert healing.results_bytes > 0
         assert bool(healing.held_bytes) == has_saved
     unused = 4 * 4000  # of which a slice lies across its end, or two
     assert unused <= fetched[False] - fetched[True] + 2 * 1000 <= 3 * unused
+    told = [r.getMessage() for r in caplog.records if r.getMessage().startswith("healing: ")]
+    whole = format_bytes(fetched[False])
+    copying = re.compile(rf"of {whole} copied \((\d+) %\), step \d+$")
+    shares = [int(match[1]) for one in told if (match := copying.search(one))]
+    assert len(shares) > 5 and max(shares) > 80 and max(shares) <= 100
+    assert any(re.search(rf": {whole} copied, .*B of results since, step \d+$", o) for o in told)
 
 
 @pytest.mark.ci

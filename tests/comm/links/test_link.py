@@ -50,6 +50,12 @@ def test_messages_of_all_sizes_come_as_they_were(streams: int) -> None:
         check(works)
         assert not links[0].problems and not links[1].problems
         assert 0 < links[0].latency_seconds((1, 0)) < 1
+        other, figures = links[1].figures((0, 0)), links[0].figures((1, 0))
+        assert figures is not None and other is not None and links[0].figures((2, 0)) is None
+        assert 0 < figures.least_seconds <= figures.last_seconds < 1
+        messages = 2 * (101 + 65_536 + 65_537 + 43 * MB + 5)  # on two lanes
+        assert messages <= figures.sent_bytes < messages + MB / 8
+        assert messages <= other.received_bytes <= figures.sent_bytes
 
 
 def test_a_place_may_come_long_after_the_message() -> None:

@@ -28,6 +28,9 @@ from tests.telemetry.watch.folders import (
     BEGUN,
     about,
     append,
+    healed,
+    link,
+    machine,
     make_run,
     say_time,
     start_record,
@@ -271,3 +274,33 @@ def test_the_first_row_of_a_long_run_begins_with_its_first_step(
     one = read_numbers(make_run(tmp_path / "run", clusters=1)).slowest
     assert one.whole == pytest.approx(40)
     assert one.stood == pytest.approx(0)
+
+
+def test_memory_links_and_heals_are_told_in_both_reports(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    for cluster in range(2):
+        for step, trip in ((20, 0.03), (40, 0.05)):
+            links = [link(1 - cluster, step, step, trip)]
+            append(folder, cluster, machine(cluster, step, links=links))
+    append(folder, 1, healed(1, 40))
+    held = (
+        "irst ranks held at most: processes 400 MB (cluster 0), 400 MB (cluster 1); outer state "
+        "5 kB, planned 5 kB"
+    )
+    heal = (
+        "luster 1 came to the others at step 40: 9 MB of 12 MB copied from them, the rest from its "
+        "own checkpoint; 1 MB of their results since; in 2.5 s"
+    )
+    numbers = read_numbers(folder)
+    happened = what_happened(numbers)
+    assert f"F{held}." in happened and f"C{heal}." in happened
+    cost = what_cost_time(numbers)
+    assert "Round trip from cluster 0 to 1: 10 ms at least, the last time 50 ms." in cost
+    assert not [said for said in what_to_change(numbers) if "its plan" in said]
+    printed = write(folder, "--plot", tmp_path / "plot.png")
+    assert (
+        f"f{held}" in printed.output and f"c{heal}".replace("1 came", "1: came") in printed.output
+    )
+    append(folder, 0, machine(0, 41, outer_bytes=6000))
+    told = what_to_change(read_numbers(folder))
+    assert "Cluster 0's outer state takes 6 kB, more than the 5 kB of its plan: " in "".join(told)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from dsx.cli import app
@@ -67,6 +68,23 @@ def test_rates_are_of_the_last_minute(tmp_path: Path) -> None:
     assert one.utilization == pytest.approx(0.8) and one.hidden == 0.75
     assert one.bytes_per_second == 250_000 / 0.5  # of each step
     assert one.age_seconds is not None and one.age_seconds < 2
+
+
+def test_memory_and_the_farthest_cluster_are_of_the_last_look(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    append(tmp_path / "metrics.jsonl", step(1))
+    files = RunFiles(tmp_path)
+    assert [files.look()[0].process_bytes, files.look()[0].round_trip_seconds] == [None, None]
+    for trip in (0.5, 0.02):
+        links = [{"to": 1, "round_trip_seconds": trip}, {"to": 2, "sent_bytes": 3}]
+        look = {"kind": "machine", "time": time.time(), "step": 1, "process_bytes": 4e8}
+        append(tmp_path / "metrics.jsonl", {**look, "links": links})
+    standings = files.look()
+    for width, is_shown in ((160, True), (130, False)):
+        console = Console(width=width, file=io.StringIO(), highlight=False)
+        console.print(screen("run", standings, [], width))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("20 ms" in shown and "400 MB" in shown) == is_shown, shown
 
 
 def test_what_a_resumed_run_has_again_counts_once(tmp_path: Path) -> None:

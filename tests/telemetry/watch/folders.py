@@ -63,6 +63,29 @@ def sync_record(cluster: int, launched: int, applied: int, **more: Any) -> dict[
     }  # fmt: skip
 
 
+def of(cluster: int, kind: str, step: int, **more: Any) -> dict[str, Any]:
+    """Return a record of another kind, written at the end of a step."""
+    return {"cluster": cluster, "time": BEGUN + step, "kind": kind, "step": step, **more}
+
+
+def link(to: int, sent: int, received: int, seconds: float) -> dict[str, Any]:
+    """Return what a record of the machine says of a link."""
+    return {"to": to, "sent_bytes": sent, "received_bytes": received,
+            "round_trip_seconds": seconds, "least_seconds": 0.01}  # fmt: skip
+
+
+def machine(cluster: int, step: int, **more: Any) -> dict[str, Any]:
+    """Return what a process holds, of which the outer state is as planned."""
+    held = {"process_bytes": 400_000_000 + step, "outer_bytes": 5000, "outer_planned_bytes": 5000}
+    return of(cluster, "machine", step, **{**held, **more})
+
+
+def healed(cluster: int, step: int) -> dict[str, Any]:
+    """Return the record of a cluster that has come to the others."""
+    return of(cluster, "healed", step, seconds=2.5, copied_bytes=9_000_000,
+              held_bytes=3_000_000, results_bytes=1_000_000)  # fmt: skip
+
+
 def records(cluster: int, steps: int, first: int = 1) -> Iterator[dict[str, Any]]:
     """Yield what a cluster writes from its first step on."""
     if first == 1:

@@ -1,4 +1,4 @@
-"""A run of two clusters, a process each, over links; as a script: one of the clusters."""
+"""A run of two clusters over links, of a process each or several; as a script: one of these."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ STEPS = 100_000
 
 
 class LiveRun:
-    """Its processes by cluster; cluster 0 goes on alone where the other one is lost."""
+    """Its processes by cluster; cluster 0 goes on alone where the other one is lost.
 
-    def __init__(self, folder: Path) -> None:
+    `ranks` each. Only the first `num_called` clusters have an address.
+    """
+
+    def __init__(self, folder: Path, ranks: int = 1, num_called: int = 2) -> None:
         self.directory = folder / "run"
-        self._folder = folder
+        self._folder, self._ranks = folder, ranks
         keys = sites(folder / "keys", *NAMES)
         ports = [free_port() for _ in NAMES]
+        places = [f"=127.0.0.1:{port}" for port in ports[:num_called]] + [""] * len(NAMES)
         for cluster, name in enumerate(NAMES):
             link = {
                 "security": "curve", "arbiter": NAMES[0], "keys": str(keys[name]),
-                "members": [f"{n}=127.0.0.1:{port}" for n, port in zip(NAMES, ports, strict=True)],
+                "members": [name + place for name, place in zip(NAMES, places, strict=False)],
                 "port": ports[cluster], "suspect_seconds": 3.0,
             }  # fmt: skip
             dsx = {
@@ -37,24 +41,29 @@ class LiveRun:
                 "link": link, "metrics": {"dir": str(self.directory)},
             }  # fmt: skip
             (folder / f"{name}.json").write_text(json.dumps({"dsx": dsx}))
-        self.processes: dict[int, subprocess.Popen[bytes]] = {}
+        self.processes: dict[int, list[subprocess.Popen[bytes]]] = {}
 
     def start(self, cluster: int) -> None:
         """Start a cluster, for the first time or again."""
-        own = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1",
+        own = {"WORLD_SIZE": self._ranks, "MASTER_ADDR": "127.0.0.1",
                "MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}  # fmt: skip
         config = self._folder / f"{NAMES[cluster]}.json"
         log = (self._folder / f"{NAMES[cluster]}.log").open("ab")
-        self.processes[cluster] = subprocess.Popen(
-            [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)],
-            env={**os.environ, **{name: str(value) for name, value in own.items()}},
-            stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[3],
-        )  # fmt: skip
+        self.processes[cluster] = []
+        for rank in range(self._ranks):
+            told = {**own, "RANK": rank, "LOCAL_RANK": rank}
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)],
+                env={**os.environ, **{name: str(value) for name, value in told.items()}},
+                stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[3],
+            )  # fmt: skip
+            self.processes[cluster].append(process)
 
     def kill(self, cluster: int) -> None:
         """Kill a cluster."""
-        self.processes[cluster].kill()
-        self.processes[cluster].wait()
+        for process in self.processes[cluster]:
+            process.kill()
+            process.wait()
 
     def close(self) -> None:
         """End what still runs."""
@@ -76,10 +85,12 @@ def train(config: Path) -> None:
     world = dsx.init_distributed(settings)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    if world.world_size > 1:
+        model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
     handle = dsx.attach(model, optimizer, config=settings)
     handle.settle()
-    torch.manual_seed(1000 * world.cluster_id + handle.step)
+    torch.manual_seed(1000 * world.cluster_id + 100 * world.rank + handle.step)
     while handle.step < STEPS:
         x = torch.randn(64, 16)
         optimizer.zero_grad()

@@ -15,7 +15,10 @@ from tests.telemetry.watch.folders import (
     BEGUN,
     about,
     append,
+    link,
+    machine,
     make_run,
+    of,
     say_time,
     step_record,
     sync_record,
@@ -61,6 +64,8 @@ def test_two_live_clusters_are_seen_killed_and_seen_to_come_back(tmp_path: Path)
             live.start(1)
             tab.wait(f"{ROW}.innerText.includes('trains')", 120)
             tab.wait("document.querySelector('#events').innerText.includes('has joined the run')")
+            tab.wait("/came to the others at step \\d+: .*B copied from them; .*B of their/.test("
+                     "document.querySelector('#events').innerText)")  # fmt: skip
             tab.wait("document.querySelector('#sentence').innerText.includes('2 of 2')")
 
             live.close()
@@ -187,3 +192,41 @@ def test_a_page_stays_up_when_the_server_ends(tmp_path: Path) -> None:
         tab.wait("document.querySelector('#contact').innerText.includes('does not answer')")
         assert "2 of 2" in tab.text("#sentence") or "Nobody" in tab.text("#sentence")
         tab.complaints.clear()  # of connections that are refused, which the browser tells itself
+
+
+@pytest.mark.parametrize(("width", "height"), [(360, 740), (1280, 900)])
+def test_what_is_under_way_moves_with_the_clock(tmp_path: Path, width: int, height: int) -> None:
+    folder = make_run(tmp_path / "run")
+    now = time.time()
+    told = [step_record(0, step, time=now - 60 + step) for step in range(41, 60)]
+    held = machine(0, 59, links=[link(1, 500_000, 70, 0.05)])
+    append(folder, 0, *told, {**held, "time": now})
+    append(folder, 0, {**of(0, "launch", 60, fragment=1), "time": now})
+    watch = Watch(WatchedRun(folder))
+    bar = "document.querySelector('#lanes .under-way rect')"
+    try:
+        with opened(watch.address, width, height) as tab:
+            tab.wait(f"{bar}")
+            before = tab.page.evaluate(f"Number({bar}.getAttribute('width'))")
+            tab.wait(f"Number({bar}.getAttribute('width')) > {before} + 4")  # no record has come
+            title = "document.querySelector('#lanes .under-way title').textContent"
+            tab.wait(f"{title}.includes('training stands still for it')", 15)
+            assert "fragment 1: sent at step 60, on the line for" in tab.page.evaluate(title)
+            assert "1 transfers under way" in tab.page.evaluate(
+                "document.querySelector('#lanes svg').getAttribute('aria-label')"
+            )
+            append(folder, 0, {**step_record(0, 60, applied=[[1, 60]]), "time": time.time()})
+            tab.wait("!document.querySelector('#lanes .under-way')")
+
+            assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
+            assert "outer state 5 kB, planned 5 kB" in tab.text(".tile[data-key=memory]")
+            assert "50 ms" in tab.text(".tile[data-key=round_trip]")
+            links = tab.text("#links tbody")
+            assert "0 \u2192 1" in links and "10 ms" in links and "500 kB" in links
+            assert "400 MB" in tab.text("#memory tbody")
+            for panel in ("links", "memory", "chart-round_trip", "chart-memory"):
+                tab.page.locator(f"#{panel} .why").click()
+                assert "It means:" in tab.text(f"#{panel} .meaning")
+                tab.page.keyboard.press("Escape")
+    finally:
+        watch.close()

@@ -11,6 +11,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -43,19 +44,13 @@ def state_until(address: str, is_so: Callable[[dict[str, Any]], bool]) -> dict[s
         time.sleep(0.2)
 
 
-def steps(found: dict[str, Any]) -> list[int]:
-    return [row.get("step", 0) for row in found.get("members", [])]
-
-
-def test_two_clusters_are_watched_by_one_address_and_one_is_killed(
-    live: LiveRun, tmp_path: Path
-) -> None:
-    for cluster in range(2):
-        live.start(cluster)
-    config = json.loads((tmp_path / f"{NAMES[0]}.json").read_text())
-    place = config["dsx"]["link"]["members"][1].partition("=")[2]
-    keys = tmp_path / "keys" / NAMES[1]
-    copy, log = tmp_path / "copy", (tmp_path / "watch.log").open("w+b")
+@contextmanager
+def watched(live: LiveRun, folder: Path, named: int) -> Iterator[tuple[str, Path]]:
+    """Watch by the address of one cluster; yield the page's, and where records are copied."""
+    config = json.loads((folder / f"{NAMES[0]}.json").read_text())
+    place = config["dsx"]["link"]["members"][named].partition("=")[2]
+    keys = folder / "keys" / NAMES[1]
+    copy, log = folder / "copy", (folder / "watch.log").open("w+b")
     watch = subprocess.Popen(
         [sys.executable, "-m", "dsx", "watch", "--join", place, "--keys", str(keys), "--dir",
          str(copy), "--port", "0", "--no-browser", "--seconds", "120"],
@@ -66,8 +61,46 @@ def test_two_clusters_are_watched_by_one_address_and_one_is_killed(
         while not (at := re.search(r"at (http://\S+)", said)):
             assert watch.poll() is None and time.monotonic() < until, said + live.logs()
             time.sleep(0.2)
-            said = (tmp_path / "watch.log").read_text()
-        address = at[1]
+            said = (folder / "watch.log").read_text()
+        yield at[1], copy
+    finally:
+        watch.send_signal(signal.SIGINT)
+        watch.wait(20)
+
+
+def steps(found: dict[str, Any]) -> list[int]:
+    return [row.get("step", 0) for row in found.get("members", [])]
+
+
+@pytest.fixture
+def behind_a_gateway(tmp_path: Path) -> Iterator[LiveRun]:
+    run = LiveRun(tmp_path, ranks=2, num_called=1)
+    yield run
+    run.close()
+
+
+def test_a_cluster_of_several_ranks_is_called_at_its_gateway_and_asked_for_the_other(
+    behind_a_gateway: LiveRun, tmp_path: Path
+) -> None:
+    live = behind_a_gateway
+    for cluster in range(2):
+        live.start(cluster)
+    with watched(live, tmp_path, named=0) as (address, copy):
+        found = state_until(address, lambda found: min(steps(found), default=0) > 10)
+        assert len(steps(found)) == 2 and "does not answer" not in json.dumps(found)
+        found = state_until(address, lambda found: len(found["links"]) == 2)
+        assert {(link["of"], link["to"]) for link in found["links"]} == {(0, 1), (1, 0)}
+    for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
+        whole, part = ((at / name).read_bytes() for at in (live.directory, copy))
+        assert len(part) > 1000 and whole.startswith(part)
+
+
+def test_two_clusters_are_watched_by_one_address_and_one_is_killed(
+    live: LiveRun, tmp_path: Path
+) -> None:
+    for cluster in range(2):
+        live.start(cluster)
+    with watched(live, tmp_path, named=1) as (address, copy):
         state_until(address, lambda found: len(steps(found)) == 2 and min(steps(found)) > 10)
         live.kill(1)  # the one that was named
         before = steps(state_until(address, lambda found: bool(steps(found))))[0]
@@ -83,9 +116,6 @@ def test_two_clusters_are_watched_by_one_address_and_one_is_killed(
             address, lambda found: steps(found)[1] > last and "does not" not in json.dumps(found)
         )
         assert "dsx watch: oslo (cluster 1) answers" in (tmp_path / "watch.log").read_text()
-    finally:
-        watch.send_signal(signal.SIGINT)
-        watch.wait(20)
     for name in ("metrics.jsonl", "metrics.cluster_1.jsonl"):
         whole = (live.directory / name).read_bytes()
         part = (copy / name).read_bytes()

@@ -17,7 +17,15 @@ from dsx.telemetry.watch.replay import Replay
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.watch import Watch
 from tests.installed import needs
-from tests.telemetry.watch.folders import about, append, make_run, step_record, write_about
+from tests.telemetry.watch.folders import (
+    about,
+    append,
+    link,
+    machine,
+    make_run,
+    step_record,
+    write_about,
+)
 from tests.telemetry.watch.test_server import ask
 
 ALARMS = sorted({bound.kind for bound in BOUNDS})
@@ -58,6 +66,7 @@ def run(tmp_path: Path) -> Path:
         write_about(run, cluster, about_run(cluster))
         append(run, cluster, {"kind": "planned", "time": 1_760_000_041.0, "step": 40,
                               "planned_steps": 100})  # fmt: skip
+        append(run, cluster, machine(cluster, 40, links=[link(1 - cluster, 5, 6, 0.02)]))
     return run
 
 
@@ -97,6 +106,8 @@ def own_page(run: Path) -> bytes:
             figures.step(record, (0, 1))
         elif record["kind"] == "sync":
             figures.sync(record)
+        elif record["kind"] == "machine":
+            figures.machine(record)
     figures.saved(run / "checkpoints" / "t", 32)
     figures._behind.flush()  # type: ignore[reportPrivateUsage]
     return page_of([figures])[1]

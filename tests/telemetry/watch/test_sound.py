@@ -53,6 +53,9 @@ def show(folder: Path) -> dict[str, Any]:
     "record",
     [
         {**AT, "kind": "members"}, {**AT, "kind": "members", "members": 3},
+        {**AT, "kind": "launch"}, {**AT, "kind": "machine", "step": "x"},
+        {**AT, "kind": "healed", "step": 1.5},
+        {**AT, "kind": "launch", "step": 1, "fragment": 0, "stage": "x"},
         {**AT, "kind": "planned", "planned_steps": "many"}, {**AT, "kind": "rollback"},
         {**AT, "kind": "order", "time": "now"}, {**AT, "kind": ["step"]}, {**AT},
         {**AT, "kind": "start", "num_clusters": 1 << 40}, {**AT, "kind": "validation", "step": "x"},

@@ -1,11 +1,12 @@
 // The way of each fragment: a row each, bars in time. On the line: striped; there: plain; waited
-// for: dark, with an edge. So it is read without colours.
+// for: dark, with an edge. So it is read without colours. What is under way reaches up to now.
 
 import {bytes, clock, duration, el} from "./dom.js";
 
 const SVG = "http://www.w3.org/2000/svg";
 const ROW = 20;
 const LABEL = 92;
+const USUAL = 3; // times a step's seconds: a step that has not ended by then stands still
 
 function svg(name, fields, ...children) {
   const made = document.createElementNS(SVG, name);
@@ -14,9 +15,15 @@ function svg(name, fields, ...children) {
   return made;
 }
 
-export function drawLanes(parent, data) {
+// `now` is null where nothing goes on: then the picture ends with the last record. `data` may be
+// `late` by so many seconds.
+export function drawLanes(parent, data, now, late) {
   const width = Math.max(parent.clientWidth, 240);
-  const {lanes, span: [begin, end]} = data;
+  const {lanes, span} = data;
+  const end = now ?? span[1];
+  const begin = span[0] + end - span[1];
+  const limit = Math.max(USUAL * data.step_seconds, 1) + 1.5 * late;
+  const trainsUntil = end - data.stepped > limit ? data.stepped : end;
   const height = ROW * lanes.length + 22;
   const at = (when) => LABEL + ((when - begin) / Math.max(end - begin, 1e-9)) * (width - LABEL - 4);
   const stages = new Set(lanes.map((lane) => lane.stage)).size > 1;
@@ -25,8 +32,10 @@ export function drawLanes(parent, data) {
     const top = ROW * row + 3;
     const name = stages ? `stage ${lane.stage}, ${lane.fragment}` : `fragment ${lane.fragment}`;
     picture.append(svg("text", {x: 0, y: top + 12, class: "label"}, name),
-      svg("line", {x1: LABEL, x2: width - 4, y1: top + 7, y2: top + 7, class: "trained"}));
-    for (const bar of lane.bars) picture.append(drawBar(bar, at, top, name));
+      svg("line", {x1: LABEL, x2: Math.max(at(trainsUntil), LABEL), y1: top + 7, y2: top + 7, class: "trained"}));
+    for (const bar of lane.bars) {
+      if ((bar.applied ?? end) > begin) picture.append(drawBar(bar, at, top, name, end, limit));
+    }
   });
   for (const part of [0, 0.5, 1]) {
     const when = begin + part * (end - begin);
@@ -36,23 +45,31 @@ export function drawLanes(parent, data) {
   parent.replaceChildren(picture, key());
 }
 
-function drawBar(bar, at, top, name) {
-  const waitedFrom = bar.applied - bar.waited;
-  const lineEnd = Math.min(bar.arrived, bar.applied);
+function drawBar(bar, at, top, name, end, limit) {
+  const applied = bar.applied ?? end;
+  const lineEnd = Math.min(bar.arrived ?? end, applied);
+  const standsStill = bar.is_ahead && end - bar.launched > limit;
+  const waited = standsStill ? end - bar.launched : bar.waited;
   const piece = (from, to, kind) => svg("rect", {
     x: Math.max(at(from), LABEL), y: top, height: 14, class: kind,
     width: Math.max(at(to) - Math.max(at(from), LABEL), kind === "on-line" ? 1 : 0),
   });
-  const group = svg("g", {class: bar.left_out ? "bar left-out" : "bar"},
-    piece(bar.launched, lineEnd, "on-line"), piece(lineEnd, bar.applied, "there"));
-  if (bar.waited > 0.001) group.append(piece(waitedFrom, bar.applied, "waited"));
-  group.append(svg("line", {x1: at(bar.applied), x2: at(bar.applied), y1: top - 2, y2: top + 16, class: "applied"}),
-    svg("title", {}, tell(bar, name)));
+  const group = svg("g", {class: `bar${bar.left_out ? " left-out" : ""}${bar.applied ? "" : " under-way"}`},
+    piece(bar.launched, lineEnd, "on-line"), piece(lineEnd, applied, "there"));
+  if (waited > 0.001) group.append(piece(applied - waited, applied, "waited"));
+  if (bar.applied) group.append(svg("line", {x1: at(applied), x2: at(applied), y1: top - 2, y2: top + 16, class: "applied"}));
+  group.append(svg("title", {}, tell(bar, name, end, standsStill)));
   return group;
 }
 
-function tell(bar, name) {
-  const told = [`${name}, round ${bar.round}: sent at step ${bar.launched_step}, applied at ${bar.applied_step}`];
+function tell(bar, name, end, standsStill) {
+  if (!bar.applied) {
+    const where = bar.arrived ? "there, and not applied yet" : `on the line for ${duration(Math.max(end - bar.launched, 0))}`;
+    return `${name}: sent at step ${bar.launched_step}, ${where}${standsStill ? "; training stands still for it" : ""}`;
+  }
+  const round = bar.round === undefined ? "" : `, round ${bar.round}`;
+  const told = [`${name}${round}: sent at step ${bar.launched_step}${
+    bar.applied_step === undefined ? ", applied" : `, applied at ${bar.applied_step}`}`];
   if (bar.transfer_seconds) told.push(`${duration(bar.transfer_seconds)} on its way`);
   if (bar.waited) told.push(`training waited ${duration(bar.waited)}`);
   if (bar.bytes_sent) told.push(bytes(bar.bytes_sent));
@@ -63,7 +80,9 @@ function tell(bar, name) {
 function inWords({cluster, lanes}) {
   const last = lanes.map((lane) => lane.bars.at(-1)).filter(Boolean);
   const waited = last.filter((bar) => bar.waited > 0.001).length;
-  return `Transfers of cluster ${cluster}: ${lanes.length} fragments, ${waited} of their last transfers were waited for`;
+  const open = lanes.flatMap((lane) => lane.bars).filter((bar) => !bar.applied).length;
+  return `Transfers of cluster ${cluster}: ${lanes.length} fragments, ${open} transfers under way, ${
+    waited} of the last ones were waited for`;
 }
 
 function stripes() {
@@ -79,5 +98,5 @@ function key() {
       : svg("rect", {width: 26, height: 14, class: kind}));
   const item = (kind, text) => el("li", {}, sample(kind), text);
   return el("ul", {class: "legend"}, item("trained", "trained on"), item("on-line", "on the line"),
-    item("there", "there, to be applied at the line's end"), item("waited", "training waits"));
+    item("there", "there, applied at the upright line"), item("waited", "training waits"));
 }

@@ -4,12 +4,15 @@ import {Chart} from "./chart.js";
 import {byId, clock, el, setText} from "./dom.js";
 import {loadMeanings} from "./explain.js";
 import {drawLanes} from "./lanes.js";
+import {showLinks, showMemory} from "./machine.js";
 import {head, showMembers, showState} from "./panels.js";
 
 const MAIN = new Set(["loss", "utilization"]);
 const AXES = {step: "inner steps", tokens: "tokens", time: "time"};
 const FAST = 1000; // milliseconds between two looks of a chart whose points still come singly
 const SLOW = 4000;
+const MOVE = 500;
+const MOST_AHEAD = 600; // seconds without a record, after which nothing is drawn as under way
 
 const view = {axis: "step", last: "", span: null};
 const charts = new Map();
@@ -18,6 +21,7 @@ let fetched = 0;
 let drawnVersion = -1;
 let isWaiting = false;
 let ahead = 0; // seconds of this clock before the server's
+let lanes = null;
 
 function look(span) {
   view.span = span;
@@ -35,22 +39,32 @@ async function refreshLanes() {
   const panel = byId("lanes");
   const answer = await fetch("/api/lanes").catch(() => null);
   if (!answer?.ok) return;
-  const data = await answer.json();
-  panel.hidden = !data.lanes.length;
+  lanes = await answer.json();
+  panel.hidden = !lanes.lanes.length;
   if (panel.hidden) return;
   head(panel);
-  drawLanes(panel.querySelector(".picture"), data);
+  moveLanes();
 }
+
+// Time goes on between records: what is under way grows with it, and the view moves.
+function moveLanes() {
+  const row = state?.members.find((one) => one.cluster === lanes.cluster);
+  const now = Date.now() / 1000 - ahead;
+  const goesOn = ["trains", "silent"].includes(row?.state) && now - lanes.span[1] < MOST_AHEAD;
+  drawLanes(byId("lanes").querySelector(".picture"), lanes,
+    goesOn ? Math.max(now, lanes.span[1]) : null, pause() / 1000);
+}
+
+const pause = () => ((state.step ?? 0) > 2000 ? SLOW : FAST);
 
 function refreshSoon() {
   if (isWaiting || document.hidden || state.version === drawnVersion) return;
   isWaiting = true;
-  const pause = (state.step ?? 0) > 2000 ? SLOW : FAST;
   setTimeout(() => {
     isWaiting = false;
     drawnVersion = state.version;
     refreshAll();
-  }, Math.max(0, fetched + pause - Date.now()));
+  }, Math.max(0, fetched + pause() - Date.now()));
 }
 
 function showCharts() {
@@ -74,6 +88,8 @@ function take(event) {
   ahead = Date.now() / 1000 - state.now;
   contact("live", `live, ${clock(state.now)}`);
   showState(state);
+  showLinks(state.links ?? []);
+  showMemory(state.memory ?? []);
   showCharts();
   refreshSoon();
 }
@@ -94,6 +110,8 @@ byId("range").addEventListener("change", (event) => {
 byId("whole").addEventListener("click", () => look(null));
 setInterval(() => state && byId("contact").className === "live" && !document.hidden
   && showMembers({...state, now: Date.now() / 1000 - ahead}), 1000);
+setInterval(() => lanes?.lanes.length && byId("contact").className === "live" && !document.hidden
+  && !byId("lanes").matches(":hover") && moveLanes(), MOVE);
 document.addEventListener("visibilitychange", () => state && refreshSoon());
 
 await loadMeanings();

@@ -62,6 +62,9 @@ function showTiles(state) {
     tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
       ? `data parallel: ${number(traffic.data_parallel / traffic.sent, 3)} times as much` : ""),
     tile("transfer", "transfers hidden", said(traffic.hidden, percent), "of the last 50, behind training"),
+    tile("round_trip", "round trip", said(longest(state.links, "round_trip_seconds"), duration),
+      `${said(longest(state.links, "least_seconds"), duration)} at least`),
+    tile("memory", "memory", said(longest(state.memory, "process_bytes"), bytes), planned(state.memory)),
     tile("parity", "same model", said(wrong || (wrong === 0 ? 0 : undefined), (n) => (n ? `${n} rounds not` : "yes")),
       state.parity?.checked ? `checked at step ${state.parity.checked.step}` : ""),
     tile("checkpoints", "checkpoint", said(state.checkpoints?.rows?.[0], (row) => `step ${row.step}`),
@@ -78,6 +81,18 @@ function showTiles(state) {
     setText(parent.children[at].querySelector(".value"), row.value);
     setText(parent.children[at].querySelector(".more"), row.more);
   });
+}
+
+// The largest that any row has, if one has any.
+function longest(rows, name) {
+  const known = (rows ?? []).map((row) => row[name]).filter((value) => value !== undefined);
+  return known.length ? Math.max(...known) : undefined;
+}
+
+function planned(rows) {
+  const held = longest(rows, "outer_bytes");
+  const plan = longest(rows, "outer_planned_bytes");
+  return held === undefined || plan === undefined ? "" : `outer state ${bytes(held)}, planned ${bytes(plan)}`;
 }
 
 export function showMembers(state) {
@@ -113,6 +128,10 @@ function weight(share) {
 }
 
 function healing(how) {
+  if (how.copied !== undefined) {
+    return el("small", {class: "healing"}, el("progress", {max: 1, value: how.copied, "aria-label": "copied"}),
+      ` ${Math.round(100 * how.copied)} % copied`);
+  }
   const told = [`step ${number(how.step)}, the others are at ${number(how.target)}`];
   if (how.steps_per_second) told.push(`${number(how.steps_per_second, 2)} steps/s`);
   if (how.seconds_left !== undefined) told.push(`${duration(how.seconds_left)} left`);

@@ -1,0 +1,54 @@
+"""What each cluster's first rank holds against what was planned, and what its links are like."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from dsx.telemetry.run_folder import Record
+from dsx.telemetry.watch.cluster import WatchedCluster
+
+_MEMORY = (
+    "process_bytes", "outer_bytes", "outer_planned_bytes", "device_bytes", "device_peak_bytes",
+    "device_total_bytes",
+)  # fmt: skip
+_LINK = ("round_trip_seconds", "least_seconds", "sent_bytes", "received_bytes")
+
+
+def memory(clusters: Sequence[WatchedCluster]) -> list[dict[str, Any]]:
+    """Return a row for each cluster that has told: the last bytes, and `plan`, by purpose."""
+    rows: list[dict[str, Any]] = []
+    for cluster in clusters:
+        if cluster.looks:
+            row = {"cluster": cluster.cluster, **_known(cluster.looks[-1], _MEMORY)}
+            rows.append(row | {"plan": dict(cluster.start.get("outer_memory") or {})})
+    return rows
+
+
+def links(clusters: Sequence[WatchedCluster]) -> list[dict[str, Any]]:
+    """Return a row for each link, from a cluster `of` to another: figures, and rates of late."""
+    rows: list[dict[str, Any]] = []
+    for cluster in clusters:
+        for link in (cluster.looks[-1].get("links") or ()) if cluster.looks else ():
+            row = {"of": cluster.cluster, "to": link["to"], **_known(link, _LINK)}
+            rows.append(row | _rates(cluster, link))
+    return rows
+
+
+def _rates(cluster: WatchedCluster, last: Record) -> dict[str, float]:
+    """Return bytes per second since the earliest look that is kept, of the same process."""
+    for look in cluster.looks:
+        seconds = float(cluster.looks[-1]["time"]) - float(look["time"])
+        for link in look.get("links") or ():
+            if link["to"] == last["to"] and seconds > 0:
+                moved = {
+                    name: last[name] - link[name]
+                    for name in ("sent_bytes", "received_bytes") if name in last and name in link
+                }  # fmt: skip
+                if all(count >= 0 for count in moved.values()):
+                    return {f"{name}_per_second": n / seconds for name, n in moved.items()}
+    return {}
+
+
+def _known(record: Record, names: Sequence[str]) -> dict[str, Any]:
+    return {name: record[name] for name in names if record.get(name) is not None}
