@@ -29,6 +29,7 @@ from functools import lru_cache
 from itertools import count
 from typing import Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
@@ -41,7 +42,7 @@ from dsx.compress.quantized import (
     small_bytes,
     small_work,
 )
-from dsx.compress.slices import Rounds, most_work
+from dsx.compress.slices import Rounds, most_work, no_rounds
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.buffers import Opening
@@ -169,13 +170,14 @@ class LowRank(Quantized):
         if self.is_dense_round(launch.round):
             return self.coded_traffic(fragment, fragment.coded_runs, num_clusters)
         taken, rest = self.split(fragment)
-        rank, factors = self.rank_of(launch), ()
+        rank, factors = self.rank_of(launch), no_rounds(num_clusters)
         if taken and num_clusters > 1:
             first = (fragment.id + shard) % num_clusters
             matrices = tuple((*two_sides(s), min(rank, self.largest_rank(s))) for s in taken)
             factors = factor_rounds(matrices, self.factor_format, num_clusters, first)
-            factors *= 2 if launch.round == self._first_in_factors else 1
-        return self.coded_traffic(fragment, runs_of(rest), num_clusters, beside=factors)
+            if launch.round == self._first_in_factors:
+                factors = np.concatenate([factors, factors])
+        return self.coded_traffic(fragment, runs_of(rest), num_clusters, [factors])
 
     def rank_of(self, launch: Launch) -> int:
         """Return the rank of a transfer: a controller's, or the own one."""
@@ -196,7 +198,7 @@ class LowRank(Quantized):
             self.residual_bytes(runs_of(taken), num_clusters, keeps_mean=False),
             self.residual_bytes(runs_of(rest), num_clusters),
         )
-        return [warm + a + b for a, b in zip(*kinds, strict=True)]
+        return (warm + kinds[0] + kinds[1]).tolist()
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
@@ -221,10 +223,8 @@ class LowRank(Quantized):
         work.append(small_work(fragment, self.small_wire))
         beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1)
         coded = self.message_bytes(runs, num_clusters)
-        return [
-            own.num_bytes + messages + beside + most_work([*work, own.work])
-            for own, messages in zip(factors, coded, strict=True)
-        ]
+        common = beside + most_work([*work, factors.work])
+        return (factors.num_bytes + factors.sums + coded + common).tolist()
 
 
 @lru_cache(maxsize=1024)

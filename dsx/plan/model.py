@@ -2,7 +2,7 @@
 
 From files, or from a number of parameters and layers. A rank's share is taken to be one part in n
 of every parameter; whole matrices, where a codec needs them, are dealt out, the largest first. A
-run's shares differ by alignment, a few bytes.
+run's shares differ by alignment, a few bytes. Ranks whose shares have the same sizes are kept once.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import count
 
 from dsx.compress.base import Compressor
@@ -72,12 +72,15 @@ class PlannedModel:
         found: list[Load] = []
         is_wanted = compression.needs_whole_matrices and self.ranks_per_stage > 1
         for index, shapes in enumerate(self.stages):
-            stage, load = Stage(index, len(self.stages)), [0] * self.ranks_per_stage
+            stage = Stage(index, len(self.stages))
             wholes = {p.name: p.shape for p in shapes}
             pieces = {name: (shape, 0) for name, shape in wholes.items()}
-            for fragment in lay_out(assign_stage(fragmenter, shapes, stage), pieces, wholes, index):
-                taken = [s for s in fragment.layout if is_wanted and compression.takes(s)]
-                shares = _shares(fragment, taken, load)
+            fragments = lay_out(assign_stage(fragmenter, shapes, stage), pieces, wholes, index)
+            taken = [[s for s in f.layout if is_wanted and compression.takes(s)] for f in fragments]
+            owners = min(self.ranks_per_stage, sum(map(len, taken)))  # the others get none
+            by_load = [(0, rank) for rank in range(owners)]
+            for fragment, matrices in zip(fragments, taken, strict=True):
+                shares = _shares(fragment, matrices, by_load, self.ranks_per_stage)
                 found.append(Load(index, fragment.id, len(fragment.layout), shares))
         return found
 
@@ -89,14 +92,14 @@ class PlannedModel:
         own = max(by_stage.values(), key=lambda loads: sum(load.numel for load in loads))
         held = [-(-load.numel // self.ranks_per_stage) for load in own]
         (lying,) = of_sizes(held)
-        sent = [[share.fragment.numel for share in load.shares] for load in own]
-        of_ranks = [sum(n[rank if len(n) > 1 else 0] for n in sent) for rank in self._stage_ranks]
-        fullest = max(self._stage_ranks, key=of_ranks.__getitem__)
-        return lying, [load.shares[fullest if len(load.shares) > 1 else 0].fragment for load in own]
-
-    @property
-    def _stage_ranks(self) -> range:
-        return range(self.ranks_per_stage)
+        beyond: dict[int, int] = {}  # what ranks have that others have not
+        for load in own:
+            usual = sum(s.fragment.numel for s in load.shares if s.ranks > 1)
+            for share in load.shares:
+                for rank in share.shards if share.ranks == 1 else ():
+                    beyond[rank] = beyond.get(rank, 0) + share.fragment.numel - usual
+        fullest = max(sorted(beyond), key=beyond.__getitem__) if beyond else 0
+        return lying, [_share_of(fullest, load).fragment for load in own]
 
 
 def from_files(files: ModelFiles) -> PlannedModel:
@@ -165,13 +168,20 @@ def from_numels(numels: Sequence[Sequence[int]], ranks: int) -> PlannedModel:
     return PlannedModel(stages, ranks // len(numels), None)
 
 
-def _shares(fragment: Fragment, taken: Sequence[Slot], load: list[int]) -> tuple[Share, ...]:
-    """Return what each of a stage's ranks sends of a fragment, equal shares once with a count.
+def _share_of(rank: int, load: Load) -> Share:
+    """Return a rank's share: one with its number, or the one that is many ranks'."""
+    return next(s for s in load.shares if s.ranks > 1 or rank in s.shards)
+
+
+def _shares(
+    fragment: Fragment, taken: Sequence[Slot], by_load: list[tuple[int, int]], ranks: int
+) -> tuple[Share, ...]:
+    """Return what each of a stage's ranks sends of a fragment, equal shares once.
 
     The `taken` matrices stay whole: the largest first, each goes to the rank with the least so far,
-    by `load`, to which it is added in place.
+    the first of the heap `by_load`, which is kept. What all ranks without one send comes last.
     """
-    ranks, names = len(load), {slot.name for slot in taken}
+    names = {slot.name for slot in taken}
     if ranks == 1:
         return (Share(fragment),)
     pieces = [
@@ -179,16 +189,23 @@ def _shares(fragment: Fragment, taken: Sequence[Slot], load: list[int]) -> tuple
         for s in fragment.layout
         if s.name not in names
     ]
-    own: list[list[Slot]] = [[] for _ in load]
-    by_load = [(numel, rank) for rank, numel in enumerate(load)]
-    heapify(by_load)
+    own: dict[int, list[Slot]] = {}
     for slot in sorted(taken, key=lambda slot: -slot.numel):
         numel, rank = by_load[0]
-        own[rank].append(slot)
-        load[rank] = numel + slot.numel
-        heapreplace(by_load, (load[rank], rank))
+        own.setdefault(rank, []).append(slot)
+        heapreplace(by_load, (numel + slot.numel, rank))
+    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in sorted(own):
+        alike.setdefault(tuple(slot.shape for slot in own[rank]), []).append(rank)
     shares = [
-        Share(Fragment(fragment.id, fragment.stage, in_a_row([*slots, *pieces])), rank)
-        for rank, slots in enumerate(own if taken else own[:1])
+        Share(_of_pieces(fragment, [*own[numbers[0]], *pieces]), tuple(numbers))
+        for numbers in alike.values()
     ]
-    return tuple(shares) if taken else (shares[0]._replace(ranks=ranks),)
+    if len(own) < ranks:
+        first = next(rank for rank in count() if rank not in own)
+        shares.append(Share(_of_pieces(fragment, pieces), (first,), ranks - len(own)))
+    return tuple(shares)
+
+
+def _of_pieces(fragment: Fragment, slots: Sequence[Slot]) -> Fragment:
+    return Fragment(fragment.id, fragment.stage, in_a_row(slots))
