@@ -24,6 +24,7 @@ one subspace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -173,7 +174,7 @@ class LowRank(Quantized):
         rank, factors = self.rank_of(launch), no_rounds(num_clusters)
         if taken and num_clusters > 1:
             first = (fragment.id + shard) % num_clusters
-            matrices = tuple((*two_sides(s), min(rank, self.largest_rank(s))) for s in taken)
+            matrices = self._matrices(taken, rank)
             factors = factor_rounds(matrices, self.factor_format, num_clusters, first)
             if launch.round == self._first_in_factors:
                 factors = np.concatenate([factors, factors])
@@ -189,11 +190,20 @@ class LowRank(Quantized):
         """Return the slots that travel in factors, and the others that are worth a code."""
         return _split(self, fragment)
 
+    def _matrices(self, taken: Sequence[Slot], rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Return `(m, n, rank)` of slots, a rank or the most that one allows: by shape but once."""
+        kinds = {(slot.shape, slot.whole): slot for slot in taken}
+        sized = {
+            kind: (*two_sides(slot), min(rank, self.largest_rank(slot)))
+            for kind, slot in kinds.items()
+        }
+        return tuple(sized[slot.shape, slot.whole] for slot in taken)
+
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what residuals and warm starts take, and the rank that these are of."""
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
-        warm = 8 + sum(4 * min(most, self.largest_rank(s)) * two_sides(s)[1] for s in taken)
+        warm = 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
         kinds = (
             self.residual_bytes(runs_of(taken), num_clusters, keeps_mean=False),
             self.residual_bytes(runs_of(rest), num_clusters),
@@ -207,9 +217,8 @@ class LowRank(Quantized):
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
         factors = factor_bytes(
-            tuple((*two_sides(s), min(most, self.largest_rank(s))) for s in taken),
-            self.factor_format, num_clusters, fragment.id,
-        )  # fmt: skip
+            self._matrices(taken, most), self.factor_format, num_clusters, fragment.id
+        )
         runs = [*runs_of(taken), *runs_of(rest)]
         work = self.coded_work(runs_of(rest))
         if self.dense_rounds or self.full_round_every:
