@@ -28,6 +28,7 @@ from torch import Tensor
 from dsx.compress.error_feedback import ErrorFeedback
 from dsx.compress.slices import (
     GATHERED_UP_TO,
+    SENT,
     coded_sizes,
     exact_rounds,
     lasting_slices,
@@ -54,7 +55,7 @@ class ExactMean:
     def bytes_sent(self, numel: int) -> int:
         """Return the payload bytes this cluster sends for a mean of `numel` values."""
         rounds = exact_rounds(numel, self._seat.num_clusters)
-        return sum(of_round[self._seat.position].sent for of_round in rounds)
+        return int(rounds[:, self._seat.position, SENT].sum())
 
     def exchange(self, x: Tensor) -> Exchange:
         """Average `x`, fp32 `[n]` on the CPU, in place."""

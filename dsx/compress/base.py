@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
-from dsx.compress.slices import Rounds, exact_bytes, exact_rounds
+from dsx.compress.slices import SENT, Rounds, exact_bytes, exact_rounds
 from dsx.core.buffers import Opening
 from dsx.core.exchange import Exchange
 from dsx.core.membership import Seat
@@ -166,7 +166,7 @@ class Compressor(Protocol):
     ) -> list[int]:
         """Return the bytes that each cluster sends of a fragment, headers apart."""
         rounds = self.traffic(fragment, num_clusters, launch, shard)
-        return [sum(of_round[m].sent for of_round in rounds) for m in range(num_clusters)]
+        return rounds[:, :, SENT].sum(axis=0).tolist()
 
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what the `slots` of each cluster's channel take: residuals, warm starts."""

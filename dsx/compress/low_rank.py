@@ -24,11 +24,13 @@ one subspace.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
 from typing import Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge
 
 from dsx.compress.base import Channel, Launch
@@ -41,7 +43,7 @@ from dsx.compress.quantized import (
     small_bytes,
     small_work,
 )
-from dsx.compress.slices import Rounds, most_work
+from dsx.compress.slices import Rounds, most_work, no_rounds
 from dsx.compress.wire.base import Wire
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.buffers import Opening
@@ -169,13 +171,14 @@ class LowRank(Quantized):
         if self.is_dense_round(launch.round):
             return self.coded_traffic(fragment, fragment.coded_runs, num_clusters)
         taken, rest = self.split(fragment)
-        rank, factors = self.rank_of(launch), ()
+        rank, factors = self.rank_of(launch), no_rounds(num_clusters)
         if taken and num_clusters > 1:
             first = (fragment.id + shard) % num_clusters
-            matrices = tuple((*two_sides(s), min(rank, self.largest_rank(s))) for s in taken)
+            matrices = self._matrices(taken, rank)
             factors = factor_rounds(matrices, self.factor_format, num_clusters, first)
-            factors *= 2 if launch.round == self._first_in_factors else 1
-        return self.coded_traffic(fragment, runs_of(rest), num_clusters, beside=factors)
+            if launch.round == self._first_in_factors:
+                factors = np.concatenate([factors, factors])
+        return self.coded_traffic(fragment, runs_of(rest), num_clusters, [factors])
 
     def rank_of(self, launch: Launch) -> int:
         """Return the rank of a transfer: a controller's, or the own one."""
@@ -187,16 +190,25 @@ class LowRank(Quantized):
         """Return the slots that travel in factors, and the others that are worth a code."""
         return _split(self, fragment)
 
+    def _matrices(self, taken: Sequence[Slot], rank: int) -> tuple[tuple[int, int, int], ...]:
+        """Return `(m, n, rank)` of slots, a rank or the most that one allows: by shape but once."""
+        kinds = {(slot.shape, slot.whole): slot for slot in taken}
+        sized = {
+            kind: (*two_sides(slot), min(rank, self.largest_rank(slot)))
+            for kind, slot in kinds.items()
+        }
+        return tuple(sized[slot.shape, slot.whole] for slot in taken)
+
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what residuals and warm starts take, and the rank that these are of."""
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
-        warm = 8 + sum(4 * min(most, self.largest_rank(s)) * two_sides(s)[1] for s in taken)
+        warm = 8 + sum(4 * rank * n for _, n, rank in self._matrices(taken, most))
         kinds = (
             self.residual_bytes(runs_of(taken), num_clusters, keeps_mean=False),
             self.residual_bytes(runs_of(rest), num_clusters),
         )
-        return [warm + a + b for a, b in zip(*kinds, strict=True)]
+        return (warm + kinds[0] + kinds[1]).tolist()
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
@@ -205,9 +217,8 @@ class LowRank(Quantized):
         taken, rest = self.split(fragment)
         most = max_rank or self.rank or 0
         factors = factor_bytes(
-            tuple((*two_sides(s), min(most, self.largest_rank(s))) for s in taken),
-            self.factor_format, num_clusters, fragment.id,
-        )  # fmt: skip
+            self._matrices(taken, most), self.factor_format, num_clusters, fragment.id
+        )
         runs = [*runs_of(taken), *runs_of(rest)]
         work = self.coded_work(runs_of(rest))
         if self.dense_rounds or self.full_round_every:
@@ -221,10 +232,8 @@ class LowRank(Quantized):
         work.append(small_work(fragment, self.small_wire))
         beside = small_bytes(fragment, self.small_wire, num_clusters) + 4 * (most + 1)
         coded = self.message_bytes(runs, num_clusters)
-        return [
-            own.num_bytes + messages + beside + most_work([*work, own.work])
-            for own, messages in zip(factors, coded, strict=True)
-        ]
+        common = beside + most_work([*work, factors.work])
+        return (factors.num_bytes + factors.sums + coded + common).tolist()
 
 
 @lru_cache(maxsize=1024)

@@ -7,11 +7,15 @@ are.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from heapq import heapreplace
 from typing import TYPE_CHECKING, NamedTuple
 
-from dsx.compress.slices import Rounds, to_all_round, to_owners_round
+import numpy as np
+
+from dsx.compress.slices import Rounds, Sizes, to_all_round, to_owners_round
 
 if TYPE_CHECKING:
     from dsx.compress.wire.base import Wire
@@ -71,8 +75,7 @@ def factor_rounds(
     P to its owners, their means to all, then Q likewise; `first` as for `factor_owners`, whom it
     turns around and with them what each of them sends.
     """
-    rounds, turn = _rounds_from_the_first(matrices, wire, num_clusters), first % num_clusters
-    return tuple(of_round[-turn:] + of_round[:-turn] for of_round in rounds) if turn else rounds
+    return np.roll(_rounds_from_the_first(matrices, wire, num_clusters), first, axis=1)
 
 
 class FactorSizes(NamedTuple):
@@ -98,57 +101,62 @@ def factor_sizes(
 
 
 class FactorBytes(NamedTuple):
-    """What the matrices of a channel take at one cluster: each its messages, and work space."""
+    """What the matrices of a channel take: each its messages, by cluster, and work space.
 
-    num_bytes: int
+    `sums` is of the work space what a cluster adds a factor up in, the largest that it owns.
+    """
+
+    num_bytes: Sizes
     work: Mapping[str, int]
+    sums: Sizes
 
 
 def factor_bytes(
     matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int, first: int
-) -> list[FactorBytes]:
+) -> FactorBytes:
     """Return what factors of matrices `(m, n, largest rank)` take, warm starts apart."""
     by_matrix = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, first)
-    found: list[FactorBytes] = []
-    for position in range(num_clusters):
-        size, work = 0, dict[str, int]()
-        for (m, n, rank), owners in zip(matrices, by_matrix, strict=True):
-            sizes, rows = factor_sizes(m, n, rank, wire, owners, position), rank + NUM_PROBES
-            received = (num_clusters - 1) * sizes.received
-            size += 4 * NUM_PROBES * m + sizes.sent + received + sizes.mean_p + sizes.mean_q
-            averaged = [
-                k for k, by in zip((rows * m, rank * n), owners, strict=True) if by == position
-            ]
-            needed = {
-                "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n,
-                "codes of p": 4 * rank * m, "codes of q": 4 * rank * n,
-                "sum of a factor": 4 * max(averaged, default=0),
-                "scaled": 4 * max(rows * m, rank * n),
-            }  # fmt: skip
-            for role, own in (*needed.items(), *wire.work(max(rows * m, rank * n)).items()):
-                work[role] = max(work.get(role, 0), own)
-        found.append(FactorBytes(size, work))
-    return found
+    num_bytes, sums = (np.zeros(num_clusters, dtype=np.int64) for _ in range(2))
+    work: dict[str, int] = {}
+    alike = Counter(zip(matrices, by_matrix, strict=True))
+    for ((m, n, rank), owners), count in alike.items():
+        rows = rank + NUM_PROBES
+        for position in set(owners):
+            own = factor_sizes(m, n, rank, wire, owners, position)
+            num_bytes[position] += count * (num_clusters - 1) * own.received
+            averaged = zip((rows * m, rank * n), owners, strict=True)
+            most = 4 * max(size for size, by in averaged if by == position)
+            sums[position] = max(sums[position], most)
+        sizes = factor_sizes(m, n, rank, wire, owners, owners.p)
+        num_bytes += count * (4 * NUM_PROBES * m + sizes.sent + sizes.mean_p + sizes.mean_q)
+        needed = {
+            "p": 4 * rows * m, "q": 4 * rank * n, "right": 4 * rows * n,
+            "codes of p": 4 * rank * m, "codes of q": 4 * rank * n,
+            "scaled": 4 * max(rows * m, rank * n),
+        }  # fmt: skip
+        for role, size in (*needed.items(), *wire.work(max(rows * m, rank * n)).items()):
+            work[role] = max(work.get(role, 0), size)
+    return FactorBytes(num_bytes, work, sums)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1024)
 def _rounds_from_the_first(
     matrices: tuple[tuple[int, int, int], ...], wire: Wire, num_clusters: int
 ) -> Rounds:
     owners = factor_owners([(m, n) for m, n, _ in matrices], num_clusters, 0)
-    rounds: Rounds = ()
+    rounds: list[Rounds] = []
     for factor, probes in ((0, NUM_PROBES), (1, 0)):
-        up, down = [0] * num_clusters, [0] * num_clusters  # by owner
+        up, down = np.zeros((2, num_clusters), dtype=np.int64)  # by owner
         for (*sides, rank), by in zip(matrices, owners, strict=True):
             up[by[factor]] += up_bytes(wire, rank + probes, sides[factor])
             down[by[factor]] += down_bytes(wire.is_exact, rank, sides[factor])
-        rounds += to_owners_round(up) + to_all_round(down)
-    return rounds
+        rounds += [to_owners_round(up), to_all_round(down)]
+    return np.concatenate(rounds)
 
 
 def _share_out(sizes: list[int], num_clusters: int) -> list[int]:
-    load, owners = [0] * num_clusters, [0] * len(sizes)
+    by_load, owners = [(0, owner) for owner in range(num_clusters)], [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        owners[index] = min(range(num_clusters), key=load.__getitem__)
-        load[owners[index]] += sizes[index]
+        load, owners[index] = by_load[0]
+        heapreplace(by_load, (load + sizes[index], owners[index]))
     return owners

@@ -12,17 +12,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
+import numpy as np
 from annotated_types import Gt, Le
 
 from dsx.compress.base import Channel, Compressor, Launch
 from dsx.compress.slices import (
     Rounds,
+    Sizes,
     coded_bytes,
     coded_rounds,
     coded_sizes,
     gathered_rounds,
     mean_bounds,
+    mean_lengths,
     most_work,
+    of_lengths,
     side_by_side,
 )
 from dsx.compress.wire.base import Kernels, Rounding, Wire
@@ -170,17 +174,17 @@ class Quantized(Compressor):
         fragment: Fragment,
         runs: Sequence[tuple[int, int]],
         num_clusters: int,
-        beside: Rounds = (),
+        beside: Sequence[Rounds] = (),
     ) -> Rounds:
         """Return the rounds of some runs and the small rest, with others `beside` them."""
         up, down = self.up, self.down
         coded = [coded_rounds(b - a, up, down, num_clusters) for a, b in runs]
         small = small_rounds(fragment, self.small_wire, num_clusters)
-        return side_by_side([*coded, small, beside])
+        return side_by_side([*coded, small, *beside])
 
     def state_bytes(self, fragment: Fragment, num_clusters: int, max_rank: int) -> list[int]:
         """Return what residuals take."""
-        return self.residual_bytes(fragment.coded_runs, num_clusters)
+        return self.residual_bytes(fragment.coded_runs, num_clusters).tolist()
 
     def before_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
@@ -188,7 +192,8 @@ class Quantized(Compressor):
         """Return what copies of residuals take; of those of means alone, if coded at the launch."""
         if not at_launch:
             return self.state_bytes(fragment, num_clusters, max_rank)
-        return self.residual_bytes(fragment.coded_runs, num_clusters, keeps_values=False)
+        runs = fragment.coded_runs
+        return self.residual_bytes(runs, num_clusters, keeps_values=False).tolist()
 
     def residual_bytes(
         self,
@@ -196,14 +201,16 @@ class Quantized(Compressor):
         num_clusters: int,
         keeps_mean: bool = True,
         keeps_values: bool = True,
-    ) -> list[int]:
+    ) -> Sizes:
         """Return what the residuals of runs take: of the values sent, and of each one's means."""
         storage = self.error_feedback if keeps_values else "none"
         of_means = self.kept_of_means if keeps_mean else "none"
-        kept = [0] * num_clusters
+        kept = np.zeros(num_clusters, dtype=np.int64)
         for start, stop in runs:
-            for m, (a, b) in enumerate(self.mean_bounds(stop - start, num_clusters)):
-                kept[m] += _stored_bytes(storage, stop - start) + _stored_bytes(of_means, b - a)
+            kept += _stored_bytes(storage, stop - start)
+            if of_means != "none" and not self.down.is_exact:
+                means = mean_lengths(stop - start, self.up, self.down, num_clusters)
+                kept += of_lengths(means, FORMATS[of_means]().num_bytes)
         return kept
 
     def buffer_bytes(
@@ -216,8 +223,7 @@ class Quantized(Compressor):
         if at_launch:  # the encoder's, on its own thread
             work += most_work(self.encoder_work(runs))
         work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
-        coded = self.message_bytes(runs, num_clusters, at_launch)
-        return [size + work for size in coded]
+        return (self.message_bytes(runs, num_clusters, at_launch) + work).tolist()
 
     def shared_work_bytes(self, fragment: Fragment) -> int:
         """Return what the longest residual takes in fp32, if it is stored in less."""
@@ -225,12 +231,12 @@ class Quantized(Compressor):
 
     def message_bytes(
         self, runs: Sequence[tuple[int, int]], num_clusters: int, at_launch: int = 0
-    ) -> list[int]:
+    ) -> Sizes:
         """Return what the messages of coded runs take at each cluster."""
-        up, down, total = self.up, self.down, [0] * num_clusters
+        up, down = self.up, self.down
+        total = np.zeros(num_clusters, dtype=np.int64)
         for a, b in runs:
-            sizes = coded_bytes(b - a, up, down, num_clusters, at_launch)
-            total = [sum(both) for both in zip(total, sizes, strict=True)]
+            total += coded_bytes(b - a, up, down, num_clusters, at_launch)
         return total
 
     def coded_work(

@@ -26,6 +26,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Literal
 
+import numpy as np
 from annotated_types import Ge, Gt, Le
 
 from dsx.compress.base import Channel, Compressor, Launch
@@ -45,6 +46,7 @@ from dsx.compress.slices import (
     coded_rounds,
     mean_bounds,
     most_work,
+    of_lengths,
     side_by_side,
 )
 from dsx.compress.wire.base import TILE, Codec, Kernels
@@ -167,11 +169,11 @@ class RandomTopK(Compressor):
         """Return what copies of residuals take; of those of means alone, if coded at the launch."""
         if not at_launch:
             return self.state_bytes(fragment, num_clusters, max_rank)
-        storage, kept = FORMATS[self.mean_feedback](), [0] * num_clusters
+        storage, kept = FORMATS[self.mean_feedback](), np.zeros(num_clusters, dtype=np.int64)
         for start, stop in fragment.coded_runs:
-            for m, (a, b) in enumerate(self.mean_bounds(stop - start, num_clusters)):
-                kept[m] += storage.num_bytes(b - a)
-        return kept
+            bounds = np.array(self.mean_bounds(stop - start, num_clusters))
+            kept += of_lengths(np.diff(bounds)[:, 0], storage.num_bytes)
+        return kept.tolist()
 
     def buffer_bytes(
         self, fragment: Fragment, num_clusters: int, max_rank: int, at_launch: int = 0
@@ -198,8 +200,10 @@ class RandomTopK(Compressor):
             work = most_work([*beside, *encoders])
         work += small_bytes(fragment, self.small_wire, num_clusters, at_launch)
         work += sum(runs) * PICKED_BYTES * (2 if at_launch else 1)
-        messages = [coded_bytes(n, form, form, num_clusters, at_launch) for n in runs]
-        return [work + sum(sizes[m] for sizes in messages) for m in range(num_clusters)]
+        total = np.full(num_clusters, work)
+        for n in runs:
+            total += coded_bytes(n, form, form, num_clusters, at_launch)
+        return total.tolist()
 
     def _encoder_work(self, num_picked: int) -> Mapping[str, int]:
         """Return what picking and encoding a run work in, by role."""

@@ -1,32 +1,30 @@
 """How a vector is cut among the clusters that average it, and what each sends and receives then.
 
-The arithmetic of averaging.py without its buffers: plans read it, too. An exchange round is given
-as every cluster's `Passed`, in bytes, headers apart.
+The arithmetic of averaging.py without its buffers: plans read it, too, of thousands of clusters,
+so what is of every cluster is an array. An exchange round is given as what every cluster sends and
+receives in it, in bytes, headers apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from itertools import zip_longest
 from math import lcm
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from dsx.compress.wire.base import Wire
     from dsx.core.membership import Seat
 
 GATHERED_UP_TO = 3  # clusters
+_KNOWN = 2048  # sizes whose rounds are remembered
+SENT, RECEIVED = 0, 1
 
-
-class Passed(NamedTuple):
-    """Bytes of one cluster in one exchange round."""
-
-    sent: int
-    received: int
-
-
-Rounds = tuple[tuple[Passed, ...], ...]  # one after another; by cluster
+Sizes = NDArray[np.int64]
+Rounds = NDArray[np.int64]  # one after another, by cluster: bytes `SENT`, and `RECEIVED`
 
 
 def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tuple[int, int]]:
@@ -34,9 +32,26 @@ def slice_bounds(numel: int, num_clusters: int, granularity: int = 1) -> list[tu
 
     Lengths differ by one unit at most; slices may be empty, and the last unit may be short.
     """
-    units = -(-numel // granularity)
-    cuts = [min(units * m // num_clusters * granularity, numel) for m in range(num_clusters + 1)]
+    cuts = _cuts(numel, num_clusters, granularity).tolist()
     return [(cuts[m], cuts[m + 1]) for m in range(num_clusters)]
+
+
+def slice_lengths(numel: int, num_clusters: int, granularity: int = 1) -> Sizes:
+    """Return the lengths of those slices."""
+    return np.diff(_cuts(numel, num_clusters, granularity))
+
+
+def _cuts(numel: int, num_clusters: int, granularity: int) -> Sizes:
+    """Return where slices begin, and the end; `units * m // num_clusters` with no large product."""
+    each, left = divmod(-(-numel // granularity), num_clusters)
+    numbers = np.arange(num_clusters + 1)
+    return np.minimum((each * numbers + left * numbers // num_clusters) * granularity, numel)
+
+
+def of_lengths(lengths: Sizes, size: Callable[[int], int]) -> Sizes:
+    """Return the size of each, asked for once for all that are as long."""
+    found, where = np.unique(lengths, return_inverse=True)
+    return np.array([size(length) for length in found.tolist()], dtype=np.int64)[where]
 
 
 def lasting_slices(seat: Seat) -> int:
@@ -68,22 +83,29 @@ def mean_bounds(
     return [(slices[own[0]][0], slices[own[-1]][1]) for own in owners]
 
 
-@lru_cache(maxsize=4096)
+def mean_lengths(numel: int, wire: Wire, mean_wire: Wire, num_clusters: int) -> Sizes:
+    """Return how many elements' mean each cluster encodes anew: the lengths of `mean_bounds`."""
+    if num_clusters <= GATHERED_UP_TO:
+        return np.zeros(num_clusters, dtype=np.int64)
+    return slice_lengths(numel, num_clusters, lcm(wire.granularity, mean_wire.granularity))
+
+
+@lru_cache(maxsize=_KNOWN)
 def exact_rounds(numel: int, num_clusters: int) -> Rounds:
     """Return what a mean in fp32 takes: two clusters exchange all, of more each owns a slice."""
     if num_clusters == 1:
-        return ()
+        return no_rounds(1)
     if num_clusters == 2:
-        return to_all_round([4 * numel] * 2)
-    sizes = [4 * (stop - start) for start, stop in slice_bounds(numel, num_clusters)]
-    return to_owners_round(sizes) + to_all_round(sizes)
+        return to_all_round(np.full(2, 4 * numel))
+    sizes = 4 * slice_lengths(numel, num_clusters)
+    return np.concatenate([to_owners_round(sizes), to_all_round(sizes)])
 
 
 def exact_bytes(numel: int, num_clusters: int) -> list[int]:
     """Return what an exact mean holds of the others' values: a vector, or copies of one's slice."""
     if num_clusters <= 2:
         return [4 * numel * (num_clusters - 1)] * num_clusters
-    return [4 * num_clusters * (b - a) for a, b in slice_bounds(numel, num_clusters)]
+    return (4 * num_clusters * slice_lengths(numel, num_clusters)).tolist()
 
 
 class CodedSizes(NamedTuple):
@@ -137,56 +159,57 @@ def most_work(work: Iterable[Mapping[str, int]]) -> int:
     return sum(most.values())
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=_KNOWN)
 def coded_bytes(
     numel: int, wire: Wire, mean_wire: Wire, num_clusters: int, at_launch: int = 0
-) -> tuple[int, ...]:
+) -> Sizes:
     """Return what the messages of a mean in codes take at each cluster: `CodedSizes.num_bytes`."""
-    sizes = coded_sizes(numel, wire, mean_wire, num_clusters, 0)
-    common = sizes.num_bytes(num_clusters, at_launch) - (num_clusters - 1) * sum(sizes.incoming)
-    incoming = [sum(sizes.outgoing[s] for s in own) for own in sizes.owners]
-    return tuple(common + (num_clusters - 1) * size for size in incoming)
+    if num_clusters <= GATHERED_UP_TO:
+        size = wire.num_bytes(numel)
+        return np.full(num_clusters, (max(at_launch, 1) + num_clusters - 1) * size)
+    lengths = mean_lengths(numel, wire, mean_wire, num_clusters)
+    outgoing, means = (of_lengths(lengths, form.num_bytes) for form in (wire, mean_wire))
+    return max(at_launch, 1) * outgoing.sum() + means.sum() + (num_clusters - 1) * outgoing
 
 
-@lru_cache(maxsize=65536)
+@lru_cache(maxsize=_KNOWN)
 def coded_rounds(numel: int, wire: Wire, mean_wire: Wire, num_clusters: int) -> Rounds:
     """Return what a mean in codes takes, gathered or by the owners of slices."""
     if num_clusters <= GATHERED_UP_TO:
         return gathered_rounds(numel, wire, num_clusters)
-    bounds = mean_bounds(numel, wire, mean_wire, num_clusters)
-    up, down = (
-        [form.num_bytes(stop - start) for start, stop in bounds] for form in (wire, mean_wire)
-    )
-    return to_owners_round(up) + to_all_round(down)
+    lengths = mean_lengths(numel, wire, mean_wire, num_clusters)
+    up, down = (of_lengths(lengths, form.num_bytes) for form in (wire, mean_wire))
+    return np.concatenate([to_owners_round(up), to_all_round(down)])
 
 
 def gathered_rounds(numel: int, wire: Wire, num_clusters: int) -> Rounds:
     """Return what a mean takes for which everybody gathers all codes."""
-    is_sent = num_clusters > 1 and numel > 0
-    return to_all_round([wire.num_bytes(numel)] * num_clusters) if is_sent else ()
+    if num_clusters == 1 or numel == 0:
+        return no_rounds(num_clusters)
+    return to_all_round(np.full(num_clusters, wire.num_bytes(numel)))
 
 
-def to_owners_round(sizes: Sequence[int]) -> Rounds:
+def no_rounds(num_clusters: int) -> Rounds:
+    """Return what takes no exchange."""
+    return np.zeros((0, num_clusters, 2), dtype=np.int64)
+
+
+def to_owners_round(sizes: Sizes) -> Rounds:
     """Return the round in which all send each owner what is its, `sizes` by owner."""
-    total, others = sum(sizes), len(sizes) - 1
-    return (tuple(Passed(total - size, others * size) for size in sizes),)
+    return np.stack([sizes.sum() - sizes, (len(sizes) - 1) * sizes], axis=-1)[None]
 
 
-def to_all_round(sizes: Sequence[int]) -> Rounds:
+def to_all_round(sizes: Sizes) -> Rounds:
     """Return the round in which each cluster sends all others what it has, `sizes` by cluster."""
-    total, others = sum(sizes), len(sizes) - 1
-    return (tuple(Passed(others * size, total - size) for size in sizes),)
+    return np.stack([(len(sizes) - 1) * sizes, sizes.sum() - sizes], axis=-1)[None]
 
 
-def side_by_side(exchanges: Iterable[Rounds]) -> Rounds:
-    """Return the rounds of exchanges that run at once, their messages in one round each time."""
-    running = [rounds for rounds in exchanges if rounds]
-    if len(running) == 1:
-        return running[0]
-    found: list[tuple[Passed, ...]] = []
-    for rounds in zip_longest(*running, fillvalue=()):
-        by_cluster = zip(*(of_round for of_round in rounds if of_round), strict=True)
-        found.append(
-            tuple(Passed(sum(p.sent for p in o), sum(p.received for p in o)) for o in by_cluster)
-        )
-    return tuple(found)
+def side_by_side(exchanges: Sequence[Rounds], times: Sequence[int] | None = None) -> Rounds:
+    """Return the rounds of exchanges that run at once, their messages in one round each time.
+
+    `times` are how many there are of each; one, unless said.
+    """
+    total = np.zeros_like(max(exchanges, key=len))
+    for rounds, count in zip(exchanges, times or [1] * len(exchanges), strict=True):
+        total[: len(rounds)] += count * rounds
+    return total

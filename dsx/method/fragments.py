@@ -19,6 +19,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated, Literal, Protocol
 
@@ -206,7 +207,9 @@ def lay_out(
     fragments: list[Fragment] = []
     for index, names in enumerate(assignment):
         own = [Slot(n, pieces[n][0], 0, pieces[n][1], wholes[n]) for n in names if n in pieces]
-        fragments.append(Fragment(index, stage, in_a_row(sorted(own, key=lambda s: s.is_small))))
+        large = [slot for slot in own if not slot.is_small]
+        small = [slot for slot in own if slot.is_small] if len(large) < len(own) else []
+        fragments.append(Fragment(index, stage, in_a_row([*large, *small])))
     return fragments
 
 
@@ -220,6 +223,7 @@ def in_a_row(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     )
 
 
+@lru_cache(maxsize=2**17)
 def _layer_key(name: str) -> str | None:
     match = _FIRST_NUMBER.match(name)
     return match.group(1) if match else None

@@ -23,7 +23,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsx.compress.slices import exact_bytes
+import numpy as np
+
+from dsx.compress.slices import Sizes, exact_bytes
 from dsx.core.exchange import HASHED_PAIRS
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
@@ -87,8 +89,8 @@ def predict(
         of_staleness += numel
     sidebands = [sideband_shape(method, f, count, num_clusters).numel for f, count in pairs]
     wire = sum(f.numel for f in on_the_wire)
-    of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)
-    codec, before, channels = max(of_clusters, key=sum)
+    of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)  # by cluster
+    codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
     sent = 0 if method.encodes_at_launch else wire
     return OuterMemory(
         anchor=4 * numel if outer.keeps_anchor else 0,
@@ -107,19 +109,18 @@ def predict(
 
 def _of_channels(
     method: Method, on_the_wire: Sequence[Fragment], sidebands: Sequence[int], num_clusters: int
-) -> list[tuple[int, int, int]]:
+) -> Sizes:
     """Return what each cluster's channels keep for a checkpoint, of before, and hold beside it."""
     compression, rank = method.compression, method.control.largest_rank
     at_launch = method.max_in_flight if method.encodes_at_launch else 0
     shared = max((compression.shared_work_bytes(f) for f in on_the_wire), default=0)
-    kept, before, held = [0] * num_clusters, [0] * num_clusters, [shared] * num_clusters
+    found = np.zeros((3, num_clusters), dtype=np.int64)
+    found[2] = shared
     for fragment, sideband in zip(on_the_wire, sidebands, strict=True):
         state = compression.state_bytes(fragment, num_clusters, rank)
         copies = compression.before_bytes(fragment, num_clusters, rank, at_launch)
         buffers = compression.buffer_bytes(fragment, num_clusters, rank, at_launch)
-        hashed, exact = _HASH_BYTES if fragment.numel else 0, exact_bytes(sideband, num_clusters)
-        for m in range(num_clusters):
-            kept[m] += state[m]
-            before[m] += copies[m]
-            held[m] += buffers[m] + exact[m] + hashed
-    return list(zip(kept, before, held, strict=True))
+        found += np.array([state, copies, buffers])
+        found[2] += exact_bytes(sideband, num_clusters)
+        found[2] += _HASH_BYTES if fragment.numel else 0
+    return found

@@ -35,6 +35,7 @@ from dsx.plan.predict import (
 from dsx.plan.published.scenario import require_number
 from dsx.plan.traffic import Load, Traffic, initial_rank
 from dsx.plan.variants import (
+    LEAST_RANK,
     MOST_LAYERWISE,
     Codec,
     codecs_for,
@@ -165,8 +166,14 @@ class Search:
                 continue
             if _most_interval(method, question) < question.max_interval:
                 self.left_out.append(f"{preset} is planned with H up to {MOST_LAYERWISE_INTERVAL}")
+            codecs = codecs_for(method, question.model.hidden)
+            if not codecs and question.model.hidden is not None:
+                self.left_out.append(
+                    f"{preset} is left out: its factors have a rank of {LEAST_RANK} or more, and a "
+                    f"width of {question.model.hidden} allows {question.model.hidden // 4}"
+                )
             for count in fragment_counts(method, most):
-                for codec in codecs_for(method, question.model.hidden):
+                for codec in codecs:
                     yield preset, method, count, codec
 
     def data_parallel(self) -> Prediction:

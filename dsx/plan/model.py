@@ -2,7 +2,7 @@
 
 From files, or from a number of parameters and layers. A rank's share is taken to be one part in n
 of every parameter; whole matrices, where a codec needs them, are dealt out, the largest first. A
-run's shares differ by alignment, a few bytes.
+run's shares differ by alignment, a few bytes. Ranks whose shares have the same sizes are kept once.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from itertools import count
 
 from dsx.compress.base import Compressor
 from dsx.core.types import Fragment, ParameterShape, Slot, Stage
-from dsx.method.fragments import Fragmenter, assign_stage, group_by_layer, in_a_row, lay_out
+from dsx.method.fragments import Fragmenter, assign_stage, group_by_layer, in_a_row
 from dsx.plan.model_files import ModelFiles, inner_of, stage_shapes
 from dsx.plan.published.scenario import require_number
 from dsx.plan.traffic import Load, Share, of_sizes
+
+MOST_PARAMETERS = 10**15  # more would not be counted in 64 bits, sent among thousands
 
 
 @dataclass(frozen=True)
@@ -72,14 +74,26 @@ class PlannedModel:
         found: list[Load] = []
         is_wanted = compression.needs_whole_matrices and self.ranks_per_stage > 1
         for index, shapes in enumerate(self.stages):
-            stage, load = Stage(index, len(self.stages)), [0] * self.ranks_per_stage
-            wholes = {p.name: p.shape for p in shapes}
-            pieces = {name: (shape, 0) for name, shape in wholes.items()}
-            for fragment in lay_out(assign_stage(fragmenter, shapes, stage), pieces, wholes, index):
-                taken = [s for s in fragment.layout if is_wanted and compression.takes(s)]
-                shares = _shares(fragment, taken, load)
-                found.append(Load(index, fragment.id, len(fragment.layout), shares))
+            assigned = assign_stage(fragmenter, shapes, Stage(index, len(self.stages)))
+            fragments = [[self._slots[index][name] for name in names] for names in assigned]
+            taken = [[s for s in f if is_wanted and compression.takes(s)] for f in fragments]
+            owners = min(self.ranks_per_stage, sum(map(len, taken)))  # the others get none
+            by_load = [(0, rank) for rank in range(owners)]
+            for id, (slots, matrices) in enumerate(zip(fragments, taken, strict=True)):
+                alike = [((0,), 1, sorted(slots, key=lambda slot: slot.is_small))]
+                if is_wanted or not compression.needs_whole_matrices:
+                    alike = _shares(slots, matrices, by_load, self.ranks_per_stage)
+                shares = [
+                    Share(Fragment(id, index, in_a_row(own)), numbers, ranks)
+                    for numbers, ranks, own in alike
+                ]
+                found.append(Load(index, id, len(slots), tuple(shares)))
         return found
+
+    @cached_property
+    def _slots(self) -> list[dict[str, Slot]]:
+        """Whole parameters by name, of each stage."""
+        return [{p.name: Slot(p.name, p.shape, 0, whole=p.shape) for p in s} for s in self.stages]
 
     def fullest_rank(self, loads: Sequence[Load]) -> tuple[list[Fragment], list[Fragment]]:
         """Return the fragments of the rank with most, as they lie and as they travel."""
@@ -89,14 +103,14 @@ class PlannedModel:
         own = max(by_stage.values(), key=lambda loads: sum(load.numel for load in loads))
         held = [-(-load.numel // self.ranks_per_stage) for load in own]
         (lying,) = of_sizes(held)
-        sent = [[share.fragment.numel for share in load.shares] for load in own]
-        of_ranks = [sum(n[rank if len(n) > 1 else 0] for n in sent) for rank in self._stage_ranks]
-        fullest = max(self._stage_ranks, key=of_ranks.__getitem__)
-        return lying, [load.shares[fullest if len(load.shares) > 1 else 0].fragment for load in own]
-
-    @property
-    def _stage_ranks(self) -> range:
-        return range(self.ranks_per_stage)
+        beyond: dict[int, int] = {}  # what ranks have that others have not
+        for load in own:
+            usual = sum(s.fragment.numel for s in load.shares if s.ranks > 1)
+            for share in load.shares:
+                for rank in share.shards if share.ranks == 1 else ():
+                    beyond[rank] = beyond.get(rank, 0) + share.fragment.numel - usual
+        fullest = max(sorted(beyond), key=beyond.__getitem__) if beyond else 0
+        return lying, [_share_of(fullest, load).fragment for load in own]
 
 
 def from_files(files: ModelFiles) -> PlannedModel:
@@ -107,6 +121,8 @@ def from_files(files: ModelFiles) -> PlannedModel:
         for index in range(cluster.pipeline)
     ]
     ranks = cluster.tensor * cluster.data
+    numel = sum(p.numel for stage in stages for p in stage)
+    require_number("the model's parameters", numel, 1, MOST_PARAMETERS)
     return PlannedModel(tuple(stages), ranks, model.hidden, files)
 
 
@@ -115,9 +131,14 @@ def from_sizes(params: float, layers: int, hidden: int | None, ranks: int) -> Pl
 
     Without `hidden` each layer is one matrix of which only the size is known.
     """
-    require_number("params", params, 1, 1e15)
+    require_number("params", params, 1, MOST_PARAMETERS)
     require_number("layers", layers, 1, 10_000)
     per_layer = round(params / layers)
+    if per_layer < 1:
+        raise ValueError(
+            f"--layers={layers}: {params:g} parameters do not give each layer one; "
+            f"try --layers={max(int(params), 1)}"
+        )
     shapes: list[ParameterShape] = []
     for layer in range(layers):
         name = f"layers.{layer}."
@@ -165,30 +186,46 @@ def from_numels(numels: Sequence[Sequence[int]], ranks: int) -> PlannedModel:
     return PlannedModel(stages, ranks // len(numels), None)
 
 
-def _shares(fragment: Fragment, taken: Sequence[Slot], load: list[int]) -> tuple[Share, ...]:
-    """Return what each of a stage's ranks sends of a fragment, equal shares once with a count.
+def _share_of(rank: int, load: Load) -> Share:
+    """Return a rank's share: one with its number, or the one that is many ranks'."""
+    return next(s for s in load.shares if s.ranks > 1 or rank in s.shards)
+
+
+def _shares(
+    slots: Sequence[Slot], taken: Sequence[Slot], by_load: list[tuple[int, int]], ranks: int
+) -> list[tuple[tuple[int, ...], int, list[Slot]]]:
+    """Return what each of a stage's ranks sends of a fragment, as `Share` has it, equal ones once.
 
     The `taken` matrices stay whole: the largest first, each goes to the rank with the least so far,
-    by `load`, to which it is added in place.
+    the first of the heap `by_load`, which is kept. What all ranks without one send comes last.
     """
-    ranks, names = len(load), {slot.name for slot in taken}
-    if ranks == 1:
-        return (Share(fragment),)
-    pieces = [
-        Slot(s.name, (-(-s.numel // ranks),), 0, whole=s.whole or s.shape)
-        for s in fragment.layout
-        if s.name not in names
-    ]
-    own: list[list[Slot]] = [[] for _ in load]
-    by_load = [(numel, rank) for rank, numel in enumerate(load)]
-    heapify(by_load)
+    names = {slot.name for slot in taken}
+    pieces = _pieces([slot for slot in slots if slot.name not in names], ranks)
+    own: dict[int, list[Slot]] = {}
     for slot in sorted(taken, key=lambda slot: -slot.numel):
         numel, rank = by_load[0]
-        own[rank].append(slot)
-        load[rank] = numel + slot.numel
-        heapreplace(by_load, (load[rank], rank))
-    shares = [
-        Share(Fragment(fragment.id, fragment.stage, in_a_row([*slots, *pieces])), rank)
-        for rank, slots in enumerate(own if taken else own[:1])
-    ]
-    return tuple(shares) if taken else (shares[0]._replace(ranks=ranks),)
+        own.setdefault(rank, []).append(slot)
+        heapreplace(by_load, (numel + slot.numel, rank))
+    alike: dict[tuple[tuple[int, ...], ...], list[int]] = {}
+    for rank in sorted(own):
+        alike.setdefault(tuple(slot.shape for slot in own[rank]), []).append(rank)
+    shares = [(tuple(of), 1, [*own[of[0]], *pieces]) for of in alike.values()]
+    if len(own) < ranks:
+        first = next(rank for rank in count() if rank not in own)
+        shares.append(((first,), ranks - len(own), pieces))
+    return shares
+
+
+def _pieces(slots: Sequence[Slot], ranks: int) -> list[Slot]:
+    """Return a rank's part of what is flat to its codec: of all large ones, of all small."""
+    found: list[Slot] = []
+    for name, own in (
+        ("large", [slot for slot in slots if not slot.is_small]),
+        ("small", [slot for slot in slots if slot.is_small]),
+    ):
+        if own:
+            held = sum(-(-slot.numel // ranks) for slot in own)
+            total = sum(slot.numel for slot in own)
+            whole = (2, total) if name == "large" else (total,)  # never that of a whole matrix
+            found.append(Slot(name, (held,), 0, whole=whole))
+    return found

@@ -23,6 +23,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import numpy as np
+
 from dsx.compress.slices import exact_rounds
 from dsx.core.types import History
 from dsx.method.method import Method
@@ -89,8 +91,7 @@ def predict_traffic(
         seconds = Timeline(steps, step_seconds, launches, transfers, *delay).period_seconds()
     seconds = max(seconds, steps * step_seconds)
     shares = _shares(method, traffic, launches)
-    columns = zip(*traffic.bytes_sent, strict=True)
-    totals = [sum(times * sent for times, sent in zip(shares, c, strict=True)) for c in columns]
+    totals: list[float] = (np.array(shares) @ traffic.bytes_sent).tolist()
     return Prediction(
         utilization=steps * step_seconds / seconds,
         round_seconds=seconds,

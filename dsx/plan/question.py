@@ -16,7 +16,14 @@ from dsx.plan.candidates import MOST_CLUSTERS, Question
 from dsx.plan.coding import slowdown_of, slowed
 from dsx.plan.from_run import RunFigures, read_run
 from dsx.plan.link import Costs, Link, read_codec_figures
-from dsx.plan.model import PlannedModel, from_files, from_numels, from_parameters, from_sizes
+from dsx.plan.model import (
+    MOST_PARAMETERS,
+    PlannedModel,
+    from_files,
+    from_numels,
+    from_parameters,
+    from_sizes,
+)
 from dsx.plan.model_files import read_model
 from dsx.plan.published.scenario import require_number
 
@@ -24,10 +31,10 @@ USUAL_MFU = 0.4
 PEAK_FLOPS = {"a100": 312e12, "a800": 312e12, "h100": 989e12}  # bf16, dense
 _GIB = 2**30
 _BOUNDS = {
-    "params": (1, 1e14),
+    "params": (1, MOST_PARAMETERS),
     "layers": (1, 10_000),
     "hidden": (1, 10**6),
-    "gpus_per_cluster": (1, 10**5),
+    "gpus_per_cluster": (1, 10**6),
     "step_seconds": (1e-6, 1e9),
     "mfu": (0.001, 1),
     "tokens_per_step": (1, 1e15),

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +53,7 @@ def show_plan(read: Read, outputs: Outputs, console: Console) -> bool:
         if outputs.json_file:
             outputs.json_file.write_text(text + "\n")
         if outputs.as_json:
-            _say(console, text)
+            typer.echo(text)
     if outputs.plot:
         _plot(search, rows, outputs.plot)
     if outputs.as_json:
@@ -240,7 +241,8 @@ def _candidate(row: Candidate, search: Search, budget: Budget) -> dict[str, Any]
         "rounds_late": row.method.delay.rounds_under_way,
         "codec": row.codec.name,
         "rank": row.rank,
-        **asdict(row.prediction),
+        **{key: value for key, value in vars(row.prediction).items() if key != "bytes_by_cluster"},
+        "bytes_of_all_clusters": sum(row.prediction.bytes_by_cluster),
         "bytes_per_day": row.bytes_per_day,
         "outer_memory": {**vars(row.memory), "contributions": row.contributions},
         "outer_bytes_on_device": row.on_device,

@@ -7,14 +7,14 @@ cluster, because slices of a mean and the owners of factors differ from cluster 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from dsx.compress.base import Launch
-from dsx.compress.slices import Rounds, exact_rounds
+from dsx.compress.slices import SENT, Rounds, Sizes, exact_rounds, no_rounds, side_by_side
 from dsx.core.exchange import COMMIT_BYTES, HEADER_BYTES
 from dsx.core.types import Fragment, History, ParameterShape, Slot
 from dsx.method.fragments import Fragmenter, lay_out
@@ -25,8 +25,6 @@ from dsx.plan.link import ROUND_ONE_WAYS, Costs, Link
 from dsx.plan.timeline import Cost
 
 Ranks = Sequence[Sequence[Fragment]]
-Sizes = NDArray[np.int64]
-Counted = tuple[int, Rounds]
 
 
 def one_rank(fragmenter: Fragmenter, parameters: Sequence[ParameterShape]) -> list[list[Fragment]]:
@@ -42,11 +40,16 @@ def of_sizes(numels: Iterable[int]) -> list[list[Fragment]]:
 
 
 class Share(NamedTuple):
-    """What a rank sends of a fragment; `ranks` of them send the same, `shard` is the first's."""
+    """What ranks send of a fragment: those with the numbers `shards`, each as `ranks` others do."""
 
     fragment: Fragment
-    shard: int = 0
+    shards: tuple[int, ...] = (0,)
     ranks: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements of all of these ranks."""
+        return len(self.shards) * self.ranks * self.fragment.numel
 
 
 class Load(NamedTuple):
@@ -60,7 +63,7 @@ class Load(NamedTuple):
     @property
     def numel(self) -> int:
         """Elements of all ranks."""
-        return sum(share.ranks * share.fragment.numel for share in self.shares)
+        return sum(share.numel for share in self.shares)
 
 
 def loads_of(ranks: Ranks) -> list[Load]:
@@ -72,7 +75,7 @@ def loads_of(ranks: Ranks) -> list[Load]:
             key = (f.stage, f.id)
             names.setdefault(key, set()).update(s.name for s in f.layout)
             own = shares.setdefault(key, [])
-            own.append(Share(f, shard=len(own)))
+            own.append(Share(f, (len(own),)))
     return [
         Load(*key, len(names[key]), tuple(s for s in shares[key] if s.fragment.numel))
         for key in sorted(names)
@@ -98,12 +101,15 @@ class Traffic:
         self.loads = list(loads)
         self.num_stages = len({load.stage for load in loads})
         usual = method.compression.usual_round
-        self._rounds = [self._rounds_of(load, usual) for load in loads]
-        self.bytes_sent = [rounds[:, :, 0].sum(axis=0).tolist() for rounds in self._rounds]
+        rounds = [self._rounds_of(load, usual) for load in loads]
+        self.bytes_sent: Sizes = np.array([r[:, :, SENT].sum(axis=0) for r in rounds])
+        self._held = [(len(r), int(r.max(axis=(1, 2)).sum())) for r in rounds]
+        self._largest = [max((s.fragment for s in load.shares), key=_numel) for load in loads]
+        self._coding: tuple[Costs, dict[int, tuple[float, float, float]]] = Costs(), {}
 
     def sent_in(self, index: int, number: int) -> list[int]:
         """Return what each cluster sends in a fragment's `number`-th launch, counted from 1."""
-        return self._rounds_of(self.loads[index], number)[:, :, 0].sum(axis=0).tolist()
+        return self._rounds_of(self.loads[index], number)[:, :, SENT].sum(axis=0).tolist()
 
     def cost(self, index: int, link: Link, costs: Costs) -> Cost:
         """Return what a transfer of a fragment takes, on the rank with most of it.
@@ -111,53 +117,57 @@ class Traffic:
         Exchange rounds go one after another, and each ends with the cluster that sends or receives
         most in it.
         """
-        fragments = [share.fragment for share in self.loads[index].shares]
-        if not fragments or self.num_clusters == 1:
+        if not self.loads[index].shares or self.num_clusters == 1:
             return Cost(0.0, 0.0, 0.0)
-        largest = max(fragments, key=lambda f: f.numel)
-        compression, rank = self._method.compression, self._rank or 0
-        before, after = coding_seconds(largest, compression, rank, self.num_clusters, costs)
-        blocking = costs.blocking_seconds_per_element * largest.numel
-        if self._method.encodes_at_launch:  # which a run of such a method has measured, too
-            at_launch = share_seconds(largest, compression, self.num_clusters, costs)
-            blocking = max(blocking, at_launch / self.num_stages)  # stages work side by side
-        held = int(self._rounds[index].max(axis=(1, 2)).sum())
-        num_rounds = len(self._rounds[index]) - 1  # beside the handshake
+        before, after, blocking = self._coding_seconds(index, costs)
+        num_rounds, held = self._held[index]
         latency = ROUND_ONE_WAYS * link.latency_seconds
         return Cost(
             before + latency,  # of the handshake
             held / link.payload_bytes_per_second,
-            after + num_rounds * latency,
+            after + (num_rounds - 1) * latency,
             blocking,
         )
 
-    def _rounds_of(self, load: Load, number: int) -> Sizes:
+    def _coding_seconds(self, index: int, costs: Costs) -> tuple[float, float, float]:
+        """Return a thread's seconds before the link and after it, and the training thread's."""
+        if self._coding[0] is not costs:
+            self._coding = costs, {}
+        known = self._coding[1]
+        if index not in known:
+            largest, clusters = self._largest[index], self.num_clusters
+            compression, rank = self._method.compression, self._rank or 0
+            before, after = coding_seconds(largest, compression, rank, clusters, costs)
+            blocking = costs.blocking_seconds_per_element * largest.numel
+            if self._method.encodes_at_launch:  # which a run of such a method has measured, too
+                at_launch = share_seconds(largest, compression, clusters, costs)
+                blocking = max(blocking, at_launch / self.num_stages)  # stages work side by side
+            known[index] = before, after, blocking
+        return known[index]
+
+    def _rounds_of(self, load: Load, number: int) -> Rounds:
         """Return what a transfer's rounds take of all ranks: handshake, codes, sideband, commit.
 
         Bytes by round and cluster, sent and received.
         """
         launch, clusters = Launch(number, self._rank), self.num_clusters
-        peers_of_ranks, codes, beside = 0, list[Counted](), list[Counted]()
-        for fragment, shard, ranks in load.shares:
-            peers_of_ranks += ranks * (clusters - 1)
-            sent = self._method.compression.traffic(fragment, clusters, launch, shard)
-            codes.append((ranks, sent))
+        codes, beside = [no_rounds(clusters)], [no_rounds(clusters)]
+        times = [0]
+        for fragment, shards, ranks in load.shares:
             numel = sideband_shape(self._method, fragment, load.num_tensors, clusters).numel
-            if numel:
-                beside.append((ranks, exact_rounds(numel, clusters)))
+            around = exact_rounds(numel, clusters) if numel else no_rounds(clusters)
+            for turn, count in Counter(shard % clusters for shard in shards).items():
+                codes.append(self._method.compression.traffic(fragment, clusters, launch, turn))
+                beside.append(around)
+                times.append(count * ranks)
+        peers_of_ranks = sum(times) * (clusters - 1)
         handshake, commit = (
             np.full((1, clusters, 2), peers_of_ranks * size)
             for size in (HEADER_BYTES, COMMIT_BYTES)
         )
-        averaged = [_together(codes, clusters), _together(beside, clusters)]
+        averaged = [side_by_side(exchanges, times) for exchanges in (codes, beside)]
         return np.concatenate([handshake, *averaged, commit])
 
 
-def _together(kinds: Sequence[Counted], num_clusters: int) -> Sizes:
-    """Return the rounds of ranks that send at once, of each kind so many."""
-    longest = max((len(rounds) for _, rounds in kinds), default=0)
-    total = np.zeros((longest, num_clusters, 2), dtype=np.int64)
-    for count, rounds in kinds:
-        if rounds:
-            total[: len(rounds)] += count * np.array(rounds, dtype=np.int64)
-    return total
+def _numel(fragment: Fragment) -> int:
+    return fragment.numel

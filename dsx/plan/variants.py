@@ -21,6 +21,7 @@ from dsx.method.outer_optimizer import SGD, Momentum, NoOuterStep
 from dsx.method.schedule.periodic import Streaming
 
 MOST_LAYERWISE = 64  # fragments of a layer each: all have a thread and connections of their own
+LEAST_RANK = 16  # of factors that are tried
 _UNKNOWN_LOSS = 0.5  # of a codec that came from outside
 
 
@@ -82,9 +83,9 @@ def codecs_for(method: Method, hidden: int | None) -> list[Codec]:
     for halvings in range(2, 8) if hidden else ():
         rank = (hidden or 0) >> halvings
         loss = 0.5 + 0.25 * ((hidden or 0) // max(rank, 1)).bit_length() - 0.25
-        if rank >= 16 and method.control.largest_rank:
+        if rank >= LEAST_RANK and method.control.largest_rank:
             found.append(Codec("low rank", own, loss, {}, rank))
-        elif rank >= 16:
+        elif rank >= LEAST_RANK:
             compression = replace(own, rank=rank)
             found.append(Codec("low rank", compression, loss, {"rank": rank}))
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dsx.compress.averaging import CodedMean, ExactMean
 from dsx.compress.error_feedback import Residual
-from dsx.compress.slices import coded_rounds, exact_rounds, gathered_rounds
+from dsx.compress.slices import SENT, coded_rounds, exact_rounds, gathered_rounds
 from dsx.compress.wire.formats import FORMATS
 from dsx.core.membership import Seat
 from tests.compress.channels import bits, correlated, drive, exact_mean, nmse
@@ -46,7 +46,7 @@ def coded_means(
     rounds = coded_rounds(numel, up, down, num_clusters)
     if is_gathered:
         rounds = gathered_rounds(numel, up, num_clusters)
-    return results, sent, [sum(r[m].sent for r in rounds) for m in range(num_clusters)]
+    return results, sent, rounds[:, :, SENT].sum(axis=0).tolist()
 
 
 def as_decoded(wire: str, x: Tensor) -> Tensor:
@@ -159,8 +159,8 @@ def test_bytes_per_element(num_clusters: int, per_element: float) -> None:
     )
     assert exact == pytest.approx(per_element, abs=0.006)
     rounds = coded_rounds(numel, FORMATS["int4"](), FORMATS["int8"](), num_clusters)
-    for sent in zip(*rounds, strict=True):
-        assert sum(p.sent for p in sent) / numel == pytest.approx(exact, rel=0.005)
+    for sent in rounds[:, :, SENT].sum(axis=0):
+        assert sent / numel == pytest.approx(exact, rel=0.005)
 
 
 @pytest.mark.parametrize(("num_clusters", "limit"), [(2, 0.009), (4, 0.009), (32, 0.002)])

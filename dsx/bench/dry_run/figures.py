@@ -124,7 +124,7 @@ def _bytes_of(
     rank, wire = pair
     used = set(_used(rank, wire))
     loads = [
-        Load(fragment.stage, fragment.id, count, (Share(fragment, shard),))
+        Load(fragment.stage, fragment.id, count, (Share(fragment, (shard,)),))
         for fragment, count in zip(wire, rank.num_tensors, strict=True)
         if fragment.id in used
     ]
