@@ -249,6 +249,12 @@ def _estimated(given: Given, model: PlannedModel, facts: list[str]) -> float:
         raise ValueError("--gpu needs --tokens-per-step N, the tokens of one cluster's inner step")
     peak = PEAK_FLOPS[given.gpu]
     seconds = 6 * model.numel * tokens / (model.ranks * peak * mfu)
+    least, most = _BOUNDS["step_seconds"]
+    if not least <= seconds <= most:
+        raise ValueError(
+            f"--gpu {given.gpu} makes {seconds:.4g} s of a step of {tokens:g} tokens, which must "
+            f"be {least:g} to {most:g}; check --tokens-per-step and --gpus-per-cluster"
+        )
     facts.append(
         f"step: {seconds:.4g} s, estimated: 6 x {model.numel:.4g} parameters x {tokens:.4g} tokens "
         f"/ ({model.ranks} x {peak / 1e12:g} TFLOP/s x {100 * mfu:g} %)"

@@ -198,6 +198,18 @@ def refused(tmp_path: Any, *words: str, flags: str = FLAGS) -> str:
 
 
 @needs_megatron
+@pytest.mark.parametrize("stages", [1, 2])
+def test_stages_are_named_where_there_are_some(stages: int, tmp_path: Any) -> None:
+    source = tmp_path / "run.flags"
+    source.write_text(f"{FLAGS} --pipeline-model-parallel-size {stages}")
+    result = CliRunner().invoke(app, ["dry-run", str(source), "--json", str(tmp_path / "x.json")])
+    assert result.exit_code == 0, result.stderr or repr(result.exception)
+    assert ("objects: pipeline stages 0, 1\n" in result.stdout) == (stages == 2)
+    assert ("own objects\n" in result.stdout) == (stages == 1)
+    assert json.loads((tmp_path / "x.json").read_text())["bytes_per_round_per_rank"] > 0
+
+
+@needs_megatron
 def test_what_cannot_be_built_is_refused_by_name(tmp_path: Any) -> None:
     assert "--build 0,1: the first, the last" in refused(tmp_path, "--build", "0,1")
     assert "a cluster has ranks 0 to 3" in refused(tmp_path, "--build", "4")

@@ -48,7 +48,7 @@ ANSWERED = [
     # memory, and what cannot be factored
     "memory-limit=1e-6", "memory-limit=1e9", "hidden=1", "hidden=15", "hidden=",
     # estimated steps
-    "step-seconds= gpu=h100 tokens-per-step=1", "step-seconds= gpu=a800 tokens-per-step=1e15",
+    "step-seconds= gpu=h100 tokens-per-step=1", "step-seconds= gpu=a800 tokens-per-step=1e9",
     "step-seconds= gpu=a100 mfu=0.001 tokens-per-step=1e6 gpus-per-cluster=1000000",
     "top=1", "top=1000000",
 ]  # fmt: skip
@@ -86,6 +86,7 @@ REFUSED = [
     ("steps=0", "--steps=0 must be 1 to"),
     ("heal-seconds=60", "--heal-seconds goes with --mtbf"),
     ("memory-limit=0", "--memory-limit=0 must be"),
+    ("step-seconds= gpu=a800 tokens-per-step=1e15", "makes 4.207e+10 s of a step of 1e+15 tokens"),
     ("gpu=h100 tokens-per-step=1e6", "a step's seconds are given by --step-seconds and --gpu"),
 ]  # fmt: skip
 

@@ -131,7 +131,7 @@ def _bytes_of(
     if not loads:
         return [0] * config.clusters.num_clusters
     traffic = Traffic(config.method, loads, config.clusters.num_clusters)
-    return [sum(column) for column in zip(*traffic.bytes_sent, strict=True)]
+    return traffic.bytes_sent.sum(axis=0).tolist()
 
 
 def _held(

@@ -18,9 +18,9 @@ def show(run: DryRun, console: Console) -> None:
         f"ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data {cluster.data}); "
         f"{config.preset}, outer state with the {config.state.device}",
     )
-    named = ", ".join(map(str, run.built))
+    named = f": pipeline stages {', '.join(map(str, run.built))}" if len(run.stages) > 1 else ""
     like = "" if len(run.built) == len(run.stages) else "; the others are like the middle one"
-    _say(console, f"built with {cluster.engine}'s own objects: pipeline stages {named}{like}")
+    _say(console, f"built with {cluster.engine}'s own objects{named}{like}")
     console.print(_table(run))
     _say(console, f"largest to mean bytes of a stage's ranks: {record['owner_spread']:.3f}")
     _say(
