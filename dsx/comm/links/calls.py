@@ -1,11 +1,14 @@
 """The connections that this rank opens to others: sockets that call, and call again when cut off.
 
-A peer that changes its key has two for a while; who calls tries them in turn.
+A peer that changes its key has two for a while; who calls tries them in turn. What libzmq cannot
+read ends a call for good (a byte that was changed on the way, a key that is not taken): libzmq does
+not say then that it tries again, and it is made anew from here.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +22,8 @@ from dsx.comm.links.peer import Peer
 
 _NOT_TAKEN = "it does not take this cluster's key"
 _TELL_MILLISECONDS = 200  # in which it goes out that calls are made anew
+_TRIES_AGAIN_SECONDS = 0.2  # in which libzmq says so, as one of its threads does at once
+_NEVER_STOOD_SECONDS = 1.0  # as long as libzmq waits at most
 _NOBODY = "nobody listens there, or the port is closed on the way"
 _NOT_KNOWN = "who answers there has none of its keys, or is no link"
 
@@ -35,6 +40,12 @@ class Call:
     monitor: Any
     number: int = 0  # of the connection that stands, or stood last
     greeted: Peer | None = None  # whose process answers, or answered last
+    ended_at: float | None = None  # if it has, and libzmq has not said that it tries again
+
+    def has_ended(self, now: float) -> bool:
+        """Whether it has, for good."""
+        seconds = _TRIES_AGAIN_SECONDS if self.number else _NEVER_STOOD_SECONDS
+        return self.ended_at is not None and now > self.ended_at + seconds
 
 
 class Calls:
@@ -90,6 +101,8 @@ class Calls:
         with suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(call.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                goes_on = event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CONNECT_RETRIED)
+                call.ended_at = None if goes_on else time.monotonic()
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     call.number = next(self._numbers)
                     yield True
@@ -103,6 +116,13 @@ class Calls:
                     has_failed = True
         if has_failed:
             self._try_next_key(call)
+
+    def make_ended_ones_anew(self) -> None:
+        """Call again where libzmq does not: also who has been given up, for a later process."""
+        now = time.monotonic()
+        for call in [call for call in self.by_socket.values() if call.has_ended(now)]:
+            self.hang_up(call)
+            self.call(call.peer, call.index, call.address, call.key)
 
     def renew(self, peers: set[int] | None = None) -> None:
         """Call anew where a key is not one of the peer's any more, and all for None."""
