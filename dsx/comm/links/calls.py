@@ -22,8 +22,9 @@ from dsx.comm.links.peer import Peer
 
 _NOT_TAKEN = "it does not take this cluster's key"
 _TELL_MILLISECONDS = 200  # in which it goes out that calls are made anew
-_TRIES_AGAIN_SECONDS = 0.2  # in which libzmq says so, as one of its threads does at once
-_NEVER_STOOD_SECONDS = 1.0  # as long as libzmq waits at most
+_TRIES_AGAIN_SECONDS = 0.1  # in which libzmq says so, as one of its threads does at once
+_MOST_VAIN = 10  # that are counted
+_MOST_SECONDS = 2.0  # before a call that has never stood is made anew: twice as long each time
 _NOBODY = "nobody listens there, or the port is closed on the way"
 _NOT_KNOWN = "who answers there has none of its keys, or is no link"
 
@@ -41,10 +42,11 @@ class Call:
     number: int = 0  # of the connection that stands, or stood last
     greeted: Peer | None = None  # whose process answers, or answered last
     ended_at: float | None = None  # if it has, and libzmq has not said that it tries again
+    num_vain: int = 0  # calls before it that have never stood
 
     def has_ended(self, now: float) -> bool:
         """Whether it has, for good."""
-        seconds = _TRIES_AGAIN_SECONDS if self.number else _NEVER_STOOD_SECONDS
+        seconds = min(_TRIES_AGAIN_SECONDS * 2**self.num_vain, _MOST_SECONDS)
         return self.ended_at is not None and now > self.ended_at + seconds
 
 
@@ -85,7 +87,7 @@ class Calls:
 
     def call(
         self, peer: Peer, index: int, address: tuple[str, int], key: bytes | None = None
-    ) -> None:
+    ) -> Call:
         """Call a peer at `host:port` and a slot there, with a key of its or the first one."""
         if key is None:
             key = b"" if self._trust is None else self._trust.keys_of(peer.cluster_id)[0]
@@ -94,6 +96,7 @@ class Calls:
         self.by_socket[socket] = self.by_monitor[monitor] = call
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
+        return call
 
     def events(self, call: Call) -> Iterator[bool]:
         """Yield True for each time that a call has come to stand, False for each that it ended."""
@@ -122,7 +125,8 @@ class Calls:
         now = time.monotonic()
         for call in [call for call in self.by_socket.values() if call.has_ended(now)]:
             self.hang_up(call)
-            self.call(call.peer, call.index, call.address, call.key)
+            again = self.call(call.peer, call.index, call.address, call.key)
+            again.num_vain = 0 if call.number else min(call.num_vain + 1, _MOST_VAIN)
 
     def renew(self, peers: set[int] | None = None) -> None:
         """Call anew where a key is not one of the peer's any more, and all for None."""

@@ -116,6 +116,25 @@ def test_a_later_process_is_called_where_libzmq_has_ended_the_calls_of_the_one_b
         assert there.peer(HERE).incarnation == now.incarnation
 
 
+def test_who_was_not_let_in_calls_until_it_is() -> None:
+    """What changes meanwhile is the other side's list of keys."""
+    pairs = pairs_of(2)
+    keys = KnownKeys(0, pairs)
+    keys.change(1, [])
+    here = Switch(HERE, keys, LinkOptions(), Pace(None))
+    there = Switch(THERE, KnownKeys(1, pairs), LinkOptions(), Pace(None))
+    try:
+        there.expect(HERE, f"127.0.0.1:{here.port}", None)
+        refused = "a key of no member"
+        until(lambda: here.dropped.counts[refused] > 4, lambda: pump(here), lambda: pump(there))
+        assert max(call.num_vain for call in there._calls.by_socket.values()) > 0
+        keys.change(1, [pairs[1][0]])
+        until(lambda: there.peer(HERE).is_there, lambda: pump(here), lambda: pump(there))
+    finally:
+        for switch in (here, there):
+            switch.end("over")
+
+
 def two_that_have_met() -> tuple[Switch, Switch]:
     """The first is called by the second, and asks for no sign of life."""
     here, there = (Switch(name, None, LinkOptions(), Pace(None)) for name in (HERE, THERE))
