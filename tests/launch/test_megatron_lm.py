@@ -1,7 +1,7 @@
 """Unmodified `pretrain_gpt.py` of a Megatron-LM tree, on the CPU: `--megatron-lm PATH -m slow`.
 
 The tree is copied without its history; nothing is written into it. It needs what that release
-imports: triton, pyyaml, six (its own requirements), and a compiled `helpers_cpp`, which
+imports: triton, pyyaml, regex, six (its requirements), and a compiled `helpers_cpp`, which
 megatron-core's wheel brings.
 """
 

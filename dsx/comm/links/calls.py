@@ -1,11 +1,14 @@
 """The connections that this rank opens to others: sockets that call, and call again when cut off.
 
-A peer that changes its key has two for a while; who calls tries them in turn.
+A peer that changes its key has two for a while; who calls tries them in turn. What libzmq cannot
+read ends a call for good (a byte that was changed on the way, a key that is not taken): libzmq does
+not say then that it tries again, and it is made anew from here.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +22,9 @@ from dsx.comm.links.peer import Peer
 
 _NOT_TAKEN = "it does not take this cluster's key"
 _TELL_MILLISECONDS = 200  # in which it goes out that calls are made anew
+_TRIES_AGAIN_SECONDS = 0.1  # in which libzmq says so, as one of its threads does at once
+_MOST_VAIN = 10  # that are counted
+_MOST_SECONDS = 2.0  # before a call that has never stood is made anew: twice as long each time
 _NOBODY = "nobody listens there, or the port is closed on the way"
 _NOT_KNOWN = "who answers there has none of its keys, or is no link"
 
@@ -35,6 +41,13 @@ class Call:
     monitor: Any
     number: int = 0  # of the connection that stands, or stood last
     greeted: Peer | None = None  # whose process answers, or answered last
+    ended_at: float | None = None  # if it has, and libzmq has not said that it tries again
+    num_vain: int = 0  # calls before it that have never stood
+
+    def has_ended(self, now: float) -> bool:
+        """Whether it has, for good."""
+        seconds = min(_TRIES_AGAIN_SECONDS * 2**self.num_vain, _MOST_SECONDS)
+        return self.ended_at is not None and now > self.ended_at + seconds
 
 
 class Calls:
@@ -74,7 +87,7 @@ class Calls:
 
     def call(
         self, peer: Peer, index: int, address: tuple[str, int], key: bytes | None = None
-    ) -> None:
+    ) -> Call:
         """Call a peer at `host:port` and a slot there, with a key of its or the first one."""
         if key is None:
             key = b"" if self._trust is None else self._trust.keys_of(peer.cluster_id)[0]
@@ -83,6 +96,7 @@ class Calls:
         self.by_socket[socket] = self.by_monitor[monitor] = call
         self._poller.register(socket, zmq.POLLIN)
         self._poller.register(monitor, zmq.POLLIN)
+        return call
 
     def events(self, call: Call) -> Iterator[bool]:
         """Yield True for each time that a call has come to stand, False for each that it ended."""
@@ -90,6 +104,8 @@ class Calls:
         with suppress(zmq.Again):
             while True:
                 event = parse_monitor_message(call.monitor.recv_multipart(zmq.NOBLOCK))["event"]
+                goes_on = event in (zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_CONNECT_RETRIED)
+                call.ended_at = None if goes_on else time.monotonic()
                 if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                     call.number = next(self._numbers)
                     yield True
@@ -103,6 +119,14 @@ class Calls:
                     has_failed = True
         if has_failed:
             self._try_next_key(call)
+
+    def make_ended_ones_anew(self) -> None:
+        """Call again where libzmq does not: also who has been given up, for a later process."""
+        now = time.monotonic()
+        for call in [call for call in self.by_socket.values() if call.has_ended(now)]:
+            self.hang_up(call)
+            again = self.call(call.peer, call.index, call.address, call.key)
+            again.num_vain = 0 if call.number else min(call.num_vain + 1, _MOST_VAIN)
 
     def renew(self, peers: set[int] | None = None) -> None:
         """Call anew where a key is not one of the peer's any more, and all for None."""

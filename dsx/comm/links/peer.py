@@ -8,6 +8,7 @@ when that has been closed and not come back within `grace_seconds`, or when noth
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from typing import Any
@@ -22,7 +23,8 @@ from dsx.comm.links.stall import Stall
 SIGNS_PER_SUSPICION = 4  # of life, in the silence after which a peer is given up
 _FIRST_PROBES = 8  # closer together, for the least time there and back
 _FIRST_PROBE_SECONDS = 0.25
-_LATENCIES_TO_RETURN = 6  # of TCP's and CURVE's greetings, there and back
+_ROUND_TRIPS_TO_RETURN = 6  # of TCP's and CURVE's greetings
+_LAST_ROUND_TRIPS = 5  # which say how long one takes now: busy hosts and lines take longer
 _ACKS_IN_A_FRAME = 4096
 _STALLS_PER_SUSPICION = 2  # connections are made anew before their peer is given up
 _RENEWALS_PER_SUSPICION = 4  # in which connections that are made anew may be closed
@@ -87,8 +89,8 @@ class Peer:
         self.is_apart = False  # each has left the other out, and goes on
         self.trouble = ""  # why it could not be called, the last time
         self.latency_seconds = 0.0  # there and back, the least seen
-        self.last_latency_seconds = 0.0  # the last one
         self.sent_bytes = self.received_bytes = 0  # of messages, also of those sent again
+        self._round_trips: deque[float] = deque(maxlen=_LAST_ROUND_TRIPS)  # in seconds
         self.asked: dict[int, bytes] = {}  # requests without an answer, by number
         self._lent: dict[int, deque[Any]] = {}  # by lane: what libzmq may look at still
         self._grace_seconds, self._suspect_seconds = grace_seconds, suspect_seconds
@@ -189,6 +191,11 @@ class Peer:
                 self.close(index)
 
     @property
+    def last_latency_seconds(self) -> float:
+        """There and back, the last time; 0 where nothing has been measured."""
+        return self._round_trips[-1] if self._round_trips else 0.0
+
+    @property
     def silent_seconds(self) -> float:
         """For how long nothing has come from it."""
         return time.monotonic() - self._heard_at
@@ -216,7 +223,8 @@ class Peer:
         """Probe it where it is time; return why it has to be given up, if it has."""
         if self.error is not None or not self._has_met:
             return None
-        grace = self._grace_seconds + _LATENCIES_TO_RETURN * self.latency_seconds
+        round_trip = statistics.median(self._round_trips or [0.0])
+        grace = self._grace_seconds + _ROUND_TRIPS_TO_RETURN * round_trip
         if self._lost_at is not None and now - self._lost_at > grace:
             return f"its connection was closed and did not come back within {grace:.1f} s"
         silent = now - self._heard_at
@@ -253,9 +261,9 @@ class Peer:
         """Send a probe back, or take the time of one's own that has come back."""
         if frame.total:
             seconds = (time.monotonic_ns() - frame.total) / 1e9
-            self.last_latency_seconds = seconds
             self.latency_seconds = min(self.latency_seconds or seconds, seconds)
             self.mailbox.latency_seconds = self.latency_seconds
+            self._round_trips.append(seconds)
         else:
             first = self.mailbox.first_serial
             self.say(Frame(PROBE, self._own, total=frame.start, serial=first), b"")

@@ -17,7 +17,7 @@ from zmq.utils import z85
 from dsx.comm.links.frames import MOST_BODY_BYTES
 from dsx.comm.links.greetings import routing_id
 
-_HANDSHAKE_MILLISECONDS = 5000
+_HANDSHAKE_MILLISECONDS = 20_000  # a host with too much to do has taken more than 5000
 _RECONNECT_MILLISECONDS = 50
 _MOST_RECONNECT_MILLISECONDS = 1000
 _KEEPALIVE_SECONDS = 5

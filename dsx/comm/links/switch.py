@@ -130,8 +130,7 @@ class Switch:
             elif each is self._callers.monitor:
                 self._callers.take_events()
             elif each in self._calls.by_monitor:
-                call = self._calls.by_monitor[each]
-                for stands in self._calls.events(call):
+                for stands in self._calls.events(call := self._calls.by_monitor[each]):
                     if stands:
                         self._greet(self._connection_of(call), call.index)
                     elif call.peer.is_over(call.index, call.socket):
@@ -139,6 +138,7 @@ class Switch:
             elif each in self._calls.by_socket:
                 self._take_calling(self._calls.by_socket[each])
         self._callers.close_ended()
+        self._calls.make_ended_ones_anew()
         self._look()
         return before != [(peer.is_there, peer.error) for peer in self.peers.values()]
 

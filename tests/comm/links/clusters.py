@@ -68,6 +68,7 @@ class Line:
         self.flows.set()
         self.passed = bytearray()  # what has gone over it, both ways
         self.said: list[bytearray] = []  # by those who have called, each connection's
+        self.garbles = 0  # of how much that is said there one bit is changed
         self.swallows: Callable[[int, bool], bool] = lambda number, is_caller: False
         threading.Thread(target=self._accept, daemon=True).start()
 
@@ -122,6 +123,9 @@ class Line:
                 if len(self.passed) < 1 << 24:
                     self.passed += data
                     said += data
+                if self.garbles and not is_caller:
+                    self.garbles -= 1
+                    data = data[:-1] + bytes([data[-1] ^ 1])
                 sink.sendall(data)
         for end in (source, sink):
             with contextlib.suppress(OSError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -116,3 +117,24 @@ def test_a_connection_that_closes_while_it_is_made_anew_is_no_loss(clock: Clock)
     clock.peer.close(0)  # for another reason
     clock.now += 1.0
     assert "did not come back" in str(clock.peer.look(clock.now))
+
+
+def test_a_closed_connection_may_be_away_for_as_long_as_round_trips_take_now(clock: Clock) -> None:
+    """Of a host that has become busy; one that stood still for once says nothing."""
+
+    def lasts(*round_trips: float) -> float:
+        for seconds in round_trips:
+            frame = Frame(PROBE, 1, total=time.monotonic_ns() - round(1e9 * seconds))
+            clock.peer.answer_probe(frame)
+        clock.peer.close(0)
+        closed_at = clock.now
+        while clock.peer.look(clock.now) is None:
+            clock.now += 0.01
+        clock.peer.open(0, connection)
+        return clock.now - closed_at
+
+    connection: Any = clock.short
+    assert lasts() == pytest.approx(0.7, abs=0.02)
+    assert lasts(0.1) == pytest.approx(1.3, abs=0.05)
+    assert lasts(0.1, 0.1, 0.3, 0.3, 0.3) == pytest.approx(2.5, abs=0.05)
+    assert lasts(0.1, 0.1, 0.1, 0.1, 30.0) == pytest.approx(1.3, abs=0.05)
