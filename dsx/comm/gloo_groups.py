@@ -34,10 +34,10 @@ class Device:
         self.address = listening_address(self.own_port) if self.own_port else ""
         self._is_reached = False
 
-    def require_reach(self, store: dist.Store, seat: Seat) -> None:
+    def require_reach(self, store: dist.Store, seat: Seat, deadline: timedelta) -> None:
         """Look once whether all peers lead here, and theirs to them; PeerLost if one does not."""
-        if self.address and not self._is_reached:
-            require_reach(store, seat, self.address, self.interface)
+        if not self._is_reached:
+            require_reach(store, seat, self.address, self.interface, deadline)
         self._is_reached = True
 
     def tell(self, store: dist.Store, seat: Seat) -> None:
@@ -68,7 +68,7 @@ def connect_gloo(
     options._timeout = deadline
     options._threads = 1  # for collectives, of which there are none
     options._devices = [device.handle]
-    device.require_reach(store, seat)
+    device.require_reach(store, seat, deadline)
     device.tell(store, seat)
     groups = [
         dist.ProcessGroupGloo(

@@ -18,9 +18,11 @@ import socket
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from types import TracebackType
+from typing import Any
 
 import torch.distributed as dist
 
@@ -90,27 +92,37 @@ class Listening:
         self._socket.close()
 
 
-def require_reach(store: dist.Store, seat: Seat, address: str, interface: str | None) -> None:
+def require_reach(
+    store: dist.Store, seat: Seat, address: str, interface: str | None, deadline: timedelta
+) -> None:
     """Call every peer where it listens; PeerLost, on all alike, if one is not reached.
 
-    `address` is where gloo listens here. Every rank of a number in all clusters calls this.
+    `address` is where gloo listens here, "" if that is not known: nobody calls there then. Every
+    rank of a number in all clusters calls this; RuntimeError if one does not within `deadline`.
     """
-    with Listening(address, interface) as listening:
-        store.set(f"place/{seat.position}", json.dumps(asdict(listening.place)))
-        places = {peer: Place(**json.loads(store.get(f"place/{peer}"))) for peer in seat.others}
+
+    def told_by(key: str) -> Any:
+        store.wait([key], deadline)
+        return json.loads(store.get(key))
+
+    with ExitStack() as stack:
+        own = stack.enter_context(Listening(address, interface)).place if address else None
+        store.set(f"place/{seat.position}", json.dumps(own and asdict(own)))
+        told = {peer: told_by(f"place/{peer}") for peer in seat.others}
+        places = {peer: Place(**place) for peer, place in told.items() if place is not None}
         with ThreadPoolExecutor(_CALLS_AT_ONCE, "dsx-reach") as calls:
             answers = zip(places, calls.map(why_not, places.values()), strict=True)
-        own = {str(seat.ids[p]): describe(seat, p, places[p], why) for p, why in answers if why}
-        store.set(f"reached/{seat.position}", json.dumps(own))
+        found = {str(seat.ids[p]): describe(seat, p, places[p], why) for p, why in answers if why}
+        store.set(f"reached/{seat.position}", json.dumps(found))
         # nobody stops to listen before all have called
-        told = {peer: json.loads(store.get(f"reached/{peer}")) for peer in seat.others}
+        others = {peer: told_by(f"reached/{peer}") for peer in seat.others}
     problems: dict[str, str] = {}  # of each cluster that is not reached, what the first one says
     for position in range(seat.num_clusters):
-        problems = told.get(position, own) | problems
+        problems = others.get(position, found) | problems
     if problems:
         raise PeerLost("; ".join(problems.values()))
-    if any(place.host != listening.place.host for place in places.values()):
-        _tell_of_interfaces(listening.place)
+    if own is not None and any(place.host != own.host for place in places.values()):
+        _tell_of_interfaces(own)
 
 
 def _tell_of_interfaces(own: Place) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -23,7 +25,7 @@ def seats(num_clusters: int) -> list[Seat]:
 
 
 def meet(
-    told: Callable[[int, reach.Place], reach.Place], num_clusters: int
+    told: Callable[[int, reach.Place], reach.Place], num_clusters: int, unknown: Sequence[int] = ()
 ) -> list[str]:  # what each cluster is told, "" where all is well
     store, said = dist.HashStore(), [""] * num_clusters
 
@@ -34,17 +36,22 @@ def meet(
             self.own = own
 
         def set(self, key: str, value: str) -> None:
-            if key.startswith("place/"):
+            if key.startswith("place/") and value != "null":
                 place = reach.Place(**json.loads(value))
                 value = json.dumps(vars(told(self.own, place)))
             store.set(key, value)
+
+        def wait(self, keys: list[str], deadline: timedelta) -> None:
+            store.wait(keys, deadline)
 
         def get(self, key: str) -> bytes:
             return store.get(key)
 
     def run(seat: Seat) -> None:
         try:
-            require_reach(Told(seat.position), seat, "127.0.0.1", None)  # type: ignore[arg-type]
+            own: Any = Told(seat.position)
+            address = "" if seat.position in unknown else "127.0.0.1"
+            require_reach(own, seat, address, None, timedelta(seconds=20))
         except PeerLost as error:
             said[seat.position] = str(error)
 
@@ -58,6 +65,12 @@ def meet(
 
 def test_all_that_are_reached_are_no_trouble() -> None:
     assert meet(lambda own, place: place, 3) == ["", "", ""]
+
+
+def test_who_does_not_know_where_it_listens_is_not_called_and_calls_the_others() -> None:
+    """Where there is no /proc, or several were opened at once."""
+    assert meet(lambda own, place: place, 3, unknown=[1]) == ["", "", ""]
+    assert meet(lambda own, place: place, 2, unknown=[0, 1]) == ["", ""]
 
 
 def test_a_port_that_nobody_answers_at_is_named_to_all() -> None:
