@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -31,6 +32,7 @@ from dsx.core.membership import Seat
 from dsx.core.transport import PeerLost
 
 _CALL_SECONDS = 10.0
+_PAUSE_SECONDS = 0.2
 _CALLS_AT_ONCE = 32
 _WORD_BYTES = 16
 _OF_NAME = "that of the host's name"
@@ -68,15 +70,19 @@ class Listening:
             socket.gethostname(), address, self._socket.getsockname()[1], self._word, own, others,
             interface is not None,
         )  # fmt: skip
+        self._is_closed = False
         threading.Thread(target=self._serve, name="dsx-reach", daemon=True).start()
 
     def _serve(self) -> None:
-        with suppress(OSError):  # it is closed
-            while True:
+        while not self._is_closed:
+            try:
                 caller, _ = self._socket.accept()
-                with caller, suppress(OSError):
-                    caller.settimeout(_CALL_SECONDS)
-                    caller.sendall(self._word.encode())
+            except OSError:  # it is closed, or there are no descriptors left for a moment
+                time.sleep(_PAUSE_SECONDS)
+                continue
+            with caller, suppress(OSError):
+                caller.settimeout(_CALL_SECONDS)
+                caller.sendall(self._word.encode())
 
     def __enter__(self) -> Listening:
         return self
@@ -87,6 +93,7 @@ class Listening:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        self._is_closed = True
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # or `accept` would wait on
         self._socket.close()
@@ -95,10 +102,11 @@ class Listening:
 def require_reach(
     store: dist.Store, seat: Seat, address: str, interface: str | None, deadline: timedelta
 ) -> None:
-    """Call every peer where it listens; PeerLost, on all alike, if one is not reached.
+    """Call every peer where it listens; PeerLost if neither of two reaches the other.
 
-    `address` is where gloo listens here, "" if that is not known: nobody calls there then. Every
-    rank of a number in all clusters calls this; RuntimeError if one does not within `deadline`.
+    Where one of them does, gloo may connect: that is a warning. `address` is where gloo listens
+    here, "" if that is not known: nobody calls there then. Every rank of a number in all clusters
+    calls this; RuntimeError if one does not within `deadline`.
     """
 
     def told_by(key: str) -> Any:
@@ -106,23 +114,38 @@ def require_reach(
         return json.loads(store.get(key))
 
     with ExitStack() as stack:
-        own = stack.enter_context(Listening(address, interface)).place if address else None
+        own = _listen(stack, address, interface)
         store.set(f"place/{seat.position}", json.dumps(own and asdict(own)))
         told = {peer: told_by(f"place/{peer}") for peer in seat.others}
         places = {peer: Place(**place) for peer, place in told.items() if place is not None}
         with ThreadPoolExecutor(_CALLS_AT_ONCE, "dsx-reach") as calls:
             answers = zip(places, calls.map(why_not, places.values()), strict=True)
-        found = {str(seat.ids[p]): describe(seat, p, places[p], why) for p, why in answers if why}
+        found = {str(p): describe(seat, p, places[p], why) for p, why in answers if why}
         store.set(f"reached/{seat.position}", json.dumps(found))
         # nobody stops to listen before all have called
         others = {peer: told_by(f"reached/{peer}") for peer in seat.others}
+    others[seat.position] = found
     problems: dict[str, str] = {}  # of each cluster that is not reached, what the first one says
-    for position in range(seat.num_clusters):
-        problems = others.get(position, found) | problems
+    for position, peers in sorted(others.items()):
+        both = {p: text for p, text in peers.items() if str(position) in others[int(p)]}
+        problems = both | problems
     if problems:
-        raise PeerLost("; ".join(problems.values()))
+        raise PeerLost("; ".join(problems[p] for p in sorted(problems, key=int)))
+    for text in found.values():
+        logger.warning("%s; it reaches this one: gloo may connect from there", text)
     if own is not None and any(place.host != own.host for place in places.values()):
         _tell_of_interfaces(own)
+
+
+def _listen(stack: ExitStack, address: str, interface: str | None) -> Place | None:
+    """Listen until the stack ends; None where the address is not known, or cannot be taken."""
+    if not address:
+        return None
+    try:
+        return stack.enter_context(Listening(address, interface)).place
+    except OSError as error:
+        logger.debug("whether others reach %s is not looked at: %s", address, error)
+        return None
 
 
 def _tell_of_interfaces(own: Place) -> None:
@@ -145,14 +168,20 @@ def _tell_of_interfaces(own: Place) -> None:
 
 def why_not(place: Place) -> str | None:
     """Return why a place does not lead to whoever listens there; None if it does."""
-    try:
-        with socket.create_connection((place.address, place.port), _CALL_SECONDS) as call:
-            said = _read(call)
-    except TimeoutError:
-        return f"no answer in {_CALL_SECONDS:g} s"
-    except OSError as error:
-        return os.strerror(error.errno) if error.errno else str(error)
-    return None if said == place.word else "another process answers there"
+    until, why = time.monotonic() + _CALL_SECONDS, ""
+    while (left := until - time.monotonic()) > 0:
+        try:
+            with socket.create_connection((place.address, place.port), left) as call:
+                call.settimeout(left)
+                said = _read(call)
+        except TimeoutError:
+            why = f"no answer in {_CALL_SECONDS:g} s"
+        except OSError as error:  # a tunnel may come up with the first call
+            why = os.strerror(error.errno) if error.errno else str(error)
+            time.sleep(_PAUSE_SECONDS)
+        else:
+            return None if said == place.word else "another process answers there"
+    return why or f"no answer in {_CALL_SECONDS:g} s"
 
 
 def describe(seat: Seat, peer: int, place: Place, why: str) -> str:
@@ -170,7 +199,6 @@ def describe(seat: Seat, peer: int, place: Place, why: str) -> str:
 
 def _read(call: socket.socket) -> str:
     said = b""
-    call.settimeout(_CALL_SECONDS)
     while len(said) < _WORD_BYTES:
         if not (more := call.recv(_WORD_BYTES - len(said))):
             break

@@ -73,24 +73,39 @@ def test_who_does_not_know_where_it_listens_is_not_called_and_calls_the_others()
     assert meet(lambda own, place: place, 2, unknown=[0, 1]) == ["", ""]
 
 
-def test_a_port_that_nobody_answers_at_is_named_to_all() -> None:
+def lose(*lost: int) -> Callable[[int, reach.Place], reach.Place]:
+    """Have these clusters say a port that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as closed:
         port = closed.getsockname()[1]
-    said = meet(lambda own, place: replace(place, port=port) if own == 1 else place, 3)
-    assert len(set(said)) == 1
-    assert said[0].startswith(
-        "cluster 1 listens at 127.0.0.1 (lo, that of the host's name) on host"
-    )
-    assert "and cluster 0 on host" in said[0] and "Connection refused" in said[0]
-    assert "cluster 2 listens" not in said[0] and said[0].count("--dsx-interface") == 1
+    return lambda own, place: replace(place, port=port) if own in lost else place
+
+
+def test_two_of_which_neither_reaches_the_other_are_named_to_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reach, "_CALL_SECONDS", 0.3)
+    said = meet(lose(0, 1), 3)
+    assert len(set(said)) == 1 and said[0].count("--dsx-interface") == 2
+    where = "127.0.0.1 (lo, that of the host's name)"
+    assert said[0].startswith(f"cluster 0 listens at {where} on host")
+    assert "and cluster 1 on host" in said[0] and "Connection refused" in said[0]
+    assert "cluster 2 listens" not in said[0]
+
+
+def test_one_that_reaches_the_others_and_is_not_reached_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """gloo needs one way only, and takes it by the addresses: it may well connect."""
+    monkeypatch.setattr(reach, "_CALL_SECONDS", 0.3)
+    assert meet(lose(1), 3) == ["", "", ""]
+    assert caplog.text.count("cluster 1 listens at") == 2  # to clusters 0 and 2
+    assert "it reaches this one: gloo may connect from there" in caplog.text
 
 
 def test_another_process_at_the_same_private_address_is_seen() -> None:
     """Two sites may have the same private network: the address leads to a host of one's own."""
     with Listening("127.0.0.1", None) as other:
-        said = meet(
-            lambda own, place: replace(place, port=other.place.port) if own == 0 else place, 2
-        )
+        said = meet(lambda own, place: replace(place, port=other.place.port), 2)
     assert "another process answers there" in said[0] and said[0] == said[1]
 
 

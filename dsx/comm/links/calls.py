@@ -46,8 +46,9 @@ class Call:
 
     def has_ended(self, now: float) -> bool:
         """Whether it has, for good."""
-        seconds = min(_TRIES_AGAIN_SECONDS * 2**self.num_vain, _MOST_SECONDS)
-        return self.ended_at is not None and now > self.ended_at + seconds
+        if self.ended_at is None:
+            return False
+        return now > self.ended_at + min(_TRIES_AGAIN_SECONDS * 2**self.num_vain, _MOST_SECONDS)
 
 
 class Calls:
@@ -153,7 +154,8 @@ class Calls:
 
     def hang_up(self, call: Call, linger_milliseconds: int = 0) -> None:
         """End a call for good."""
-        call.peer.close(call.index)
+        if call.ended_at is None or call.peer.is_over(call.index, call.socket):
+            call.peer.close(call.index)  # else what stands was called from there
         del self.by_socket[call.socket], self.by_monitor[call.monitor]
         self._poller.unregister(call.socket)
         self._poller.unregister(call.monitor)

@@ -18,6 +18,7 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 _LOOPBACK = "127.0.0.1"
+_HERE = ("127.0.0.1", "localhost", "::1")
 _ANYWHERE = (None, "0.0.0.0", "::")
 _STARTS = 5  # of a gateway that ends, one after another
 _PAUSE_SECONDS = 0.1  # for each one before
@@ -92,9 +94,10 @@ def open_on_host(
         here = _ranks_of_this_host(store, rank_info, deadline_seconds)
     if here[0] != 0 and not is_relayed:
         others = [settings.address_of(m) for m in range(len(settings.members)) if m != own]
-        towards = next((parse_address(f"tcp://{a}")[0] for a in others if a), master)
+        hosts = [parse_address(f"tcp://{a}")[0] for a in others if a]
+        towards = [host for host in hosts if host not in _HERE]  # those are forwarded elsewhere
         host = settings.host if settings.host not in _ANYWHERE else None
-        address = _at(host or own_address(towards, interface), settings.port)
+        address = _at(host or own_address([*towards, master], interface), settings.port)
     if len(here) == 1 and not is_relayed:
         return open_link(settings, own, rank, world_size, settings.port), Where(address)
     link = open_link(settings, own, rank, world_size, host=_LOOPBACK)
@@ -110,7 +113,7 @@ def where_alone(link: Link, meeting: Meeting, master: str) -> Where:
     """Return where a rank is called that listens by itself, as seen from where clusters meet."""
     has_own = meeting.rendezvous != "env://"
     meets = parse_address(meeting.rendezvous)[0] if has_own else master
-    return Where(_at(own_address(meets, meeting.interface), link.port))
+    return Where(_at(own_address([meets, master], meeting.interface), link.port))
 
 
 class HostGateway:
@@ -291,10 +294,12 @@ def _get(store: dist.Store, key: str, what: str, seconds: float) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def own_address(towards: str, interface: str | None) -> str:
-    """Return this host's address of an interface, or of the one that leads to a host.
+def own_address(towards: Sequence[str], interface: str | None) -> str:
+    """Return this host's address of an interface, or of the one that leads to the first host.
 
-    ValueError if the interface is none of this host's, or has no address.
+    Of the hosts the first that is known here and has a route; IPv4 where it has that, as ranks
+    listen there. ValueError if the interface is none of this host's, or has no address; OSError if
+    no host has a route.
     """
     if interface is not None:
         known = addresses()
@@ -305,7 +310,17 @@ def own_address(towards: str, interface: str | None) -> str:
                 f"{names}; give one of them, by --dsx-interface where it is launched on this host"
             )
         return known[interface][0]
-    family, *_, place = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    *first, last = [
+        (host, family) for host in towards for family in (socket.AF_INET, socket.AF_UNSPEC)
+    ]
+    for host, family in first:
+        with suppress(OSError):
+            return _towards(host, family)
+    return _towards(*last)
+
+
+def _towards(host: str, wanted: int) -> str:
+    family, *_, place = socket.getaddrinfo(host, 9, wanted, socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as anywhere:
         anywhere.connect(place)  # sends nothing: the system says which address it would take
         return str(anywhere.getsockname()[0])

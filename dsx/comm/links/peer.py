@@ -219,13 +219,16 @@ class Peer:
             self.connections.clear()
             self.mailbox.end(self.error)
 
+    def _grace(self) -> float:
+        """How long a closed connection may be away: longer on a long line, or of a busy host."""
+        round_trip = statistics.median(self._round_trips or [0.0])
+        return self._grace_seconds + min(_ROUND_TRIPS_TO_RETURN * round_trip, self._sign_seconds)
+
     def look(self, now: float) -> str | None:
         """Probe it where it is time; return why it has to be given up, if it has."""
         if self.error is not None or not self._has_met:
             return None
-        round_trip = statistics.median(self._round_trips or [0.0])
-        grace = self._grace_seconds + _ROUND_TRIPS_TO_RETURN * round_trip
-        if self._lost_at is not None and now - self._lost_at > grace:
+        if self._lost_at is not None and now - self._lost_at > (grace := self._grace()):
             return f"its connection was closed and did not come back within {grace:.1f} s"
         silent = now - self._heard_at
         if silent > self._suspect_seconds:

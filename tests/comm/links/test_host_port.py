@@ -105,7 +105,7 @@ def test_one_rank_listens_itself(stack: ExitStack) -> None:
 def test_a_second_host_is_called_where_it_reaches_the_other_members(stack: ExitStack) -> None:
     """Not at its address inside the site, where the first host is; or as it is told."""
     port, far = free_port(), "192.0.2.1"  # an address that is no host's
-    beside = replace(settings_at(port), members=(f"berlin={far}:{port}", f"oslo=127.0.0.1:{port}"))
+    beside = replace(settings_at(port), members=(f"berlin={far}:{port}", f"oslo=127.0.0.7:{port}"))
     beyond = replace(beside, members=(f"berlin=127.0.0.1:{port}", f"oslo={far}:{port}"))
     for settings, interface in [
         (beside, None),
@@ -120,9 +120,16 @@ def test_a_second_host_is_called_where_it_reaches_the_other_members(stack: ExitS
         assert where == Where(f"127.0.0.1:{port}")
 
 
+def test_an_address_is_of_the_first_host_that_is_known_and_ipv4_where_it_has_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert own_address(["no-such-host.invalid", "127.0.0.1"], None) == "127.0.0.1"
+    assert own_address(["localhost"], None) == "127.0.0.1"
+
+
 def test_an_interface_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match="clusters.interface='ib7' is no interface with an add"):
-        own_address("127.0.0.1", "ib7")
+        own_address(["127.0.0.1"], "ib7")
 
 
 def test_a_second_host_is_called_at_its_own_address_and_the_same_port(stack: ExitStack) -> None:
