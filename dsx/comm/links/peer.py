@@ -222,7 +222,8 @@ class Peer:
     def _grace(self) -> float:
         """How long a closed connection may be away: longer on a long line, or of a busy host."""
         round_trip = statistics.median(self._round_trips or [0.0])
-        return self._grace_seconds + min(_ROUND_TRIPS_TO_RETURN * round_trip, self._sign_seconds)
+        longer = min(_ROUND_TRIPS_TO_RETURN * round_trip, self._suspect_seconds / 4)
+        return self._grace_seconds + longer
 
     def look(self, now: float) -> str | None:
         """Probe it where it is time; return why it has to be given up, if it has."""
