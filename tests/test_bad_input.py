@@ -135,6 +135,11 @@ def test_advice_for_a_model_is_taken(params: float, layers: int, hidden: int) ->
     try:
         from_sizes(params, layers, hidden, 8)
     except ValueError as error:
+        fewer = re.search(r"; try --layers=(\d+)$", str(error))
+        if fewer:
+            return test_advice_for_a_model_is_taken.hypothesis.inner_test(
+                params, int(fewer[1]), hidden
+            )
         advised = re.search(r"; try --hidden=(\d+)$", str(error))
         assert advised or "leave --hidden out" in str(error)
         if advised:

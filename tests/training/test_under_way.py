@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -76,7 +77,8 @@ def test_the_process_is_looked_at_and_its_links_to_ranks_of_its_number() -> None
     links = {(0, 4): LinkFigures(0.02, 0.05, 7, 8), (2, 4): LinkFigures(0.0, 0.0, 1, 2)}
     machine = machine_of(links)
     before = machine.read()["process_bytes"]
-    held = bytearray(os.urandom(1 << 16)) * (1 << 10)  # 64 MiB
+    held = mmap.mmap(-1, 64 << 20)  # pages that nobody has had
+    held.write(os.urandom(1 << 16) * (1 << 10))
     found = machine.read()
     assert 60 << 20 < found["process_bytes"] - before < 128 << 20
     del held
