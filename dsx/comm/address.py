@@ -7,6 +7,11 @@ from urllib.parse import urlsplit
 _LAST_PORT = 65_535
 
 
+def bracketed(host: str) -> str:
+    """Return a host as it is written before a port."""
+    return f"[{host}]" if ":" in host else host
+
+
 def parse_address(rendezvous: str) -> tuple[str, int]:
     """Split `tcp://host:port`; ValueError says what is allowed."""
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from dsx.comm.reach import require_reach
-from dsx.comm.sockets import listening_address, listening_since
+from dsx.comm.sockets import listening_since
 from dsx.core.membership import Seat
 
 
@@ -28,10 +28,9 @@ class Device:
             make.create_default_device() if is_default else make.create_device(interface=interface)
         )
         opened = listening_since(before)
-        self.own_port = opened.pop() if len(opened) == 1 else 0
+        self.own_port, self.address = opened.popitem() if len(opened) == 1 else (0, "")
         self.ports = {self.own_port} - {0}
         self.interface = interface
-        self.address = listening_address(self.own_port) if self.own_port else ""
         self._is_reached = False
 
     def require_reach(self, store: dist.Store, seat: Seat, deadline: timedelta) -> None:

@@ -64,8 +64,8 @@ class Listening:
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._socket = socket.create_server((address, 0), family=family, backlog=128)
         self._word = secrets.token_hex(_WORD_BYTES // 2)
-        own = interface_of(address)
-        others = {name: known[0] for name, known in addresses().items() if name not in (own, "lo")}
+        own, known = interface_of(address), addresses()
+        others = {name: places[0] for name, places in known.items() if name not in (own, "lo")}
         self.place = Place(
             socket.gethostname(), address, self._socket.getsockname()[1], self._word, own, others,
             interface is not None,
@@ -109,21 +109,23 @@ def require_reach(
     calls this; RuntimeError if one does not within `deadline`.
     """
 
-    def told_by(key: str) -> Any:
-        store.wait([key], deadline)
-        return json.loads(store.get(key))
+    def told(what: str) -> dict[int, Any]:
+        if not seat.others:
+            return {}
+        keys = [f"{what}/{peer}" for peer in seat.others]
+        store.wait(keys, deadline)
+        return dict(zip(seat.others, map(json.loads, store.multi_get(keys)), strict=True))
 
     with ExitStack() as stack:
         own = _listen(stack, address, interface)
         store.set(f"place/{seat.position}", json.dumps(own and asdict(own)))
-        told = {peer: told_by(f"place/{peer}") for peer in seat.others}
-        places = {peer: Place(**place) for peer, place in told.items() if place is not None}
+        places = {peer: Place(**place) for peer, place in told("place").items() if place}
         with ThreadPoolExecutor(_CALLS_AT_ONCE, "dsx-reach") as calls:
             answers = zip(places, calls.map(why_not, places.values()), strict=True)
         found = {str(p): describe(seat, p, places[p], why) for p, why in answers if why}
         store.set(f"reached/{seat.position}", json.dumps(found))
         # nobody stops to listen before all have called
-        others = {peer: told_by(f"reached/{peer}") for peer in seat.others}
+        others = told("reached")
     others[seat.position] = found
     problems: dict[str, str] = {}  # of each cluster that is not reached, what the first one says
     for position, peers in sorted(others.items()):

@@ -64,18 +64,10 @@ def opened_here(ports: Collection[int]) -> Generator[Sockets, None, None]:
         sockets.add({number: link for number, link in fresh.items() if _ports(number) & {*ports}})
 
 
-def listening_since(before: Collection[int]) -> set[int]:
-    """Return the ports that this process listens on, without those of `before`."""
-    return {port for number in _links() if (port := _listens_on(number))} - {*before}
-
-
-def listening_address(port: int) -> str:
-    """Return the address at which this process listens on a port, "" if that is not known."""
-    for number in _links():
-        if _listens_on(number) == port:
-            with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
-                return str(copy.getsockname()[0])
-    return ""
+def listening_since(before: Collection[int]) -> dict[int, str]:
+    """Return where this process listens: addresses by port, without the ports of `before`."""
+    found = [place for number in _links() if (place := _listens_on(number))]
+    return {port: address for port, address in found if port not in before}
 
 
 def let_go_in_child() -> None:
@@ -116,12 +108,13 @@ def _ports(number: int) -> set[int]:
     return ports
 
 
-def _listens_on(number: int) -> int:
-    """Return the port that a TCP socket listens on, 0 if it does not."""
+def _listens_on(number: int) -> tuple[int, str] | None:
+    """Return port and address that a TCP socket listens on, None if it does not."""
     with suppress(OSError), socket.socket(fileno=os.dup(number)) as copy:
         if copy.family in _INTERNET and copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-            return copy.getsockname()[1]
-    return 0
+            address, port, *_ = copy.getsockname()
+            return port, address
+    return None
 
 
 os.register_at_fork(after_in_child=let_go_in_child)

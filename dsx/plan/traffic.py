@@ -104,7 +104,6 @@ class Traffic:
         rounds = [self._rounds_of(load, usual) for load in loads]
         self.bytes_sent: Sizes = np.array([r[:, :, SENT].sum(axis=0) for r in rounds])
         self._held = [(len(r), int(r.max(axis=(1, 2)).sum())) for r in rounds]
-        self._largest = [max((s.fragment for s in load.shares), key=_numel) for load in loads]
         self._coding: tuple[Costs, dict[int, tuple[float, float, float]]] = Costs(), {}
 
     def sent_in(self, index: int, number: int) -> list[int]:
@@ -135,7 +134,8 @@ class Traffic:
             self._coding = costs, {}
         known = self._coding[1]
         if index not in known:
-            largest, clusters = self._largest[index], self.num_clusters
+            largest = max((s.fragment for s in self.loads[index].shares), key=lambda f: f.numel)
+            clusters = self.num_clusters
             compression, rank = self._method.compression, self._rank or 0
             before, after = coding_seconds(largest, compression, rank, clusters, costs)
             blocking = costs.blocking_seconds_per_element * largest.numel
@@ -167,7 +167,3 @@ class Traffic:
         )
         averaged = [side_by_side(exchanges, times) for exchanges in (codes, beside)]
         return np.concatenate([handshake, *averaged, commit])
-
-
-def _numel(fragment: Fragment) -> int:
-    return fragment.numel

@@ -44,8 +44,8 @@ def meet(
         def wait(self, keys: list[str], deadline: timedelta) -> None:
             store.wait(keys, deadline)
 
-        def get(self, key: str) -> bytes:
-            return store.get(key)
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return store.multi_get(keys)
 
     def run(seat: Seat) -> None:
         try:

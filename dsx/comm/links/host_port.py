@@ -25,7 +25,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from dsx.comm.address import parse_address
+from dsx.comm.address import bracketed, parse_address
 from dsx.comm.interfaces import addresses
 from dsx.comm.links.entrance import Limits
 from dsx.comm.links.gateway_process import Event, GatewayLost, GatewayProcess
@@ -97,7 +97,8 @@ def open_on_host(
         hosts = [parse_address(f"tcp://{a}")[0] for a in others if a]
         towards = [host for host in hosts if host not in _HERE]  # those are forwarded elsewhere
         host = settings.host if settings.host not in _ANYWHERE else None
-        address = _at(host or own_address([*towards, master], interface), settings.port)
+        host = host or own_address([*towards, master], interface)
+        address = f"{bracketed(host)}:{settings.port}"
     if len(here) == 1 and not is_relayed:
         return open_link(settings, own, rank, world_size, settings.port), Where(address)
     link = open_link(settings, own, rank, world_size, host=_LOOPBACK)
@@ -113,7 +114,8 @@ def where_alone(link: Link, meeting: Meeting, master: str) -> Where:
     """Return where a rank is called that listens by itself, as seen from where clusters meet."""
     has_own = meeting.rendezvous != "env://"
     meets = parse_address(meeting.rendezvous)[0] if has_own else master
-    return Where(_at(own_address([meets, master], meeting.interface), link.port))
+    host = own_address([meets, master], meeting.interface)
+    return Where(f"{bracketed(host)}:{link.port}")
 
 
 class HostGateway:
@@ -324,7 +326,3 @@ def _towards(host: str, wanted: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as anywhere:
         anywhere.connect(place)  # sends nothing: the system says which address it would take
         return str(anywhere.getsockname()[0])
-
-
-def _at(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -14,6 +14,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dsx.comm.address import bracketed
 from dsx.comm.links.host_port import Where
 from dsx.comm.links.link import Link
 from dsx.comm.links.settings import LinkSettings
@@ -73,7 +74,7 @@ def _host_of_own(settings: LinkSettings, master: str) -> str:
     host = settings.listens_at
     if host in ("0.0.0.0", "::"):
         return master
-    return f"[{host}]" if ":" in host else host
+    return bracketed(host)
 
 
 def _wait_for(link: Link, holder: int, seconds: float, look: Callable[[int], bool] | None) -> None:

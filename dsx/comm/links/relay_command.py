@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dsx.comm.address import bracketed
 from dsx.core.one_line_errors import one_line_errors
 
 if TYPE_CHECKING:
@@ -59,11 +60,9 @@ def relay(
         signal.signal(number, end)
     serving = Relay(loop, listener, Path(keys), limits, typer.echo)
     serving.bucket.set_rate(None if mbit is None else mbit * 1e6 / 8)
-    where = f"[{host}]" if ":" in host else host
     members = ", ".join(serving.members) or "nobody yet"
-    typer.echo(
-        f"relay listening on {where}:{listener.getsockname()[1]} for {members}; Ctrl-C ends it"
-    )
+    where = f"{bracketed(host)}:{listener.getsockname()[1]}"
+    typer.echo(f"relay listening on {where} for {members}; Ctrl-C ends it")
     _count(loop.after, serving, "")
     loop.run()
     serving.close()

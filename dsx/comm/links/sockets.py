@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import zmq
 from zmq.utils import z85
 
+from dsx.comm.address import bracketed
 from dsx.comm.links.frames import MOST_BODY_BYTES
 from dsx.comm.links.greetings import routing_id
 
@@ -94,9 +95,9 @@ def listen(
         socket.setsockopt(zmq.ZAP_DOMAIN, b"dsx")
     try:
         if port:
-            socket.bind(f"tcp://{_bracketed(host)}:{port}")
+            socket.bind(f"tcp://{bracketed(host)}:{port}")
         else:
-            port = socket.bind_to_random_port(f"tcp://{_bracketed(host)}")
+            port = socket.bind_to_random_port(f"tcp://{bracketed(host)}")
     except zmq.ZMQError as error:
         socket.close(0)
         number = error.errno or errno.EADDRINUSE
@@ -148,7 +149,3 @@ def _socket(context: zmq.Context[Any], kind: int, dscp: int) -> Any:
     socket.setsockopt(zmq.MAXMSGSIZE, MOST_BODY_BYTES)
     socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MILLISECONDS)
     return socket
-
-
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from dsx.telemetry.run_folder import Record
@@ -29,24 +29,34 @@ def links(clusters: Sequence[WatchedCluster]) -> list[dict[str, Any]]:
     """Return a row for each link, from a cluster `of` to another: figures, and rates of late."""
     rows: list[dict[str, Any]] = []
     for cluster in clusters:
-        for link in (cluster.looks[-1].get("links") or ()) if cluster.looks else ():
+        if not cluster.looks:
+            continue
+        last = cluster.looks[-1]
+        looks = [
+            (float(last["time"]) - float(look["time"]), {one["to"]: one for one in _links(look)})
+            for look in cluster.looks
+        ]
+        for link in _links(last):
             row = {"of": cluster.cluster, "to": link["to"], **_known(link, _LINK)}
-            rows.append(row | _rates(cluster, link))
+            rows.append(row | _rates(looks, link))
     return rows
 
 
-def _rates(cluster: WatchedCluster, last: Record) -> dict[str, float]:
-    """Return bytes per second since the earliest look that is kept, of the same process."""
-    for look in cluster.looks:
-        seconds = float(cluster.looks[-1]["time"]) - float(look["time"])
-        for link in look.get("links") or ():
-            if link["to"] == last["to"] and seconds > 0:
-                moved = {
-                    name: last[name] - link[name]
-                    for name in ("sent_bytes", "received_bytes") if name in last and name in link
-                }  # fmt: skip
-                if all(count >= 0 for count in moved.values()):
-                    return {f"{name}_per_second": n / seconds for name, n in moved.items()}
+def _links(look: Record) -> Sequence[Record]:
+    return look.get("links") or ()
+
+
+def _rates(looks: Sequence[tuple[float, Mapping[int, Record]]], last: Record) -> dict[str, float]:
+    """Return bytes per second since the earliest look of the same process; seconds ago, by `to`."""
+    for seconds, links_to in looks:
+        link = links_to.get(last["to"])
+        if link is not None and seconds > 0:
+            moved = {
+                name: last[name] - link[name]
+                for name in ("sent_bytes", "received_bytes") if name in last and name in link
+            }  # fmt: skip
+            if all(count >= 0 for count in moved.values()):
+                return {f"{name}_per_second": n / seconds for name, n in moved.items()}
     return {}
 
 
