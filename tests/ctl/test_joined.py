@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import socket
+import threading
 import time
 from collections.abc import Callable, Generator
 from pathlib import Path
@@ -156,3 +159,66 @@ def test_a_call_has_a_deadline_where_nothing_is_said(tmp_path: Path) -> None:
         with pytest.raises(NoAnswer, match="has not answered within 0.3 s"):
             call.ask(b"?{}", 0.3)
         call.close()
+
+
+@contextlib.contextmanager
+def a_door(to: str, num_hung_up: int) -> Generator[str]:
+    """Yield where callers are hung up on first, so many of them, and then led to `to`."""
+    with socket.create_server(("127.0.0.1", 0)) as door:
+
+        def copy(here: socket.socket, there: socket.socket) -> None:
+            with contextlib.suppress(OSError):
+                while said := here.recv(65536):
+                    there.sendall(said)
+                there.shutdown(socket.SHUT_WR)
+
+        def lead() -> None:
+            with contextlib.suppress(OSError):
+                for number in itertools.count():
+                    caller, _ = door.accept()
+                    if number < num_hung_up:
+                        caller.close()
+                        continue
+                    host, _, port = to.rpartition(":")
+                    inside = socket.create_connection((host, int(port)))
+                    for ends in ((caller, inside), (inside, caller)):
+                        threading.Thread(target=copy, args=ends, daemon=True).start()
+
+        threading.Thread(target=lead, daemon=True).start()
+        yield f"127.0.0.1:{door.getsockname()[1]}"
+        door.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("num_hung_up", [3, 4, 12])  # three keys, then a look at what is there
+def test_who_hangs_up_at_first_is_called_until_ranks_are_there(
+    tmp_path: Path, num_hung_up: int
+) -> None:
+    with a_run(tmp_path) as run, a_door(address(run, 1), num_hung_up) as place:
+        joined = Joined(lambda: keys_of(run, 2), [place], mirror_folder(tmp_path / "copy"), _ignore)
+        joined.wait(20)
+        joined.close()
+
+
+def _ignore(who: str, why: str) -> None:
+    del who, why
+
+
+def test_who_hangs_up_always_and_who_is_no_link_are_told_apart(tmp_path: Path) -> None:
+    make_key(tmp_path / "keys", "oslo")
+    keys = Keys.load(str(tmp_path / "keys"), "oslo")
+    with a_door("", 10**9) as place, pytest.raises(NoAnswer, match="hangs up: a gateway") as told:
+        KeyCall(keys, place, visitor_rank(), 1.0)
+    assert not told.value.is_refusal
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def speak() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    other.accept()[0].sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n" + 64 * b" ")
+
+        threading.Thread(target=speak, daemon=True).start()
+        place = f"127.0.0.1:{other.getsockname()[1]}"
+        with pytest.raises(NoAnswer, match="is no link") as told:
+            KeyCall(keys, place, visitor_rank(), 1.0)
+        assert told.value.is_refusal
+        other.shutdown(socket.SHUT_RDWR)

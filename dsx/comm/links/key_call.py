@@ -101,27 +101,41 @@ class KeyCall:
         self, members: list[tuple[str, bytes]], seconds: float
     ) -> tuple[Any, Any, tuple[str, bytes]]:
         """Call with each of these keys; return the sockets of the one that stands, and whose."""
+        until, has_keys = time.monotonic() + seconds, False
+        while True:
+            stands, all_failed = self._try(members, until)
+            if stands is not None:
+                return stands
+            mechanism = None if self._is_over() else mechanism_at(self.address)
+            if has_keys or mechanism != "CURVE" or not all_failed:
+                raise self._nobody(mechanism, is_final=has_keys)
+            has_keys = True  # a gateway may have had no rank for the calls: once more, now it has
+            self.close()
+            self._context = zmq.Context()
+
+    def _try(
+        self, members: list[tuple[str, bytes]], until: float
+    ) -> tuple[tuple[Any, Any, tuple[str, bytes]] | None, bool]:
+        """Return what stands, if anything; and whether each call has been broken off."""
         calls: dict[Any, tuple[Any, tuple[str, bytes]]] = {}
         poller, own = zmq.Poller(), _Own(self._keys)
         for name, key in members:
             called = sockets.call(self._context, (self.address, 0), own, key)  # type: ignore[arg-type]
             calls[called[1]] = called[0], (name, key)
             poller.register(called[1], zmq.POLLIN)
-        until, failed = time.monotonic() + seconds, set[Any]()
-        while time.monotonic() < until and not self._is_over():
+        failed = set[Any]()
+        while time.monotonic() < until and not self._is_over() and len(failed) < len(calls):
             for monitor in dict(poller.poll(int(1000 * _STEP_SECONDS))):
                 for event in _events(monitor):
                     if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-                        return calls[monitor][0], monitor, calls[monitor][1]
+                        return (calls[monitor][0], monitor, calls[monitor][1]), False
                     if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH:
                         raise self._not_taken(calls[monitor][1][0])
                     if event in (
                         zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL, zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
                     ):  # fmt: skip
                         failed.add(monitor)
-            if len(failed) == len(calls):
-                break
-        raise self._nobody(bool(failed))
+        return None, len(failed) == len(calls)
 
     def _not_taken(self, name: str) -> NoAnswer:
         own = self._keys.name
@@ -132,9 +146,8 @@ class KeyCall:
             is_refusal=True,
         )
 
-    def _nobody(self, has_failed: bool) -> NoAnswer:
-        """Say why none of the keys has led to anybody."""
-        mechanism = None if self._is_over() else mechanism_at(self.address)
+    def _nobody(self, mechanism: str | None, is_final: bool) -> NoAnswer:
+        """Say why no key has led to anybody; `is_final`: all were tried where one could."""
         if mechanism == "NULL":
             return NoAnswer(
                 f'who answers at {self.address} uses no keys: a run of link.security "none" hands '
@@ -142,15 +155,25 @@ class KeyCall:
                 'give the run "security": "curve" and keys, or watch its folder over ssh -L',
                 is_refusal=True,
             )
-        if mechanism is None and not has_failed:
+        if mechanism is None:
             return NoAnswer(
                 f"nobody listens at {self.address}, or the port is closed on the way",
                 "is the run on? give HOST:PORT of a member in link.members",
             )
+        if mechanism != "CURVE":
+            what = "is no link" if mechanism else "hangs up: a gateway without ranks, or no link"
+            return NoAnswer(
+                f"who listens at {self.address} {what}",
+                "is the run on? give HOST:PORT of a member in link.members",
+                is_refusal=bool(mechanism),
+            )
+        if not is_final:
+            return NoAnswer(
+                f"who listens at {self.address} did not come to an end with a handshake"
+            )
         names, folder = ", ".join(self._keys.names()), self._keys.directory
-        what = f"has none of the keys in {folder}/members ({names})"
         return NoAnswer(
-            f"who listens at {self.address} {what if mechanism == 'CURVE' else 'is no link'}",
+            f"who listens at {self.address} has none of the keys in {folder}/members ({names})",
             "give HOST:PORT of link.members, and --keys FOLDER of this run's members",
             is_refusal=True,
         )
@@ -213,7 +236,8 @@ class KeyCall:
 def mechanism_at(address: str) -> str | None:
     """Return how who listens there lets others in, as libzmq names it: NULL for without keys.
 
-    Empty for what does not speak as libzmq does; None where nobody can be reached.
+    "?" for what does not speak as libzmq does, empty for who hangs up or is silent; None where
+    nobody can be reached.
     """
     host, _, port = address.rpartition(":")
     signature = b"\xff" + (17).to_bytes(8, "big") + b"\x7f"  # as `greetings.routing_id(0)` has it
@@ -230,7 +254,7 @@ def mechanism_at(address: str) -> str | None:
     except OSError:
         return None
     if len(found) < _ZMTP_BYTES or found[:1] != b"\xff":
-        return ""
+        return "?" if found and found[:1] != b"\xff" else ""
     return found[_MECHANISM].rstrip(b"\0").decode(errors="replace")
 
 
