@@ -33,6 +33,7 @@ from dsx.core.checks import require_choice
 from dsx.plan.published.scenario import require_number
 
 _MOST_CLUSTERS, _MOST_RANKS, _MOST_EVENTS = 16, 8, 100_000
+_UNPACED_SECONDS = 0.001  # of a step, where no fault has to be aimed at one
 
 
 @dataclass(frozen=True)
@@ -178,7 +179,8 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
     if options.undisturbed and not stuck:
         steps = round(verdict.samples / options.num_clusters / of_step)
         tell(f"the same for {steps:,} steps without a fault")
-        with _clusters(options, options.directory / "undisturbed", steps) as clusters:
+        unpaced = replace(options, step_seconds=_UNPACED_SECONDS)  # nothing is aimed at its steps
+        with _clusters(unpaced, options.directory / "undisturbed", steps) as clusters:
             clusters.finish()
             other = check(clusters.logs(), (), (), PLANS[options.preset], steps)
             verdict.problems += [f"undisturbed: {problem}" for problem in other.problems]
