@@ -18,6 +18,7 @@ _GOOD_HIDDEN = 0.75  # of a method with a delay
 _MUCH = 0.02  # of the steps' time, waited for transfers
 _SLOWER = 0.85  # of the fastest cluster's tokens per second
 _FEW_TIMES = 10  # less than data parallel: fewer are few
+_MOST_ROUND_TRIPS = 6
 
 
 def duration(seconds: float) -> str:
@@ -115,12 +116,25 @@ def what_cost_time(numbers: RunNumbers) -> list[str]:
     if "hidden" in traffic:
         said.append(f"Of the last 50 transfers' time {_percent(traffic['hidden'])} was hidden "
                     "behind training.")  # fmt: skip
-    for link in numbers.state["links"]:
-        if "least_seconds" in link:
-            said.append(f"Round trip from cluster {link['of']} to {link['to']}: "
-                        f"{duration(link['least_seconds'])} at least, the last time "
-                        f"{duration(link['round_trip_seconds'])}.")  # fmt: skip
+    said += _round_trips(numbers.state)
     said.append("Saving is not recorded apart: it is in the time of the step that follows.")
+    return said
+
+
+def _round_trips(state: dict[str, Any]) -> list[str]:
+    """Say how long messages took on each link; of many links on those that took longest."""
+    told = sorted(
+        (link for link in state["links"] if "least_seconds" in link),
+        key=lambda link: -link["round_trip_seconds"],
+    )
+    few = told[:_MOST_ROUND_TRIPS]
+    said = [
+        f"Round trip from cluster {link['of']} to {link['to']}: {duration(link['least_seconds'])} "
+        f"at least, the last time {duration(link['round_trip_seconds'])}."
+        for link in few
+    ]
+    if len(few) < state["num_links"]:
+        said.append(f"Those were the longest of {state['num_links']:,} links.")
     return said
 
 

@@ -12,6 +12,7 @@ _MEMORY = (
     "process_bytes", "outer_bytes", "outer_planned_bytes", "device_bytes", "device_peak_bytes",
     "device_total_bytes",
 )  # fmt: skip
+_MOST_LINKS = 42  # of seven clusters all; of more, those that a reader has to look at
 _LINK = ("round_trip_seconds", "least_seconds", "sent_bytes", "received_bytes")
 
 
@@ -40,6 +41,13 @@ def links(clusters: Sequence[WatchedCluster]) -> list[dict[str, Any]]:
             row = {"of": cluster.cluster, "to": link["to"], **_known(link, _LINK)}
             rows.append(row | _rates(looks, link))
     return rows
+
+
+def slowest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the links as they are, or of many those whose last round trips were the longest."""
+    if len(rows) <= _MOST_LINKS:
+        return list(rows)
+    return sorted(rows, key=lambda row: -row.get("round_trip_seconds", 0.0))[:_MOST_LINKS]
 
 
 def _links(look: Record) -> Sequence[Record]:

@@ -13,7 +13,7 @@ from dsx.telemetry.run_folder import Record
 from dsx.telemetry.sound import seconds_of
 from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
-from dsx.telemetry.watch.machine import links, memory
+from dsx.telemetry.watch.machine import links, memory, slowest
 from dsx.telemetry.watch.members import last_membership, members, num_clusters
 from dsx.telemetry.watch.run import WatchedRun
 
@@ -36,12 +36,14 @@ def state(run: WatchedRun, now: float) -> dict[str, Any]:
             **_what_runs(run),
         }  # fmt: skip
         found |= _progress(clusters, rows)
+        all_links = links(clusters)
         found |= {
             "phase": _phase(rows),
             "validation": _validation(run, clusters),
             "traffic": _traffic(clusters),
             "memory": memory(clusters),
-            "links": links(clusters),
+            "links": slowest(all_links),
+            "num_links": len(all_links),
             "parity": _parity(clusters),
             "guard": _guard(clusters),
             "checkpoints": _checkpoints(run),

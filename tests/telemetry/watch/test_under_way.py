@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from dsx.telemetry.html_report.page import read_numbers
+from dsx.telemetry.html_report.sentences import what_cost_time
 from dsx.telemetry.run_folder import cluster_file
 from dsx.telemetry.watch.lanes import lanes
 from dsx.telemetry.watch.run import WatchedRun
@@ -118,6 +120,18 @@ def test_memory_and_links_have_rows_tiles_and_charts(tmp_path: Path) -> None:
     assert "sent_bytes_per_second" not in row
     append(folder, 0, step_record(0, 15))
     assert read(run) and len(run.clusters[0].machine) == 1
+
+
+def test_of_many_links_the_slowest_are_shown_and_counted(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    links = [link(to, 10, 10, to / 1000) for to in range(1, 128)]
+    append(folder, 0, of(0, "machine", 40, links=links, process_bytes=1))
+    found = read(WatchedRun(folder))
+    assert [row["to"] for row in found["links"]] == [*range(127, 85, -1)]
+    assert found["num_links"] == 127
+    cost = " ".join(what_cost_time(read_numbers(folder)))
+    assert cost.count("Round trip from") == 6 and "0 to 127" in cost and "0 to 121:" not in cost
+    assert "Those were the longest of 127 links." in cost
 
 
 def test_a_heal_is_told_in_bytes_while_it_goes_on_and_afterwards(tmp_path: Path) -> None:

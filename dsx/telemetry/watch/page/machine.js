@@ -26,10 +26,12 @@ export function showMemory(rows) {
   ], rows);
 }
 
-export function showLinks(rows) {
+export function showLinks(rows, count) {
   const panel = byId("links");
   panel.hidden = !rows.length;
   if (panel.hidden) return;
+  show(panel.querySelector(".note"), count > rows.length
+    ? `The ${rows.length} of ${count.toLocaleString("en")} whose last round trips were the longest.` : "");
   table(panel, [
     ["link", (row) => `${row.of} \u2192 ${row.to}`],
     ["round trip", (row) => told(row.round_trip_seconds, duration)],

@@ -88,7 +88,7 @@ function take(event) {
   ahead = Date.now() / 1000 - state.now;
   contact("live", `live, ${clock(state.now)}`);
   showState(state);
-  showLinks(state.links ?? []);
+  showLinks(state.links ?? [], state.num_links);
   showMemory(state.memory ?? []);
   showCharts();
   refreshSoon();
