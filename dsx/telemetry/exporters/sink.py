@@ -1,12 +1,13 @@
 """A sink takes the numbers of a cluster's records, under the same names whatever shows them.
 
 A name is the record's kind and its field, `step/utilization`; of a sync the fragment stands between
-them, `sync/fragment_0/mean_norm`, and the stage of a pipeline that has several before that.
+them, `sync/fragment_0/mean_norm`, and the stage of a pipeline that has several before that. Of
+all links of a cluster there are the longest round trip and the bytes of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -67,9 +68,15 @@ def numbers_of(line: Mapping[str, Any]) -> dict[str, float]:
     if prefix == "sync":
         stage = f"stage_{line['stage']}/" if "stage" in line else ""
         prefix = f"sync/{stage}fragment_{line['fragment']}"
+    links: Sequence[Mapping[str, float]] = line.get("links") or ()
+    of_links = {
+        f"links_{key}": of(values)
+        for key, of in (("round_trip_seconds", max), ("sent_bytes", sum), ("received_bytes", sum))
+        if (values := [link[key] for link in links if key in link])
+    }
     return {
         f"{prefix}/{key}": value
-        for key, value in line.items()
+        for key, value in [*line.items(), *of_links.items()]
         if isinstance(value, (int, float)) and key not in _OF_ALL
     }
 

@@ -65,6 +65,19 @@ def test_names_of_a_pipeline_have_the_stage() -> None:
     }  # fmt: skip
 
 
+def test_of_a_cluster_s_links_there_are_the_longest_round_trip_and_all_bytes() -> None:
+    links = [
+        {"to": 1, "round_trip_seconds": 0.02, "least_seconds": 0.01, "sent_bytes": 5},
+        {"to": 2, "round_trip_seconds": 0.03, "sent_bytes": 7, "received_bytes": 1},
+    ]
+    line = {"kind": "machine", "time": 1.0, "step": 9, "cluster": 0, "process_bytes": 40}
+    assert numbers_of({**line, "links": links}) == {
+        "machine/process_bytes": 40, "machine/links_round_trip_seconds": 0.03,
+        "machine/links_sent_bytes": 12, "machine/links_received_bytes": 1,
+    }  # fmt: skip
+    assert numbers_of({**line, "links": []}) == {"machine/process_bytes": 40}
+
+
 @needs("tensorboard")
 def test_tensorboard(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
