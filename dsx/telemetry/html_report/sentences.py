@@ -11,7 +11,7 @@ from typing import Any
 
 from dsx.core.units import format_bytes
 from dsx.telemetry.html_report.numbers import ClusterTime, RunNumbers, is_finite
-from dsx.telemetry.in_words import said_of_heal, said_of_memory
+from dsx.telemetry.in_words import said_of_heal, said_of_memory, said_of_setup, sentence
 
 _GOOD_UTILIZATION = 0.95
 _GOOD_HIDDEN = 0.75  # of a method with a delay
@@ -32,29 +32,14 @@ def duration(seconds: float) -> str:
 
 def what_was_set(numbers: RunNumbers) -> list[str]:
     """Say which method ran, over what."""
-    state, settings = numbers.state, numbers.settings
-    said: list[str] = []
-    ranks = f" of {state['ranks']} ranks" if "ranks" in state else ""
-    preset = f"Preset {state['preset']!r} with " if "preset" in state else ""
-    device = f" on {state['device']}" if "device" in state else ""
-    said.append(f"{preset}{state['num_clusters']} clusters{ranks}{device}.")
-    told = [_say_axis(name, settings.get(name)) for name in ("schedule", "delay", "compression")]
-    outer: Mapping[str, Any] = settings.get("outer_optimizer") or {}
-    if outer:
-        rest = [f"{k}={outer[k]:g}" for k in ("lr", "momentum") if outer.get(k) is not None]
-        told.append(f"the outer optimizer is {outer.get('type')} ({', '.join(rest)})")
-    if any(told):
-        said.append(_sentence("; ".join(filter(None, told))))
-    if "line_limit_mbit" in state:
-        said.append(f"Each cluster may send {state['line_limit_mbit']:g} Mbit/s (link.rate_mbit).")
-    return said
+    return said_of_setup(numbers.state, numbers.settings)
 
 
 def what_is_missing(numbers: RunNumbers) -> list[str]:
     """Say what of the run could not be read, and is in no number below; nothing where all was."""
     said: list[str] = []
     if numbers.state["trouble"]:
-        said.append(_sentence(f"not all could be read: {numbers.state['trouble']}"))
+        said.append(sentence(f"not all could be read: {numbers.state['trouble']}"))
     others = ", ".join(map(str, numbers.state["other_runs"]))
     if others:
         said.append(f"Left out: cluster {others}, whose records are of another run.")
@@ -83,10 +68,10 @@ def what_happened(numbers: RunNumbers) -> list[str]:
         said.append(f"On data that is not trained on, the average of the clusters has {average:.4f}"
                     + (f", and they themselves {own}." if own else "."))  # fmt: skip
     ends = {f"cluster {row['cluster']}: {_end_of(row)}" for row in state["members"]}
-    said.append(_sentence(f"ends: {'; '.join(sorted(ends))}"))
+    said.append(sentence(f"ends: {'; '.join(sorted(ends))}"))
     said += _what_went_wrong(numbers)
     if memory := said_of_memory(numbers.memory):
-        said.append(_sentence(memory))
+        said.append(sentence(memory))
     checkpoints = state["checkpoints"]
     if checkpoints:
         common = checkpoints.get("common_step")
@@ -229,15 +214,6 @@ def _what_went_wrong(numbers: RunNumbers) -> list[str]:
     return said
 
 
-def _say_axis(name: str, settings: Any) -> str:
-    if not isinstance(settings, Mapping):
-        return ""
-    told: Mapping[str, Any] = settings  # type: ignore[assignment]
-    shown = ("interval", "steps", "wire", "mean_wire", "rank", "share")
-    rest = [f"{key}={told[key]}" for key in shown if told.get(key) not in (None, 0)]
-    return f"{name} is {told.get('type')}" + (f" ({', '.join(rest)})" if rest else "")
-
-
 def _end_of(row: Mapping[str, Any]) -> str:
     """Return how a cluster is; whether it goes on now is nothing that its records say."""
     goes_on = row["state"] in ("trains", "silent")
@@ -246,10 +222,6 @@ def _end_of(row: Mapping[str, Any]) -> str:
 
 def _why(row: Mapping[str, Any]) -> str:
     return f" ({row['why']})" if row.get("why") else ""
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _percent(share: float) -> str:

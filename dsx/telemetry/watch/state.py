@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from dsx.telemetry.in_words import said_of_heal
+from dsx.telemetry.in_words import said_of_heal, said_of_setup
 from dsx.telemetry.run_folder import Record
 from dsx.telemetry.sound import seconds_of
 from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
@@ -66,19 +66,20 @@ def _trouble(run: WatchedRun) -> str:
 
 
 def _what_runs(run: WatchedRun) -> dict[str, Any]:
-    """Return the preset, what stands beside it, and when it all began."""
-    found: dict[str, Any] = {}
-    for about in run.abouts.values():
-        last = about["starts"][-1]
-        settings: Record = (last.get("config") or {}).get("resolved") or {}
-        found = {"preset": settings.get("preset"), "begun": about["starts"][0]["time"]}
-        found |= {"num_starts": len(about["starts"]), "ranks": last.get("ranks")}
-        found |= {"device": last.get("device")}
-        break
+    """Return the preset, what stands beside it, when it all began; and `what`, in words."""
+    if not run.abouts:
+        return {}
+    starts = next(iter(run.abouts.values()))["starts"]
+    settings: Record = (starts[-1].get("config") or {}).get("resolved") or {}
     limit = line_limit(run)
-    if limit:
-        found["line_limit_mbit"] = limit / 125_000
-    return {name: value for name, value in found.items() if value is not None}
+    found = {
+        "preset": settings.get("preset"), "begun": starts[0]["time"], "num_starts": len(starts),
+        "ranks": starts[-1].get("ranks"), "device": starts[-1].get("device"),
+        "line_limit_mbit": limit / 125_000 if limit else None,
+    }  # fmt: skip
+    found = {name: value for name, value in found.items() if value is not None}
+    what = said_of_setup({**found, "num_clusters": num_clusters(run)}, settings)
+    return {**found, "what": " ".join(what)}
 
 
 def line_limit(run: WatchedRun) -> float | None:

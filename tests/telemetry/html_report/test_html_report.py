@@ -89,7 +89,7 @@ def test_what_is_said_has_the_runs_numbers(tmp_path: Path) -> None:
                        "members": [0]})  # fmt: skip
     append(folder, 0, sync_record(0, 37, 40, refused_by=[1]))
     numbers = read_numbers(folder)
-    assert what_was_set(numbers)[0] == "Preset 'diloco' with 2 clusters of 1 ranks on cpu."
+    assert what_was_set(numbers)[0] == "Preset 'diloco' with 2 clusters of 1 rank on cpu."
     assert "Each cluster may send 100 Mbit/s (link.rate_mbit)." in what_was_set(numbers)
     said = what_happened(numbers)
     assert said[0] == f"40 inner steps in 40 s, begun {say_time(BEGUN)}."

@@ -117,6 +117,22 @@ def test_an_odd_start_is_shown_as_far_as_it_goes(tmp_path: Path, more: dict[str,
     assert found["members"][0]["state"] == ("ended" if "end" in more else "trains")
 
 
+def test_it_is_said_what_runs_whatever_its_settings_are(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    said = "Preset 'diloco' with 2 clusters of 1 rank on cpu."
+    limit = "Each cluster may send 100 Mbit/s (link.rate_mbit)."
+    for axes, words in (
+        ({}, ""),
+        ({"schedule": {"type": "periodic", "interval": 16},
+          "outer_optimizer": {"type": "nesterov", "lr": 0.7, "momentum": "much"}},
+         "Schedule is periodic (interval=16); the outer optimizer is nesterov (lr=0.7). "),
+        ({"schedule": 3, "delay": [], "outer_optimizer": "none"}, ""),
+    ):  # fmt: skip
+        settings = {"preset": "diloco", "link": {"rate_mbit": 100}, **axes}
+        write_about(folder, 0, about(0, config={"resolved": settings}))
+        assert show(folder)["what"] == f"{said} {words}{limit}"
+
+
 def test_odd_checkpoints_and_times_are_left_out(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     told = about(0)

@@ -15,6 +15,7 @@ export function showState(state) {
   document.title = `${state.run}: ${state.phase} - dsx watch`;
   setText(byId("name"), state.run);
   setText(byId("sentence"), sentence(state));
+  setText(byId("what"), state.what ?? "");
   setText(byId("folder"), `${state.folder}${state.against ? `, against ${state.against}` : ""}`);
   const trouble = [state.trouble, ...(state.other_runs.length
     ? [`left out: cluster ${state.other_runs.join(", ")}, whose records are of another run`] : []),
