@@ -18,15 +18,8 @@ import torch.distributed as dist
 from dsx.comm.address import parse_address
 from dsx.comm.links.extra import require_extra
 from dsx.comm.links.settings import LinkSettings
-from dsx.comm.rendezvous import (
-    Recorded,
-    Rendezvous,
-    RunGoesOn,
-    hello_of,
-    meet,
-    refuse_second_host,
-    require_same_kind,
-)
+from dsx.comm.meet import RunGoesOn, hello_of, meet, refuse_second_host, require_same_kind
+from dsx.comm.rendezvous import Recorded, Rendezvous
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost

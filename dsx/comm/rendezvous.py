@@ -1,19 +1,17 @@
-"""How clusters meet: a shared key-value store, a handshake, and small values agreed over it.
+"""Small values that all clusters agree on at the start, over the store where they have met.
 
-The store is torch's TCPStore. It is hosted by cluster 0's first rank, or by a small process of
-its own (`dsx rendezvous`), so that no cluster owns it. A store may outlive many runs: the
-handshake therefore gives every run a fresh key space ("session") that contains a nonce of every
-cluster alive now, and a stale key of an earlier run can never be mistaken for a peer.
+Rank 0 of a cluster reads for it, and passes on what it has read over the cluster's own store: what
+the shared store is asked grows with the number of clusters, not with that of ranks.
 
 Every wait has a deadline and says which clusters were missing.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
-import uuid
 import zlib
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
@@ -21,17 +19,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dsx.comm.claims import claim, holder, is_alive, refusal_of
-from dsx.comm.store import another_connection, open_store
 from dsx.comm.topology import RankInfo
-from dsx.comm.versions import about_me, refusal, tell_differences
 from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
-_JOIN = "dsx/join"
-_LOOK_SECONDS = 2.0
-_POLL_SECONDS = 0.05
-_LINGER_SECONDS = 1.0
+_RELAY_SECONDS = 30.0  # for rank 0 to say that a cluster did not answer it in time
 logger = logging.getLogger(__name__)
 
 
@@ -39,9 +31,17 @@ class Rendezvous:
     """Small values agreed between clusters after they have met; one per process."""
 
     def __init__(
-        self, store: dist.Store, rank_info: RankInfo, session: str, deadline_seconds: float
+        self,
+        store: dist.Store,
+        rank_info: RankInfo,
+        session: str,
+        deadline_seconds: float,
+        own: dist.Store | None = None,
     ):
+        """`own` is a key space of the cluster's; without one it is in `store`."""
         self._store = dist.PrefixStore(f"dsx/{session}", store)
+        cluster = f"cluster_{rank_info.cluster_id}"
+        self._own = dist.PrefixStore(f"dsx/{session}/{cluster}", store if own is None else own)
         self.session = session
         self.rank_info = rank_info
         self._deadline_seconds = deadline_seconds
@@ -77,58 +77,107 @@ class Rendezvous:
     def gather(self, name: str, value: Any) -> list[Any]:
         """Return one JSON value per cluster, in cluster order, on every rank of every cluster.
 
-        Rank 0 of a cluster speaks for it. Every rank calls it, in the same order. Nobody returns
-        before all have read, so that the store's host may exit afterwards.
+        Rank 0 of a cluster speaks for it, and reads for it. Every rank calls it, in the same order.
+        Nobody returns before all have read, so that a store's host may exit afterwards.
         """
         self._exchanges += 1
-        prefix = f"gather/{self._exchanges}"
-        if self.rank_info.rank == 0:
-            own = f"{prefix}/{self.rank_info.cluster_id}"
-            self._call(name, lambda: self._store.set(own, json.dumps(value)))
-        readers = self.rank_info.num_clusters * self.rank_info.world_size
-        values = [json.loads(v) for v in self._read(prefix, name, readers)]
+        values = self._among_first(f"gather/{self._exchanges}", name, value)
         self.records.append((name, values))
         return values
 
     def compare(self, name: str, value: Any) -> list[Any]:
         """Return the values of the ranks with this rank's number, one per cluster, in order.
 
-        Every rank calls it, in the same order as its peers.
+        Every rank calls it, in the same order. Where all clusters hold the same, as they should,
+        no more than a hash is sent for each of them.
         """
         self._exchanges += 1
-        prefix = f"compare/{self._exchanges}/{self.rank_info.rank}"
-        packed = zlib.compress(json.dumps(value).encode())
-        own = f"{prefix}/{self.rank_info.cluster_id}"
-        self._call(name, lambda: self._store.set(own, packed.hex()))
-        packets = self._read(prefix, name, self.rank_info.num_clusters)
-        values = [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
+        prefix, rank = f"compare/{self._exchanges}", self.rank_info.rank
+        told = json.dumps(value)
+        hashes = self._hashes(f"{prefix}/hash", name, hashlib.sha256(told.encode()).hexdigest())
+        if len({*self._among_first(f"{prefix}/same", name, hashes)}) == 1:
+            values = [json.loads(told) for _ in range(self.rank_info.num_clusters)]
+        else:
+            packed = zlib.compress(told.encode()).hex()
+            packets = self._read(f"{prefix}/{rank}", name, packed)
+            values = [json.loads(zlib.decompress(bytes.fromhex(p.decode()))) for p in packets]
         self.records.append((name, values))
         return values
 
-    def _read(self, prefix: str, name: str, readers: int) -> list[bytes]:
-        """Read one value per cluster, then wait until all `readers` have done so."""
+    def _hashes(self, prefix: str, name: str, own: str) -> str:
+        """Return a hash of the hashes of all ranks of this cluster, on rank 0; "" elsewhere."""
+        self._call(name, lambda: self._own.set(f"{prefix}/{self.rank_info.rank}", own))
+        if self.rank_info.rank:
+            return ""
+        ranks = [f"{prefix}/{rank}" for rank in range(self.rank_info.world_size)]
         until = time.monotonic() + self._deadline_seconds
+        try:
+            with waiting_for(f"{name}, from all ranks of this cluster", self._deadline_seconds):
+                self._own.wait(ranks, timedelta(seconds=self._deadline_seconds))
+            found = [self._own.get(key) for key in ranks]
+        except RuntimeError as error:
+            raise PeerLost(self._explain_own(name, until)) from error
+        return hashlib.sha256(b"".join(found)).hexdigest()
+
+    def _among_first(self, prefix: str, name: str, value: Any) -> list[Any]:
+        """Return what the first ranks of all clusters give, on every rank of this one."""
+        if self.rank_info.rank == 0:
+            try:
+                values = [json.loads(v) for v in self._read(prefix, name, json.dumps(value))]
+            except PeerLost as error:
+                why = json.dumps(str(error))
+                self._call(name, lambda: self._own.set(prefix, why))
+                raise
+            self._call(name, lambda: self._own.set(prefix, json.dumps(values)))
+        else:
+            values = self._from_first(prefix, name)
+        self._linger(self._own, prefix, self.rank_info.world_size, self._until())
+        return values
+
+    def _from_first(self, prefix: str, name: str) -> list[Any]:
+        """Return what rank 0 has read; PeerLost where it has lost a cluster, or does not come."""
+        seconds = self._deadline_seconds + _RELAY_SECONDS
+        until = time.monotonic() + seconds
+        try:
+            with waiting_for(f"{name}, which rank 0 reads", seconds):
+                self._own.wait([prefix], timedelta(seconds=seconds))
+            values = json.loads(self._own.get(prefix))
+        except RuntimeError as error:
+            raise PeerLost(self._explain_own(name, until)) from error
+        if isinstance(values, str):
+            raise PeerLost(values)
+        return values
+
+    def _read(self, prefix: str, name: str, own: str) -> list[bytes]:
+        """Give this cluster's value, and read one of each cluster; a rank of each calls it."""
+        until, num_clusters = self._until(), self.rank_info.num_clusters
+        self._call(name, lambda: self._store.set(f"{prefix}/{self.rank_info.cluster_id}", own))
         values: list[bytes] = []
         cluster = 0
         try:
-            for cluster in range(self.rank_info.num_clusters):
+            for cluster in range(num_clusters):
                 left = max(until - time.monotonic(), 0.001)
                 key = f"{prefix}/{cluster}"
                 with waiting_for(f"{name}, from cluster {cluster}", left):
                     self._store.wait([key], timedelta(seconds=left))
                     values.append(self._store.get(key))
-            self._store.add(f"{prefix}/read", 1)
         except RuntimeError as error:
             raise PeerLost(self._explain(name, cluster, until)) from error
-        self._linger(f"{prefix}/read", readers, until)
+        self._linger(self._store, prefix, num_clusters, until)
         return values
 
-    def _linger(self, counter: str, readers: int, until: float) -> None:
+    def _until(self) -> float:
+        return time.monotonic() + self._deadline_seconds
+
+    def _linger(self, store: dist.Store, prefix: str, readers: int, until: float) -> None:
         """Stay until all have read, for this process may host the store."""
+        left = max(until - time.monotonic(), 0.001)
         try:
-            with waiting_for(f"all to have read at {counter}", self._deadline_seconds):
-                while self._store.add(counter, 0) < readers and time.monotonic() < until:
-                    time.sleep(_POLL_SECONDS)
+            if store.add(f"{prefix}/read", 1) == readers:
+                store.set(f"{prefix}/all", "")
+                return
+            with waiting_for(f"all to have read at {prefix}", left):
+                store.wait([f"{prefix}/all"], timedelta(seconds=left))
         except RuntimeError:
             logger.debug("the store's host has left, which it does once all have read")
 
@@ -138,6 +187,15 @@ class Rendezvous:
         return (
             f"{name}: cluster {cluster} did not answer within {self._deadline_seconds:g} s "
             "(clusters.deadline_seconds)"
+        )
+
+    def _explain_own(self, name: str, until: float) -> str:
+        who = "its other ranks" if self.rank_info.rank == 0 else "its rank 0"
+        if time.monotonic() < until:
+            return f"{name}: the store of cluster {self.cluster_id} closed while waiting for {who}"
+        return (
+            f"{name}: cluster {self.cluster_id} waits for {who}, which did not answer within "
+            f"{self._deadline_seconds:g} s (clusters.deadline_seconds)"
         )
 
 
@@ -177,159 +235,3 @@ class Recorded(Rendezvous):
         return values
 
     compare = gather
-
-
-class RunGoesOn(Exception):
-    """Clusters need not meet: a run of theirs goes on, which this one joins; `found` says which."""
-
-    def __init__(self, found: Any) -> None:
-        super().__init__("a run goes on")
-        self.found = found
-
-
-def hello_of(rank_info: RankInfo, may_differ: Sequence[str]) -> dict[str, Any]:
-    """Return what a cluster says of itself, to be compared before anything else."""
-    sizes = {"num_clusters": rank_info.num_clusters, "world_size": rank_info.world_size}
-    return {**about_me(may_differ), **sizes}
-
-
-def require_same_kind(
-    rank_info: RankInfo, own: dict[str, Any], peer: int, theirs: dict[str, Any]
-) -> None:
-    """Raise ValueError if a cluster that trains already cannot train with this one."""
-    difference = _difference(rank_info, peer, own, theirs)
-    if difference:
-        raise ValueError(difference)
-
-
-def meet(
-    store: dist.Store,
-    rank_info: RankInfo,
-    deadline_seconds: float,
-    may_differ: Sequence[str] = (),
-    look: Callable[[], Any] = lambda: None,
-) -> str:
-    """Wait until every cluster is alive here, and return a session name all of them share.
-
-    Called by rank 0 of each cluster. A cluster posts a fresh nonce and answers the nonces it sees
-    from the others; only a live cluster answers a fresh one. PeerLost names who never came;
-    ValueError says if clusters disagree about their number or size, run versions that cannot meet
-    (versions.py), or if another process that is alive is this cluster (claims.py). `may_differ` is
-    that of the configuration. RunGoesOn as soon as `look` has found one that does.
-    """
-    nonce = uuid.uuid4().hex
-    hello = {"nonce": nonce, **hello_of(rank_info, may_differ)}
-    beats = dist.PrefixStore(_JOIN, another_connection(store))
-    store = dist.PrefixStore(_JOIN, store)
-    require_held = claim(store, beats, rank_info.cluster_id, nonce)
-    store.set(f"here/{rank_info.cluster_id}", json.dumps(hello))
-    peers = [m for m in range(rank_info.num_clusters) if m != rank_info.cluster_id]
-    answered: dict[int, str] = {}
-    met = {rank_info.cluster_id: hello}
-    until = time.monotonic() + deadline_seconds
-    missing = peers
-    with waiting_for(lambda: f"{_name(missing)} to join", deadline_seconds):
-        while len(met) < rank_info.num_clusters:
-            for peer in peers:
-                answer = f"answer/{nonce}/{peer}"
-                has_answered = peer not in met and store.check([answer])
-                _answer(store, rank_info, hello, peer, answered)  # who has answered can be answered
-                if peer in met and met[peer]["nonce"] != answered.get(peer):
-                    del met[peer]  # it has been started again, and is yet to answer
-                elif has_answered:
-                    theirs = json.loads(store.get(answer))
-                    if theirs["nonce"] == answered.get(peer):
-                        met[peer] = theirs
-                        _require_alike(rank_info, peer, hello, theirs)
-            missing = [m for m in peers if m not in met]
-            if missing and (found := look()) is not None:
-                raise RunGoesOn(found)
-            require_held()
-            _require_same_number(store, rank_info, missing)
-            if missing and time.monotonic() > until:
-                raise PeerLost(
-                    f"{_name(missing)} of {rank_info.num_clusters} did not come within "
-                    f"{deadline_seconds:g} s (clusters.join_deadline_seconds): start the launcher "
-                    "of each missing cluster with the same rendezvous address"
-                )
-            time.sleep(_POLL_SECONDS)
-    tell_differences(met)
-    return "-".join(str(met[m]["nonce"])[:8] for m in range(rank_info.num_clusters))
-
-
-def refuse_second_host(host: str, port: int) -> None:
-    """Raise ValueError if the store at an address is that of another cluster 0, which is alive."""
-    try:
-        store = open_store(host, port, is_host=False, deadline_seconds=_LOOK_SECONDS)
-        joined = dist.PrefixStore(_JOIN, store)
-        claimed = holder(joined, 0)
-        is_taken = claimed is not None and is_alive(joined, claimed)
-    except (PeerLost, RuntimeError):  # nobody answers: what holds the port is no store, or dead
-        return
-    if is_taken and claimed is not None:
-        raise refusal_of(0, claimed)
-
-
-def _answer(
-    store: dist.Store,
-    rank_info: RankInfo,
-    hello: dict[str, Any],
-    peer: int,
-    answered: dict[int, str],
-) -> None:
-    """Reply to the newest nonce of `peer`, once."""
-    if not store.check([f"here/{peer}"]):
-        return
-    nonce = json.loads(store.get(f"here/{peer}"))["nonce"]
-    if answered.get(peer) != nonce:
-        store.set(f"answer/{nonce}/{rank_info.cluster_id}", json.dumps(hello))
-        answered[peer] = nonce
-
-
-def _require_same_number(store: dist.Store, rank_info: RankInfo, missing: Sequence[int]) -> None:
-    """Refuse where one that is alive counts other clusters, and so may never answer this one."""
-    for peer in missing:
-        claimed = holder(store, peer)
-        if claimed is None or not store.check([f"here/{peer}"]):
-            continue
-        theirs = json.loads(store.get(f"here/{peer}"))
-        if theirs["nonce"] != claimed["nonce"] or theirs["num_clusters"] == rank_info.num_clusters:
-            continue
-        if rank_info.cluster_id >= theirs["num_clusters"] and is_alive(store, claimed):
-            raise ValueError(
-                f"this is cluster {rank_info.cluster_id} of {rank_info.num_clusters}, but cluster "
-                f"{peer} is one of {theirs['num_clusters']}, 0..{theirs['num_clusters'] - 1} "
-                "(clusters.num_clusters): give all clusters the same number"
-            )
-
-
-def _require_alike(
-    rank_info: RankInfo, peer: int, own: dict[str, Any], theirs: dict[str, Any]
-) -> None:
-    """Refuse what cannot train together; linger so that the peer reads why, too."""
-    difference = _difference(rank_info, peer, own, theirs)
-    if difference:
-        time.sleep(_LINGER_SECONDS)
-        raise ValueError(difference)
-
-
-def _difference(
-    rank_info: RankInfo, peer: int, own: dict[str, Any], theirs: dict[str, Any]
-) -> str | None:
-    """Return what differs: in which dsx they run, first, for only equal ones know what follows."""
-    refused = refusal(rank_info.cluster_id, own, peer, theirs)
-    if refused:
-        return refused
-    for key, what in (("num_clusters", "clusters.num_clusters"), ("world_size", "ranks")):
-        if own[key] != theirs[key]:
-            return (
-                f"cluster {rank_info.cluster_id} has {what} {own[key]}, cluster {peer} has "
-                f"{theirs[key]}: shards line up only if all clusters have the same; start them "
-                "with the same configuration and the same number of ranks"
-            )
-    return None
-
-
-def _name(clusters: Sequence[int]) -> str:
-    numbers = ", ".join(map(str, clusters))
-    return f"cluster {numbers}" if len(clusters) == 1 else f"clusters {numbers}"

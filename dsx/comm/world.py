@@ -224,15 +224,9 @@ class World:
                 ) from error
 
         return GlooTransport(
-            fragments,
-            connect,
-            self.seat,
-            config.deadline_seconds,
-            stage,
-            streams,
-            notes,
+            fragments, connect, self.seat, config.deadline_seconds, stage, streams, notes,
             device.ports,
-        )
+        )  # fmt: skip
 
     def _connect_links(
         self, link: Link, fragments: list[int], stage: Stage, prefix: str, notes: Any
@@ -339,7 +333,9 @@ def join(config: RendezvousConfig) -> World:
         link = open_link(config.link, rank_info.cluster_id, rank_info.rank, rank_info.world_size)
     joins = None if isinstance(met, str) else met
     session = met if isinstance(met, str) else met.session
-    rendezvous = Rendezvous(shared_store, rank_info, session, config.deadline_seconds)
+    rendezvous = Rendezvous(
+        shared_store, rank_info, session, config.deadline_seconds, cluster_store
+    )
     if link is not None:
         from dsx.comm.links.host_port import where_alone
 

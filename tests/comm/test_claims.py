@@ -21,7 +21,7 @@ from dsx.comm import claims
 from dsx.comm.claims import claim
 from dsx.comm.cluster_world import collective_limit
 from dsx.comm.forked_children import end_workers_with_parent
-from dsx.comm.rendezvous import meet, refuse_second_host
+from dsx.comm.meet import meet, refuse_second_host
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo
 from tests.distributed import free_port, run_distributed

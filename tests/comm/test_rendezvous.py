@@ -14,7 +14,8 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.address import parse_address
-from dsx.comm.rendezvous import Recorded, Rendezvous, meet
+from dsx.comm.meet import meet
+from dsx.comm.rendezvous import Recorded, Rendezvous
 from dsx.comm.store import open_store
 from dsx.comm.topology import LauncherEnvironment, RankInfo, split_world
 from dsx.core.transport import PeerLost

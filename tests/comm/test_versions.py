@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import dsx
-from dsx.comm.rendezvous import meet
+from dsx.comm.meet import meet
 from dsx.comm.topology import RankInfo
 from dsx.comm.versions import PROTOCOL, about_me, refusal, tell_differences
 

@@ -27,8 +27,9 @@ from torch import Tensor
 from dsx.bench.net_test.figures import AllReduce, Figures, PairBandwidth, RoundTrip
 from dsx.bench.net_test.settings import Settings
 from dsx.comm.gloo import FragmentGroups
+from dsx.comm.meet import meet
 from dsx.comm.point_to_point import PointToPoint
-from dsx.comm.rendezvous import Rendezvous, meet
+from dsx.comm.rendezvous import Rendezvous
 from dsx.comm.topology import RankInfo
 from dsx.compress.averaging import ExactMean
 from dsx.compress.slices import exact_rounds

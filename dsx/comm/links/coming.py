@@ -13,7 +13,8 @@ from dsx.comm.links.clerk import Clerk
 from dsx.comm.links.door import RECORDS, Door, GoingOn, Ranks, meet_rank, packed_records
 from dsx.comm.links.link import Link
 from dsx.comm.links.rank_views import Board, FirstRankViews, OtherRankViews
-from dsx.comm.rendezvous import Rendezvous, hello_of
+from dsx.comm.meet import hello_of
+from dsx.comm.rendezvous import Rendezvous
 from dsx.comm.topology import RankInfo
 from dsx.comm.views import Views
 from dsx.core.transport import PeerLost

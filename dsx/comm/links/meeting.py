@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
@@ -108,15 +109,8 @@ def connect_peers(
     """
     addresses: dict[int, str | None] = {}
     incarnations: dict[int, int] = {}
-    for cluster in sorted({*clusters, link.cluster_id}):
-        key = _key(cluster, link.rank)
-        what = f"where rank {link.rank} of cluster {cluster} can be called"
-        try:
-            with waiting_for(what, deadline_seconds):
-                store.wait([key], timedelta(seconds=deadline_seconds))
-                where = json.loads(store.get(key))
-        except RuntimeError as error:
-            raise PeerLost(f"{what}: {str(error).splitlines()[0]}") from error
+    told = _where_all_are(store, sorted({*clusters, link.cluster_id}), link.rank, deadline_seconds)
+    for cluster, where in told.items():
         addresses[cluster] = where["address"]
         incarnations[cluster] = where["incarnation"]
         if cluster != link.cluster_id:
@@ -135,6 +129,28 @@ def connect_peers(
                 f"(clusters.join_deadline_seconds): {error}"
             ) from error
     return incarnations
+
+
+def _where_all_are(
+    store: dist.Store, clusters: Sequence[int], rank: int, deadline_seconds: float
+) -> dict[int, dict[str, Any]]:
+    """Return what ranks of this number have said, by cluster; PeerLost names the first who is not.
+
+    However many clusters there are, it is asked for them twice.
+    """
+    keys = [_key(cluster, rank) for cluster in clusters]
+    shown = [f"where rank {rank} of cluster {cluster} can be called" for cluster in clusters]
+    try:
+        with waiting_for(shown[0] if len(shown) == 1 else f"where ranks {rank} can be called",
+                         deadline_seconds):  # fmt: skip
+            store.wait(keys, timedelta(seconds=deadline_seconds))
+        return dict(zip(clusters, map(json.loads, store.multi_get(keys)), strict=True))
+    except RuntimeError as error:
+        try:
+            what = next(text for k, text in zip(keys, shown, strict=True) if not store.check([k]))
+        except (StopIteration, RuntimeError):
+            what = shown[0]
+        raise PeerLost(f"{what}: {str(error).splitlines()[0]}") from error
 
 
 def address_to_call(own: int, other: int, addresses: Mapping[int, str | None]) -> str | None:

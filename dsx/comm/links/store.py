@@ -33,7 +33,7 @@ class Shelf:
 
     def __init__(self) -> None:
         self._values: dict[str, str] = {}
-        self._waiting: list[tuple[list[str], float, Answer]] = []
+        self._waiting: dict[str, list[tuple[list[str], float, Answer]]] = {}  # by a missing key
         self._answered: dict[Name, OrderedDict[str, bytes]] = {}
 
     def serve(self, asker: Name, body: bytes, answer: Answer) -> None:
@@ -46,7 +46,7 @@ class Shelf:
                 return
             if verb == "wait":
                 keys, seconds = operands
-                self._waiting.append(([str(k) for k in keys], time.monotonic() + seconds, answer))
+                self._wait([str(k) for k in keys], time.monotonic() + seconds, answer)
             else:
                 done[number] = _told(self._do(verb, operands))
                 answer(done[number])
@@ -61,12 +61,13 @@ class Shelf:
             OverflowError,
         ) as error:
             answer(json.dumps({"error": f"a request that cannot be done: {error}"}).encode())
-        self._look()
 
     def _do(self, verb: str, operands: list[Any]) -> Any:
         values = self._values
         if verb == "get":
             return values.get(operands[0])
+        if verb == "multi_get":
+            return [values.get(str(key)) for key in operands[0]]
         if verb == "check":
             return all(key in values for key in operands[0])
         key, *rest = operands
@@ -84,17 +85,26 @@ class Shelf:
             return values.pop(key, None) is not None
         else:
             raise ValueError(f"verb {verb!r}")
+        if key in values:
+            self._has_come(key)
         return values.get(key, rest[0])
 
-    def _look(self) -> None:
-        """Answer those whose keys are there, and forget those who have waited too long."""
-        now, still = time.monotonic(), []
-        for keys, until, answer in self._waiting:
-            if all(key in self._values for key in keys):
-                answer(_told(True))
-            elif now <= until:  # whoever has asked has given up at that time, too
-                still.append((keys, until, answer))
-        self._waiting = still
+    def _wait(self, keys: list[str], until: float, answer: Answer) -> None:
+        """Answer once all keys are there; whoever has waited too long has given up, too."""
+        missing = next((key for key in keys if key not in self._values), None)
+        if missing is None:
+            answer(_told(True))
+            return
+        others = self._waiting.setdefault(missing, [])
+        if others and others[0][1] < (now := time.monotonic()):
+            others[:] = [waiter for waiter in others if waiter[1] >= now]
+        others.append((keys, until, answer))
+
+    def _has_come(self, key: str) -> None:
+        """Look again at those who have waited for a key."""
+        for keys, until, answer in self._waiting.pop(key, ()):
+            if time.monotonic() <= until:
+                self._wait(keys, until, answer)
 
 
 class LinkStore(dist.Store):
@@ -120,6 +130,13 @@ class LinkStore(dist.Store):
         if value is None:
             raise RuntimeError(f"the key {key} has not been set")
         return value.encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        """Return several values at once."""
+        values = self._ask("multi_get", keys)
+        if None in values:
+            raise RuntimeError(f"the key {keys[values.index(None)]} has not been set")
+        return [value.encode() for value in values]
 
     def check(self, keys: list[str]) -> bool:
         """Return whether all keys have been set."""
