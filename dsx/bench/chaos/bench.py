@@ -179,8 +179,8 @@ def measure(options: Options, tell: Callable[[str], None]) -> Report:
     if options.undisturbed and not stuck:
         steps = round(verdict.samples / options.num_clusters / of_step)
         tell(f"the same for {steps:,} steps without a fault")
-        unpaced = replace(options, step_seconds=_UNPACED_SECONDS)  # nothing is aimed at its steps
-        with _clusters(unpaced, options.directory / "undisturbed", steps) as clusters:
+        place = options.directory / "undisturbed"
+        with _clusters(options, place, steps, _UNPACED_SECONDS) as clusters:
             clusters.finish()
             other = check(clusters.logs(), (), (), PLANS[options.preset], steps)
             verdict.problems += [f"undisturbed: {problem}" for problem in other.problems]
@@ -226,10 +226,16 @@ def say(fault: Fault) -> str:
     return f"{fault.kind} of cluster {fault.cluster}{how}"
 
 
-def _clusters(options: Options, directory: Path, last_step: int = 1_000_000) -> Any:
+def _clusters(
+    options: Options,
+    directory: Path,
+    last_step: int = 1_000_000,
+    step_seconds: float | None = None,
+) -> Any:
     return clusters_of(
         directory, options.preset, options.num_clusters, options.num_ranks, options.seed,
-        options.step_seconds, options.suspect_seconds, last_step, options.engine,
+        options.step_seconds if step_seconds is None else step_seconds,
+        options.suspect_seconds, last_step, options.engine,
         1 if options.zero_stage is None else options.zero_stage,
         has_disks="full_disk" in options.kinds,
     )  # fmt: skip
