@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import socket
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,3 +39,35 @@ def interface_of(address: str) -> str:
     """Return the name of the interface that has an address, "" if none is known to."""
     own = address.removeprefix("::ffff:")
     return next((name for name, known in addresses().items() if own in known), "")
+
+
+def own_address(towards: Sequence[str], interface: str | None) -> str:
+    """Return this host's address of an interface, or of the one that leads to the first host.
+
+    Of the hosts the first that is known here and has a route; IPv4 where it has that, as ranks
+    listen there. ValueError if the interface is none of this host's, or has no address; OSError if
+    no host has a route.
+    """
+    if interface is not None:
+        known = addresses()
+        if not known.get(interface):
+            names = ", ".join(name for name in known if name != "lo") or "none"
+            raise ValueError(
+                f"clusters.interface={interface!r} is no interface with an address of this host: "
+                f"{names}; give one of them, by --dsx-interface where it is launched on this host"
+            )
+        return known[interface][0]
+    *first, last = [
+        (host, family) for host in towards for family in (socket.AF_INET, socket.AF_UNSPEC)
+    ]
+    for host, family in first:
+        with suppress(OSError):
+            return _towards(host, family)
+    return _towards(*last)
+
+
+def _towards(host: str, wanted: int) -> str:
+    family, *_, place = socket.getaddrinfo(host, 9, wanted, socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as anywhere:
+        anywhere.connect(place)  # sends nothing: the system says which address it would take
+        return str(anywhere.getsockname()[0])

@@ -14,7 +14,9 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from dsx.cli import app
+from dsx.config.link import LinkConfig
 from dsx.config.schema import load_config, preset
+from dsx.config.sections import ClustersConfig
 from dsx.core.types import Stage
 from dsx.plan.link import Costs, Link
 from dsx.plan.model import from_files
@@ -234,6 +236,29 @@ def test_a_host_name_that_leads_nowhere(tmp_path: Path, monkeypatch: pytest.Monk
     done = doctor(write(tmp_path, clusters={"num_clusters": 2, "rendezvous": "tcp://front:29400"}))
     ((mark, text),) = marked(done, "interface")
     assert (done.exit_code, mark) == (1, "STOP") and "--dsx-interface" in text
+
+
+def test_over_links_the_way_to_the_other_members_is_looked_for(tmp_path: Path) -> None:
+    from dsx.support.doctor.meeting import look_at_meeting
+
+    def found(members: tuple[str, ...], **clusters: Any) -> list[tuple[str, str, str]]:
+        own = ClustersConfig(num_clusters=len(members), **clusters)
+        said = look_at_meeting(own, LinkConfig(members=members, relay="relay:29500"))
+        return [tuple(one) for one in said]
+
+    near = found(("berlin=127.0.0.1:29400", "oslo"), cluster_id=1)
+    assert near == [
+        ("ok", "rendezvous", "over links the clusters meet at berlin (127.0.0.1:29400)"),
+        ("ok", "interface", "lo (127.0.0.1) leads to the other members"),
+    ]
+    assert [text for _, _, text in found(("berlin", "oslo"))] == [
+        "over links the clusters meet at the relay, relay:29500"
+    ]
+    assert found(("berlin=127.0.0.1:29400", "oslo"), cluster_id=0)[1:] == []
+    ((mark, _, text),) = found(("berlin=no.such.host.invalid:1", "oslo"), cluster_id=1)[1:]
+    assert mark == "note" and "no way from here to no.such.host.invalid (" in text
+    ((mark, _, text),) = found(("berlin=127.0.0.1:1", "oslo"), interface="eth77")[1:]
+    assert mark == "STOP" and "clusters.interface='eth77' is none of this host's" in text
 
 
 def test_folders_that_cannot_be(tmp_path: Path) -> None:

@@ -18,7 +18,6 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from dsx.comm.address import bracketed, parse_address
-from dsx.comm.interfaces import addresses
+from dsx.comm.interfaces import own_address
 from dsx.comm.links.entrance import Limits
 from dsx.comm.links.gateway_process import Event, GatewayLost, GatewayProcess
 from dsx.comm.links.greetings import rank_name
@@ -294,35 +293,3 @@ def _get(store: dist.Store, key: str, what: str, seconds: float) -> str:
             f"{str(error).splitlines()[0]}"
         ) from error
     return value.decode() if isinstance(value, bytes) else str(value)
-
-
-def own_address(towards: Sequence[str], interface: str | None) -> str:
-    """Return this host's address of an interface, or of the one that leads to the first host.
-
-    Of the hosts the first that is known here and has a route; IPv4 where it has that, as ranks
-    listen there. ValueError if the interface is none of this host's, or has no address; OSError if
-    no host has a route.
-    """
-    if interface is not None:
-        known = addresses()
-        if not known.get(interface):
-            names = ", ".join(name for name in known if name != "lo") or "none"
-            raise ValueError(
-                f"clusters.interface={interface!r} is no interface with an address of this host: "
-                f"{names}; give one of them, by --dsx-interface where it is launched on this host"
-            )
-        return known[interface][0]
-    *first, last = [
-        (host, family) for host in towards for family in (socket.AF_INET, socket.AF_UNSPEC)
-    ]
-    for host, family in first:
-        with suppress(OSError):
-            return _towards(host, family)
-    return _towards(*last)
-
-
-def _towards(host: str, wanted: int) -> str:
-    family, *_, place = socket.getaddrinfo(host, 9, wanted, socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as anywhere:
-        anywhere.connect(place)  # sends nothing: the system says which address it would take
-        return str(anywhere.getsockname()[0])

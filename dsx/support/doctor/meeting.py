@@ -13,6 +13,8 @@ import threading
 from ipaddress import ip_address
 
 from dsx.comm.address import parse_address
+from dsx.comm.interfaces import interface_of, own_address
+from dsx.config.link import LinkConfig
 from dsx.config.sections import ClustersConfig
 from dsx.support.doctor.finding import Finding
 from dsx.support.environment import interfaces
@@ -20,8 +22,10 @@ from dsx.support.environment import interfaces
 _SECONDS = 3.0
 
 
-def look_at_meeting(clusters: ClustersConfig) -> list[Finding]:
-    """Return what holds of `clusters.rendezvous` and `clusters.interface`."""
+def look_at_meeting(clusters: ClustersConfig, link: LinkConfig) -> list[Finding]:
+    """Return what holds of where clusters meet, and of `clusters.interface`."""
+    if link.members:
+        return _over_links(clusters, link)
     if clusters.rendezvous == "env://":
         text = (
             "env://: the clusters meet where the ranks of one launcher do (MASTER_ADDR, "
@@ -139,20 +143,53 @@ def _elsewhere(clusters: ClustersConfig, address: str, port: int) -> Finding:
     return Finding("STOP", "rendezvous", text)
 
 
-def _interface(clusters: ClustersConfig, address: str | None) -> list[Finding]:
-    """Tell of the interface that links use: the named one, or that of the host's name."""
-    names = interfaces()
+def _over_links(clusters: ClustersConfig, link: LinkConfig) -> list[Finding]:
+    """Tell of the member that all call first, and of the way from here to the others."""
+    places = [member.partition("=")[::2] for member in link.members]
+    called = [f"{name} ({address})" for name, address in places if address]
+    where = f"at {called[0]}" if called else f"at the relay, {link.relay}"
+    found = [Finding("ok", "rendezvous", f"over links the clusters meet {where}")]
     if clusters.interface is not None:
-        if clusters.interface in names:
-            return [Finding("ok", "interface", f"{clusters.interface} is there")]
+        return [*found, _named_interface(clusters.interface)]
+    own = clusters.cluster_id
+    towards = [
+        parse_address(f"tcp://{address}")[0] for m, (_, address) in enumerate(places)
+        if address and m != own
+    ]  # fmt: skip
+    if not towards:
+        return found
+    try:
+        address = own_address(towards, None)
+    except OSError as error:
         text = (
-            f"clusters.interface={clusters.interface!r} is none of this host's: "
-            f"{', '.join(names)}; give one of them, by --dsx-interface or DSX_INTERFACE "
-            "where it is launched on this host"
+            f"no way from here to {', '.join(towards)} ({error.strerror or error}): look at the "
+            "names in link.members, and at this host's routes"
         )
-        return [Finding("STOP", "interface", text)]
+        return [*found, Finding("note", "interface", text)]
+    name = interface_of(address) or "an interface that is not known"
+    text = f"{name} ({address}) leads to the other members"
+    return [*found, Finding("ok", "interface", text)]
+
+
+def _named_interface(name: str) -> Finding:
+    """Tell whether this host has what `clusters.interface` names."""
+    names = interfaces()
+    if name in names:
+        return Finding("ok", "interface", f"{name} is there")
+    text = (
+        f"clusters.interface={name!r} is none of this host's: {', '.join(names)}; give one of "
+        "them, by --dsx-interface or DSX_INTERFACE where it is launched on this host"
+    )
+    return Finding("STOP", "interface", text)
+
+
+def _interface(clusters: ClustersConfig, address: str | None) -> list[Finding]:
+    """Tell of the interface that gloo uses: the named one, or that of the host's name."""
+    if clusters.interface is not None:
+        return [_named_interface(clusters.interface)]
     if clusters.num_clusters == 1:
         return []
+    names = interfaces()
     name = socket.gethostname()
     own = _resolve(name)
     leads = f"that of this host's name, {name}, which is {own[0] if own else 'not resolved'}"

@@ -67,7 +67,7 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
     if config is None:
         return _tell(found, [], say)
     planned, refused = _planned(config, files)
-    found += [*refused, *missing_of(config), *look_at_meeting(config.clusters)]
+    found += [*refused, *missing_of(config), *look_at_meeting(config.clusters, config.link)]
     found += look_at_disk(config, given.checkpoints, planned)
     found.append(look_at_memory(planned, given.limit, gpu_gib()))
     if planned is not None:

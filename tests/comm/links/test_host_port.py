@@ -17,8 +17,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from dsx.comm.interfaces import own_address
 from dsx.comm.links import host_port
-from dsx.comm.links.host_port import HostGateway, Where, open_on_host, own_address
+from dsx.comm.links.host_port import HostGateway, Where, open_on_host
 from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import connect_peers, open_meeting, say_where
 from dsx.comm.links.settings import LinkSettings
