@@ -12,6 +12,8 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
+With the state on disk, all but transfers, channels and work space is in files there.
+
 It is what `Allocator` has given (core/buffers.py), which tests compare. On an accelerator there are
 also the contributions that are launched together, 4 bytes per element until they are on the host
 (twice where pieces are put together); what lives only within a call (a QR of the largest factor,
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +35,8 @@ from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.outer.sideband import sideband_shape
 
+StatePlace = Literal["masters", "host", "disk"]  # `state.device`
+_AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster")  # on no disk
 _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 
@@ -55,10 +60,21 @@ class OuterMemory:
         """All of it, the work space fully in use."""
         return sum(vars(self).values())
 
-    def on_host(self, is_state_on_host: bool) -> int:
-        """Return what lies in host memory, state placed there or with the masters."""
-        of_channels = self.codec + self.transfers + self.attempts + self.channels
-        return self.total if is_state_on_host else of_channels
+    def on_host(self, place: StatePlace) -> int:
+        """Return what lies in host memory."""
+        if place == "masters":
+            return self.codec + self.transfers + self.attempts + self.channels
+        return self.total - self.on_disk(place)
+
+    def on_disk(self, place: StatePlace) -> int:
+        """Return what lies in files."""
+        if place != "disk":
+            return 0
+        return self.total - sum(getattr(self, name) for name in _AT_HAND)
+
+    def on_device(self, place: StatePlace) -> int:
+        """Return what lies with the masters, but for contributions on their way to the host."""
+        return self.total - self.on_host(place) if place == "masters" else 0
 
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
