@@ -8,7 +8,8 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     attempts: what is sent, kept as it was, 4wb (on the host, pinned; where codes are made at the
     launch, they are kept instead), and the codec's state of before the attempt under way,
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
-    work space: 3 vectors of L shared by all fragments, 4 where norms of single tensors are taken,
+    work space: 2 vectors of L shared by all fragments; one more where local parameters, or
+    penalties of single elements, go into the outer step, and where norms of tensors are taken,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
 
@@ -118,9 +119,15 @@ def predict(
         attempts=4 * buffers * (sent + sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
-        work_space=4 * (3 + method.measures_tensors) * max((f.numel for f in fragments), default=0)
+        work_space=4 * _num_work_vectors(method) * max((f.numel for f in fragments), default=0)
         + _HASH_BYTES * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
+
+
+def _num_work_vectors(method: Method) -> int:
+    """Return how many vectors are worked in: the mean, one beside it, and what some also need."""
+    is_elementwise = method.staleness.is_active and method.staleness.is_elementwise
+    return 2 + (method.delay.needs_local or is_elementwise) + method.measures_tensors
 
 
 def _of_channels(
