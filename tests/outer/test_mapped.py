@@ -26,8 +26,8 @@ from tests.simulated import Simulated
 
 METHODS: dict[str, dict[str, Any]] = {  # recommended makes codes at the launch
     "dilocox": {
-        "schedule": {"interval": 2}, "compression": {"dense_rounds": 1, "rank": 6, "kernels": "eager"},
-        "control": {"type": "fixed"},
+        "schedule": {"interval": 2}, "control": {"type": "fixed"},
+        "compression": {"dense_rounds": 1, "rank": 6, "kernels": "eager"},
     },
     "co2": {"schedule": {"interval": 2}},
     "recommended": {"schedule": {"interval": 4}, "delay": {"steps": 2}},
