@@ -28,7 +28,7 @@ def find_trouble(loop: OuterLoop, moments: Iterable[Tensor]) -> str:
     norms: list[tuple[str, Tensor]] = []
     for fragment in loop.adapter.fragments:
         if fragment.numel:
-            local = loop.state.scratch(fragment.id, "local")
+            local = loop.state.scratch(fragment.id, "work")
             loop.adapter.read(fragment.id, local)
             norms.append(("the masters", _largest(local)))
         for tensor in loop.state.named_state(fragment.id).values():

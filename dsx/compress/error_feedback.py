@@ -47,9 +47,9 @@ class Residual:
         self._work = opening.work
         self._wire: Wire | None = None if storage == "fp32" else FORMATS[storage]()
         if self._wire is None:
-            self.stored = opening.buffers.zeros(numel)
+            self.stored = opening.state.zeros(numel)
         else:
-            self.stored = opening.buffers.zeros(self._wire.num_bytes(numel), dtype="uint8")
+            self.stored = opening.state.zeros(self._wire.num_bytes(numel), dtype="uint8")
             # of the thread that encodes
             own = opening.encoding if opening.at_launch else opening.buffers
             self._codec = self._wire.codec(numel, torch.device("cpu"), buffers=own)

@@ -41,18 +41,18 @@ class LowRankChannel:
         self._method = method
         self._seat = seat
         taken, rest = method.split(fragment)
-        self._opening, new = opening, opening.buffers
+        self._opening = opening
         sides = [two_sides(s) for s in taken]
         owners = factor_owners(sides, seat.num_clusters, fragment.id + seat.shard)
         self._matrices = [
-            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), seat, by, new, method)
+            LowRankMatrix(s, min(max_rank, method.largest_rank(s)), seat, by, opening, method)
             for s, by in zip(taken, owners, strict=True)
         ]
         self._rest = self._coded_parts(rest, fragment.id, 0)
         self._dense = self._coded_parts(taken, fragment.id, 500, keeps_mean=False)
         self._small = SmallPart(method.small_wire, fragment, seat, opening)
-        self._rank = new.zeros(1, dtype="int64")  # of the round before; 0: none yet
-        self.spectrum = new.zeros(max_rank + 1)
+        self._rank = opening.state.zeros(1, dtype="int64")  # of the round before; 0: none yet
+        self.spectrum = opening.buffers.zeros(max_rank + 1)
 
     @property
     def slots(self) -> Mapping[str, Tensor]:

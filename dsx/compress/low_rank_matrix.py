@@ -16,7 +16,7 @@ from torch import Tensor
 from dsx.compress.factors import DownCodec, UpCodec, product
 from dsx.compress.owners import NUM_PROBES, Owners, factor_sizes
 from dsx.compress.wire.base import Kernels, Wire
-from dsx.core.buffers import Buffers
+from dsx.core.buffers import Opening
 from dsx.core.membership import Seat
 from dsx.core.types import Slot
 
@@ -47,7 +47,7 @@ class LowRankMatrix:
         max_rank: int,
         seat: Seat,
         owners: Owners,
-        buffers: Buffers,
+        opening: Opening,
         settings: FactorSettings,
     ) -> None:
         self.name = slot.name
@@ -61,8 +61,9 @@ class LowRankMatrix:
         whole = slot.whole or slot.shape
         self._m, self._n = whole[0], slot.numel // whole[0]
         rows = max_rank + NUM_PROBES
+        buffers = opening.buffers
         self._work = buffers.work
-        self.warm = buffers.zeros(max_rank, self._n)
+        self.warm = opening.state.zeros(max_rank, self._n)
         self._probed = buffers.zeros(NUM_PROBES, self._m)
         wire = settings.factor_format
         self._up = {

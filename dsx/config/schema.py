@@ -35,6 +35,7 @@ from dsx.config.sections import (
     check_address,
     check_clusters,
     check_divergence,
+    check_state,
 )
 from dsx.core.checks import nearest
 from dsx.method.choices import AXES, PRESETS, preset_method
@@ -139,6 +140,7 @@ def load_config(source: str | Path | Mapping[str, Any]) -> DsxConfig:
         raise ConfigError(f"dsx.{error}") from None
     check_metrics(block.metrics, block.clusters.num_clusters)
     check_divergence(block.divergence)
+    check_state(block.state)
     check_address(block.clusters)
     check_link(block.link, block.clusters.num_clusters, block.clusters.rendezvous)
     return DsxConfig(

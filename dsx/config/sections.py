@@ -5,6 +5,7 @@ The line of text below a key is what the generated reference and editors say of 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -176,9 +177,29 @@ class StateConfig(BaseModel):
 
     model_config = _STRICT
 
-    device: Literal["masters", "host"] = "masters"
+    device: Literal["masters", "host", "disk"] = "masters"
     """With the fp32 masters, sharded as they are, or in pinned host memory: then it takes nothing
-    on the accelerator, and the outer step runs at the host's speed."""
+    on the accelerator, and the outer step runs at the host's speed. Or in files in `dir` ("disk"),
+    and with it what is kept of transfers to make them again: then it takes little on the host."""
+
+    dir: _Text | None = None
+    """The folder for "disk", there on every host, best on an NVMe disk of its own; its files have
+    no name, and are gone with the run."""
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether outer steps are taken on the host, where the state is not with the masters."""
+        return self.device != "masters"
+
+    @property
+    def folder(self) -> Path | None:
+        """The folder of the outer state's files, if it is in files."""
+        return None if self.dir is None else Path(self.dir)
+
+    @property
+    def where(self) -> str:
+        """Where the outer state lives, in words."""
+        return f"with the {self.device}" if self.dir is None else f"on disk, in {self.dir}"
 
 
 class Block(BaseModel):
@@ -244,6 +265,20 @@ def check_divergence(divergence: DivergenceConfig) -> None:
         raise ConfigError(
             f"dsx.divergence.data={divergence.data!r} has no effect where a run does not go back: "
             "set max_rollbacks to 1 or more, or leave it out"
+        )
+
+
+def check_state(state: StateConfig) -> None:
+    """Raise ConfigError for files without a folder, and for a folder without files."""
+    if state.device == "disk" and state.dir is None:
+        raise ConfigError(
+            'dsx.state.dir is missing: device="disk" needs a folder, there on every host; write '
+            '"state": {"device": "disk", "dir": "/nvme/dsx"}'
+        )
+    if state.device != "disk" and state.dir is not None:
+        raise ConfigError(
+            f"dsx.state.dir={state.dir!r} has no effect with device={state.device!r}: set device "
+            'to "disk", or leave it out'
         )
 
 

@@ -3,7 +3,8 @@
 Everything that outer training holds from round to round is asked for here: outer state, what
 travels, codes, factors, work space. So an `Allocator` knows what a rank has allocated, and a test
 can hold the prediction (outer/memory.py) to it. Page-locked memory is registered page by page
-(pinned.py), for torch's own allocator rounds it up to powers of two.
+(outer/pinned.py), for torch's own allocator rounds it up to powers of two; what is kept on disk is
+mapped (outer/mapped.py).
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ if TYPE_CHECKING:  # what only plans is started without torch
     import torch
     from torch import Tensor
 
-Pin = Callable[[int], "Tensor"]  # returns so many bytes of page-locked memory, zeroed
+Pages = Callable[[int], "Tensor"]  # returns so many bytes: page-locked, or of a file; zeroed
 
 
 class Buffers:
     """Gives the memory of one owner, on `device`, and knows how much that is.
 
-    With `pin`, on the host and page-locked. A dtype is named; fp32 unless said.
+    With `pages`, on the host and made of those. A dtype is named; fp32 unless said.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", pin: Pin | None = None) -> None:
+    def __init__(self, device: torch.device | str = "cpu", pages: Pages | None = None) -> None:
         self._device = device
-        self._pin = pin
+        self._pages = pages
         self._given = 0
         self._work: dict[tuple[str, torch.dtype], Tensor] = {}
 
@@ -47,8 +48,8 @@ class Buffers:
 
         kind: Any = getattr(torch, dtype)
         self._given += prod(shape) * kind.itemsize
-        if self._pin is not None:
-            return self._pin(prod(shape) * kind.itemsize).view(kind).view(shape)
+        if self._pages is not None:
+            return self._pages(prod(shape) * kind.itemsize).view(kind).view(shape)
         return torch.zeros(shape, dtype=kind, device=self._device)
 
     def work(self, role: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
@@ -88,10 +89,11 @@ class Opening:
 
     `work` is shared by a rank's channels. `at_launch`: so many launches may lie encoded, not yet
     exchanged, and it is an `EncodingChannel`, whose encoder works in `encoding`, on another thread.
-    Copies of its state are in `before`.
+    Its state, which a checkpoint carries, is in `state`, and copies of that in `before`.
     """
 
     buffers: Buffers = field(default_factory=Buffers)
+    state: Buffers = field(default_factory=Buffers)
     work: SharedWork = field(default_factory=SharedWork)
     at_launch: int = 0
     encoding: Buffers = field(default_factory=Buffers)
@@ -99,22 +101,41 @@ class Opening:
 
 
 class Allocator:
-    """Opens `Buffers` for a rank's purposes, and sums up what those that are in use have given."""
+    """Opens `Buffers` for a rank's purposes, and sums up what those that are in use have given.
 
-    def __init__(self, device: torch.device | str = "cpu", pin: Pin | None = None) -> None:
+    Outer state lives on `device`, or, with `disk`, in files; `pin` gives page-locked memory.
+    """
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        pin: Pages | None = None,
+        disk: Pages | None = None,
+    ) -> None:
         self._device = device
         self._pin = pin
+        self._disk = disk
         self._open: dict[str, WeakSet[Buffers]] = {}
         self._lock = Lock()  # `given` is for any thread
 
     def buffers(self, purpose: str) -> Buffers:
-        """Return buffers where outer state lives; on the host page-locked, if there is a `pin`."""
+        """Return buffers where outer state lives."""
+        return self.work_space(purpose) if self._disk is None else self.seldom(purpose)
+
+    def work_space(self, purpose: str) -> Buffers:
+        """Return buffers where outer steps are taken, on the host page-locked."""
         pin = self._pin if str(self._device) == "cpu" else None
         return self.adopt(purpose, Buffers(self._device, pin))
 
     def on_host(self, purpose: str, is_pinned: bool = False) -> Buffers:
         """Return buffers on the host, wherever outer state lives."""
         return self.adopt(purpose, Buffers("cpu", self._pin if is_pinned else None))
+
+    def seldom(self, purpose: str, is_pinned: bool = False) -> Buffers:
+        """Return buffers for what is touched once a round: on disk, or else `on_host`."""
+        if self._disk is None:
+            return self.on_host(purpose, is_pinned)
+        return self.adopt(purpose, Buffers("cpu", self._disk))
 
     def adopt(self, purpose: str, buffers: Buffers) -> Buffers:
         """Count buffers that were opened elsewhere, too, and return them."""

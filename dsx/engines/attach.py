@@ -212,7 +212,7 @@ def attach_megatron(
     resolved = load_config(config)
     _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    method, is_on_host = resolved.method, resolved.state.device == "host"
+    method, is_on_host = resolved.method, resolved.state.is_on_host
     backwards = method.schedule.backwards
     adapter = MegatronAdapter(chunks, optimizer, method.fragments, is_on_host, backwards)
     all_facts = {**adapter.facts(), **(facts or {})}
@@ -294,7 +294,7 @@ def _attach_deepspeed(
     _refuse_unused(settings, divides_data)
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
-    is_on_host = settings.state.device == "host"
+    is_on_host = settings.state.is_on_host
     method = settings.method
     adapter = DeepSpeedAdapter(engine, method.fragments, is_on_host, method.schedule.backwards)
     facts = {
@@ -319,7 +319,7 @@ def _torch_adapter(
     model: torch.nn.Module, optimizer: Optimizers, world: World, settings: DsxConfig
 ) -> TorchAdapter:
     """Return the adapter for how the ranks of this cluster hold the model."""
-    method, is_on_host = settings.method, settings.state.device == "host"
+    method, is_on_host = settings.method, settings.state.is_on_host
     trained = held_parameters(bare_parameters(model), as_list(optimizer))
     require_unattached(trained.values())
     placement = find_placement(model, trained, world.world_size, world.num_clusters)

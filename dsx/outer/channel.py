@@ -50,6 +50,7 @@ class FragmentChannel:
     def _open(self, seat: Seat) -> None:
         self.seat = seat
         opening, open = self._opening(), self._compressor.open
+        self._of_state = opening.state  # counted as long as it is here
         takes_it = "opening" in signature(open).parameters
         also = (opening,) if takes_it else ()
         self.codec: Channel = open(self._fragment, seat, self._max_rank, *also)

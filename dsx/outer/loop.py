@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ class OuterLoop:
         on_sync: Callable[[Event], None] | None = None,
         matrix_gathers: Sequence[MatrixGather] | None = None,
         trace: Recorder = UNTRACED,
+        state_folder: Path | None = None,
     ) -> None:
         fragments = adapter.fragments
         method.validate(num_fragments=len(fragments))
@@ -66,11 +68,9 @@ class OuterLoop:
         self.transport = transport
         counts = [*map(len, adapter.fragment_parameters)]
         seat = transport.seat.of_shard(adapter.ranks.shard[0])
-        self.matrix_gathers = (
-            plan_matrix_gathers(method, adapter) if matrix_gathers is None else matrix_gathers
-        )
+        self.matrix_gathers = matrix_gathers or plan_matrix_gathers(method, adapter)
         wire = [gather.wire for gather in self.matrix_gathers]
-        self.state = StateStore(method, adapter, counts, wire, seat)
+        self.state = StateStore(method, adapter, counts, wire, seat, state_folder)
         for buffers in (adapter.buffers, *(gather.buffers for gather in self.matrix_gathers)):
             self.state.allocator.adopt("in_the_cluster", buffers)
         self.history = History(len(fragments), list(adapter.fragment_numel))

@@ -8,9 +8,12 @@ only where whole matrices are put together), b = 1 + rounds under way, L the lar
     attempts: what is sent, kept as it was, 4wb (on the host, pinned; where codes are made at the
     launch, they are kept instead), and the codec's state of before the attempt under way,
     channels: what comes from the others (of fp32 4w), codes, factors, what codecs work in,
-    work space: 3 vectors of L shared by all fragments, 4 where norms of single tensors are taken,
+    work space: 2 vectors of L shared by all fragments; one more where local parameters, or
+    penalties of single elements, go into the outer step, and where norms of tensors are taken,
     in the cluster: pieces of matrices on their way (low rank under ZeRO: 4 bytes each, both ways),
     without ZeRO the gather of what R replicas have shared out: up to 64 MiB (1 + 1/R)
+
+With the state on disk, all but transfers, channels and work space is in files there.
 
 It is what `Allocator` has given (core/buffers.py), which tests compare. On an accelerator there are
 also the contributions that are launched together, 4 bytes per element until they are on the host
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -32,6 +36,8 @@ from dsx.core.units import format_bytes
 from dsx.method.method import Method
 from dsx.outer.sideband import sideband_shape
 
+StatePlace = Literal["masters", "host", "disk"]  # `state.device`
+_AT_HAND = ("transfers", "channels", "work_space", "in_the_cluster")  # on no disk
 _HASH_BYTES = 2 * 8 * HASHED_PAIRS  # on the host: weights, and products
 
 
@@ -55,10 +61,21 @@ class OuterMemory:
         """All of it, the work space fully in use."""
         return sum(vars(self).values())
 
-    def on_host(self, is_state_on_host: bool) -> int:
-        """Return what lies in host memory, state placed there or with the masters."""
-        of_channels = self.codec + self.transfers + self.attempts + self.channels
-        return self.total if is_state_on_host else of_channels
+    def on_host(self, place: StatePlace) -> int:
+        """Return what lies in host memory."""
+        if place == "masters":
+            return self.codec + self.transfers + self.attempts + self.channels
+        return self.total - self.on_disk(place)
+
+    def on_disk(self, place: StatePlace) -> int:
+        """Return what lies in files."""
+        if place != "disk":
+            return 0
+        return self.total - sum(getattr(self, name) for name in _AT_HAND)
+
+    def on_device(self, place: StatePlace) -> int:
+        """Return what lies with the masters, but for contributions on their way to the host."""
+        return self.total - self.on_host(place) if place == "masters" else 0
 
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
@@ -102,9 +119,15 @@ def predict(
         attempts=4 * buffers * (sent + sum(sidebands)) + before,
         channels=channels,
         in_the_cluster=in_the_cluster,
-        work_space=4 * (3 + method.measures_tensors) * max((f.numel for f in fragments), default=0)
+        work_space=4 * _num_work_vectors(method) * max((f.numel for f in fragments), default=0)
         + _HASH_BYTES * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
+
+
+def _num_work_vectors(method: Method) -> int:
+    """Return how many vectors are worked in: the mean, one beside it, and what some also need."""
+    is_elementwise = method.staleness.is_active and method.staleness.is_elementwise
+    return 2 + (method.delay.needs_local or is_elementwise) + method.measures_tensors
 
 
 def _of_channels(

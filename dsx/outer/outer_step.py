@@ -84,7 +84,7 @@ class OuterStep:
         delay, unsent = self._method.delay, dict[int, Tensor]()
         is_replaced = delay.rounds_under_way and not delay.keeps_unsent
         for fragment in sorted(fragments) if is_replaced else ():
-            local = torch.empty_like(self._state.scratch(fragment, "local"))
+            local = torch.empty_like(self._state.scratch(fragment, "work"))
             self._adapter.read(fragment, local)
             slots = self._state.slots[fragment].delay
             unsent[fragment] = delay.contribution(local, self._state.anchor[fragment], slots)

@@ -121,7 +121,7 @@ class Start:
         digests = torch.zeros(len(fragments), NUMBERS, dtype=torch.int64)
         with Digests() as digest:
             for fragment in fragments:
-                start = self._state.scratch(fragment.id, "local")
+                start = self._state.scratch(fragment.id, "work")
                 self._adapter.read(fragment.id, start)
                 self._begin_from(fragment.id, start)
                 if self._transport.seat.num_clusters > 1:
@@ -214,7 +214,7 @@ class Start:
         what = f"masters of cluster {self._transport.seat.ids[FIRST]}, of this rank"
         progress = Progress(what, max(self._own_bytes(takers)), self._speaks)
         for fragment, places in takers.items():
-            start = self._state.scratch(fragment, "local")
+            start = self._state.scratch(fragment, "work")
             if own == FIRST:
                 self._adapter.read(fragment, start)
             self._transport.spread(fragment, start, (FIRST, *places), progress.moved)

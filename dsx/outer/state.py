@@ -5,6 +5,7 @@ policy and the staleness penalty, its channel to the other clusters with the cod
 that was before the attempt under way), and `TransferBuffers` for every transfer that may be under
 way at a time: on the host (pinned when the state is on an accelerator) what is sent and the buffer
 that travels, both with a sideband, and where the masters are what the delay policy keeps of it.
+With a `folder`, in files there: all but what travels, codes, and what is worked in.
 Shared by all fragments: scratch vectors as long as the largest one, allocated when first used.
 Nothing is allocated after the first round.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from threading import Lock
 
 import torch
@@ -24,6 +26,7 @@ from dsx.core.membership import Seat
 from dsx.core.types import Fragment
 from dsx.method.method import Method
 from dsx.outer.channel import FragmentChannel
+from dsx.outer.mapped import MappedMemory
 from dsx.outer.pinned import PinnedMemory
 from dsx.outer.sideband import Sideband, sideband_shape
 from dsx.outer.transfer import TransferBuffers
@@ -56,11 +59,13 @@ class StateStore:
         num_tensors: Sequence[int],
         on_the_wire: Sequence[Fragment],
         seat: Seat,
+        folder: Path | None = None,
     ) -> None:
         fragments = adapter.fragments
         self.device = adapter.device
         pin = PinnedMemory() if adapter.pins_host_memory else None
-        self.allocator = Allocator(adapter.device, pin)
+        disk = None if folder is None else MappedMemory(folder)
+        self.allocator = Allocator(adapter.device, pin, disk)
         self._numel = [f.numel for f in fragments]
         has_anchor = method.outer_optimizer.keeps_anchor
         self._anchors = self.allocator.buffers("anchor")
@@ -78,9 +83,8 @@ class StateStore:
         ]
         self._shapes, self._wire_numel = shapes, [wire.numel for wire in on_the_wire]
         self._at_launch = method.max_in_flight if method.encodes_at_launch else 0
-        self._travelling, self._attempts = (
-            self.allocator.on_host(name, is_pinned=True) for name in ("transfers", "attempts")
-        )
+        self._travelling = self.allocator.on_host("transfers", is_pinned=True)
+        self._attempts = self.allocator.seldom("attempts", is_pinned=True)
         kept = None if method.keeps is None else self._of_policies["delay"]
         self._buffers = [
             [
@@ -104,12 +108,12 @@ class StateStore:
         self.gate = Lock()  # while channels are opened anew, or looked at
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}
-        self._work_space = self.allocator.buffers("work_space")
+        self._work_space = self.allocator.work_space("work_space")
 
     def _opening(self) -> Opening:
         buffers, encoding = (self.allocator.on_host("channels") for _ in range(2))
-        before = self.allocator.on_host("attempts")
-        return Opening(buffers, self._shared_work, self._at_launch, encoding, before)
+        state, before = (self.allocator.seldom(name) for name in ("codec", "attempts"))
+        return Opening(buffers, state, self._shared_work, self._at_launch, encoding, before)
 
     def _new_buffers(
         self, fragment: int, travelling: Buffers, attempts: Buffers, kept: Buffers | None

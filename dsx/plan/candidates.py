@@ -19,7 +19,7 @@ from dsx.method.fragments import ByLayer
 from dsx.method.method import Method
 from dsx.method.schedule.layerwise import Layerwise
 from dsx.method.schedule.periodic import Streaming
-from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.memory import OuterMemory, StatePlace, predict
 from dsx.plan.launches import require_planned
 from dsx.plan.link import Costs, Link
 from dsx.plan.model import PlannedModel
@@ -128,7 +128,7 @@ class Candidate:
     @property
     def on_host(self) -> int:
         """Bytes of outer training in host memory."""
-        return self.memory.on_host(self.is_state_on_host)
+        return self.memory.on_host(_place(self.is_state_on_host))
 
 
 class Search:
@@ -325,7 +325,11 @@ def _most_interval(method: Method, question: Question) -> int:
 
 
 def _on_device(memory: OuterMemory, contributions: int, is_on_host: bool) -> int:
-    return 0 if is_on_host else memory.total - memory.on_host(False) + contributions
+    return 0 if is_on_host else memory.on_device("masters") + contributions
+
+
+def _place(is_on_host: bool) -> StatePlace:
+    return "host" if is_on_host else "masters"
 
 
 def _seen_by_link(method: Method) -> tuple[object, ...]:

@@ -66,7 +66,6 @@ class Handle:
         self._config = config
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
         self.is_finished = False  # whether `finish()` has been called since the last step
-        method = config.method
         self._records = Records(config, world, adapter)
         self.progress = self._records.progress
         self._syncs = SyncRecords(
@@ -83,8 +82,9 @@ class Handle:
         used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
         transport = world.connect(used, adapter.stage, config.link.streams)
         self.loop = OuterLoop(
-            method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
-        )
+            config.method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace,
+            config.state.folder,
+        )  # fmt: skip
         self._gathering = Gathering(transport, world.in_cluster())
         self.notices = Notices.of(world, self.loop)
         self._divergence = Divergence(config.divergence, self.notices)

@@ -123,9 +123,8 @@ def require_predicted(run: Simulated) -> None:
         assert sum(given.values()) == pytest.approx(memory.total, rel=0.05)
         assert held(loop, run) == pytest.approx(memory.total, rel=0.05)
         assert sum(given.values()) <= memory.total * 1.001
-        by_purpose = vars(memory) | {"channels": memory.channels + memory.codec}
         for purpose, size in given.items():
-            assert size == pytest.approx(by_purpose[purpose], rel=0.05), purpose
+            assert size == pytest.approx(vars(memory)[purpose], rel=0.05), purpose
 
 
 @pytest.mark.parametrize("name", PRESETS)

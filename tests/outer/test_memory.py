@@ -71,7 +71,9 @@ def test_where_state_lives_is_a_choice() -> None:
     block = {"preset": "diloco", "clusters": {"num_clusters": 2}}
     assert load_config({"dsx": block}).state.device == "masters"
     assert load_config({"dsx": {**block, "state": {"device": "host"}}}).state.device == "host"
-    with pytest.raises(ConfigError, match="dsx.state.device='gpu' must be 'masters' or 'host'"):
+    with pytest.raises(
+        ConfigError, match="dsx.state.device='gpu' must be 'masters', 'host' or 'disk'"
+    ):
         load_config({"dsx": {**block, "state": {"device": "gpu"}}})
     model = nn.Linear(3, 3, device="meta")
     adapters = [TorchAdapter(model, sgd(model), WholeModel(), 1, host) for host in (False, True)]

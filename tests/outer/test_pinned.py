@@ -39,7 +39,7 @@ def is_mapped(address: int) -> bool:
 
 def test_pages_are_locked_as_they_are_and_let_go_with_the_last_tensor() -> None:
     driver = Driver()
-    x = Buffers(pin=driver.memory).zeros(3, 5 * mmap.PAGESIZE // 4 + 1)
+    x = Buffers(pages=driver.memory).zeros(3, 5 * mmap.PAGESIZE // 4 + 1)
     ((address, num_bytes),) = driver.registered.items()
     assert address % mmap.PAGESIZE == 0 and x.data_ptr() == address
     assert num_bytes == 16 * mmap.PAGESIZE  # torch would have rounded up to 2^17
@@ -55,7 +55,7 @@ def test_pages_are_locked_as_they_are_and_let_go_with_the_last_tensor() -> None:
 
 def test_nothing_is_locked_for_nothing() -> None:
     driver = Driver()
-    assert Buffers(pin=driver.memory).zeros(0).numel() == 0 and not driver.registered
+    assert Buffers(pages=driver.memory).zeros(0).numel() == 0 and not driver.registered
 
 
 def test_what_cannot_be_locked_is_told_with_what_to_do() -> None:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from dsx.cli import app
 from dsx.data import build
-from dsx.support.doctor import machine, screen
+from dsx.support.doctor import machine, planned, screen
 from tests.support.test_doctor import doctor, marked, model_of, write
 
 
@@ -75,8 +75,8 @@ def test_host_memory_is_compared_with_the_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, model = write(tmp_path, state={"device": "host"}), model_of(tmp_path)
-    planned = CliRunner().invoke(app, ["memory", *map(str, (config, *model)), "--json"])
-    (rank,) = json.loads(planned.stdout)["ranks"]
+    memory = CliRunner().invoke(app, ["memory", *map(str, (config, *model)), "--json"])
+    (rank,) = json.loads(memory.stdout)["ranks"]
     needed = 4 * rank["outer_on_host"]  # two clusters of two ranks
     for host, mark, words in (
         ((needed, needed), "ok", "4 ranks on this host will hold"),
@@ -88,6 +88,29 @@ def test_host_memory_is_compared_with_the_plan(
         done = doctor(config, *model, "--limit", 1)
         ((found, text),) = marked(done, "host")
         assert (found, done.exit_code) == (mark, mark == "STOP") and words in text
+
+
+def test_room_on_disk_is_compared_with_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = {"device": "disk", "dir": str(tmp_path)}
+    config, model = write(tmp_path, state=state), model_of(tmp_path)
+    memory = CliRunner().invoke(app, ["memory", *map(str, (config, *model)), "--json"])
+    (rank,) = json.loads(memory.stdout)["ranks"]
+    needed = 4 * rank["outer_on_disk"]  # two clusters of two ranks
+    assert rank["outer_on_disk"] > 0 and rank["outer_on_device"] == 0
+    usage = shutil.disk_usage(tmp_path)
+    for free, mark, words in (
+        (needed, "ok", "4 ranks on this host will keep"),
+        (needed - 1, "STOP", "make room, or name another folder"),
+    ):
+        seen = usage._replace(free=free)
+        monkeypatch.setattr(planned.shutil, "disk_usage", lambda path, seen=seen: seen)
+        ((found, text),) = marked(doctor(config, *model, "--limit", 1), "state")
+        assert found == mark and words in text
+    state["dir"] = str(tmp_path / "nowhere")
+    ((found, text),) = marked(doctor(write(tmp_path, state=state), *model), "state")
+    assert found == "STOP" and "is no folder on this host" in text
 
 
 def test_free_memory_is_that_of_the_container(

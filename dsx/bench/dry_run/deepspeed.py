@@ -70,7 +70,7 @@ def build_ranks(
         numel = sum(p.numel() for p in module.parameters())
         optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4)
         engine = start_engine(model=module, optimizer=optimizer, config=inner)[0]
-        method, is_on_host = config.method, config.state.device == "host"
+        method, is_on_host = config.method, config.state.is_on_host
         found: list[BuiltRank] = []
         for rank in range(cluster.ranks):
             with seen_from(rank):

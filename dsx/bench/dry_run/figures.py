@@ -67,6 +67,7 @@ class StageFigures:
     memory: OuterMemory
     on_host: int
     on_device: int
+    on_disk: int
     saved: int
 
     @property
@@ -104,11 +105,13 @@ def figures_of(built: Sequence[BuiltRank], config: DsxConfig) -> StageFigures:
 
     largest = max(range(len(built)), key=outer_state)
     memory, saved = _held(config, layouts, ranks[largest], largest)
-    is_on_host = config.state.device == "host"
-    on_host = memory.on_host(is_on_host)
-    launched = 0 if is_on_host else 4 * launched_together(config, built[largest].fragments)
-    on_device = memory.total - on_host + launched
-    return StageFigures(built[0].stage, ranks, largest, memory, on_host, on_device, saved)
+    place = config.state.device
+    launched = 4 * launched_together(config, built[largest].fragments)
+    on_device = memory.on_device(place) + (launched if place == "masters" else 0)
+    return StageFigures(
+        built[0].stage, ranks, largest, memory, memory.on_host(place), on_device,
+        memory.on_disk(place), saved,
+    )  # fmt: skip
 
 
 def _used(rank: BuiltRank, wire: Sequence[Fragment]) -> list[int]:

@@ -35,7 +35,7 @@ def build_rank(
             parallel_state.initialize_model_parallel(
                 cluster.tensor, cluster.pipeline, create_gloo_process_groups=False
             )
-            method, is_on_host = config.method, config.state.device == "host"
+            method, is_on_host = config.method, config.state.is_on_host
             with no_memory():
                 chunk, optimizer = _build(model, cluster, batch)
                 backwards = method.schedule.backwards

@@ -16,7 +16,7 @@ def show(run: DryRun, console: Console) -> None:
         console,
         f"{run.parameters / 1e9:.4g} B parameters; {run.num_clusters} clusters of {cluster.ranks} "
         f"ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data {cluster.data}); "
-        f"{config.preset}, outer state with the {config.state.device}",
+        f"{config.preset}, outer state {config.state.where}",
     )
     named = f": pipeline stages {', '.join(map(str, run.built))}" if len(run.stages) > 1 else ""
     like = "" if len(run.built) == len(run.stages) else "; the others are like the middle one"
@@ -72,6 +72,8 @@ def _table(run: DryRun) -> Table:
             row(name.replace("_", " "), [format_bytes(size) for size in sizes])
     table.add_section()
     row("outer training, host", [format_bytes(stage.on_host) for stage in built])
+    if run.config.state.device == "disk":
+        row("outer training, disk", [format_bytes(stage.on_disk) for stage in built])
     row("outer training, device", [format_bytes(stage.on_device) for stage in built])
     return table
 

@@ -2,7 +2,7 @@
 
 From a model's sizes, how a cluster is cut, and a method. The outer part is `memory.predict`, over
 fragments laid out as in the run; the inner part is inner_memory.py. What lies on the accelerator
-and what on the host is told apart, because that is what one can choose (`state.device`).
+and what on the host and on disk is told apart, because that can be chosen (`state.device`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from dsx.config.schema import DsxConfig
 from dsx.core.types import Fragment, ParameterShape, Stage
 from dsx.method.fragments import assign_stage, lay_out
-from dsx.outer.memory import OuterMemory, predict
+from dsx.outer.memory import OuterMemory, StatePlace, predict
 from dsx.outer.whole_matrices import MatrixGather, plan_gathers, share_out
 from dsx.plan.gpt_shapes import GPT
 from dsx.plan.inner_memory import InnerMemory
@@ -32,17 +32,22 @@ class RankMemory:
     inner: InnerMemory
     outer: OuterMemory
     contributions: int
-    is_state_on_host: bool
+    place: StatePlace
 
     @property
     def outer_on_device(self) -> int:
         """Bytes of outer training on the accelerator."""
-        return self.outer.total - self.outer_on_host + self.contributions
+        return self.outer.on_device(self.place) + self.contributions
 
     @property
     def outer_on_host(self) -> int:
         """Bytes of outer training in host memory."""
-        return self.outer.on_host(self.is_state_on_host)
+        return self.outer.on_host(self.place)
+
+    @property
+    def outer_on_disk(self) -> int:
+        """Bytes of outer training in files."""
+        return self.outer.on_disk(self.place)
 
     @property
     def on_device(self) -> int:
@@ -80,15 +85,15 @@ def plan_stage(
     held = max(sum(p.numel for p in own) for own in own_by_tensor_rank)
     if model.is_tied and 0 < stage.index == stage.count - 1:  # a copy, which is not synchronised
         held += model.vocabulary * model.hidden // cluster.tensor
-    is_on_host = config.state.device == "host"
+    place = config.state.device
     launched = launched_together(config, layouts[rank])
     return RankMemory(
         stage=stage,
         numel=held,
         inner=inner_of(model, cluster, stage, held, batch),
         outer=outer,
-        contributions=0 if is_on_host else 4 * launched,
-        is_state_on_host=is_on_host,
+        contributions=4 * launched if place == "masters" else 0,
+        place=place,
     )
 
 

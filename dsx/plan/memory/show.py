@@ -75,7 +75,7 @@ def _print(
     console.print(
         f"{planned.model.numel / 1e9:.1f} B parameters; {config.clusters.num_clusters} clusters of "
         f"{cluster.ranks} ranks (tensor {cluster.tensor}, pipeline {cluster.pipeline}, data "
-        f"{cluster.data}); {config.preset}, outer state with the {config.state.device}"
+        f"{cluster.data}); {config.preset}, outer state {config.state.where}"
     )
     if fewer := fewer_than_usual(config.method.fragments, _fragments_of_stages(planned)):
         console.print(fewer)
@@ -94,6 +94,8 @@ def _print(
     row("device, all", [rank.on_device for rank in ranks])
     table.add_section()
     row("outer training, host", [rank.outer_on_host for rank in ranks])
+    if config.state.device == "disk":
+        row("outer training, disk", [rank.outer_on_disk for rank in ranks])
     console.print(table)
     console.print(f"outer state of stage 0: {ranks[0].outer}")
     parity = "fits" if all(fits) else "does not fit"
@@ -119,4 +121,5 @@ def _record(rank: RankMemory) -> dict[str, Any]:
         "on_device": rank.on_device,
         "outer_on_device": rank.outer_on_device,
         "outer_on_host": rank.outer_on_host,
+        "outer_on_disk": rank.outer_on_disk,
     }

@@ -13,6 +13,7 @@ from dsx.core.types import Stage
 from dsx.core.units import format_bytes
 from dsx.method.fragments import usual_count
 from dsx.method.method import Method
+from dsx.outer.mapped import MappedMemory
 from dsx.plan import inner_memory
 from dsx.plan.candidates import Question
 from dsx.plan.launches import require_planned
@@ -97,6 +98,8 @@ def look_at_memory(planned: Planned | None, limit: float | None, gpu: float | No
         f"({most.inner.total / _GIB:.3g} of the engine, {most.outer_on_device / _GIB:.3g} of dsx) "
         f"and {most.outer_on_host / _GIB:.3g} GiB on the host"
     )
+    if most.outer_on_disk:
+        text += f", {most.outer_on_disk / _GIB:.3g} GiB on disk"
     size = limit if limit is not None else gpu
     if size is None:
         return Finding("note", "memory", f"{text}; no GPU to compare it with: --limit GIB")
@@ -104,7 +107,7 @@ def look_at_memory(planned: Planned | None, limit: float | None, gpu: float | No
         return Finding("ok", "memory", f"{text}, of {size:.3g} GiB on the accelerator")
     fix = (
         '"state": {"device": "host"} moves the outer state to the host'
-        if most.inner.total <= size * _GIB and not most.is_state_on_host
+        if most.inner.total <= size * _GIB and most.place == "masters"
         else "use more ranks, a higher ZeRO stage or more tensor and pipeline parallel ranks"
     )
     return Finding("STOP", "memory", f"{text}, more than the {size:.3g} GiB there are; {fix}")
@@ -125,7 +128,7 @@ def look_at_host_memory(planned: Planned, ranks_here: int, host: tuple[int, int]
     if needed > whole:
         fix = (
             'leave "state": {"device": "host"} out'
-            if any(rank.is_state_on_host for rank in planned.ranks)
+            if any(rank.place == "host" for rank in planned.ranks)
             else "use more hosts, or a stronger codec, whose contributions are smaller"
         )
         return Finding("STOP", "host", f"{text}; {fix}")
@@ -167,6 +170,26 @@ def look_at_disk(config: DsxConfig, folder: Path, planned: Planned | None) -> li
         )
         return [*found, Finding("STOP" if fitting < 2 else "note", "disk", text)]
     return [*found, Finding("ok", "disk", f"{text}, and {keep} are kept")]
+
+
+def look_at_state_folder(config: DsxConfig, planned: Planned, ranks_here: int) -> list[Finding]:
+    """Compare what `ranks_here` ranks keep in `state.dir` with the room there, if they do."""
+    folder = config.state.folder
+    if folder is None:
+        return []
+    try:
+        MappedMemory(folder)
+    except ValueError as error:
+        return [Finding("STOP", "state", f"dsx.{error}")]
+    needed = ranks_here * max(rank.outer_on_disk for rank in planned.ranks)
+    free = shutil.disk_usage(folder).free
+    text = (
+        f"{ranks_here} ranks on this host will keep {format_bytes(needed)} in {folder}, where "
+        f"{format_bytes(free)} are free"
+    )
+    if needed > free:
+        return [Finding("STOP", "state", f"{text}: make room, or name another folder")]
+    return [Finding("ok", "state", text)]
 
 
 def _records(directory: str) -> Finding:

@@ -31,6 +31,7 @@ from dsx.support.doctor.planned import (
     look_at_host_memory,
     look_at_line,
     look_at_memory,
+    look_at_state_folder,
     plan,
 )
 
@@ -71,7 +72,9 @@ def look(given: Given, say: Callable[[str], object]) -> bool:
     found += look_at_disk(config, given.checkpoints, planned)
     found.append(look_at_memory(planned, given.limit, gpu_gib()))
     if planned is not None:
-        found.append(look_at_host_memory(planned, _ranks_here(config, planned), free_host_bytes()))
+        ranks_here = _ranks_here(config, planned)
+        found.append(look_at_host_memory(planned, ranks_here, free_host_bytes()))
+        found += look_at_state_folder(config, planned, ranks_here)
     found += look_at_data(config, data)
     drawn: list[str] = []
     try:
