@@ -1,7 +1,8 @@
 """One checkpoint of a cluster, which all its ranks have saved or none.
 
-A rank that cannot write (a full disk) goes on to where all ranks meet, so that none waits for it in
-vain. There all raise the same error, and what was written so far is removed.
+A rank that cannot write (a full disk, a folder that is gone) goes on to where all ranks meet, so
+that none waits for it in vain. There all raise the same `NotSaved`, of which the run is told once,
+and what was written so far is removed. Training goes on: `survives` keeps it from ending the run.
 """
 
 from __future__ import annotations
@@ -18,13 +19,23 @@ from safetensors import SafetensorError
 
 from dsx.checkpoint.checksums import UNFINISHED
 from dsx.checkpoint.leftovers import end_writing
-from dsx.checkpoint.tags import begin_tag, complete_tags
+from dsx.checkpoint.tags import NotSaved, begin_tag, complete_tags
 from dsx.core.units import format_bytes
 from dsx.engines.cluster_collectives import from_first, gather_objects
 from dsx.training.handle import Handle
 
 Given = TypeVar("Given")
+_OF_TORCH = ("PytorchStreamWriter", "inline_container")  # its writer of archives, on a full disk
 logger = logging.getLogger(__name__)
+
+
+def survives(save: Callable[[], object]) -> bool:
+    """Save; return whether that is done. One that cannot be written is no end of the run."""
+    try:
+        save()
+    except NotSaved:
+        return False
+    return True
 
 
 class AgreedSave:
@@ -56,22 +67,29 @@ class AgreedSave:
         self.agree()
 
     def of_script(self, ask: Callable[[], Given]) -> Given:
-        """Return what the script's own code gives; where it fails, all ranks do. Collective."""
+        """Return what the script's own code gives; where it fails, all ranks do. Collective.
+
+        What it cannot write is `NotSaved`, anything else an error of the script.
+        """
         given: list[Given] = []
         failure = None
         try:
             given.append(ask())
         except Exception as error:  # noqa: BLE001 - a script may raise anything
             failure = error
-        own = None if failure is None else f"{type(failure).__name__}: {failure}"
+            if _is_of_disk(error):
+                self.note(error)
+        own = None if failure is None or self._trouble else f"{type(failure).__name__}: {failure}"
         told = gather_objects(own)
         wrong = [f"rank {rank}: {why}" for rank, why in enumerate(told) if why]
         if wrong:
             self._give_up()
+            self._handle.not_saved(self.final, "; ".join(wrong))
             raise RuntimeError(
                 f"checkpoint {self.final} is not saved: what the script saves with it has failed: "
                 f"{'; '.join(wrong[:4])}; what was saved before is as it was"
             ) from failure
+        self.agree()
         return given[0]
 
     def note(self, error: Exception) -> None:
@@ -82,17 +100,24 @@ class AgreedSave:
             self._trouble = f"{why} ({where})" if where else why
 
     def agree(self) -> None:
-        """Return if all ranks have done their parts, else OSError on all. Collective."""
+        """Return if all ranks have done their parts, else `NotSaved` on all. Collective."""
+        try:
+            self._agree()
+        except NotSaved as error:
+            self._handle.not_saved(self.final, str(error))
+            raise
+
+    def _agree(self) -> None:
         everyone = gather_objects(self._trouble)
         wrong = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why]
         if not wrong:
             return
         room = from_first(_room(self.final.parent, self.unfinished) if self._is_first else "")
         self._give_up()
-        raise OSError(
+        raise NotSaved(
             f"checkpoint {self.final} is not saved: {'; '.join(wrong[:4])}; {room}; what was saved "
-            "before is as it was: free some space, let checkpoints.keep delete old ones, or save "
-            "elsewhere"
+            "before is as it was, and training goes on: free some space, let checkpoints.keep "
+            "delete old ones, or save elsewhere"
         )
 
     def _give_up(self) -> None:
@@ -100,11 +125,23 @@ class AgreedSave:
             shutil.rmtree(self.unfinished, ignore_errors=True)
             end_writing(self.final.parent)
         from_first(None)  # nothing is left where a rank raises
-        self._handle.not_saved(self.final)
+
+
+def _is_of_disk(error: Exception) -> bool:
+    """Whether something could not be written: torch has no error of its own for that."""
+    is_of_torch = isinstance(error, RuntimeError) and any(name in str(error) for name in _OF_TORCH)
+    return is_of_torch or isinstance(error, OSError | SafetensorError)
 
 
 def _room(directory: Path, unfinished: Path) -> str:
     """Say how much a disk has left, and how much a checkpoint takes."""
+    try:
+        return _measured_room(directory, unfinished)
+    except OSError as error:  # the others wait for what this rank says
+        return f"its disk tells nothing of its space ({error.strerror or error})"
+
+
+def _measured_room(directory: Path, unfinished: Path) -> str:
     place = directory.resolve()
     while not place.exists() and place != place.parent:
         place = place.parent

@@ -38,7 +38,7 @@ class EndOfScript:
         directory = cluster_directory(base, world.cluster_id)
         saving = AgreedSave(handle, directory, tag, world.rank == 0)
         saving.of_script(lambda: self._ask_script(saving.unfinished))
-        saving.do(lambda: handle.save(saving.unfinished))
+        saving.do(lambda: handle.write(saving.unfinished))
         adapter: Any = handle.loop.adapter
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
         with saving.part():

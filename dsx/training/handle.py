@@ -62,8 +62,7 @@ class Handle:
         `clusters.may_differ` names. With `waits` weights that differ stay so until `settle`.
         """
         require_number_of_clusters(config.clusters.num_clusters, world.num_clusters)
-        self._world = world
-        self._config = config
+        self._world, self._config = world, config
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
         self.is_finished = False  # whether `finish()` has been called since the last step
         method = config.method
@@ -90,6 +89,7 @@ class Handle:
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
+        self.not_saved = self._saving.not_saved
         self.joining = Joining(world, self.loop, config.link, self._saving, self._gathering)
         refuse_stages(config.divergence, adapter.stage.count)
         watch, records = self._divergence, self._records
@@ -298,12 +298,16 @@ class Handle:
         with self._saving.naming_last():
             return self._gathering.gather("gather()", value)
 
-    def save(self, directory: Path, save_again: Callable[[], Any] | None = None) -> None:
-        """Write this rank's outer state into a checkpoint's directory. Every rank calls it.
-
+    def save(self, directory: Path, save_again: Callable[[], Any] | None = None) -> bool:
+        """Write this rank's outer state into a checkpoint's directory; return whether all ranks of
+        the cluster have. Where one cannot, a line says so, and training goes on. All call it.
         After `finish()` inside `saving()` only, as the weights beside it are, too. `save_again`
         writes the whole checkpoint, for `finish()` to do so where it is called at this step.
         """
+        return self._saving.attempt(directory, lambda: self.write(directory, save_again))
+
+    def write(self, directory: Path, save_again: Callable[[], Any] | None = None) -> None:
+        """Save as a part of what an engine saves, which agrees on it; OSError of this rank."""
         self.settle()
         self._saving.save(directory, self.is_finished, self._own, save_again)
 
@@ -324,13 +328,9 @@ class Handle:
 
     def saved(self, directory: Path) -> None:
         """Enter a complete checkpoint; messages name the last one."""
-        self._saving.saved(directory)
-        self.rollback.saved(directory)
-        self.preemption.follow(directory)
-
-    def not_saved(self, directory: Path) -> None:
-        """Take back a checkpoint of this step that could not be completed; the engines call it."""
-        self._saving.not_saved(directory)
+        if self._saving.saved(directory):
+            self.rollback.saved(directory)
+            self.preemption.follow(directory)
 
     def close(self) -> None:
         """Write the last records, release connections, and let go of the engine."""

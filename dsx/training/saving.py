@@ -63,6 +63,7 @@ class Saving:
         self._keeps_data = False
         self.before: int | None = None
         self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
+        self._failed: set[Path] = set()  # what a script has tried to save to
 
     def track(self, objects: Mapping[str, Resumable]) -> None:
         """Save and load these, too; what can be is dealt between the clusters that are there."""
@@ -118,6 +119,28 @@ class Saving:
                 keeps_last=is_told,
             )  # fmt: skip
 
+    def attempt(self, directory: Path, save: Callable[[], None]) -> bool:
+        """Let every rank of the cluster save to a script's directory; return whether all have.
+
+        Where one cannot, all are told, and the run goes on. Collective in the cluster.
+        """
+        trouble = None
+        try:
+            save()
+        except OSError as error:
+            trouble = str(error)
+        everyone = self._world.in_cluster().gather(f"the outer state in {directory}", trouble)
+        wrong = [f"rank {rank}: {why}" for rank, why in enumerate(everyone) if why]
+        self._failed.discard(directory)
+        if wrong:
+            self._failed.add(directory)
+            self.not_saved(
+                directory,
+                f"the outer state is not saved to {directory}: {'; '.join(wrong[:4])}; training "
+                "goes on: free some space, or save elsewhere",
+            )
+        return not wrong
+
     def load(
         self, directory: Path, is_new: bool, is_other_number: bool, is_repartitioned: bool
     ) -> bool:
@@ -147,16 +170,20 @@ class Saving:
             loop.settle()  # whoever lacks a mean that is held here gets it at once
         return counters.get("is_finished", False)
 
-    def saved(self, directory: Path) -> None:
-        """Enter a complete checkpoint; messages name the last one."""
+    def saved(self, directory: Path) -> bool:
+        """Enter a complete checkpoint, which messages then name; return whether it is one."""
+        if directory in self._failed:
+            return False  # all have been told
         self.last = directory
         self.last_complete = {"step": self._loop.history.step, "path": str(directory)}
         self._records.saved(directory, self._loop.history.step)
         self.keeping.saved(directory, self._loop.history.step)
+        return True
 
-    def not_saved(self, directory: Path) -> None:
-        """Take back a checkpoint of this step that could not be completed."""
+    def not_saved(self, directory: Path, why: str) -> None:
+        """Take back a checkpoint of this step that could not be completed, and tell of it."""
         self._of_step.pop(str(directory), None)
+        self._records.not_saved(directory, self._loop.history.step, why)
 
     @property
     def base(self) -> Path | None:
