@@ -41,13 +41,22 @@ def survives(save: Callable[[], object]) -> bool:
 class AgreedSave:
     """A save to `directory / tag`; every rank of the cluster makes one, and so begins it."""
 
-    def __init__(self, handle: Handle, directory: Path, tag: str, is_first: bool) -> None:
+    def __init__(
+        self,
+        handle: Handle,
+        directory: Path,
+        tag: str,
+        is_first: bool,
+        may_be_later: bool = True,
+    ) -> None:
+        """`may_be_later`: whether the outer state may be written beside training."""
         self.final = directory / tag
         self.unfinished = directory / f"{tag}{UNFINISHED}"
         self._handle = handle
         self._is_first = is_first
         self._trouble: str | None = None
         with self.part():
+            handle.beside.open(may_be_later and not _is_ending(handle))
             if is_first:
                 begin_tag(directory, tag)
         from_first(None)  # nobody writes before
@@ -65,6 +74,18 @@ class AgreedSave:
         with self.part():
             save()
         self.agree()
+
+    def complete(self, finish: Callable[[], None]) -> None:
+        """Let the first rank `finish` what all have written, which gives the tag its name.
+
+        Now, or beside training, where the outer state is written there. Collective.
+        """
+        handle = self._handle
+        if handle.beside.begin(self.final, self.unfinished, handle.step, finish):
+            handle.preemption.follow(self.final)
+            return
+        self.do(finish if self._is_first else lambda: None)
+        handle.saved(self.final)
 
     def of_script(self, ask: Callable[[], Given]) -> Given:
         """Return what the script's own code gives; where it fails, all ranks do. Collective.
@@ -121,10 +142,17 @@ class AgreedSave:
         )
 
     def _give_up(self) -> None:
+        self._handle.beside.drop()
         if self._is_first:
             shutil.rmtree(self.unfinished, ignore_errors=True)
             end_writing(self.final.parent)
         from_first(None)  # nothing is left where a rank raises
+
+
+def _is_ending(handle: Handle) -> bool:
+    """Whether somebody waits for this save."""
+    preemption = handle.preemption
+    return handle.is_finished or preemption.is_saving or preemption.asked_saves.is_saving
 
 
 def _is_of_disk(error: Exception) -> bool:

@@ -41,12 +41,8 @@ class EndOfScript:
         saving.do(lambda: handle.write(saving.unfinished))
         adapter: Any = handle.loop.adapter
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
-        with saving.part():
-            if world.rank == 0:
-                manifest = manifest_of(handle, world, judged)
-                complete_tag(directory, tag, manifest)
-        saving.agree()
-        handle.saved(directory / tag)
+        manifest = manifest_of(handle, world, judged)
+        saving.complete(lambda: complete_tag(directory, tag, manifest))
         return directory / tag
 
     def _ask_script(self, directory: Path) -> None:

@@ -65,7 +65,6 @@ class Handle:
         self._world, self._config = world, config
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
         self.is_finished = False  # whether `finish()` has been called since the last step
-        method = config.method
         self._records = Records(config, world, adapter)
         self.progress = self._records.progress
         self._syncs = SyncRecords(
@@ -82,14 +81,15 @@ class Handle:
         used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
         transport = world.connect(used, adapter.stage, config.link.streams)
         self.loop = OuterLoop(
-            method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
+            config.method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace
         )
         self._gathering = Gathering(transport, world.in_cluster())
         self.notices = Notices.of(world, self.loop)
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
-        self.not_saved = self._saving.not_saved
+        self.not_saved, self.beside = self._saving.not_saved, self._saving.beside
+        self._saving.complete = self.saved
         self.joining = Joining(world, self.loop, config.link, self._saving, self._gathering)
         refuse_stages(config.divergence, adapter.stage.count)
         watch, records = self._divergence, self._records
@@ -326,9 +326,9 @@ class Handle:
         self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
         self.preemption.loaded(directory)
 
-    def saved(self, directory: Path) -> None:
-        """Enter a complete checkpoint; messages name the last one."""
-        if self._saving.saved(directory):
+    def saved(self, directory: Path, step: int | None = None) -> None:
+        """Enter a complete checkpoint, of this step or an earlier one; messages name the last."""
+        if self._saving.saved(directory, step):
             self.rollback.saved(directory)
             self.preemption.follow(directory)
 
@@ -338,7 +338,7 @@ class Handle:
             return  # the process ends
         self.preemption.close()
         self.loop.adapter.detach()
-        self._saving.keeping.close()
+        self._saving.close()
         self._records.end(self.step, "closed without finish()")
         self._records.close()
         self._syncs.close()

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dsx
-from dsx.checkpoint import outer_state
+from dsx.checkpoint import snapshot
 from dsx.checkpoint.tags import complete_tags
 from dsx.telemetry.notices.happenings import Happenings
 from dsx.telemetry.notices.notice import Notice
@@ -22,7 +22,7 @@ from tests.telemetry.trace.runs import block
 from tests.tiny import TinyNet, batch
 
 
-def fails(path: Path) -> None:
+def fails(path: Path, digest: str) -> None:
     raise OSError(5, "Input/output error", str(path))
 
 
@@ -35,14 +35,14 @@ def save_where_a_disk_fails(base: str) -> dict[str, Any]:
     handle = dsx.attach(model, optimizer, config=config)
     own = Path(base) / f"cluster_{world.cluster_id}"
     saved: list[bool] = []
-    sync_to_disk = outer_state.sync_to_disk
+    note_checksum = snapshot.note_checksum
     for step in range(1, 11):
         optimizer.zero_grad()
         model(*batch(world.cluster_id, step)).backward()
         optimizer.step()
         is_bad = world.cluster_id == 1
         if step % 2 == 0:
-            outer_state.sync_to_disk = fails if step == 4 and is_bad else sync_to_disk
+            snapshot.note_checksum = fails if step == 4 and is_bad else note_checksum
             if step == 6 and is_bad:
                 shutil.rmtree(own)
                 own.write_text("in the way")

@@ -93,7 +93,6 @@ def _saving(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> Any:
             arguments = save_dir, tag, client_state, save_latest, excludes
             saving.do(lambda: handle.write(begun, lambda: survives(lambda: save(*arguments))))
             _complete(engine, handle, world, saving, save_latest)
-        handle.saved(directory / tag)
 
     return save
 
@@ -178,14 +177,15 @@ def _complete(
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
     judged = gather_objects(handle.rollback.judge(tensors_of([stepping_optimizer(engine)])))
     directory, tag = saving.final.parent, saving.final.name
-    with saving.part():
-        if world.rank == 0:
-            write_durably(saving.unfinished / MODULE_FACTS, facts)
-            manifest = manifest_of(handle, world, judged)
-            complete_tag(directory, tag, manifest)
-            if is_latest:
-                write_durably(directory / "latest", tag)
-    saving.agree()
+    manifest = manifest_of(handle, world, judged)
+
+    def finish() -> None:
+        write_durably(saving.unfinished / MODULE_FACTS, facts)
+        complete_tag(directory, tag, manifest)
+        if is_latest:
+            write_durably(directory / "latest", tag)
+
+    saving.complete(finish)
 
 
 def _describe_module(engine: Any) -> dict[str, Any]:

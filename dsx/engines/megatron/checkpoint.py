@@ -59,13 +59,13 @@ def _save(handle: Handle, iteration: int, directory: str | Path) -> None:
     saving.agree()
     adapter: Any = handle.loop.adapter
     judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
-    with saving.part():
-        if world.rank == 0:
-            write_durably(saving.unfinished / MASTERS, json.dumps(sums))
-            manifest = manifest_of(handle, world, judged)
-            complete_tag(base, tag, manifest)
-    saving.agree()
-    handle.saved(base / tag)
+    manifest = manifest_of(handle, world, judged)
+
+    def finish() -> None:
+        write_durably(saving.unfinished / MASTERS, json.dumps(sums))
+        complete_tag(base, tag, manifest)
+
+    saving.complete(finish)
 
 
 def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> None:

@@ -120,7 +120,7 @@ def _save_own(
             if not one.is_engine:
                 stack.enter_context(one.handle.saving())
         with on_all_ranks("save_state"):
-            saving = AgreedSave(handle, directory, TAG, world.rank == 0)
+            saving = AgreedSave(handle, directory, TAG, world.rank == 0, may_be_later=False)
         with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):

@@ -125,14 +125,14 @@ class _Tag:
         saving.do(lambda: strategy.save_checkpoint(checkpoint, str(place), self._options))
         saving.do(lambda: handle.write(saving.unfinished, self.write))
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
-        with saving.part():
-            if world.rank == 0:
-                manifest = manifest_of(handle, world, judged)
-                complete_tag(directory, tag, manifest)
-                if not writes_folder(strategy):
-                    _link(directory / tag / FILE, self._path)
-        saving.agree()
-        handle.saved(directory / tag)
+        manifest = manifest_of(handle, world, judged)
+
+        def finish() -> None:
+            complete_tag(directory, tag, manifest)
+            if not writes_folder(strategy):
+                _link(directory / tag / FILE, self._path)
+
+        saving.complete(finish)
 
 
 def _link(file: Path, path: Path) -> None:
