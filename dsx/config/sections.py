@@ -135,9 +135,10 @@ class CheckpointsConfig(BaseModel):
 
     beside_training: bool | None = None
     """Whether the outer state of a save is written by a thread while training goes on; what the
-    engine writes itself is there before. null: where each rank keeps 64 Mi elements or more. For
-    DeepSpeed, Megatron and Lightning; what a script, Accelerate or an order saves is written at
-    once, and so is what a run saves as it ends."""
+    engine writes itself is there before. null: where each rank keeps 64 Mi elements or more, and
+    its host has twice the memory free that the copies take. For DeepSpeed, Megatron and Lightning;
+    what a script, Accelerate or an order saves is written at once, and so is what a run saves as it
+    ends."""
 
 
 class DivergenceConfig(BaseModel):

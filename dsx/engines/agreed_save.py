@@ -56,8 +56,10 @@ class AgreedSave:
         self._is_first = is_first
         self._trouble: str | None = None
         with self.part():
-            handle.beside.open(may_be_later and not _is_ending(handle))
-            if is_first:
+            handle.beside.wait()
+        handle.beside.open(may_be_later and not _is_ending(handle))
+        with self.part():
+            if is_first and self._trouble is None:
                 begin_tag(directory, tag)
         from_first(None)  # nobody writes before
 

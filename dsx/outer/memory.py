@@ -60,6 +60,15 @@ class OuterMemory:
         of_channels = self.codec + self.transfers + self.attempts + self.channels
         return self.total if is_state_on_host else of_channels
 
+    def copied_for_save(self, is_state_on_host: bool) -> int:
+        """Return what is copied at most, on the host, where a save is written beside training.
+
+        Anchors and the outer optimizer's are written from where they lie, if that is the host.
+        Masters, where they are saved, are not in it.
+        """
+        copied = self.delay + self.staleness + self.codec + self.transfers + self.attempts
+        return copied if is_state_on_host else copied + self.anchor + self.outer_optimizer
+
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in named)

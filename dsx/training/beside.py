@@ -10,6 +10,7 @@ of the run wait for it first. Training learns what became of it at the next boun
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import threading
 import time
@@ -22,7 +23,9 @@ from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.world import World
 from dsx.core.at_exit import close_at_exit, has_closed
+from dsx.core.units import format_bytes
 from dsx.core.waits import waiting_for
+from dsx.training.memory import free_on_host
 
 LARGE = 64 << 20  # elements a rank, from which on a save is worth a thread
 logger = logging.getLogger(__name__)
@@ -44,11 +47,14 @@ class Beside:
     def __init__(
         self,
         world: World,
-        is_wanted: bool,
+        is_wanted: bool | None,
+        copied: Callable[[], int],
         saved: Callable[[Path, int], object],
         failed: Callable[[Path, str, int], object],
     ) -> None:
-        self._world, self._is_wanted = world, is_wanted
+        """`is_wanted`: None where there is memory for it; `copied` says how much that is."""
+        self._world, self._is_wanted, self._copied = world, is_wanted, copied
+        self._is_told = False
         self._saved, self._failed = saved, failed
         self._snapshots: list[Snapshot] = []
         self._is_open = False
@@ -57,10 +63,27 @@ class Beside:
         self._save: _Save | None = None
 
     def open(self, may_be_later: bool) -> None:
-        """Begin a save of the engine, behind the one before; TimeoutError if that does not end."""
-        self.wait()
+        """Begin a save of the engine; `wait` for the one before first. Collective in the cluster.
+
+        It is written at once where the copies would take more than half of what a host has free.
+        """
         self._snapshots.clear()
-        self._is_open = self._is_wanted and may_be_later
+        self._is_open = False
+        if not (self._is_wanted is not False and may_be_later):
+            return
+        copied, free = self._copied(), free_on_host()
+        ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self._world.world_size)
+        is_small = self._is_wanted or free is None or copied * ranks <= free // 2
+        what = "whether a host has no memory for the copies of a save"
+        self._is_open = not self._world.in_cluster().any(what, not is_small)
+        if not is_small and not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "saves hold training up: the copies for one that is written beside it take up to "
+                "%s on this host, of which %s are free; checkpoints.beside_training=true has it so "
+                "all the same",
+                format_bytes(copied * ranks), format_bytes(free or 0),
+            )  # fmt: skip
 
     def write(self, snapshot: Snapshot) -> None:
         """Write a rank's outer state: now, or as a part of a save that is open."""

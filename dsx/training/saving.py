@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from dsx.telemetry.sync_records import SyncRecords
 from dsx.training.beside import Beside, is_large, named
 from dsx.training.dealing import deal_tracked, restore_data
 from dsx.training.keeping import Keeping
+from dsx.training.memory import copied_for_save
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.records import Records
@@ -51,8 +53,10 @@ class Saving:
         self.own: Path | None = None  # then: a checkpoint of its own, which may hold some of it
         self._loop, self._world, ranks = loop, world, loop.adapter.ranks.shard[1]
         wanted = config.checkpoints.beside_training
-        is_wanted = is_large(loop.adapter.fragment_numel, ranks) if wanted is None else wanted
-        self.beside = Beside(world, is_wanted, self._completed, self.not_saved)
+        if wanted is None and not is_large(loop.adapter.fragment_numel, ranks):
+            wanted = False
+        copied = partial(copied_for_save, loop)
+        self.beside = Beside(world, wanted, copied, self._completed, self.not_saved)
         self.complete: Callable[[Path, int], object] = self.saved  # told of those written beside
         loop.state.before_write = self.beside.release
         self._axes, self._num_shards = config.axes, config.clusters.data_shards
@@ -128,7 +132,8 @@ class Saving:
         """
         trouble = None
         try:
-            self.beside.open(may_be_later=False)
+            self.beside.wait()
+            self.beside.drop()
             save()
         except OSError as error:
             trouble = str(error)

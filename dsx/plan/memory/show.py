@@ -119,4 +119,5 @@ def _record(rank: RankMemory) -> dict[str, Any]:
         "on_device": rank.on_device,
         "outer_on_device": rank.outer_on_device,
         "outer_on_host": rank.outer_on_host,
+        "copied_for_save": rank.copied_for_save,
     }
