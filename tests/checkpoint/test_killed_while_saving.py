@@ -40,9 +40,19 @@ def save_for_ever(loop: OuterLoop, directory: Path, step: int, is_one_tag: bool)
         complete_tag(directory, tag, Manifest(FORMAT, step, "run", 2, 1))
 
 
+def let_run(child: int, seconds: float) -> None:
+    """Return once a process has had so much of a processor, whatever others take of it."""
+    ticks, until = seconds * os.sysconf("SC_CLK_TCK"), time.monotonic() + 20
+    while time.monotonic() < until:
+        time.sleep(0.002)
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+        if int(fields[11]) + int(fields[12]) >= ticks:
+            return
+
+
 def save_beside_for_ever(loop: OuterLoop, directory: Path, step: int, is_one_tag: bool) -> None:
     """Let a thread write each, while what has been saved changes under it, as by outer steps."""
-    snapshots._CHUNK_BYTES = 256
+    snapshots._CHUNK_BYTES = 4096
     while True:
         step += 1
         set_to(loop, step)
@@ -71,7 +81,7 @@ def test_the_last_complete_checkpoint_survives(is_one_tag: bool, save: Any, tmp_
         child = os.fork()
         if child == 0:
             save(saving, tmp_path, newest, is_one_tag)
-        time.sleep(0.03 + 0.12 * noise.random())
+        let_run(child, 0.03 + 0.12 * noise.random())
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         manifests = complete_tags(tmp_path)
