@@ -31,7 +31,8 @@ def patch(run: Run) -> None:
         arguments = probe.arguments_in_force()
         directory = Path(arguments.save)
         with run.handle.saving(), run.division.place.saving(arguments):
-            save_outer_state(run.handle, iteration, directory)
+            if not save_outer_state(run.handle, iteration, directory):
+                return None  # as said; what Megatron writes to a full disk would end the run
             result = original(iteration, model, optimizer, *args, **kwargs)
         if run.world.rank == 0:
             _delete_what_megatron_has(directory, run.world.cluster_id, iteration)

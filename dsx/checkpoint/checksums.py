@@ -38,14 +38,9 @@ def checksum(path: Path, moved: Callable[[int], object] = lambda num_bytes: None
     return digest.hexdigest()
 
 
-def leave_checksum(path: Path, tells: bool = False) -> None:
-    """Write the checksum of a file that has just been written, beside it; `tells`: how far it is,
-    where that takes long.
-    """
-    size = path.stat().st_size
-    progress = Progress(f"hashing {path}", size, tells, first_seconds=SOON)
-    found = checksum(path, progress.moved)
-    path.with_name(path.name + _SUFFIX).write_text(f"{found}  {path.name}\n")
+def note_checksum(path: Path, digest: str) -> None:
+    """Write the checksum of a file that has just been written, beside it."""
+    path.with_name(path.name + _SUFFIX).write_text(f"{digest}  {path.name}\n")
 
 
 def take_checksums(directory: Path, manifest: Mapping[str, Any]) -> dict[str, Any]:

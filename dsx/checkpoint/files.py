@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsx.checkpoint.checksums import earlier_tags, of_text
-from dsx.compress.error_feedback import Residual
+from dsx.compress.error_feedback import read_part
 from dsx.config.renames import stored_axes
 from dsx.core.renamed import warn_renamed
 from dsx.core.types import Fragment, Slot, Stage
@@ -95,6 +96,10 @@ class SavedRank:
         if start is None:
             return self._file.get_tensor(self._names[name])
         return self._file.get_slice(self._names[name])[start:stop]
+
+    def numel(self, name: str) -> int:
+        """Return how many elements a vector has, which is not read."""
+        return self._file.get_slice(self._names[name]).get_shape()[0]
 
     def _translate(self, path: Path) -> None:
         """Give what dsx 0.1 has written the names of today, in place."""
@@ -300,15 +305,13 @@ def error_sources(ranks: Sequence[SavedRank], fragment: int, is_of_mean: bool) -
         for name, entry in rank.meta["codec_errors"][fragment].items():
             full_name = f"codec.{name}/{fragment}"
             if entry["is_of_mean"] == is_of_mean and full_name in rank:
-                residual = Residual(entry["stop"] - entry["start"], entry["storage"], 1.0)
-                residual.stored.copy_(rank.read(full_name))
-                values = residual.read()
-                found.append(
-                    Source(
-                        shard_ranges(slots, entry["start"], entry["stop"]),
-                        lambda start, stop, values=values: values[start:stop],
-                    )
+                read = partial(
+                    read_part,
+                    partial(rank.read, full_name),
+                    entry["stop"] - entry["start"],
+                    entry["storage"],
                 )
+                found.append(Source(shard_ranges(slots, entry["start"], entry["stop"]), read))
     return found
 
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from dsx.checkpoint.checksums import leave_checksum, of_text, require_intact
+from dsx.checkpoint.checksums import of_text, require_intact
 from dsx.checkpoint.files import (
     FORMAT,
     META_CHECKSUM,
@@ -34,12 +33,12 @@ from dsx.checkpoint.files import (
     SavedRank,
     differences,
     first_difference,
-    layout,
     rank_file,
 )
+from dsx.checkpoint.of_rank import errors, kinds, layouts, state_shape
 from dsx.checkpoint.pipeline_repartition import require_nothing_in_flight
 from dsx.checkpoint.reshard import Resharding
-from dsx.checkpoint.tags import sync_to_disk
+from dsx.checkpoint.snapshot import Snapshot
 from dsx.checkpoint.transfers import Restored, restore_all, take_stock
 from dsx.comm.topology import RankInfo
 from dsx.core.types import Fragment
@@ -68,6 +67,22 @@ def save_state(
     at different steps, so what was applied last may be lacking elsewhere. Collective over the ranks
     of a stage.
     """
+    take_snapshot(
+        loop, directory, rank_info, session, axes, tracked, own_masters, keeps_last
+    ).write()
+
+
+def take_snapshot(
+    loop: OuterLoop,
+    directory: Path,
+    rank_info: RankInfo,
+    session: str,
+    axes: Mapping[str, Any],
+    tracked: Mapping[str, Any],
+    own_masters: Sequence[Tensor] | None = None,
+    keeps_last: bool = False,
+) -> Snapshot:
+    """Return what `save_state` writes, as it is now; where training goes on, `detach` it first."""
     with take_stock(loop) as stock:
         tensors = _masters(loop, own_masters)
         for fragment in loop.adapter.fragments:
@@ -84,24 +99,28 @@ def save_state(
             **stock.describe(tensors, keeps_last),
             "left_at": loop.deferral.inner_lr,
             "is_of_own_step": keeps_last,
-            **_layouts(loop),
+            **layouts(loop),
             "encodes_at_launch": loop.method.encodes_at_launch,
-            "codec_errors": [_errors(loop, fragment) for fragment in loop.adapter.fragments],
-            "state": _state_shape(loop),
-            "kinds": _kinds(loop),
+            "codec_errors": [errors(loop, fragment) for fragment in loop.adapter.fragments],
+            "state": state_shape(loop),
+            "kinds": kinds(loop),
             "axes": axes,
             "tracked": tracked,
             "totals": asdict(loop.totals),
         }
-    copies = {n: t.detach().to("cpu").contiguous() for n, t in tensors.items() if t.numel()}
     text = json.dumps(meta)
-    directory.mkdir(parents=True, exist_ok=True)
-    path = rank_file(directory, rank_info.rank)
-    unfinished = path.with_suffix(".tmp")
-    save_file(copies, str(unfinished), metadata={"dsx": text, META_CHECKSUM: of_text(text)})
-    sync_to_disk(unfinished)
-    unfinished.replace(path)
-    leave_checksum(path, tells=rank_info.rank == 0)
+    stays = {
+        f"{name}/{fragment.id}": fragment.id
+        for fragment in loop.adapter.fragments
+        for name in ("anchor", *(f"outer.{n}" for n in loop.state.slots[fragment.id].outer))
+    }
+    return Snapshot(
+        rank_file(directory, rank_info.rank),
+        tensors,
+        {"dsx": text, META_CHECKSUM: of_text(text)},
+        stays,
+        tells=rank_info.rank == 0,
+    )
 
 
 def _masters(loop: OuterLoop, own_masters: Sequence[Tensor] | None) -> dict[str, Tensor]:
@@ -224,63 +243,11 @@ def _is_of_this_layout(
     ours = (rank_info.rank, rank_info.world_size, rank_info.num_clusters)
     theirs = (reference.meta["rank_info"]["rank"], saved.num_ranks, saved.num_clusters)
     is_same = ours == theirs and saved.members == [*loop.transport.seat.ids]
-    return is_same and all(reference.meta[k] == value for k, value in _layouts(loop).items())
-
-
-def _layouts(loop: OuterLoop) -> dict[str, Any]:
-    """Return where elements lie on this rank: as masters, and as they travel."""
-    return {
-        "layout": layout(loop.adapter.fragments),
-        "wire": layout([gather.wire for gather in loop.matrix_gathers]),
-    }
-
-
-def _errors(loop: OuterLoop, fragment: Fragment) -> dict[str, Any]:
-    """Return which elements on the wire the residuals of a fragment are of."""
-    return {
-        name: {
-            "start": error.start,
-            "stop": error.stop,
-            "storage": error.residual.storage,
-            "is_of_mean": error.is_of_mean,
-        }
-        for name, error in loop.state.channels[fragment.id].codec.errors.items()
-    }
-
-
-def _kinds(loop: OuterLoop) -> dict[str, Any]:
-    """Return what a method keeps, whatever the layout, as JSON values."""
-    slots = [list(s.named()) for s in loop.state.slots]
-    parameters = [
-        [[p.name, list(p.shape)] for p in fragment] for fragment in loop.adapter.fragment_parameters
-    ]
-    return {
-        "rounds_under_way": loop.method.delay.rounds_under_way,
-        "buffers": slots,
-        "keeps an anchor": loop.method.outer_optimizer.keeps_anchor,
-        "exports": loop.method.delay.export,
-        "measures": loop.method.control.sideband_numel(loop.method.sync_params),
-        "parameters": parameters,
-        "stage": [loop.adapter.stage.index, loop.adapter.stage.count],
-    }
-
-
-def _state_shape(loop: OuterLoop) -> dict[str, Any]:
-    """Return the sizes of what this rank keeps, as JSON values."""
-    fragments = range(len(loop.adapter.fragments))
-    buffers = {
-        f"{name}/{p}": tensor.numel() for p in fragments for name, tensor in
-        sorted(loop.state.named_state(p).items())
-    }  # fmt: skip
-    return {
-        "rounds_under_way": loop.method.delay.rounds_under_way,
-        "numbers beside a transfer": [loop.state.sideband_numel(p) for p in fragments],
-        "buffers": buffers,
-    }
+    return is_same and all(reference.meta[k] == value for k, value in layouts(loop).items())
 
 
 def _require_same_buffers(own: SavedRank, loop: OuterLoop) -> None:
-    if difference := first_difference(_state_shape(loop), own.meta["state"]):
+    if difference := first_difference(state_shape(loop), own.meta["state"]):
         where, ours, theirs = difference
         raise ValueError(f"{own.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")
 
@@ -288,7 +255,7 @@ def _require_same_buffers(own: SavedRank, loop: OuterLoop) -> None:
 def _require_same_model(saved: SavedRank, loop: OuterLoop) -> None:
     """Refuse another model, other fragments or another pipeline stage."""
     for key in ("stage", "parameters"):
-        difference = first_difference(_kinds(loop)[key], saved.meta["kinds"][key], key)
+        difference = first_difference(kinds(loop)[key], saved.meta["kinds"][key], key)
         if difference:
             where, ours, theirs = difference
             raise ValueError(
@@ -303,11 +270,11 @@ def _require_same_method(
     """Refuse another type on an axis, or other buffers: what is saved would mean something else."""
     for axis, ours in axes.items():
         theirs = saved.meta["axes"].get(axis, {})
-        kinds = [choice.get("type", choice.get("by")) for choice in (theirs, ours)]
-        if kinds[0] != kinds[1]:
+        types = [choice.get("type", choice.get("by")) for choice in (theirs, ours)]
+        if types[0] != types[1]:
             raise ValueError(
-                f"{saved.path} was saved with {axis} of type {kinds[0]!r}, and this run has "
-                f"{kinds[1]!r}: {_ADVICE}"
+                f"{saved.path} was saved with {axis} of type {types[0]!r}, and this run has "
+                f"{types[1]!r}: {_ADVICE}"
             )
     steps = [a.get("delay", {}).get("steps") for a in (saved.meta["axes"], axes)]
     if steps.count("auto") == 1:  # then times travel with the transfers under way
@@ -315,9 +282,9 @@ def _require_same_method(
             f"{saved.path} was saved with delay.steps={steps[0]!r}, and this run has {steps[1]!r}: "
             f"{_ADVICE}"
         )
-    ours, theirs = _kinds(loop), dict(saved.meta["kinds"])
-    for kinds in (ours, theirs) if is_repartitioned else ():  # what all fragments have
-        kinds.update(stage=None, parameters=None, buffers=kinds["buffers"][:1])
+    ours, theirs = kinds(loop), dict(saved.meta["kinds"])
+    for of_one in (ours, theirs) if is_repartitioned else ():  # what all fragments have
+        of_one.update(stage=None, parameters=None, buffers=of_one["buffers"][:1])
     if difference := first_difference(ours, theirs):
         where, ours, theirs = difference
         raise ValueError(f"{saved.path} holds {where}={theirs}, and this method {ours}: {_ADVICE}")

@@ -161,13 +161,14 @@ class Resharding:
             if name in channel.errors or not tensor.numel():
                 continue
             holders = [
-                rank.read(f"codec.{name}/{origin.fragment}")
+                (rank, f"codec.{name}/{origin.fragment}")
                 for origin in self._origins[fragment.id]
                 for rank in origin.ranks
                 if f"codec.{name}/{origin.fragment}" in rank
             ]
             if name == "rank":
-                tensor.copy_(torch.stack(holders).amax(0))
+                ranks = [rank.read(full_name) for rank, full_name in holders]
+                tensor.copy_(torch.stack(ranks).amax(0))
                 continue
             tensor.zero_()
             if not holders:
@@ -175,7 +176,8 @@ class Resharding:
                     "no rank has saved the factors of %s: they start anew", name.removeprefix("q.")
                 )
                 continue
-            warm = holders[0]
+            rank, full_name = holders[0]
+            warm = rank.read(full_name)
             rows = min(len(warm), len(tensor))
             tensor[:rows].copy_(warm[:rows])
             if len(warm) > rows:

@@ -110,7 +110,8 @@ class ReshardedTransfers:
                 torch.maximum(sideband.by_cluster, largest, out=sideband.by_cluster)
         if self._is_first and sideband.of_owner.numel():
             for rank in self._ranks:
-                sideband.of_owner.add_(rank.read(name)[-sideband.of_owner.numel() :])
+                end = rank.numel(name)
+                sideband.of_owner.add_(rank.read(name, end - sideband.of_owner.numel(), end))
 
     def _restore_contribution(
         self,
@@ -144,8 +145,8 @@ class ReshardedTransfers:
         if self._loop.method.staleness.is_elementwise:
             self._vector(fragment, fragment.layout, sideband.averages, "layout", name)
         elif sideband.averages.numel():
-            values = self._sender(fragment).read(f"in_flight.{name}")
-            sideband.averages.copy_(values[: sideband.averages.numel()])
+            count = sideband.averages.numel()
+            sideband.averages.copy_(self._sender(fragment).read(f"in_flight.{name}", 0, count))
 
     def _by_cluster(self, name: str, entries: Sequence[Mapping[str, Any]]) -> list[Tensor]:
         """Return every rank's values by cluster, of those that have sent any."""
@@ -155,7 +156,7 @@ class ReshardedTransfers:
                 shape = entry["sideband"]
                 first = shape["averages"]
                 last = first + shape["by_cluster"] * shape["num_clusters"]
-                values = rank.read(name)[first:last]
+                values = rank.read(name, first, last)
                 found.append(values.view(shape["by_cluster"], shape["num_clusters"]))
         return found
 

@@ -34,6 +34,10 @@ from dsx.checkpoint.leftovers import REMOVED, begin_writing, end_writing
 Manifests = Mapping[str, Mapping[str, Any]]  # by tag
 
 
+class NotSaved(OSError):
+    """A checkpoint that none of the cluster's ranks has saved; the run has been told of it."""
+
+
 @dataclass(frozen=True)
 class Manifest:
     """What `dsx.json` holds; `session` is the name of the run that all its clusters share."""

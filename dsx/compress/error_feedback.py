@@ -14,7 +14,7 @@ or int8 in groups of 256 (1.008), whose own rounding is then lost.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
@@ -32,6 +32,27 @@ class ErrorFeedback(Protocol):
     def opened(self) -> AbstractContextManager[Tensor]:
         """Hold it in fp32, as long as the values, to be replaced in place by what is lost."""
         ...
+
+
+def read_part(
+    read: Callable[[int, int], Tensor], numel: int, storage: Storage, start: int, stop: int
+) -> Tensor:
+    """Return elements start..stop, fp32, of what a residual of `numel` elements has `stored`.
+
+    `read(a, b)` returns a part of that; of int8 whole groups are read, and their scales.
+    """
+    if storage == "fp32":
+        return read(start, stop)
+    wire = FORMATS[storage]()
+    low = start // wire.granularity * wire.granularity
+    high = min(-(-stop // wire.granularity) * wire.granularity, numel)
+    part = Residual(high - low, storage, 1.0)
+    if storage == "bf16":
+        part.stored.copy_(read(wire.num_bytes(low), wire.num_bytes(high)))
+    else:  # codes, and behind those of all elements the scales
+        scales = [numel + wire.num_bytes(n) - n for n in (low, high)]
+        part.stored.copy_(torch.cat([read(low, high), read(*scales)]))
+    return part.read()[start - low : stop - low]
 
 
 class Residual:

@@ -134,6 +134,13 @@ class CheckpointsConfig(BaseModel):
     save are deleted, but for those of a finished model. null: all. DeepSpeed's, and with Megatron
     the outer state beside its own."""
 
+    beside_training: bool | None = None
+    """Whether the outer state of a save is written by a thread while training goes on; what the
+    engine writes itself is there before. null: where each rank keeps 64 Mi elements or more, and
+    its host has twice the memory free that the copies take. For DeepSpeed, Megatron and Lightning;
+    what a script, Accelerate or an order saves is written at once, and so is what a run saves as it
+    ends."""
+
 
 class DivergenceConfig(BaseModel):
     """When training counts as diverged, and whether it goes back to the last good checkpoint."""

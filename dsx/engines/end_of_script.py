@@ -38,15 +38,11 @@ class EndOfScript:
         directory = cluster_directory(base, world.cluster_id)
         saving = AgreedSave(handle, directory, tag, world.rank == 0)
         saving.of_script(lambda: self._ask_script(saving.unfinished))
-        saving.do(lambda: handle.save(saving.unfinished))
+        saving.do(lambda: handle.write(saving.unfinished))
         adapter: Any = handle.loop.adapter
         judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
-        with saving.part():
-            if world.rank == 0:
-                manifest = manifest_of(handle, world, judged)
-                complete_tag(directory, tag, manifest)
-        saving.agree()
-        handle.saved(directory / tag)
+        manifest = manifest_of(handle, world, judged)
+        saving.complete(lambda: complete_tag(directory, tag, manifest))
         return directory / tag
 
     def _ask_script(self, directory: Path) -> None:

@@ -77,6 +77,15 @@ class OuterMemory:
         """Return what lies with the masters, but for contributions on their way to the host."""
         return self.total - self.on_host(place) if place == "masters" else 0
 
+    def copied_for_save(self, is_state_on_host: bool) -> int:
+        """Return what is copied at most, on the host, where a save is written beside training.
+
+        Anchors and the outer optimizer's are written from where they lie, if that is the host.
+        Masters, where they are saved, are not in it.
+        """
+        copied = self.delay + self.staleness + self.codec + self.transfers + self.attempts
+        return copied if is_state_on_host else copied + self.anchor + self.outer_optimizer
+
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]
         parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in named)

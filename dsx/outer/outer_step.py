@@ -113,6 +113,7 @@ class OuterStep:
         gradient = staleness.weigh(
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )
+        self._state.before_write(fragment)
         update = self._ladder.outer_optimizer(history).update(
             gradient, slots.outer, self._context(fragment, history)
         )

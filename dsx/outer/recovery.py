@@ -282,6 +282,7 @@ class Recovery:
     def _repair(self, fragment: int, chain: Sequence[int]) -> None:
         """Take the outer state of a fragment, in fp32, of the first in `chain`; positions."""
         shared = self._shared_slots(fragment)
+        self._state.before_write(fragment)
         if self._state.is_sent(fragment):
             tensors = self.shared_state(fragment)
             what = f"outer state of {self._adapter.stage.name_of(fragment)}, of this rank"

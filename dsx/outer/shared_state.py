@@ -74,6 +74,8 @@ def load_shared(loop: OuterLoop, values: Mapping[str, Any], tensors: Mapping[str
     state.free_buffers()
     history = History.from_state_dict(dict(values["history"]))
     under_way = {entry["fragment"] for entry in values["under_way"] if "number" in entry}
+    for fragment in adapter.fragments:
+        state.before_write(fragment.id)
     for name, tensor in _shared(loop, under_way).items():
         if tensor.numel() and not name.startswith("guard/"):
             tensor.copy_(tensors[name])

@@ -12,7 +12,7 @@ Nothing is allocated after the first round.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
@@ -105,6 +105,8 @@ class StateStore:
             )
             for f in on_the_wire
         ]
+        # told of a fragment whose anchor, and the outer optimizer's buffers, are about to change
+        self.before_write: Callable[[int], object] = lambda fragment: None
         self.gate = Lock()  # while channels are opened anew, or looked at
         self._longest = max(self._numel, default=0)
         self._scratch: dict[str, Tensor] = {}

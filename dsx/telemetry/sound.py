@@ -82,6 +82,7 @@ _NEEDED: dict[str, dict[str, _Check]] = {
     "launch": {"step": _is_count, "fragment": _is_count},
     "machine": {"step": _is_count},
     "healed": {"step": _is_count},
+    "not_saved": {"step": _is_count, "why": _is_text},
 }
 _LISTS = ("refused_by", "differed_in", "uncommitted_by", "idle_in", "guard_alarms", "guard_rungs")
 _IF_THERE: dict[str, dict[str, _Check]] = {

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from dsx.checkpoint.tags import NotSaved
 from dsx.training.orders import Order, Orders
 
 WITHOUT_CALLBACK = "how model and optimizer are saved, says handle.on_preemption(callback)"
@@ -90,7 +91,7 @@ class AskedSaves:
             path = self._owner.engine.save(self._owner.folder, f"asked_step{self._owner.step}")
         except (OSError, ValueError) as error:  # on all ranks: they agree on it
             orders.note(order, "failed", why=str(error))
-            if self._speaks:
+            if self._speaks and not isinstance(error, NotSaved):  # of which all have been told
                 logger.error("the save that %s has asked for is not made: %s", order.by, error)
             return
         finally:

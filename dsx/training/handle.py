@@ -62,8 +62,7 @@ class Handle:
         `clusters.may_differ` names. With `waits` weights that differ stay so until `settle`.
         """
         require_number_of_clusters(config.clusters.num_clusters, world.num_clusters)
-        self._world = world
-        self._config = config
+        self._world, self._config = world, config
         self._own: list[Tensor] | None = None  # masters, while the engine holds the average
         self.is_finished = False  # whether `finish()` has been called since the last step
         self._records = Records(config, world, adapter)
@@ -80,16 +79,26 @@ class Handle:
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         pairs = zip(adapter.fragments, matrix_gathers, strict=True)
         used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
-        transport = world.connect(used, adapter.stage, config.link.streams)
+        transport, trace = (
+            world.connect(used, adapter.stage, config.link.streams),
+            self._records.trace,
+        )
         self.loop = OuterLoop(
-            config.method, adapter, transport, self._on_sync, matrix_gathers, self._records.trace,
+            config.method,
+            adapter,
+            transport,
+            self._on_sync,
+            matrix_gathers,
+            trace,
             config.state.folder,
-        )  # fmt: skip
+        )
         self._gathering = Gathering(transport, world.in_cluster())
         self.notices = Notices.of(world, self.loop)
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
         self._saving = Saving(self.loop, world, config, self._records, self._syncs, self.notices)
+        self.not_saved, self.beside = self._saving.not_saved, self._saving.beside
+        self._saving.complete = self.saved
         self.joining = Joining(world, self.loop, config.link, self._saving, self._gathering)
         refuse_stages(config.divergence, adapter.stage.count)
         watch, records = self._divergence, self._records
@@ -298,12 +307,16 @@ class Handle:
         with self._saving.naming_last():
             return self._gathering.gather("gather()", value)
 
-    def save(self, directory: Path, save_again: Callable[[], Any] | None = None) -> None:
-        """Write this rank's outer state into a checkpoint's directory. Every rank calls it.
-
+    def save(self, directory: Path, save_again: Callable[[], Any] | None = None) -> bool:
+        """Write this rank's outer state into a checkpoint's directory; return whether all ranks of
+        the cluster have. Where one cannot, a line says so, and training goes on. All call it.
         After `finish()` inside `saving()` only, as the weights beside it are, too. `save_again`
         writes the whole checkpoint, for `finish()` to do so where it is called at this step.
         """
+        return self._saving.attempt(directory, lambda: self.write(directory, save_again))
+
+    def write(self, directory: Path, save_again: Callable[[], Any] | None = None) -> None:
+        """Save as a part of what an engine saves, which agrees on it; OSError of this rank."""
         self.settle()
         self._saving.save(directory, self.is_finished, self._own, save_again)
 
@@ -322,15 +335,11 @@ class Handle:
         self.is_finished = self._saving.load(directory, is_new, is_other_number, is_repartitioned)
         self.preemption.loaded(directory)
 
-    def saved(self, directory: Path) -> None:
-        """Enter a complete checkpoint; messages name the last one."""
-        self._saving.saved(directory)
-        self.rollback.saved(directory)
-        self.preemption.follow(directory)
-
-    def not_saved(self, directory: Path) -> None:
-        """Take back a checkpoint of this step that could not be completed; the engines call it."""
-        self._saving.not_saved(directory)
+    def saved(self, directory: Path, step: int | None = None) -> None:
+        """Enter a complete checkpoint, of this step or an earlier one; messages name the last."""
+        if self._saving.saved(directory, step):
+            self.rollback.saved(directory)
+            self.preemption.follow(directory)
 
     def close(self) -> None:
         """Write the last records, release connections, and let go of the engine."""
@@ -338,7 +347,7 @@ class Handle:
             return  # the process ends
         self.preemption.close()
         self.loop.adapter.detach()
-        self._saving.keeping.close()
+        self._saving.close()
         self._records.end(self.step, "closed without finish()")
         self._records.close()
         self._syncs.close()

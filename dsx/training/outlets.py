@@ -99,6 +99,11 @@ class Outlets:
         if self._spans is not None:
             self._spans.saved(str(path), step)
 
+    def not_saved(self, why: str) -> None:
+        """Take that it could not be written."""
+        if self._telling is not None:
+            self._telling.not_saved(why)
+
     def healed(self, seconds: float, num_bytes: int, step: int) -> None:
         """Take that this cluster has come to the others, by so many bytes of theirs."""
         if self._spans is not None:

@@ -29,7 +29,7 @@ from dsx.outer.transfer import Transfer
 from dsx.training.asked_saves import AskedSaves
 from dsx.training.changing import Changing
 from dsx.training.end_meeting import EndMeeting
-from dsx.training.engine_end import Callback, Engine
+from dsx.training.engine_end import Callback, Engine, save_at_end
 from dsx.training.gathering import Gathering
 from dsx.training.grace import Grace
 from dsx.training.leaving import Leaving
@@ -294,7 +294,7 @@ class Preemption:
         path, started = None, time.monotonic()
         if engine is not None and folder and (self.callback or not engine.needs_callback):
             self.is_saving = True
-            path = engine.save(folder, f"preempted_step{self._loop.history.step}")
+            path = save_at_end(engine, folder, self._loop.history.step)
         seconds = time.monotonic() - started
         if not self.is_over:
             self.is_saving = False

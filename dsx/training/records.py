@@ -216,6 +216,13 @@ class Records:
         self._run.saved(path, step)
         self._outlets.saved(path, step)
 
+    def not_saved(self, path: Path, step: int, why: str) -> None:
+        """Tell of a checkpoint that could not be written, once for its cluster."""
+        if self._writes:
+            logger.error("%s", why)
+        self._event("not_saved", {"step": step, "path": str(path), "why": why})
+        self._outlets.not_saved(why)
+
     def rolled_back(self, why: str, step: int) -> None:
         """Enter that this start is one of training that went back, from a step."""
         self._run.rolled_back(why, step)

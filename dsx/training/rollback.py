@@ -90,6 +90,7 @@ class Rollback:
         if due is None:
             return
         why, step = due.why, self._loop.history.step
+        self._saving.beside.wait()
         divergence, speaks = self._divergence, self._world.rank == 0
         self._mark(due.since)
         if speaks:

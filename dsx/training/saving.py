@@ -2,29 +2,27 @@
 
 from __future__ import annotations
 
-import errno
 import logging
-import shutil
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from dsx.checkpoint.checksums import MANIFEST, UNFINISHED, read_manifest
-from dsx.checkpoint.files import rank_file
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state, take_snapshot
 from dsx.comm.world import World
 from dsx.config.schema import DsxConfig
 from dsx.core.transport import PeerLost
-from dsx.core.units import format_bytes
 from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
+from dsx.training.beside import Beside, is_large, named
 from dsx.training.dealing import deal_tracked, restore_data
 from dsx.training.keeping import Keeping
+from dsx.training.memory import copied_for_save
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.records import Records
@@ -53,8 +51,14 @@ class Saving:
         self.tracked: dict[str, Resumable] = {}
         self.takes_others = False  # whether this cluster is about to take what others hold
         self.own: Path | None = None  # then: a checkpoint of its own, which may hold some of it
-        self._loop = loop
-        self._world = world
+        self._loop, self._world, ranks = loop, world, loop.adapter.ranks.shard[1]
+        wanted = config.checkpoints.beside_training
+        if wanted is None and not is_large(loop.adapter.fragment_numel, ranks):
+            wanted = False
+        copied = partial(copied_for_save, loop)
+        self.beside = Beside(world, wanted, copied, self._completed, self.not_saved)
+        self.complete: Callable[[Path, int], object] = self.saved  # told of those written beside
+        loop.state.before_write = self.beside.release
         self._axes, self._num_shards = config.axes, config.clusters.data_shards
         self._records = records
         self._syncs = syncs
@@ -63,6 +67,7 @@ class Saving:
         self._keeps_data = False
         self.before: int | None = None
         self._of_step: dict[str, Callable[[], Any] | None] = {}  # how to save it again
+        self._failed: set[Path] = set()  # what a script has tried to save to
 
     def track(self, objects: Mapping[str, Resumable]) -> None:
         """Save and load these, too; what can be is dealt between the clusters that are there."""
@@ -77,6 +82,7 @@ class Saving:
     def pass_boundary(self) -> None:
         """Forget what was saved at the step before."""
         self._of_step = {}
+        self.beside.pass_boundary()
         self.keeping.pass_boundary()
 
     def save(
@@ -112,11 +118,36 @@ class Saving:
             states[_DEALS] = deals
         rank_info, session = self._world.rank_info, self._world.session
         is_told = loop.stop_place is not None and loop.stop_place.reason is not None
-        with self.naming_last(), _leaving_nothing_half(rank_file(directory, rank_info.rank)):
-            save_state(
+        with self.naming_last():
+            snapshot = take_snapshot(
                 loop, directory, rank_info, session, self._axes, states, own_masters,
                 keeps_last=is_told,
             )  # fmt: skip
+        self.beside.write(snapshot)
+
+    def attempt(self, directory: Path, save: Callable[[], None]) -> bool:
+        """Let every rank of the cluster save to a script's directory; return whether all have.
+
+        Where one cannot, all are told, and the run goes on. Collective in the cluster.
+        """
+        trouble = None
+        try:
+            self.beside.wait()
+            self.beside.drop()
+            save()
+        except OSError as error:
+            trouble = str(error)
+        everyone = self._world.in_cluster().gather(f"the outer state in {directory}", trouble)
+        wrong = named(everyone)
+        self._failed.discard(directory)
+        if wrong:
+            self._failed.add(directory)
+            self.not_saved(
+                directory,
+                f"the outer state is not saved to {directory}: {wrong}; training "
+                "goes on: free some space, or save elsewhere",
+            )
+        return not wrong
 
     def load(
         self, directory: Path, is_new: bool, is_other_number: bool, is_repartitioned: bool
@@ -126,6 +157,7 @@ class Saving:
             logger.warning("%s: the outer state is that of the run that goes on", directory)
             self.own = directory
             return False
+        self.beside.wait()
         loop, rank_info = self._loop, self._world.rank_info
         loop.before_change()
         manifest = directory / MANIFEST
@@ -147,16 +179,32 @@ class Saving:
             loop.settle()  # whoever lacks a mean that is held here gets it at once
         return counters.get("is_finished", False)
 
-    def saved(self, directory: Path) -> None:
-        """Enter a complete checkpoint; messages name the last one."""
+    def saved(self, directory: Path, step: int | None = None) -> bool:
+        """Enter a complete checkpoint, of this step or an earlier one, which messages then name;
+        return whether it is one.
+        """
+        if directory in self._failed:
+            return False  # all have been told
         self.last = directory
-        self.last_complete = {"step": self._loop.history.step, "path": str(directory)}
-        self._records.saved(directory, self._loop.history.step)
-        self.keeping.saved(directory, self._loop.history.step)
+        step = self._loop.history.step if step is None else step
+        self.last_complete = {"step": step, "path": str(directory)}
+        self._records.saved(directory, step)
+        self.keeping.saved(directory, step)
+        return True
 
-    def not_saved(self, directory: Path) -> None:
-        """Take back a checkpoint of this step that could not be completed."""
+    def not_saved(self, directory: Path, why: str, step: int | None = None) -> None:
+        """Take back a checkpoint that could not be completed, and tell of it."""
         self._of_step.pop(str(directory), None)
+        step = self._loop.history.step if step is None else step
+        self._records.not_saved(directory, step, why)
+
+    def _completed(self, directory: Path, step: int) -> None:
+        self.complete(directory, step)
+
+    def close(self) -> None:
+        """Return once what was begun is written and deleted, or its time is over."""
+        self.beside.close()
+        self.keeping.close()
 
     @property
     def base(self) -> Path | None:
@@ -175,6 +223,7 @@ class Saving:
 
     def save_again(self) -> None:
         """Save what was saved at this step before the run was finished once more."""
+        self.beside.close()
         for name, save in self._of_step.items():
             if save is not None:
                 save()
@@ -198,20 +247,3 @@ class Saving:
             how = f"{type(error).__name__}: {told}"
             self._records.end(self._loop.history.step, how, isinstance(error, PeerLost))
             raise told from None
-
-
-@contextmanager
-def _leaving_nothing_half(path: Path) -> Generator[None, None, None]:
-    """Remove the temporary file of a rank whose disk is full; the error names the disk's space."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        with suppress(OSError):
-            path.with_suffix(".tmp").unlink(missing_ok=True)
-        free = shutil.disk_usage(path.parent if path.parent.is_dir() else Path.cwd()).free
-        why = getattr(error, "strerror", None) or str(error)
-        raise OSError(
-            getattr(error, "errno", None) or errno.EIO,
-            f"{why}; {format_bytes(free)} are free there",
-            str(path),
-        ) from error

@@ -52,7 +52,7 @@ class Telling:
         self._process = os.getpid()
         self._is_closed = not self._senders
         self.rolled_back, self.waits = self._happenings.rolled_back, self._happenings.waits
-        self.sync = self._happenings.sync
+        self.sync, self.not_saved = self._happenings.sync, self._happenings.not_saved
         if self._senders:
             self._excepthook, sys.excepthook = sys.excepthook, self._see_error
             atexit.register(self._end_by_itself)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsx.checkpoint.checksums import find_damage, leave_checksum
+from dsx.checkpoint.checksums import checksum, find_damage, note_checksum
 from dsx.checkpoint.choice import Candidate, newest_good
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag, tags_within_reach
 from tests.checkpoint.test_tags import write
@@ -103,7 +103,7 @@ def test_a_bit_that_flipped_is_found_by_the_rank_whose_share_it_is(tmp_path: Pat
     for rank in range(3):
         outer = unfinished / f"dsx_rank_{rank:05d}.safetensors"
         outer.write_bytes(bytes(range(100)))
-        leave_checksum(outer)
+        note_checksum(outer, checksum(outer))
         torch.save({"x": torch.arange(100)}, unfinished / f"of_engine_{rank}.pt")
     complete_tag(tmp_path, "a", Manifest(8, 4, "run", 1, 3))
     tag = tmp_path / "a"

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import dsx
-from dsx.checkpoint.checksums import leave_checksum
+from dsx.checkpoint.checksums import checksum, note_checksum
 from dsx.checkpoint.files import SavedRank, differences, first_difference, rank_file
 from dsx.checkpoint.outer_state import load_state, save_state
 from dsx.comm.topology import RankInfo
@@ -292,7 +292,7 @@ def test_a_look_ahead_by_what_was_not_sent_is_told_of(
         meta = json.loads(file.metadata()["dsx"])
     del meta["encodes_at_launch"]
     save_file(tensors, path, {"dsx": json.dumps(meta)})
-    leave_checksum(path)
+    note_checksum(path, checksum(path))
     load_state(run.loops[0], tmp_path, rank_info(0, 1), {})
     assert "looked ahead by its own share as it was before coding" in caplog.text
 

@@ -32,7 +32,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World
-from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.deepspeed.full_disk import failing_together
 from dsx.engines.deepspeed.parameters import stepping_optimizer
@@ -61,7 +61,12 @@ logger = logging.getLogger(__name__)
 
 def carry_outer_state(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> None:
     """Replace the engine's two checkpoint methods by ones that carry the outer state, too."""
-    engine.save_checkpoint = _saving(engine, handle, world, end)
+    save = end.write = _saving(engine, handle, world, end)
+
+    def save_and_go_on(*args: Any, **kwargs: Any) -> bool:
+        return survives(lambda: save(*args, **kwargs))
+
+    engine.save_checkpoint = save_and_go_on
     engine.load_checkpoint = handle.rollback.load = _loading(engine, handle, world)
 
 
@@ -74,7 +79,7 @@ def _saving(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> Any:
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
-    ) -> Any:
+    ) -> None:
         """Save as DeepSpeed does, into this cluster's directory, with the outer state."""
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
@@ -84,12 +89,10 @@ def _saving(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> Any:
             of_script = saving.of_script(lambda: end.script_state(begun, client_state))
             state = {**mark_replicas(engine), **of_script}
             with failing_together(engine, saving):
-                result = save_checkpoint(str(directory), begun.name, state, False, excludes)
+                save_checkpoint(str(directory), begun.name, state, False, excludes)
             arguments = save_dir, tag, client_state, save_latest, excludes
-            saving.do(lambda: handle.save(begun, lambda: save(*arguments)))
+            saving.do(lambda: handle.write(begun, lambda: survives(lambda: save(*arguments))))
             _complete(engine, handle, world, saving, save_latest)
-        handle.saved(directory / tag)
-        return result
 
     return save
 
@@ -174,14 +177,15 @@ def _complete(
     facts = json.dumps(_describe_module(engine))  # returns once all ranks have saved
     judged = gather_objects(handle.rollback.judge(tensors_of([stepping_optimizer(engine)])))
     directory, tag = saving.final.parent, saving.final.name
-    with saving.part():
-        if world.rank == 0:
-            write_durably(saving.unfinished / MODULE_FACTS, facts)
-            manifest = manifest_of(handle, world, judged)
-            complete_tag(directory, tag, manifest)
-            if is_latest:
-                write_durably(directory / "latest", tag)
-    saving.agree()
+    manifest = manifest_of(handle, world, judged)
+
+    def finish() -> None:
+        write_durably(saving.unfinished / MODULE_FACTS, facts)
+        complete_tag(directory, tag, manifest)
+        if is_latest:
+            write_durably(directory / "latest", tag)
+
+    saving.complete(finish)
 
 
 def _describe_module(engine: Any) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from dsx.checkpoint.tags import (
     write_durably,
 )
 from dsx.comm.world import World, current_world
-from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.megatron.copies import bit_sum
 from dsx.training.handle import Handle
@@ -38,29 +38,34 @@ MASTERS = "masters.json"
 Sums = dict[str, list[int]]  # by pipeline stage, one per fragment
 
 
-def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> None:
+def save_outer_state(handle: Handle, iteration: int, directory: str | Path) -> bool:
     """Save the outer state of an iteration; every rank calls it, before Megatron saves its part.
 
+    Returns whether it is saved: where it cannot be written, a line says so, and the run goes on.
     Both inside `with handle.saving():`, so that after `finish()` Megatron's part is the finished
     model; a cluster that loads it has its own masters back.
     """
+    return survives(lambda: _save(handle, iteration, directory))
+
+
+def _save(handle: Handle, iteration: int, directory: str | Path) -> None:
     world = _world()
     base = cluster_directory(_outer(directory), world.cluster_id)
     tag = _tag(iteration)
     sums = _sum_masters(handle)
     saving = AgreedSave(handle, base, tag, world.rank == 0)
     with saving.part():
-        handle.save(saving.unfinished)
+        handle.write(saving.unfinished)
     saving.agree()
     adapter: Any = handle.loop.adapter
     judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
-    with saving.part():
-        if world.rank == 0:
-            write_durably(saving.unfinished / MASTERS, json.dumps(sums))
-            manifest = manifest_of(handle, world, judged)
-            complete_tag(base, tag, manifest)
-    saving.agree()
-    handle.saved(base / tag)
+    manifest = manifest_of(handle, world, judged)
+
+    def finish() -> None:
+        write_durably(saving.unfinished / MASTERS, json.dumps(sums))
+        complete_tag(base, tag, manifest)
+
+    saving.complete(finish)
 
 
 def load_outer_state(handle: Handle, iteration: int, directory: str | Path) -> None:

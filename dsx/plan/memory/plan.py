@@ -50,6 +50,11 @@ class RankMemory:
         return self.outer.on_disk(self.place)
 
     @property
+    def copied_for_save(self) -> int:
+        """Bytes of host memory more, at most, while a save is written beside training."""
+        return self.outer.copied_for_save(self.is_state_on_host)
+
+    @property
     def on_device(self) -> int:
         """All bytes on the accelerator."""
         return self.inner.total + self.outer_on_device

@@ -122,4 +122,5 @@ def _record(rank: RankMemory) -> dict[str, Any]:
         "outer_on_device": rank.outer_on_device,
         "outer_on_host": rank.outer_on_host,
         "outer_on_disk": rank.outer_on_disk,
+        "copied_for_save": rank.copied_for_save,
     }

@@ -20,7 +20,7 @@ from dsx.checkpoint.checksums import MANIFEST, read_manifest
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import cluster_directory, complete_tag, complete_tags
 from dsx.comm.world import World, current_world
-from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.resume_point import choose
 from dsx.run.accelerate.loop import Loop, Trained, on_all_ranks
@@ -52,12 +52,14 @@ def replace_states(loop: Loop, accelerator: Any) -> None:
         loop.is_saving = True
         try:
             with _named(self):
-                _save(trained, world, base, lambda to: original(self, str(to), *args, **kwargs))
+                is_saved = _save(
+                    trained, world, base, lambda to: original(self, str(to), *args, **kwargs)
+                )
         finally:
             loop.is_saving = False
-        if settings.automatic_checkpoint_naming and settings.total_limit is not None:
-            trained[0].handle.gather("saved")
-            _delete_older(base, world, settings.total_limit)
+        limit = settings.total_limit if settings.automatic_checkpoint_naming else None
+        if limit is not None and all(trained[0].handle.gather(is_saved)):
+            _delete_older(base, world, limit)
         return str(base)
 
     def load_state(
@@ -88,23 +90,43 @@ def _trained(loop: Loop, accelerator: Any, what: str) -> list[Trained]:
 
 def _save(
     trained: list[Trained], world: World, base: Path, of_accelerate: Callable[[Path], Any]
-) -> None:
+) -> bool:
+    """Save all there is; return whether all of it could be written. Collective in the cluster."""
     directory, handle = cluster_directory(base, world.cluster_id), trained[0].handle
     engines = [one.model for one in trained if one.is_engine]
+    asked: list[Any] = []
+
+    def save() -> None:
+        asked.extend(_save_own(trained, world, directory, engines, of_accelerate))
+
+    is_saved = survives(save)
+    is_saved = is_saved and all([e.save_checkpoint(str(base), t, **more) for e, t, more in asked])
+    if is_saved:
+        handle.saved(directory / TAG)
+    return is_saved
+
+
+def _save_own(
+    trained: list[Trained],
+    world: World,
+    directory: Path,
+    engines: list[Any],
+    of_accelerate: Callable[[Path], Any],
+) -> list[Any]:
+    """Save what no engine does; return what the engines were asked to."""
+    handle = trained[0].handle
     with ExitStack() as stack:
         for one in trained:
             if not one.is_engine:
                 stack.enter_context(one.handle.saving())
         with on_all_ranks("save_state"):
-            saving = AgreedSave(handle, directory, TAG, world.rank == 0)
+            saving = AgreedSave(handle, directory, TAG, world.rank == 0, may_be_later=False)
         with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):
-            saving.do(lambda place=place, one=one: one.handle.save(place))
+            saving.do(lambda place=place, one=one: one.handle.write(place))
         _complete(saving, trained, world)
-    for engine, tag, more in asked:
-        engine.save_checkpoint(str(base), tag, **more)
-    handle.saved(directory / TAG)
+    return asked
 
 
 def _complete(saving: AgreedSave, trained: list[Trained], world: World) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import Tensor
 
 import dsx
+from dsx.checkpoint.tags import cluster_directory, complete_tags
 from dsx.comm.world import World, current_world
 from dsx.config.files import ConfigError
 from dsx.run.data import cut_for_cluster, is_a_stream, is_shared
@@ -247,9 +248,10 @@ class _Replaced:
         if trainer.args.should_save:
             show_to_plain(folder, handle.cluster_id)
         if trainer.args.save_total_limit and not handle.preemption.is_saving:
-            handle.gather("saved")
-            for given, how in asked:
-                rotate(*given, **how)
+            own = cluster_directory(folder, handle.cluster_id)
+            if all(handle.gather(bool(complete_tags(own)))):
+                for given, how in asked:
+                    rotate(*given, **how)
         return result
 
     def load_best_model(self, original: Callable[..., Any], trainer: Any) -> Any:

@@ -22,7 +22,7 @@ from dsx.checkpoint.checksums import MANIFEST
 from dsx.checkpoint.health import tensors_of
 from dsx.checkpoint.tags import complete_tag
 from dsx.config.files import ConfigError
-from dsx.engines.agreed_save import AgreedSave
+from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects, meet_in_cluster
 from dsx.run.folders import move_into
 from dsx.run.lightning.fit import Fit, fit_of, has_engine
@@ -101,7 +101,7 @@ class _Tag:
         if has_engine(self._trainer.strategy):
             self._write_engine(checkpoint)
         else:
-            self._write_outer(checkpoint)
+            survives(lambda: self._write_outer(checkpoint))
 
     def _write_engine(self, checkpoint: dict[str, Any]) -> None:
         """Let DeepSpeed write the tag, whose save carries the outer state and is made again."""
@@ -123,16 +123,16 @@ class _Tag:
         saving = AgreedSave(handle, directory, tag, world.rank == 0)
         place = saving.unfinished if writes_folder(strategy) else saving.unfinished / FILE
         saving.do(lambda: strategy.save_checkpoint(checkpoint, str(place), self._options))
-        saving.do(lambda: handle.save(saving.unfinished, self.write))
+        saving.do(lambda: handle.write(saving.unfinished, self.write))
         judged = gather_objects(handle.rollback.judge(tensors_of(strategy.optimizers)))
-        with saving.part():
-            if world.rank == 0:
-                manifest = manifest_of(handle, world, judged)
-                complete_tag(directory, tag, manifest)
-                if not writes_folder(strategy):
-                    _link(directory / tag / FILE, self._path)
-        saving.agree()
-        handle.saved(directory / tag)
+        manifest = manifest_of(handle, world, judged)
+
+        def finish() -> None:
+            complete_tag(directory, tag, manifest)
+            if not writes_folder(strategy):
+                _link(directory / tag / FILE, self._path)
+
+        saving.complete(finish)
 
 
 def _link(file: Path, path: Path) -> None:

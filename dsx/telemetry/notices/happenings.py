@@ -97,6 +97,11 @@ class Happenings:
             text = f"training goes back to a checkpoint, from step {step}: {why}"
             self._tell("diverging", text, self._members)
 
+    def not_saved(self, why: str) -> None:
+        """Take that this cluster could not save."""
+        if self._tells:
+            self._repeated("not_saved", "", why, [self._cluster])
+
     def waits(self, step: int, gone: tuple[int, ...], seconds: float) -> None:
         """Take that this cluster stands still until others are back, for so long at most."""
         if not (self._tells and gone):

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-Kind = Literal["lost", "back", "left_out", "diverging", "finished", "ended"]
+Kind = Literal["lost", "back", "left_out", "diverging", "not_saved", "finished", "ended"]
 Form = Literal["json", "slack"]
 
 KINDS: dict[Kind, str] = {
@@ -18,6 +18,7 @@ KINDS: dict[Kind, str] = {
     "not those of the others",
     "diverging": "an alarm of the guard, a loss that is not finite, a cluster whose steps are all "
     "skipped, or training that has gone back to a checkpoint",
+    "not_saved": "a checkpoint of one cluster could not be written; training goes on",
     "finished": "training is finished",
     "ended": "it ended otherwise: by an error, a signal, `dsx ctl`, or without `finish()`",
 }

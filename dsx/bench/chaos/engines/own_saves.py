@@ -29,7 +29,7 @@ class OwnSaves:
         folder, why = base / f"cluster_{self._handle.cluster_id}" / tag, ""
         try:
             with self._handle.saving():
-                self._handle.save(folder)
+                self._handle.write(folder)
                 self._save_own(folder)
         except OSError as error:
             why = str(error)
