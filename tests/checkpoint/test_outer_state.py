@@ -30,8 +30,9 @@ from dsx.outer.results import Results
 from dsx.outer.shared_state import copy_shared, saved_names
 from dsx.outer.transfer import Transfer
 from tests.engines.resumes import SIDE, Net
+from tests.levels import by_default
 from tests.simulated import Simulated
-from tests.tiny import ALL_CASES, TinyNet, mean_loss
+from tests.tiny import ALL_CASES, CASES, TinyNet, mean_loss
 
 NUM_CLUSTERS, NUM_STEPS = 2, 14
 FORMAT_8 = Path(__file__).parents[1] / "fixtures" / "outer_state_8"
@@ -187,7 +188,7 @@ def test_an_outer_optimizer_that_is_registered_resumes_by_its_name(
         resume(other, other_axes)
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("name", by_default(ALL_CASES, *CASES))
 def test_a_checkpoint_of_a_finished_run_goes_on_like_the_run(name: str, tmp_path: Path) -> None:
     axes, first, second = ALL_CASES[name].axes(), new_run(name), new_run(name)
     for _ in range(6):
