@@ -38,7 +38,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=order)
 
 
+def pytest_collection() -> None:
+    gc.disable()  # what is imported stays, and each look through it takes longer than the last
+
+
 def pytest_collection_finish() -> None:
+    gc.enable()
     gc.collect()
     gc.freeze()  # a million objects of libraries that no later collection need look through
 

@@ -21,3 +21,13 @@ def by_default(values: Iterable[Any], *quick: Any, of: Callable[[Any], Any] = la
         pytest.param(*(v if isinstance(v, tuple) else (v,)), marks=marks[of(v) in quick])
         for v in values
     ]
+
+
+def in_turn(values: Iterable[Any], others: Iterable[Any]) -> Any:
+    """Return all pairs as parameters; by default run every value, each with one other in turn."""
+    others = list(others)
+    return [
+        pytest.param(value, other, marks=() if turn == place % len(others) else (pytest.mark.ci,))
+        for place, value in enumerate(values)
+        for turn, other in enumerate(others)
+    ]

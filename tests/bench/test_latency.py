@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from typer.testing import CliRunner
 
 from dsx.bench import latency, line
 from dsx.bench.forwarder import Forwarder
@@ -26,6 +27,7 @@ from dsx.bench.latency import Latency
 from dsx.bench.line import ProbeFailed, measure_round_trip
 from dsx.bench.namespaces import TestbedUnavailable, processes_in
 from dsx.bench.testbed import Line, Testbed
+from dsx.cli import app
 
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]
 EVERYBODY = b"\xff" * 6
@@ -285,6 +287,6 @@ def test_the_rate_is_the_lines_where_the_window_is_large(bed: Testbed) -> None:
     ],
 )
 def test_what_a_line_cannot_be_is_refused(arguments: list[str], message: str) -> None:
-    done = subprocess.run([*DSX, "bench", "line", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["bench", "line", *arguments])
+    assert done.exit_code == 2
     assert message in done.stderr

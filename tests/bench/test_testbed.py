@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
 from dsx.bench.namespaces import TestbedUnavailable, remove_left_behind
 from dsx.bench.testbed import (
@@ -23,6 +24,7 @@ from dsx.bench.testbed import (
     Testbed,
     read_traffic,
 )
+from dsx.cli import app
 
 DSX = [sys.executable, "-c", "from dsx.cli import app; app()"]
 NAMESPACES = Path("/run/netns")
@@ -129,27 +131,20 @@ def test_counters_of_a_host_without_the_interface_are_refused() -> None:
     ],
 )
 def test_bad_input_is_refused(arguments: list[str], message: str) -> None:
-    done = subprocess.run([*DSX, "bench", "line", *arguments], capture_output=True, text=True)
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["bench", "line", *arguments])
+    assert done.exit_code == 2
     assert message in done.stderr
 
 
 def test_without_tools_it_says_so_and_exits_with_a_code_of_its_own(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [*DSX, "bench", "line"],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PATH": str(tmp_path)},
-    )
-    assert done.returncode == UNAVAILABLE
+    done = CliRunner().invoke(app, ["bench", "line"], env={"PATH": str(tmp_path)})
+    assert done.exit_code == UNAVAILABLE
     assert "no `ip` on this host: install iproute2" in done.stderr
 
 
 def test_what_a_command_calls_an_option_is_its_own() -> None:
-    done = subprocess.run(
-        [*DSX, "bench", "line", "--mbits", "5", "--", "true"], capture_output=True, text=True
-    )
-    assert done.returncode == 2
+    done = CliRunner().invoke(app, ["bench", "line", "--mbits", "5", "--", "true"])
+    assert done.exit_code == 2
     assert "No such option: --mbits" in done.stderr
 
 

@@ -30,8 +30,9 @@ from dsx.outer.results import Results
 from dsx.outer.shared_state import copy_shared, saved_names
 from dsx.outer.transfer import Transfer
 from tests.engines.resumes import SIDE, Net
+from tests.levels import by_default
 from tests.simulated import Simulated
-from tests.tiny import ALL_CASES, TinyNet, mean_loss
+from tests.tiny import ALL_CASES, CASES, TinyNet, mean_loss
 
 NUM_CLUSTERS, NUM_STEPS = 2, 14
 FORMAT_8 = Path(__file__).parents[1] / "fixtures" / "outer_state_8"
@@ -64,27 +65,21 @@ def save_all(run: Simulated, base: Path, axes: Mapping[str, Any], tracked: Any =
         save_state(loop, base / f"cluster_{m}", here, "run-a", axes, tracked or {})
 
 
-@pytest.mark.parametrize(
-    "stop", [s if s % 2 else pytest.param(s, marks=pytest.mark.ci) for s in range(1, 10)]
-)
-@pytest.mark.parametrize("name", ALL_CASES)
-def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
-    axes = ALL_CASES[name].axes()
-    whole, first = whole_run(name), new_run(name)
-    for _ in range(stop):
-        first.train_step(mean_loss)
-    save_all(first, tmp_path, axes, {"data": {"position": stop}})
-    in_flight = len(first.loops[0].in_flight)
-
+def resumed(first: Simulated, name: str, base: Path) -> Simulated:
+    """Save a run, and return a new one that has loaded it."""
+    axes, stop = ALL_CASES[name].axes(), first.num_steps
+    save_all(first, base, axes, {"data": {"position": stop}})
     second = new_run(name)
     for m, loop in enumerate(second.loops):
         second.models[m].load_state_dict(first.models[m].state_dict())
         second.optimizers[m].load_state_dict(copy.deepcopy(first.optimizers[m].state_dict()))
-        tracked = load_state(loop, tmp_path / f"cluster_{m}", rank_info(m), axes)
+        tracked = load_state(loop, base / f"cluster_{m}", rank_info(m), axes)
         assert tracked == {"data": {"position": stop}}
-        assert len(loop.in_flight) == in_flight
-    for _ in range(NUM_STEPS - stop):
-        second.train_step(mean_loss)
+        assert len(loop.in_flight) == len(first.loops[0].in_flight)
+    return second
+
+
+def assert_the_same(second: Simulated, whole: Simulated) -> None:
     for ours, theirs in zip(second.parameters(), whole.parameters(), strict=True):
         assert all(torch.equal(ours[n], theirs[n]) for n in theirs)
     for ours, theirs in zip(second.loops, whole.loops, strict=True):
@@ -94,6 +89,30 @@ def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
             state, expected = (x.state.named_state(fragment) for x in (ours, theirs))
             assert state.keys() == expected.keys()
             assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("stop", range(1, 10))
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_resume_is_bit_for_bit(name: str, stop: int, tmp_path: Path) -> None:
+    first = new_run(name)
+    for _ in range(stop):
+        first.train_step(mean_loss)
+    second = resumed(first, name, tmp_path)
+    for _ in range(NUM_STEPS - stop):
+        second.train_step(mean_loss)
+    assert_the_same(second, whole_run(name))
+
+
+@pytest.mark.parametrize("name", ALL_CASES)
+def test_resuming_again_and_again_is_bit_for_bit(name: str, tmp_path: Path) -> None:
+    """Behind every odd step up to the ninth, each time from what the one before has saved."""
+    run = new_run(name)
+    for step in range(1, NUM_STEPS + 1):
+        run.train_step(mean_loss)
+        if step % 2 and step < 10:
+            run = resumed(run, name, tmp_path / str(step))
+    assert_the_same(run, whole_run(name))
 
 
 @pytest.mark.parametrize("name", ["streaming_diloco", "dilocox", "recommended", "cocodc"])
@@ -169,7 +188,7 @@ def test_an_outer_optimizer_that_is_registered_resumes_by_its_name(
         resume(other, other_axes)
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("name", by_default(ALL_CASES, *CASES))
 def test_a_checkpoint_of_a_finished_run_goes_on_like_the_run(name: str, tmp_path: Path) -> None:
     axes, first, second = ALL_CASES[name].axes(), new_run(name), new_run(name)
     for _ in range(6):

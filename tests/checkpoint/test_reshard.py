@@ -26,6 +26,7 @@ from dsx.method.method import Method
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
 from tests.compress.test_over_gloo import CODECS_OF_ALL, WideNet, adamw, loss, simulated
+from tests.levels import in_turn
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -120,11 +121,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("stop", [5, 6])
-@pytest.mark.parametrize(("name", "codec"), CASES)
+@pytest.mark.parametrize(("case", "stop"), in_turn(CASES, [5, 6]))
 def test_state_survives_other_shards_bit_for_bit(
-    name: str, codec: str | None, stop: int, tmp_path: Path
+    case: tuple[str, str | None], stop: int, tmp_path: Path
 ) -> None:
+    name, codec = case
     runs = [simulated(name, codec, 2) if codec else new_tiny(name) for _ in range(3)]
     uninterrupted, first, second = runs
     for step in range(10):
@@ -163,11 +164,14 @@ def test_parts_that_nobody_has_saved_are_an_error(tmp_path: Path) -> None:
         load_state(run.loops[0], directory, RankInfo(0, 2, 0, 1), {})
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 1), (4, 5), (5, 4), (2, 4)])
-@pytest.mark.parametrize("codec", ["quantized", "low_rank"])
+@pytest.mark.parametrize(
+    ("change", "codec"),
+    in_turn([(2, 3), (3, 1), (4, 5), (5, 4), (2, 4)], ["quantized", "low_rank"]),
+)
 def test_another_number_of_clusters(
-    before: int, after: int, codec: str, tmp_path: Path, caplog: Any
+    change: tuple[int, int], codec: str, tmp_path: Path, caplog: Any
 ) -> None:
+    before, after = change
     first, second = (simulated("diloco_delayed", codec, n) for n in (before, after))
     for _ in range(7):
         first.train_step(loss)

@@ -20,7 +20,7 @@ from tests.compress.channels import (
     nmse,
 )
 from tests.compress.matrices import EXACT, decaying, matrix, plain_low_rank, side_by_side
-from tests.levels import by_default
+from tests.levels import by_default, in_turn
 
 
 def test_dense_rounds_are_those_of_quantized() -> None:
@@ -134,7 +134,7 @@ def test_a_controller_finds_the_rank_of_a_spectrum(decay: int, start: int) -> No
     assert nmse(mean, values[0]) <= 0.055
 
 
-@pytest.mark.parametrize(("decay", "most"), [(8, 1.7), (14, 2.0)])
+@pytest.mark.parametrize(("decay", "most"), by_default([(8, 1.7), (14, 2.0)], (8, 1.7)))
 def test_with_feedback_the_rank_settles_above_what_one_round_needs(decay: int, most: float) -> None:
     """Directions serve what is left of earlier rounds, too; but growth comes to an end."""
     fragment, values, needed = two_decaying(decay)
@@ -216,9 +216,10 @@ def test_the_residual_decays_before_it_is_added() -> None:
     assert torch.equal(bits(ours), bits(theirs))
 
 
-@pytest.mark.parametrize("storage", ["none", "fp32", "bf16", "int8"])
-@pytest.mark.parametrize("num_clusters", by_default([1, 2, 5], 1, 2))
-def test_state_is_all_that_a_channel_remembers(num_clusters: int, storage: Any) -> None:
+@pytest.mark.parametrize(
+    ("storage", "num_clusters"), in_turn(["none", "fp32", "bf16", "int8"], [2, 1, 5])
+)
+def test_state_is_all_that_a_channel_remembers(storage: Any, num_clusters: int) -> None:
     """Dense rounds before and in between, a rank that changes, a rest beside."""
     fragment = fragment_of((96, 80), (40, 40), (96, 96), (50,))
     method = plain_low_rank(rank=8, error_feedback=storage, dense_rounds=1, full_round_every=5)

@@ -103,7 +103,7 @@ def low_rank(**fields: Any) -> LowRank:
     return LowRank(**{"rank": RANK, "min_saving": 1.0, "dense_rounds": WARM_UP, **fields})
 
 
-@pytest.mark.parametrize("num_clusters", [2, 4])
+@pytest.mark.parametrize("num_clusters", by_default([2, 4], 2))
 def test_the_record_is_like_that_of_a_large_model(num_clusters: int) -> None:
     """Clusters agree in part, and the leading directions hold most, not all, of the energy."""
     for values in recorded(num_clusters):

@@ -139,7 +139,7 @@ def test_a_cluster_that_goes_another_way_is_seen() -> None:
     assert not are_alike(*run.loops)
 
 
-@pytest.mark.parametrize("name", ALL_CASES)
+@pytest.mark.parametrize("name", by_default(ALL_CASES, *CASES))
 def test_is_deterministic(name: str) -> None:
     first, second = trained(name, 3), new_run(name, 3)
     for losses in first.losses:

@@ -15,6 +15,7 @@ from dsx.comm.in_process import InProcessTransport
 from dsx.config.schema import PRESETS, preset
 from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory, predict
+from tests.levels import in_turn
 from tests.simulated import Simulated
 
 WIDTH = 384
@@ -137,8 +138,7 @@ def test_a_run_of_every_preset_holds_what_is_predicted(name: str) -> None:
     require_predicted(run)
 
 
-@pytest.mark.parametrize("num_clusters", [1, 2, 5])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "num_clusters"), in_turn(CODECS, [5, 2, 1]))
 def test_a_run_of_every_codec_holds_what_is_predicted(codec: str, num_clusters: int) -> None:
     method = preset("diloco", num_clusters, schedule={"interval": 1}, compression=CODECS[codec])
     run = Simulated(Net(), sgd, method, num_clusters)

@@ -14,6 +14,7 @@ from dsx.core.membership import Seat
 from dsx.method.method import Method
 from dsx.outer.commit import ATTEMPTS, Commit
 from dsx.outer.recovery import MOST_REFUSALS, ParityError
+from tests.levels import in_turn
 from tests.outer.test_parity_check import WideNet, sgd, wide_loss
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -69,8 +70,7 @@ def assert_equal(one: Simulated, other: Simulated) -> None:
     assert [loop.history for loop in one.loops] == [loop.history for loop in other.loops]
 
 
-@pytest.mark.parametrize("cluster", [0, 2])
-@pytest.mark.parametrize("name", EVERY_KIND)
+@pytest.mark.parametrize(("name", "cluster"), in_turn(EVERY_KIND, [0, 2]))
 def test_what_was_decoded_wrongly_once_leaves_no_trace(
     name: str, cluster: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -14,6 +14,7 @@ from dsx.engines.torch import TorchAdapter
 from dsx.method.fragments import WholeModel
 from dsx.outer.memory import predict
 from tests.held_memory import held_bytes, scratch_bytes
+from tests.levels import in_turn
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 
@@ -88,8 +89,7 @@ def test_of_every_method(name: str) -> None:
     require_predicted(run)
 
 
-@pytest.mark.parametrize("num_clusters", [2, 5])
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(("codec", "num_clusters"), in_turn(CODECS, [2, 5]))
 def test_of_every_codec(codec: str, num_clusters: int) -> None:
     method = preset("diloco", num_clusters, schedule={"interval": 2}, compression=CODECS[codec])
     run = Simulated(Net(), sgd, method, num_clusters)

@@ -17,6 +17,7 @@ from dsx.config.files import ConfigError
 from dsx.config.schema import load_config, preset
 from dsx.outer.parity_check import ParityResult, too_large
 from dsx.outer.recovery import NonFiniteError
+from tests.levels import in_turn
 from tests.outer.test_parity_check import sgd
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
@@ -72,9 +73,12 @@ def run_with(factor: float, name: str = "diloco", **fields: Any) -> Simulated:
     return run
 
 
-@pytest.mark.parametrize("guard", ["warn", "off"])
 @pytest.mark.parametrize(
-    "name", ["diloco", "streaming_diloco", "diloco_delayed", "cocodc", "eager", "co2", "dilocox"]
+    ("name", "guard"),
+    in_turn(
+        ["diloco", "streaming_diloco", "diloco_delayed", "cocodc", "eager", "co2", "dilocox"],
+        ["warn", "off"],
+    ),
 )
 def test_it_is_left_out_by_all_and_its_cluster_goes_on_from_the_anchor(
     name: str, guard: Any, caplog: pytest.LogCaptureFixture

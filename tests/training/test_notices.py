@@ -21,6 +21,7 @@ from dsx.outer.notices import Notice, NoticeCarrier
 from dsx.outer.transfer import Transfer
 from dsx.training.early_stop import StopAgreement
 from dsx.training.notices import Due, Notices
+from tests.levels import by_default
 from tests.tiny import CASES, TinyNet, mean_loss
 
 STEPS = 60
@@ -69,7 +70,7 @@ class Part:
         return due
 
 
-@pytest.mark.parametrize("num_clusters", [1, 3])
+@pytest.mark.parametrize("num_clusters", by_default([1, 3], 3))
 @pytest.mark.parametrize(
     "name", ["diloco", "streaming_diloco", "eager", "co2", "cocodc", "dreamddp"]
 )

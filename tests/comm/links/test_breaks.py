@@ -60,7 +60,7 @@ def test_what_is_posted_while_a_link_closes_ends() -> None:
 
 
 def test_a_closed_lane_is_told_though_the_line_is_cut() -> None:
-    with two_links(over_line=True) as (links, line):
+    with two_links(over_line=True, grace_seconds=5.0) as (links, line):
         assert line is not None
         for number in range(15):
             groups = groups_of(links, f"lane {number}")
@@ -108,7 +108,7 @@ def test_keys_change_after_the_line_was_cut(who: int) -> None:
     """Of who calls (1) and of who is called (0), while messages go."""
     pairs = pairs_of(2)
     keys = [KnownKeys(m, pairs) for m in range(2)]
-    with two_links(keys, over_line=True) as (links, line):
+    with two_links(keys, over_line=True, grace_seconds=5.0) as (links, line):
         assert line is not None
         groups = groups_of(links)
         for _ in range(2):

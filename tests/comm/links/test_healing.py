@@ -49,11 +49,11 @@ def check(sites: list[Site], least_steps: int = 20) -> None:
 
 HEALED = [name for name, case in ALL_CASES.items() if not why_not(case.method(3))]
 REFUSED = [name for name in ALL_CASES if name not in HEALED]
-QUICK = ("diloco", "recommended")
+QUICK = ("recommended",)  # and "diloco", of which more is looked at below
 IN_CI = ("streaming_diloco", "eager_2", "dilocox", "co2", "overlap_local_sgd")
 CASES = [
     pytest.param(name, marks=() if name in QUICK else pytest.mark.ci if name in IN_CI else
-                 pytest.mark.slow) for name in HEALED
+                 pytest.mark.slow) for name in HEALED if name != "diloco"
 ]  # fmt: skip
 
 
@@ -143,6 +143,7 @@ def survivors_agree(sites: list[Site]) -> None:
 def test_who_is_back_contributes() -> None:
     """Its part is in the means, and its gradients are not those of the anchor."""
     sites = lose_and_heal("diloco")
+    check(sites)
     for site in (sites[0], sites[3]):
         assert site.loop is not None
         last = site.loop.last_applied[0]

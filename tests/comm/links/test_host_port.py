@@ -22,6 +22,7 @@ from dsx.comm.links import host_port
 from dsx.comm.links.host_port import HostGateway, Where, open_on_host
 from dsx.comm.links.link import Link
 from dsx.comm.links.meeting import connect_peers, open_meeting, say_where
+from dsx.comm.links.options import LinkOptions
 from dsx.comm.links.settings import LinkSettings
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
@@ -200,8 +201,10 @@ def wait_for(what: Any) -> None:
 
 
 def test_a_gateway_that_ends_is_started_anew(
-    stack: ExitStack, caplog: pytest.LogCaptureFixture
+    stack: ExitStack, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # a process has to start meanwhile, which on a busy machine takes longer than a connection may
+    monkeypatch.setattr(LinkOptions, "grace_seconds", SECONDS)
     settings = settings_at(free_port())
     opened: Any = open_ranks(stack, settings, 2)
     caller = oslo(stack, settings, 1)

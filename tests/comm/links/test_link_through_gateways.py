@@ -22,7 +22,9 @@ NAME = rank_name("site-a", 0)
 def through(stack: ExitStack, way_out: bool) -> Generator[tuple[list[Link], int], None, None]:
     """Two links, the second of which calls the first's gateway; and the port that it calls."""
     pairs = pairs_of(2)
-    links = [Link(m, 0, KnownKeys(m, pairs), LinkOptions(streams=2)) for m in range(2)]
+    links = [
+        Link(m, 0, KnownKeys(m, pairs), LinkOptions(streams=2, grace_seconds=5.0)) for m in range(2)
+    ]
     for link in links:
         stack.callback(link.close)
     gateway = GatewayProcess("127.0.0.1", 0)

@@ -50,7 +50,7 @@ def test_a_key_is_waited_for_and_given_up(links: list[Link]) -> None:
 
 @pytest.mark.ci
 def test_a_request_is_done_once_though_the_line_is_cut() -> None:
-    with two_links(over_line=True) as (links, line):
+    with two_links(over_line=True, grace_seconds=5.0) as (links, line):
         assert line is not None
         links[0].serve(Shelf().serve)
         store = LinkStore(links[1], (0, 0))
