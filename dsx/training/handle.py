@@ -79,19 +79,9 @@ class Handle:
         matrix_gathers = plan_matrix_gathers(config.method, adapter)
         pairs = zip(adapter.fragments, matrix_gathers, strict=True)
         used = [fragment.id for fragment, gather in pairs if fragment.numel + gather.wire.numel]
-        transport, trace = (
-            world.connect(used, adapter.stage, config.link.streams),
-            self._records.trace,
-        )
-        self.loop = OuterLoop(
-            config.method,
-            adapter,
-            transport,
-            self._on_sync,
-            matrix_gathers,
-            trace,
-            config.state.folder,
-        )
+        transport = world.connect(used, adapter.stage, config.link.streams)
+        given = matrix_gathers, self._records.trace, config.state.folder
+        self.loop = OuterLoop(config.method, adapter, transport, self._on_sync, *given)
         self._gathering = Gathering(transport, world.in_cluster())
         self.notices = Notices.of(world, self.loop)
         self._divergence = Divergence(config.divergence, self.notices)
