@@ -92,7 +92,12 @@ def test_what_a_script_may_not_write_is_told_and_another_error_is_its_own(
     monkeypatch.setattr(agreed_save, "gather_objects", gathered)
     monkeypatch.setattr(agreed_save, "from_first", of_first)
     told: list[tuple[str, str]] = []
-    handle: Any = SimpleNamespace(not_saved=hear)
+
+    def nothing(*given: Any) -> None:
+        assert given in ((), (False,))  # a run that is finished waits for its saves
+
+    beside = SimpleNamespace(wait=nothing, open=nothing, drop=nothing)
+    handle: Any = SimpleNamespace(not_saved=hear, beside=beside, is_finished=True, preemption=None)
 
     def save(error: Exception) -> None:
         saving = AgreedSave(handle, tmp_path, "a", True)
