@@ -162,7 +162,7 @@ def test_what_takes_long_says_how_far_it_is(
     soon: float,
     told: bool,
 ) -> None:
-    for module in ("checksums", "averaged_model"):
+    for module in ("checksums", "averaged_model", "snapshot"):
         monkeypatch.setattr(f"dsx.checkpoint.{module}.SOON", soon)
     save_two(tmp_path / "saved")
     command = ["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]
@@ -171,4 +171,4 @@ def test_what_takes_long_says_how_far_it_is(
     directory = tmp_path / "saved" / "cluster_0" / "step8"
     assert (f"comparing {directory} with its checksums: " in caplog.text) == told
     assert (f"weights for {tmp_path / 'out'}: " in caplog.text) == told
-    assert (f"hashing {directory}.unfinished/dsx_rank_00000.safetensors: " in caplog.text) == told
+    assert (f"writing {directory}.unfinished/dsx_rank_00000.safetensors: " in caplog.text) == told
