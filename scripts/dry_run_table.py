@@ -22,8 +22,8 @@ GBPS, LATENCY_MS = 1.0, 20.0
 FLOPS = 0.4 * 312e12
 FLOPS_PER_TOKEN = 8  # of a parameter: forward twice, as all is recomputed, and backward
 HEAD = (
-    "file, preset", "clusters", "a step", "sent by a rank in a round", "owners: largest / mean",
-    "connections of a rank", "outer state on the host", "on the device", "utilization",
+    "file, preset", "clusters", "sent by a rank in a round", "a cluster's line, of a round",
+    "owners: largest / mean", "connections of a rank", "host memory of a rank", "utilization",
 )  # fmt: skip
 
 
@@ -41,11 +41,13 @@ def row(name: str, clusters: int) -> Sequence[str]:
     run = build(line)
     seconds = step_seconds(run)
     found = replace(run, asked=replace(line, step_seconds=seconds)).record()
+    sent, ranks = found["bytes_per_round_per_rank"], found["ranks"]
+    on_line = 8 * ranks * sent / (1e9 * GBPS)
+    of_round = seconds * run.config.method.schedule.interval
     return (
-        f"`{name}.flags`, {run.config.preset}", f"{clusters} of {found['ranks']}",
-        f"{seconds:.0f} s", format_bytes(found["bytes_per_round_per_rank"]),
-        f"{found['owner_spread']:.2f}", str(found["sockets_per_rank"]),
-        format_bytes(found["host_bytes_per_rank"]), format_bytes(found["device_bytes_per_rank"]),
+        f"`{name}.flags`, {run.config.preset}", f"{clusters} of {ranks}", format_bytes(sent),
+        f"{on_line:,.0f} s of {of_round:,.0f} s", f"{found['owner_spread']:.2f}",
+        str(found["sockets_per_rank"]), format_bytes(found["host_bytes_per_rank"]),
         f"{100 * found['utilization']:.1f} %",
     )  # fmt: skip
 

@@ -96,6 +96,7 @@ NOT_HERE = {  # with the reason
     "dsx bench examples --examples": _BY_HAND + "tests/bench/test_examples.py",
     "dsx bench guard": _BY_HAND + "tests/bench/test_wrong.py",
     "dsx bench heal": _BY_HAND + "tests/bench/test_heal.py",
+    "python scripts/dry_run_table.py": _BY_HAND + "tests/bench/test_dry_run_table.py",
     "dsx bench chaos": _BY_HAND + "tests/bench/test_chaos.py",
     "dsx bench telemetry": _BY_HAND + "tests/bench/test_telemetry.py",
     "dsx bench links": _BY_HAND + "tests/bench/test_links.py",
