@@ -14,8 +14,9 @@ import logging
 import time
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -24,6 +25,8 @@ from dsx.core.transport import PeerLost
 from dsx.core.waits import waiting_for
 
 _RELAY_SECONDS = 30.0  # for rank 0 to say that a cluster did not answer it in time
+_EARLY_SECONDS = 0.1  # a store counts in whole milliseconds
+Value = TypeVar("Value")
 logger = logging.getLogger(__name__)
 
 
@@ -93,9 +96,10 @@ class Rendezvous:
         """
         self._exchanges += 1
         prefix, rank = f"compare/{self._exchanges}", self.rank_info.rank
-        told = json.dumps(value)
-        hashes = self._hashes(f"{prefix}/hash", name, hashlib.sha256(told.encode()).hexdigest())
-        if len({*self._among_first(f"{prefix}/same", name, hashes)}) == 1:
+        told, same = json.dumps(value), f"{prefix}/same"
+        own = hashlib.sha256(told.encode()).hexdigest()
+        hashes = self._relaying(same, lambda: self._hashes(f"{prefix}/hash", name, own))
+        if len({*self._among_first(same, name, hashes, 2 * self._deadline_seconds)}) == 1:
             values = [json.loads(told) for _ in range(self.rank_info.num_clusters)]
         else:
             packed = zlib.compress(told.encode()).hex()
@@ -110,40 +114,60 @@ class Rendezvous:
         if self.rank_info.rank:
             return ""
         ranks = [f"{prefix}/{rank}" for rank in range(self.rank_info.world_size)]
-        until = time.monotonic() + self._deadline_seconds
+        until = self._until()
         try:
             with waiting_for(f"{name}, from all ranks of this cluster", self._deadline_seconds):
                 self._own.wait(ranks, timedelta(seconds=self._deadline_seconds))
             found = [self._own.get(key) for key in ranks]
         except RuntimeError as error:
-            raise PeerLost(self._explain_own(name, until)) from error
+            raise PeerLost(self._explain_own(name, until, self._missing(ranks))) from error
         return hashlib.sha256(b"".join(found)).hexdigest()
 
-    def _among_first(self, prefix: str, name: str, value: Any) -> list[Any]:
-        """Return what the first ranks of all clusters give, on every rank of this one."""
+    def _missing(self, ranks: list[str]) -> str:
+        """Return which of the own cluster's ranks have said nothing, in words."""
+        try:
+            missing = [str(rank) for rank, key in enumerate(ranks) if not self._own.check([key])]
+        except RuntimeError:  # the store has gone
+            missing = []
+        return f"its rank(s) {', '.join(missing)}" if missing else "its other ranks"
+
+    def _relaying(self, key: str, do: Callable[[], Value]) -> Value:
+        """Do it; where rank 0 loses somebody, its cluster's ranks read why under `key`."""
+        try:
+            return do()
+        except PeerLost as error:
+            if self.rank_info.rank == 0:
+                with suppress(RuntimeError):  # then they learn from their own store
+                    self._own.set(key, json.dumps(str(error)))
+            raise
+
+    def _among_first(
+        self, prefix: str, name: str, value: Any, first_seconds: float | None = None
+    ) -> list[Any]:
+        """Return what the first ranks of all clusters give, on every rank of this one.
+
+        `first_seconds` are those of rank 0 until it has read them all; by default the deadline.
+        """
         if self.rank_info.rank == 0:
-            try:
-                values = [json.loads(v) for v in self._read(prefix, name, json.dumps(value))]
-            except PeerLost as error:
-                why = json.dumps(str(error))
-                self._call(name, lambda: self._own.set(prefix, why))
-                raise
+            own = json.dumps(value)
+            read = self._relaying(prefix, lambda: self._read(prefix, name, own))
+            values = [json.loads(v) for v in read]
             self._call(name, lambda: self._own.set(prefix, json.dumps(values)))
         else:
-            values = self._from_first(prefix, name)
+            values = self._from_first(prefix, name, first_seconds or self._deadline_seconds)
         self._linger(self._own, prefix, self.rank_info.world_size, self._until())
         return values
 
-    def _from_first(self, prefix: str, name: str) -> list[Any]:
+    def _from_first(self, prefix: str, name: str, first_seconds: float) -> list[Any]:
         """Return what rank 0 has read; PeerLost where it has lost a cluster, or does not come."""
-        seconds = self._deadline_seconds + _RELAY_SECONDS
+        seconds = first_seconds + _RELAY_SECONDS
         until = time.monotonic() + seconds
         try:
             with waiting_for(f"{name}, which rank 0 reads", seconds):
                 self._own.wait([prefix], timedelta(seconds=seconds))
             values = json.loads(self._own.get(prefix))
         except RuntimeError as error:
-            raise PeerLost(self._explain_own(name, until)) from error
+            raise PeerLost(self._explain_own(name, until, "its rank 0", seconds)) from error
         if isinstance(values, str):
             raise PeerLost(values)
         return values
@@ -182,20 +206,20 @@ class Rendezvous:
             logger.debug("the store's host has left, which it does once all have read")
 
     def _explain(self, name: str, cluster: int, until: float) -> str:
-        if time.monotonic() < until:
+        if time.monotonic() < until - _EARLY_SECONDS:
             return f"{name}: the rendezvous store closed while waiting for cluster {cluster}"
         return (
             f"{name}: cluster {cluster} did not answer within {self._deadline_seconds:g} s "
             "(clusters.deadline_seconds)"
         )
 
-    def _explain_own(self, name: str, until: float) -> str:
-        who = "its other ranks" if self.rank_info.rank == 0 else "its rank 0"
-        if time.monotonic() < until:
+    def _explain_own(self, name: str, until: float, who: str, seconds: float | None = None) -> str:
+        if time.monotonic() < until - _EARLY_SECONDS:
             return f"{name}: the store of cluster {self.cluster_id} closed while waiting for {who}"
         return (
             f"{name}: cluster {self.cluster_id} waits for {who}, which did not answer within "
-            f"{self._deadline_seconds:g} s (clusters.deadline_seconds)"
+            f"{self._deadline_seconds if seconds is None else seconds:g} s "
+            "(clusters.deadline_seconds)"
         )
 
 

@@ -134,12 +134,11 @@ class CheckpointsConfig(BaseModel):
     save are deleted, but for those of a finished model. null: all. DeepSpeed's, and with Megatron
     the outer state beside its own."""
 
-    beside_training: bool | None = None
-    """Whether the outer state of a save is written by a thread while training goes on; what the
-    engine writes itself is there before. null: where each rank keeps 64 Mi elements or more, and
-    its host has twice the memory free that the copies take. For DeepSpeed, Megatron and Lightning;
-    what a script, Accelerate or an order saves is written at once, and so is what a run saves as it
-    ends."""
+    beside_training: bool = False
+    """Whether the outer state of a save by DeepSpeed's `engine.save_checkpoint` is written by a
+    thread while training goes on, from copies of what changes meanwhile (`dsx memory --json` says
+    how much); what the engine writes itself is there before. All else is written at once: by other
+    engines, the Trainer, Lightning and Accelerate, by an order, as a run ends."""
 
 
 class DivergenceConfig(BaseModel):

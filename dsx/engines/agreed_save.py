@@ -47,7 +47,7 @@ class AgreedSave:
         directory: Path,
         tag: str,
         is_first: bool,
-        may_be_later: bool = True,
+        may_be_later: bool = False,
     ) -> None:
         """`may_be_later`: whether the outer state may be written beside training."""
         self.final = directory / tag

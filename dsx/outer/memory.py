@@ -77,14 +77,15 @@ class OuterMemory:
         """Return what lies with the masters, but for contributions on their way to the host."""
         return self.total - self.on_host(place) if place == "masters" else 0
 
-    def copied_for_save(self, is_state_on_host: bool) -> int:
-        """Return what is copied at most, on the host, where a save is written beside training.
+    @property
+    def copied_for_save(self) -> int:
+        """What is copied at most, on the host, where a save is written beside training.
 
-        Anchors and the outer optimizer's are written from where they lie, if that is the host.
+        Of anchors and the outer optimizer's as much as an outer step changes before it is written.
         Masters, where they are saved, are not in it.
         """
-        copied = self.delay + self.staleness + self.codec + self.transfers + self.attempts
-        return copied if is_state_on_host else copied + self.anchor + self.outer_optimizer
+        own = self.anchor + self.outer_optimizer + self.delay + self.staleness
+        return own + self.codec + self.transfers + self.attempts
 
     def __str__(self) -> str:
         named = [(name.replace("_", " "), size) for name, size in vars(self).items() if size]

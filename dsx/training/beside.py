@@ -5,12 +5,14 @@ thread writes it; the ranks then agree, over a group of their own, that all have
 gives the tag its name, and they agree on that. A tag so is whole or not there, and no rank waits
 for another but within a deadline. One save is under way at a time: the next one, a load and the end
 of the run wait for it first. Training learns what became of it at the next boundary.
+
+Who deletes older checkpoints, or links to the new one, as soon as a save returns, has it written at
+once (`refuse`), and so has a script of several engines, whose saves are parts of one.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import shutil
 import threading
 import time
@@ -23,11 +25,8 @@ from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.in_cluster import InCluster
 from dsx.comm.world import World
 from dsx.core.at_exit import close_at_exit, has_closed
-from dsx.core.units import format_bytes
 from dsx.core.waits import waiting_for
-from dsx.training.memory import free_on_host
 
-LARGE = 64 << 20  # elements a rank, from which on a save is worth a thread
 logger = logging.getLogger(__name__)
 
 
@@ -47,43 +46,41 @@ class Beside:
     def __init__(
         self,
         world: World,
-        is_wanted: bool | None,
-        copied: Callable[[], int],
+        is_wanted: bool,
         saved: Callable[[Path, int], object],
         failed: Callable[[Path, str, int], object],
     ) -> None:
-        """`is_wanted`: None where there is memory for it; `copied` says how much that is."""
-        self._world, self._is_wanted, self._copied = world, is_wanted, copied
-        self._is_told = False
+        """`is_wanted`: the same on all ranks of the cluster."""
+        self._world, self._is_wanted = world, is_wanted
         self._saved, self._failed = saved, failed
-        self._snapshots: list[Snapshot] = []
-        self._is_open = False
+        self._part: list[Snapshot] = []  # of the save that is open
+        self._under_way: list[Snapshot] = []
+        self._is_open = self._is_broken = False
         self._in_cluster: InCluster | None = None
         self._thread: threading.Thread | None = None
         self._save: _Save | None = None
 
-    def open(self, may_be_later: bool) -> None:
-        """Begin a save of the engine; `wait` for the one before first. Collective in the cluster.
-
-        It is written at once where the copies would take more than half of what a host has free.
-        """
-        self._snapshots.clear()
-        self._is_open = False
-        if not (self._is_wanted is not False and may_be_later):
-            return
-        copied, free = self._copied(), free_on_host()
-        ranks = min(int(os.environ.get("LOCAL_WORLD_SIZE", "1")), self._world.world_size)
-        is_small = self._is_wanted or free is None or copied * ranks <= free // 2
-        what = "whether a host has no memory for the copies of a save"
-        self._is_open = not self._world.in_cluster().any(what, not is_small)
-        if not is_small and not self._is_told:
-            self._is_told = True
+    def refuse(self, why: str) -> None:
+        """Write everything at once from now on; all ranks of the cluster call it."""
+        if self._is_wanted and self._world.rank == 0:
             logger.warning(
-                "saves hold training up: the copies for one that is written beside it take up to "
-                "%s on this host, of which %s are free; checkpoints.beside_training=true has it so "
-                "all the same",
-                format_bytes(copied * ranks), format_bytes(free or 0),
-            )  # fmt: skip
+                "checkpoints.beside_training is not for %s: its saves are written at once", why
+            )
+        self._is_wanted = False
+
+    def open(self, may_be_later: bool) -> None:
+        """Begin a save of the engine; `wait` for the one before first. On all ranks together."""
+        self._part, self._is_open = [], False
+        if not (self._is_wanted and may_be_later):
+            return
+        if self._world.num_handles > 1:
+            self.refuse("several engines in one script")
+            return
+        what = "whether saves can be agreed on beside training"
+        if self._world.in_cluster().any(what, self._is_broken):
+            self.refuse("a cluster whose ranks have lost touch in one, until it is started again")
+            return
+        self._is_open = True
 
     def write(self, snapshot: Snapshot) -> None:
         """Write a rank's outer state: now, or as a part of a save that is open."""
@@ -91,16 +88,15 @@ class Beside:
             snapshot.write()
             return
         snapshot.detach()
-        self._snapshots.append(snapshot)
+        self._part.append(snapshot)
 
     def drop(self) -> None:
         """Take back what is open: it is not saved."""
-        self._snapshots.clear()
-        self._is_open = False
+        self._part, self._is_open = [], False
 
     def release(self, fragment: int) -> None:
         """Take that a fragment's anchor and outer optimizer are about to change."""
-        for snapshot in self._snapshots:
+        for snapshot in (*self._part, *self._under_way):
             snapshot.release(fragment)
 
     def begin(self, final: Path, unfinished: Path, step: int, finish: Callable[[], None]) -> bool:
@@ -110,14 +106,14 @@ class Beside:
         """
         if not self._is_open:
             return False
-        self._is_open = False
+        self._under_way, self._part, self._is_open = self._part, [], False
         if self._in_cluster is None:
             self._in_cluster = _new_group(self._world)
         close_at_exit(self)
         self._save = save = _Save(final, step, time.monotonic())
         self._thread = threading.Thread(
             target=self._run,
-            args=(save, unfinished, finish, self._in_cluster),
+            args=(save, self._under_way, unfinished, finish, self._in_cluster),
             name="dsx-save",
             daemon=True,
         )
@@ -143,6 +139,18 @@ class Beside:
             )
         self._tell()
 
+    def wait_together(self) -> None:
+        """As `wait`, but TimeoutError on all ranks where one does not end. Collective."""
+        if not self._is_wanted and self._save is None:
+            return  # the same on all ranks: none has begun one
+        trouble = None
+        try:
+            self.wait()
+        except TimeoutError as error:
+            trouble = str(error)
+        if wrong := named(self._world.in_cluster().gather("the save under way", trouble)):
+            raise TimeoutError(wrong)
+
     def close(self) -> None:
         """Return once nothing is under way, or the deadline is over."""
         has_closed(self)
@@ -154,7 +162,7 @@ class Beside:
     def _tell(self) -> None:
         save, self._save, self._thread = self._save, None, None
         assert save is not None
-        self._snapshots.clear()
+        self._under_way = []
         if save.trouble:
             self._failed(save.final, save.trouble, save.step)
         else:
@@ -164,25 +172,31 @@ class Beside:
             self._saved(save.final, save.step)
 
     def _run(
-        self, save: _Save, unfinished: Path, finish: Callable[[], None], ranks: InCluster
+        self,
+        save: _Save,
+        snapshots: Sequence[Snapshot],
+        unfinished: Path,
+        finish: Callable[[], None],
+        ranks: InCluster,
     ) -> None:
+        def write() -> None:
+            for snapshot in snapshots:
+                snapshot.write()
+
         try:
-            wrong = self._try(self._snapshots_written, ranks)
+            wrong = self._try(write, ranks)
             if not wrong:
                 wrong = self._try(finish if self._world.rank == 0 else lambda: None, ranks)
             if wrong and self._world.rank == 0:
                 shutil.rmtree(unfinished, ignore_errors=True)
                 end_writing(unfinished.parent)
         except Exception as error:  # noqa: BLE001 - a save that fails is no end of the run
+            self._is_broken = True  # the ranks do not reach each other any more
             wrong = f"{type(error).__name__}: {error}"
         save.trouble = wrong and (
             f"checkpoint {save.final} is not saved: {wrong}; what was saved before is as it was, "
             "and training goes on"
         )
-
-    def _snapshots_written(self) -> None:
-        for snapshot in self._snapshots:
-            snapshot.write()
 
     def _try(self, work: Callable[[], None], ranks: InCluster) -> str:
         """Do a part, and return what has failed on any rank."""
@@ -191,19 +205,14 @@ class Beside:
             work()
         except OSError as error:
             trouble = f"{error.strerror or error} ({error.filename})"
-        except ValueError as error:  # a file that is not as it was written
-            trouble = str(error)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for what is told here
+            trouble = f"{type(error).__name__}: {error}"
         return named(ranks.gather("a save beside training", trouble))
 
 
 def named(everyone: Sequence[str | None]) -> str:
     """Return which ranks have failed, and why; "" if none has."""
     return "; ".join([f"rank {r}: {why}" for r, why in enumerate(everyone) if why][:4])
-
-
-def is_large(fragment_numel: Sequence[int], num_ranks: int) -> bool:
-    """Whether what each rank keeps is worth it; the same on all ranks."""
-    return sum(fragment_numel) // num_ranks >= LARGE
 
 
 def _new_group(world: World) -> InCluster:

@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from dsx.outer.loop import OuterLoop
 from dsx.outer.memory import OuterMemory, predict
-
-_FREE = "MemAvailable:"
-
-
-def copied_for_save(loop: OuterLoop) -> int:
-    """Return what a save that is written beside training copies at most, masters included."""
-    masters = sum(fragment.numel for fragment in loop.adapter.fragments)
-    is_saved = loop.method.delay.export == "mean"
-    return memory_of(loop).copied_for_save(loop.state.device.type == "cpu") + 4 * masters * is_saved
-
-
-def free_on_host() -> int | None:
-    """Return the bytes of this host that can be had, as Linux tells; None elsewhere."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(_FREE)), None)
 
 
 def memory_of(loop: OuterLoop) -> OuterMemory:

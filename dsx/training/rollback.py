@@ -90,7 +90,6 @@ class Rollback:
         if due is None:
             return
         why, step = due.why, self._loop.history.step
-        self._saving.beside.wait()
         divergence, speaks = self._divergence, self._world.rank == 0
         self._mark(due.since)
         if speaks:
@@ -130,6 +129,10 @@ class Rollback:
         """Let what this cluster has saved since a step be nothing to go on from."""
         if since is None:
             return
+        try:
+            self._saving.beside.wait()  # a tag that is complete later would not be marked
+        except TimeoutError as error:
+            logger.error("%s; if it is complete later, delete it by hand", error)
         self._of_script = {step: path for step, path in self._of_script.items() if step < since}
         for directory in sorted(self._directories) if self._world.rank == 0 else ():
             try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +18,9 @@ from dsx.core.transport import PeerLost
 from dsx.outer.loop import OuterLoop
 from dsx.outer.recovery import NonFiniteError, ParityError
 from dsx.telemetry.sync_records import SyncRecords
-from dsx.training.beside import Beside, is_large, named
+from dsx.training.beside import Beside, named
 from dsx.training.dealing import deal_tracked, restore_data
 from dsx.training.keeping import Keeping
-from dsx.training.memory import copied_for_save
 from dsx.training.notices import Notices
 from dsx.training.positions import Resumable
 from dsx.training.records import Records
@@ -51,12 +49,9 @@ class Saving:
         self.tracked: dict[str, Resumable] = {}
         self.takes_others = False  # whether this cluster is about to take what others hold
         self.own: Path | None = None  # then: a checkpoint of its own, which may hold some of it
-        self._loop, self._world, ranks = loop, world, loop.adapter.ranks.shard[1]
+        self._loop, self._world = loop, world
         wanted = config.checkpoints.beside_training
-        if wanted is None and not is_large(loop.adapter.fragment_numel, ranks):
-            wanted = False
-        copied = partial(copied_for_save, loop)
-        self.beside = Beside(world, wanted, copied, self._completed, self.not_saved)
+        self.beside = Beside(world, wanted, self._completed, self.not_saved)
         self.complete: Callable[[Path, int], object] = self.saved  # told of those written beside
         loop.state.before_write = self.beside.release
         self._axes, self._num_shards = config.axes, config.clusters.data_shards
@@ -157,7 +152,7 @@ class Saving:
             logger.warning("%s: the outer state is that of the run that goes on", directory)
             self.own = directory
             return False
-        self.beside.wait()
+        self.beside.wait_together()
         loop, rank_info = self._loop, self._world.rank_info
         loop.before_change()
         manifest = directory / MANIFEST

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsx.checkpoint import outer_state
+from dsx.checkpoint.snapshot import Snapshot
 from dsx.engines import simulated
 from dsx.outer.transfer import Transfer
 from tests.checkpoint.gloo_in_one_process import AT_THE_END, GlooHub, HeldTransport
@@ -125,16 +125,16 @@ def test_exchanges_go_on_while_files_are_written(
             for transport in transports(first):
                 transport.hold_after = hold_after
         first.train_step(loss)
-    write = outer_state.save_file
+    write = Snapshot.write
 
-    def after_the_exchanges(*args: Any, **kwargs: Any) -> None:
+    def after_the_exchanges(snapshot: Snapshot) -> None:
         for transport in transports(first):
             transport.goes_on.set()
         end_all(first)
-        write(*args, **kwargs)
+        write(snapshot)
 
     # cluster 0's file; cluster 1 then has all that was under way
-    monkeypatch.setattr(outer_state, "save_file", after_the_exchanges)
+    monkeypatch.setattr(Snapshot, "write", after_the_exchanges)
     save_all(first, tmp_path)
     resume(second, first, tmp_path)
     end_alike(first, second)

@@ -16,7 +16,7 @@ from dsx.checkpoint.files import rank_file
 from dsx.checkpoint.outer_state import save_state, take_snapshot
 from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.topology import RankInfo
-from dsx.training.memory import copied_for_save
+from dsx.training.memory import memory_of
 from tests.checkpoint.test_reshard import new_tiny
 from tests.compress.test_over_gloo import loss, simulated
 from tests.simulated import Simulated
@@ -52,7 +52,7 @@ def test_training_on_changes_nothing_of_it(name: str, codec: str | None, tmp_pat
     later = take_snapshot(loop, tmp_path / "later", HERE, "run", {}, {})
     later.detach()
     copied = later.num_bytes
-    assert 0 < copied <= copied_for_save(loop)
+    assert 0 < copied <= memory_of(loop).copied_for_save
     loop.state.before_write = later.release
     before = [anchor.clone() for anchor in loop.state.anchor]
     for _ in range(MORE):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -11,11 +11,9 @@ import pytest
 import torch.distributed as dist
 
 from dsx.comm.rendezvous import Rendezvous
-from dsx.comm.store import open_store
 from dsx.comm.topology import RankInfo
 from dsx.core.transport import PeerLost
-from tests.comm.test_rendezvous import client, together
-from tests.distributed import free_port
+from tests.comm.test_rendezvous import together
 
 CLUSTERS, RANKS = 3, 4
 
@@ -44,17 +42,7 @@ class Counted(dist.Store):
         self._store.wait(keys, timeout)
 
 
-@pytest.fixture
-def ports() -> Iterator[list[int]]:
-    """Where clusters meet, and where the ranks of each of them do."""
-    numbers = [free_port() for _ in range(1 + CLUSTERS)]
-    stores = [open_store("127.0.0.1", n, is_host=True, deadline_seconds=5) for n in numbers]
-    yield numbers
-    del stores
-
-
 def everyone(
-    ports: list[int],
     do: Callable[[Rendezvous, int, int], Any],
     seconds: float = 20.0,
     absent: tuple[int, ...] = (),
@@ -62,22 +50,23 @@ def everyone(
     """Do it in all ranks of all clusters but some; return results and what was asked, by rank."""
     functions: list[Callable[[], Any]] = []
     counted: list[Counted] = []
-    for cluster in {*range(CLUSTERS)} - {*absent}:
+    shared = dist.HashStore()
+    for cluster in sorted({*range(CLUSTERS)} - {*absent}):
+        own = dist.HashStore()
         for rank in range(RANKS):
-            store = Counted(client(ports[0]))
+            store = Counted(shared)
             counted.append(store)
             info = RankInfo(cluster, CLUSTERS, rank, RANKS)
-            own = client(ports[1 + cluster])
             one = Rendezvous(store, info, "session", seconds, own)
             functions.append(lambda one=one, m=cluster, rank=rank: do(one, m, rank))
     return together(*functions), [store.asked for store in counted]
 
 
-def test_only_first_ranks_ask_where_clusters_meet(ports: list[int]) -> None:
+def test_only_first_ranks_ask_where_clusters_meet() -> None:
     def do(one: Rendezvous, cluster: int, rank: int) -> Any:
         return one.gather("folder", f"of {cluster}, {rank}"), one.compare("layout", ["x", rank])
 
-    results, asked = everyone(ports, do)
+    results, asked = everyone(do)
     told = [f"of {m}, 0" for m in range(CLUSTERS)]
     assert results == [
         (told, [["x", rank]] * CLUSTERS) for _ in range(CLUSTERS) for rank in range(RANKS)
@@ -86,20 +75,20 @@ def test_only_first_ranks_ask_where_clusters_meet(ports: list[int]) -> None:
     assert all(len(keys) <= 2 * (2 * CLUSTERS + 3) for keys in asked)
 
 
-def test_where_one_rank_differs_all_get_what_those_of_their_number_have(ports: list[int]) -> None:
+def test_where_one_rank_differs_all_get_what_those_of_their_number_have() -> None:
     def value(cluster: int, rank: int) -> Any:
         return {"sizes": [7, 9 if (cluster, rank) == (1, 2) else 8]}
 
-    results, _ = everyone(ports, lambda one, m, rank: one.compare("layout", value(m, rank)))
+    results, _ = everyone(lambda one, m, rank: one.compare("layout", value(m, rank)))
     assert results == [
         [value(m, rank) for m in range(CLUSTERS)] for _ in range(CLUSTERS) for rank in range(RANKS)
     ]
 
 
 @pytest.mark.parametrize("call", ["gather", "compare"])
-def test_a_cluster_that_does_not_answer_is_named_on_all_ranks(ports: list[int], call: str) -> None:
+def test_a_cluster_that_does_not_answer_is_named_on_all_ranks(call: str) -> None:
     results, _ = everyone(
-        ports, lambda one, m, rank: getattr(one, call)("layout", 3), seconds=1.0, absent=(1,)
+        lambda one, m, rank: getattr(one, call)("layout", 3), seconds=1.0, absent=(1,)
     )
     assert len(results) == 2 * RANKS
     assert all(isinstance(result, PeerLost) for result in results), results
@@ -108,15 +97,19 @@ def test_a_cluster_that_does_not_answer_is_named_on_all_ranks(ports: list[int], 
     }
 
 
-def test_a_rank_that_does_not_come_is_waited_for_by_its_own_cluster(ports: list[int]) -> None:
+def test_a_rank_that_does_not_come_is_waited_for_by_its_own_cluster() -> None:
     def do(one: Rendezvous, cluster: int, rank: int) -> Any:
         if (cluster, rank) == (0, 3):
             return None
         return one.compare("layout", json.dumps([rank]))
 
-    results, _ = everyone(ports, do, seconds=1.0)
-    assert str(results[0]) == (
-        "layout: cluster 0 waits for its other ranks, which did not answer within 1 s "
+    results, _ = everyone(do, seconds=1.0)
+    said = (
+        "layout: cluster 0 waits for its rank(s) 3, which did not answer within 1 s "
         "(clusters.deadline_seconds)"
     )
-    assert results[3] is None and all(isinstance(r, PeerLost) for r in results[:3] + results[4:])
+    assert [*map(str, results[:3])] == [said] * 3 and results[3] is None
+    others = {str(r) for r in results[4:] if isinstance(r, PeerLost)}
+    assert len(results[4:]) == 8 and others == {
+        "layout: cluster 0 did not answer within 1 s (clusters.deadline_seconds)"
+    }

@@ -110,9 +110,9 @@ def test_under_zero_1_a_rank_holds_one_run_of_all_parameters() -> None:
     }
     run = -(-MODEL.numel // 8)
     assert plans[1].outer.anchor == 4 * run
-    assert plans[1].outer.work_space == 3 * 4 * run + 2 * 8 * HASHED_PAIRS
+    assert plans[1].outer.work_space == 2 * 4 * run + 2 * 8 * HASHED_PAIRS
     hashed = 2 * 8 * HASHED_PAIRS
-    assert plans[3].outer.work_space - hashed < 0.7 * 3 * 4 * run
+    assert plans[3].outer.work_space - hashed < 0.7 * 2 * 4 * run
 
 
 def test_a_stage_of_one_layer_is_planned_with_one_fragment_and_told(tmp_path: Path) -> None:

@@ -1,20 +1,22 @@
-"""What a save beside training waits for, and for how long; where there is no memory for it."""
+"""What a save beside training waits for, and for how long, and who saves at once."""
 
 from __future__ import annotations
 
 import logging
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from dsx.checkpoint import snapshot as snapshots
 from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.in_cluster import InCluster
-from dsx.training import beside as module
+from dsx.core.transport import PeerLost
 from dsx.training.beside import Beside
 
 MOST_SECONDS = 0.3
@@ -23,10 +25,11 @@ MOST_SECONDS = 0.3
 class Told:
     """One rank's saves, and what it was told of them."""
 
-    def __init__(self, is_wanted: bool | None, copied: int = 0) -> None:
+    def __init__(self, is_wanted: bool) -> None:
         store: Any = None
         ranks = InCluster(0, 0, 1, store, 1.0, 1.0)
-        world: Any = SimpleNamespace(
+        self.world: Any = SimpleNamespace(
+            num_handles=1,
             cluster_id=0,
             rank=0,
             world_size=1,
@@ -37,9 +40,8 @@ class Told:
         self.saved: list[tuple[str, int]] = []
         self.failed: list[tuple[str, str, int]] = []
         self.beside = Beside(
-            world,
+            self.world,
             is_wanted,
-            lambda: copied,
             lambda path, step: self.saved.append((path.name, step)),
             lambda path, why, step: self.failed.append((path.name, why, step)),
         )
@@ -89,19 +91,74 @@ def test_what_cannot_be_named_is_not_saved(tmp_path: Path) -> None:
     assert not (tmp_path / "a.unfinished").exists() and not told.saved
 
 
-@pytest.mark.parametrize(
-    ("is_wanted", "goes_beside"), [(None, False), (True, True), (False, False)]
-)
-def test_it_needs_memory_for_the_copies(
-    is_wanted: bool | None, goes_beside: bool, tmp_path: Path, monkeypatch: Any, caplog: Any
+def test_what_is_being_written_stays_as_it_was_though_the_next_save_gives_up(
+    tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(module, "free_on_host", lambda: 10 << 20)
-    told = Told(is_wanted, copied=6 << 20)
-    with caplog.at_level(logging.WARNING):
-        for step in (3, 4):
-            assert told.save(tmp_path / f"{step}", step) == goes_beside
-    warned = [text for text in caplog.messages if "saves hold training up" in text]
-    assert len(warned) == (is_wanted is None)
-    assert all("6.29 MB on this host, of which 10.5 MB are free" in text for text in warned)
+    told, goes_on, write_all = Told(True), threading.Event(), snapshots._write_all
+
+    def hang(descriptor: int, chunk: Any) -> None:
+        goes_on.wait(30)
+        write_all(descriptor, chunk)
+
+    monkeypatch.setattr(snapshots, "_write_all", hang)
+    anchor = torch.zeros(3)
+    told.beside.open(may_be_later=True)
+    path = tmp_path / "a.unfinished" / "x.safetensors"
+    told.beside.write(Snapshot(path, {"a": anchor}, {}, {"a": 0}, tells=False))
+    finish = partial((tmp_path / "a.unfinished").rename, tmp_path / "step3")
+    assert told.beside.begin(tmp_path / "step3", path.parent, 3, finish)
+    with pytest.raises(TimeoutError):
+        told.beside.wait()
+    told.beside.open(may_be_later=True)  # as every rank does that is to agree on the next save
+    told.beside.drop()
+    told.beside.release(0)
+    anchor.fill_(7.0)
+    goes_on.set()
     told.beside.close()
-    assert told.saved == ([("step3", 3), ("step4", 4)] if goes_beside else [])
+    assert told.saved == [("step3", 3)]
+    assert load_file(tmp_path / "step3" / "x.safetensors")["a"].tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_is_wrong_in_any_way_is_told_to_the_others(tmp_path: Path, monkeypatch: Any) -> None:
+    def fail(descriptor: int, chunk: Any) -> None:
+        raise MemoryError("no room for a copy")
+
+    monkeypatch.setattr(snapshots, "_write_all", fail)
+    told = Told(True)
+    assert told.save(tmp_path, 3)
+    told.beside.wait_together()
+    assert "MemoryError: no room for a copy" in told.failed[0][1]
+
+
+def test_ranks_that_have_lost_touch_save_at_once_from_then_on(
+    tmp_path: Path, monkeypatch: Any, caplog: Any
+) -> None:
+    told = Told(True)
+
+    def lost(what: str, value: Any) -> Any:
+        raise PeerLost("the others do not answer")
+
+    monkeypatch.setattr(InCluster, "gather", lambda self, what, value: lost(what, value))
+    assert told.save(tmp_path, 3)
+    told.beside.close()
+    assert "PeerLost: the others do not answer" in told.failed[0][1]
+    with caplog.at_level(logging.WARNING):
+        assert not told.save(tmp_path / "4", 4) and not told.save(tmp_path / "5", 5)
+    assert len([text for text in caplog.messages if "its saves are written at once" in text]) == 1
+
+
+@pytest.mark.parametrize("is_wanted", [True, False])
+def test_several_engines_and_who_deletes_what_is_older_save_at_once(
+    is_wanted: bool, tmp_path: Path, caplog: Any
+) -> None:
+    told = Told(is_wanted)
+    told.world.num_handles = 2
+    with caplog.at_level(logging.WARNING):
+        assert not told.save(tmp_path / "3", 3)
+    assert ("not for several engines in one script" in caplog.text) == is_wanted
+    told = Told(is_wanted)
+    with caplog.at_level(logging.WARNING):
+        told.beside.refuse("Lightning")
+    assert ("not for Lightning: its saves are written at once" in caplog.text) == is_wanted
+    assert not told.save(tmp_path / "4", 4)
+    assert (tmp_path / "4" / "a.unfinished" / "x.safetensors").exists()

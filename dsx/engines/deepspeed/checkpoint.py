@@ -84,7 +84,7 @@ def _saving(engine: Any, handle: Handle, world: World, end: EndOfEngine) -> Any:
         tag = str(tag) if tag is not None else f"global_step{engine.global_steps}"
         directory = cluster_directory(save_dir, world.cluster_id)
         with handle.saving():
-            saving = AgreedSave(handle, directory, tag, world.rank == 0)
+            saving = AgreedSave(handle, directory, tag, world.rank == 0, may_be_later=True)
             begun, excludes = saving.unfinished, exclude_frozen_parameters
             of_script = saving.of_script(lambda: end.script_state(begun, client_state))
             state = {**mark_replicas(engine), **of_script}
@@ -114,6 +114,7 @@ def _loading(engine: Any, handle: Handle, world: World) -> Any:
         Where there is none, but a checkpoint of plain DeepSpeed, the run begins from that.
         """
         _require_everything(load_optimizer_states and not load_module_only)
+        handle.beside.wait_together()  # what is being written may be what is to be loaded
         if handle.joining.is_due:  # what the others hold is newer than any checkpoint
             handle.joining.look_in(load_dir, tag)
             handle.settle()

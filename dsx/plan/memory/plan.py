@@ -52,7 +52,7 @@ class RankMemory:
     @property
     def copied_for_save(self) -> int:
         """Bytes of host memory more, at most, while a save is written beside training."""
-        return self.outer.copied_for_save(self.place != "masters")
+        return self.outer.copied_for_save
 
     @property
     def on_device(self) -> int:

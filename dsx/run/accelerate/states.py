@@ -95,6 +95,8 @@ def _save(
     directory, handle = cluster_directory(base, world.cluster_id), trained[0].handle
     engines = [one.model for one in trained if one.is_engine]
     asked: list[Any] = []
+    for one in trained:
+        one.handle.beside.refuse("Accelerate")
 
     def save() -> None:
         asked.extend(_save_own(trained, world, directory, engines, of_accelerate))
@@ -120,7 +122,7 @@ def _save_own(
             if not one.is_engine:
                 stack.enter_context(one.handle.saving())
         with on_all_ranks("save_state"):
-            saving = AgreedSave(handle, directory, TAG, world.rank == 0, may_be_later=False)
+            saving = AgreedSave(handle, directory, TAG, world.rank == 0)
         with _engines_wait(engines, "save_checkpoint") as asked:
             saving.of_script(lambda: of_accelerate(saving.unfinished))
         for place, one in _places(trained, saving.unfinished):

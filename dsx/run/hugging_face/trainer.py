@@ -228,6 +228,7 @@ class _Replaced:
         handle = handle_of(trainer)
         if handle is None:
             return original(*args, **kwargs)
+        handle.beside.refuse("the Trainer")
         folder = Path(trainer.args.output_dir) / f"checkpoint-{trainer.state.global_step}"
         if self._begun is not None and trainer.args.should_save:
             self._begun.write(folder)  # before the checkpoint is complete

@@ -99,17 +99,19 @@ class _Tag:
             self._progress = {n: checkpoint[n] for n in _OF_PROGRESS if n in checkpoint}
         checkpoint.update(self._progress)
         if has_engine(self._trainer.strategy):
-            self._write_engine(checkpoint)
+            self._fit.is_saved = self._write_engine(checkpoint)
         else:
-            survives(lambda: self._write_outer(checkpoint))
+            self._fit.is_saved = survives(lambda: self._write_outer(checkpoint))
 
-    def _write_engine(self, checkpoint: dict[str, Any]) -> None:
+    def _write_engine(self, checkpoint: dict[str, Any]) -> bool:
         """Let DeepSpeed write the tag, whose save carries the outer state and is made again."""
         strategy = self._trainer.strategy
         of_engine = ("state_dict", "optimizer_states")
         state = {name: value for name, value in checkpoint.items() if name not in of_engine}
-        self._fit.require_handle().on_preemption(lambda _: state)  # asked for this save alone
-        strategy.model.save_checkpoint(
+        handle = self._fit.require_handle()
+        handle.on_preemption(lambda _: state)  # asked for this save alone
+        handle.beside.refuse("Lightning")
+        return strategy.model.save_checkpoint(
             str(self._path.parents[1]),
             tag=self._path.name,
             client_state=state,
@@ -163,14 +165,18 @@ def _save_beside(
 
 
 def _remove(original: Callable[..., Any], callback: Any, trainer: Any, filepath: str) -> None:
-    """Delete a checkpoint once all clusters have saved what follows it. Collective over all."""
+    """Delete a checkpoint once all clusters have saved what follows it; it stays where one could
+    not. Collective over all clusters.
+    """
     fit = fit_of(trainer)
     if fit is None:
         original(trainer, filepath)
         return
     tag = Path(filepath).with_name(tag_of(Path(filepath), trainer.strategy))
-    if fit.is_training and not fit.require_handle().preemption.is_saving:
-        fit.require_handle().gather("saved")
+    handle = fit.require_handle() if fit.is_training else None
+    is_told_to_end = handle is not None and handle.preemption.is_saving
+    if handle is not None and not is_told_to_end and not all(handle.gather(fit.is_saved)):
+        return  # what was not saved has been told
     if fit.resume == tag:
         return  # what the run has come from stays, as Lightning has it
     if trainer.is_global_zero:

@@ -30,6 +30,7 @@ class Fit:
         self.has_begun = False  # whether fit() was called
         self.is_agreed = False  # whether all clusters stop
         self.is_ended = False
+        self.is_saved = True  # whether this cluster's last checkpoint could be written
         self.resume: Path | None = None  # the directory of the tag that training goes on from
         self.resume_tag = ""  # its name, the same in all clusters
         self.weights_only: bool | None = None  # as fit() was told, for the checkpoint it loads

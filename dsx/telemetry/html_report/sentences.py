@@ -119,7 +119,7 @@ def _round_trips(state: dict[str, Any]) -> list[str]:
         f"at least, the last time {duration(link['round_trip_seconds'])}."
         for link in few
     ]
-    if len(few) < state["num_links"]:
+    if few and len(few) < state["num_links"]:
         said.append(f"Those were the longest of {state['num_links']:,} links.")
     return said
 
