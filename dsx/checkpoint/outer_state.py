@@ -50,28 +50,6 @@ logger = logging.getLogger(__name__)
 _ADVICE = "resume with the method it was saved with, or start a new run from the model's weights"
 
 
-def save_state(
-    loop: OuterLoop,
-    directory: Path,
-    rank_info: RankInfo,
-    session: str,
-    axes: Mapping[str, Any],
-    tracked: Mapping[str, Any],
-    own_masters: Sequence[Tensor] | None = None,
-    keeps_last: bool = False,
-) -> None:
-    """Write one rank's outer state, waiting for no other cluster. Atomic per file.
-
-    `session` names the run. The masters are written, too, where their mean is to be exported, and
-    where the engine holds the average: then they are `own_masters`. `keeps_last`: clusters may save
-    at different steps, so what was applied last may be lacking elsewhere. Collective over the ranks
-    of a stage.
-    """
-    take_snapshot(
-        loop, directory, rank_info, session, axes, tracked, own_masters, keeps_last
-    ).write()
-
-
 def take_snapshot(
     loop: OuterLoop,
     directory: Path,
@@ -82,7 +60,14 @@ def take_snapshot(
     own_masters: Sequence[Tensor] | None = None,
     keeps_last: bool = False,
 ) -> Snapshot:
-    """Return what `save_state` writes, as it is now; where training goes on, `detach` it first."""
+    """Return one rank's outer state as it is now, to be written by `write`; where training goes on
+    before that, by `detach` first. It waits for no other cluster.
+
+    `session` names the run. The masters are in it, too, where their mean is to be exported, and
+    where the engine holds the average: then they are `own_masters`. `keeps_last`: clusters may save
+    at different steps, so what was applied last may be lacking elsewhere. Collective over the ranks
+    of a stage.
+    """
     with take_stock(loop) as stock:
         tensors = _masters(loop, own_masters)
         for fragment in loop.adapter.fragments:

@@ -55,23 +55,23 @@ class Beside:
         self._saved, self._failed = saved, failed
         self._part: list[Snapshot] = []  # of the save that is open
         self._under_way: list[Snapshot] = []
-        self._is_open = self._is_broken = False
+        self._is_open = self._is_broken = self._is_refused = False
         self._in_cluster: InCluster | None = None
         self._thread: threading.Thread | None = None
         self._save: _Save | None = None
 
     def refuse(self, why: str) -> None:
         """Write everything at once from now on; all ranks of the cluster call it."""
-        if self._is_wanted and self._world.rank == 0:
+        if self._is_wanted and not self._is_refused and self._world.rank == 0:
             logger.warning(
                 "checkpoints.beside_training is not for %s: its saves are written at once", why
             )
-        self._is_wanted = False
+        self._is_refused = True
 
     def open(self, may_be_later: bool) -> None:
         """Begin a save of the engine; `wait` for the one before first. On all ranks together."""
         self._part, self._is_open = [], False
-        if not (self._is_wanted and may_be_later):
+        if not (self._is_wanted and may_be_later) or self._is_refused:
             return
         if self._world.num_handles > 1:
             self.refuse("several engines in one script")
@@ -141,8 +141,8 @@ class Beside:
 
     def wait_together(self) -> None:
         """As `wait`, but TimeoutError on all ranks where one does not end. Collective."""
-        if not self._is_wanted and self._save is None:
-            return  # the same on all ranks: none has begun one
+        if not self._is_wanted:
+            return  # on all ranks, whoever has been told of what by now
         trouble = None
         try:
             self.wait()

@@ -152,7 +152,6 @@ class Saving:
             logger.warning("%s: the outer state is that of the run that goes on", directory)
             self.own = directory
             return False
-        self.beside.wait_together()
         loop, rank_info = self._loop, self._world.rank_info
         loop.before_change()
         manifest = directory / MANIFEST

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.in_process import InProcessHub, InProcessPending, pass_round
 from dsx.comm.topology import RankInfo
 from dsx.core.exchange import HEADER_BYTES, ExchangeRound, next_round
 from dsx.core.transport import Pending
 from dsx.engines.simulated import SimulatedClusters
 from dsx.outer.transfer import Transfer
+from tests.checkpoint.saved import save_state
 
 Loss = Callable[[torch.nn.Module, int, int], Tensor]
 

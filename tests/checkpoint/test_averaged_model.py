@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from dsx.checkpoint.averaged_model import find_model
 from dsx.checkpoint.files import FORMAT
-from dsx.checkpoint.outer_state import save_state
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag
 from dsx.cli import app
 from dsx.comm.topology import RankInfo
+from tests.checkpoint.saved import save_state
 from tests.checkpoint.test_reshard import new_tiny, save_all, through_shards
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import resolve_method
+from tests.checkpoint.saved import save_state
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
 

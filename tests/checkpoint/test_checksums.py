@@ -15,7 +15,7 @@ from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model
 from dsx.checkpoint.checksums import MANIFEST, find_damage
 from dsx.checkpoint.choice import Candidate, newest_good
 from dsx.checkpoint.files import FORMAT, rank_file
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.checkpoint.tags import (
     Manifest,
     begin_tag,
@@ -26,6 +26,7 @@ from dsx.checkpoint.tags import (
 )
 from dsx.cli import app
 from dsx.comm.topology import RankInfo
+from tests.checkpoint.saved import save_state
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss
 

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.engines import simulated
 from dsx.outer.transfer import Transfer
 from tests.checkpoint.half_arrived import HoldingHub, lacking, resume, save_all
+from tests.checkpoint.saved import save_state
 from tests.checkpoint.test_half_arrived import NUM_STEPS, new_run, stopped, whole_run
 from tests.checkpoint.test_reshard import CUTS, shard_loop
 from tests.compress.test_over_gloo import loss

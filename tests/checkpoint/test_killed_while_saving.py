@@ -14,10 +14,11 @@ import pytest
 
 from dsx.checkpoint import snapshot as snapshots
 from dsx.checkpoint.files import FORMAT
-from dsx.checkpoint.outer_state import load_state, save_state, take_snapshot
+from dsx.checkpoint.outer_state import load_state, take_snapshot
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag, complete_tags
 from dsx.comm.topology import RankInfo
 from dsx.outer.loop import OuterLoop
+from tests.checkpoint.saved import save_state
 from tests.checkpoint.test_reshard import new_tiny
 
 PLACE = RankInfo(0, 2, 0, 1)

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 import dsx
 from dsx.checkpoint.checksums import checksum, note_checksum
 from dsx.checkpoint.files import SavedRank, differences, first_difference, rank_file
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset, resolve_method
 from dsx.core import registry
@@ -29,6 +29,7 @@ from dsx.outer.parcel import Opened
 from dsx.outer.results import Results
 from dsx.outer.shared_state import copy_shared, saved_names
 from dsx.outer.transfer import Transfer
+from tests.checkpoint.saved import save_state
 from tests.engines.resumes import SIDE, Net
 from tests.levels import by_default
 from tests.simulated import Simulated

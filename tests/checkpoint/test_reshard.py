@@ -14,7 +14,7 @@ from torch import Tensor
 
 from dsx.checkpoint.checksums import checksum, note_checksum
 from dsx.checkpoint.files import Source, put_together, rank_file, shard_ranges
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.in_process import InProcessHub
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset
@@ -25,6 +25,7 @@ from dsx.method.fragments import lay_out
 from dsx.method.method import Method
 from dsx.outer.loop import OuterLoop
 from dsx.outer.transfer import Transfer
+from tests.checkpoint.saved import save_state
 from tests.compress.test_over_gloo import CODECS_OF_ALL, WideNet, adamw, loss, simulated
 from tests.levels import in_turn
 from tests.simulated import Simulated

@@ -12,11 +12,12 @@ from torch import Tensor
 
 import tests.compress.test_over_gloo as codecs
 from dsx.checkpoint.files import SavedRank, rank_file
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.in_process import InProcessHub
 from dsx.comm.topology import RankInfo
 from dsx.compress.error_feedback import Residual, read_part
 from dsx.outer.loop import OuterLoop
+from tests.checkpoint.saved import save_state
 from tests.checkpoint.test_reshard import ShardAdapter, new_tiny, save_all
 from tests.compress.test_over_gloo import loss, simulated
 from tests.simulated import Simulated

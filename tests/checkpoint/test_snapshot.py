@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 from dsx.checkpoint import snapshot as snapshots
 from dsx.checkpoint.checksums import checksum, require_intact
 from dsx.checkpoint.files import rank_file
-from dsx.checkpoint.outer_state import save_state, take_snapshot
+from dsx.checkpoint.outer_state import take_snapshot
 from dsx.checkpoint.snapshot import Snapshot
 from dsx.comm.topology import RankInfo
 from dsx.training.memory import memory_of
+from tests.checkpoint.saved import save_state
 from tests.checkpoint.test_reshard import new_tiny
 from tests.compress.test_over_gloo import loss, simulated
 from tests.simulated import Simulated

@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 import dsx
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset, resolve_method
+from tests.checkpoint.saved import save_state
 from tests.distributed import run_distributed
 from tests.levels import by_default
 from tests.simulated import Simulated

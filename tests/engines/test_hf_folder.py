@@ -16,13 +16,13 @@ from typer.testing import CliRunner
 
 from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model, write_safetensors
 from dsx.checkpoint.files import FORMAT
-from dsx.checkpoint.outer_state import save_state
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag
 from dsx.cli import app
 from dsx.comm.topology import RankInfo
 from dsx.engines.hf_folder import folder
 from dsx.engines.hf_folder.architecture import Architecture
 from dsx.engines.hf_folder.names import Tensors, left_out, require_same
+from tests.checkpoint.saved import save_state
 from tests.checkpoint.test_averaged_model import trained
 from tests.simulated import Simulated
 

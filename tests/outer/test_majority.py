@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset
 from dsx.method.method import Method
 from dsx.outer.bit_hash import BitHash
 from dsx.outer.parity_check import ANCHOR, MEAN, ParityResult, Sides
 from dsx.outer.recovery import ParityError
+from tests.checkpoint.saved import save_state
 from tests.levels import by_default
 from tests.outer.test_parity_check import come_apart, lose_a_weight, sgd
 from tests.simulated import Simulated

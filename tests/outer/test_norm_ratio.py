@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.config.files import ConfigError
 from dsx.config.schema import load_config, preset
 from dsx.outer.parity_check import ParityResult, too_large
 from dsx.outer.recovery import NonFiniteError
+from tests.checkpoint.saved import save_state
 from tests.levels import in_turn
 from tests.outer.test_parity_check import sgd
 from tests.simulated import Simulated

@@ -14,7 +14,7 @@ import torch
 from torch.optim import AdamW, Optimizer
 
 import dsx
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset
 from dsx.core.types import History, Stage, SyncParams
@@ -26,6 +26,7 @@ from dsx.method.delay.streaming import StreamingMerge
 from dsx.method.ladder import Ladder
 from dsx.outer.measurements import Measurements
 from dsx.outer.overlap import Overlap
+from tests.checkpoint.saved import save_state
 from tests.simulated import Simulated
 from tests.tiny import TinyNet, mean_loss
 

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.compress.quantized import Quantized
 from dsx.config.schema import preset
@@ -22,6 +22,7 @@ from dsx.core.types import RoundsInARow
 from dsx.method.method import Method
 from dsx.outer.parity_check import ParityCheck
 from dsx.outer.recovery import NonFiniteError, ParityError
+from tests.checkpoint.saved import save_state
 from tests.levels import by_default
 from tests.simulated import Simulated
 from tests.tiny import ALL_CASES, TinyNet, mean_loss

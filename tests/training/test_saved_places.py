@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.gloo import GlooTransport
 from dsx.comm.topology import RankInfo
 from dsx.config.schema import preset
@@ -23,6 +23,7 @@ from dsx.outer.loop import OuterLoop
 from dsx.outer.saved_places import AgreedPlaces, SavedPlaces
 from dsx.outer.transfer import Transfer
 from dsx.training.dealing import follow_boundaries, restore_data
+from tests.checkpoint.saved import save_state
 from tests.comm.threads import over_gloo
 from tests.data.test_cluster_batches import Numbers
 from tests.tiny import TinyNet

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from dsx.checkpoint.files import SavedCluster
-from dsx.checkpoint.outer_state import load_state, save_state
+from dsx.checkpoint.outer_state import load_state
 from dsx.comm.topology import RankInfo
 from dsx.outer.parcel import hash_of
+from tests.checkpoint.saved import save_state
 from tests.comm.links.sites import Site, run
 from tests.comm.links.test_healing import NUM_STEPS as UNTIL_HEALED
 from tests.comm.links.test_healing import cut_short, slowly, wait_until
