@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from dsx.comm.address import parse_address
-from dsx.config.files import ConfigError
+from dsx.config.files import ConfigError, shown
 from dsx.config.link import LinkConfig
 from dsx.config.metrics import MetricsConfig
 from dsx.method.alarms import GuardAction
@@ -283,7 +283,7 @@ def check_state(state: StateConfig) -> None:
         )
     if state.device != "disk" and state.dir is not None:
         raise ConfigError(
-            f"dsx.state.dir={state.dir!r} has no effect with device={state.device!r}: set device "
+            f"dsx.state.dir={shown(state.dir)} has no effect with device={state.device!r}: set device "
             'to "disk", or leave it out'
         )
 

@@ -114,7 +114,9 @@ VALUES = [
 ]  # fmt: skip
 
 
-BY_DEFAULT = ("--dsx-metrics-dir", "--dsx-metrics-trace-steps", "--dsx-compression-exclude")
+BY_DEFAULT = (
+    "--dsx-metrics-dir", "--dsx-metrics-trace-steps", "--dsx-compression-exclude", "--dsx-state-dir",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
