@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -97,15 +97,17 @@ class CodecFigures:
 
 
 def measure_codecs(
-    options: BenchOptions, pseudo_gradients: Path | None = None
+    options: BenchOptions,
+    pseudo_gradients: Path | None = None,
+    on: Sequence[str] | None = None,
 ) -> list[CodecFigures]:
-    """Measure every format on the CPU and, where there is one, on the GPU.
+    """Measure every format `on` the CPU and, where there is one, on the GPU.
 
     Raises ValueError for a file without tensors, RuntimeError if compiled kernels were asked for
     and cannot be had. Uses one thread while it runs.
     """
     real = None if pseudo_gradients is None else load_flat(pseudo_gradients)
-    names = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    names = on or ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     devices: list[tuple[torch.device, Kernels]] = [
         (torch.device(name), _kernels(options.kernels, name)) for name in names
     ]

@@ -20,6 +20,7 @@ from dsx.bench.convergence.command import convergence
 from dsx.bench.convergence.wrong_command import guard
 from dsx.bench.e2e.command import e2e
 from dsx.bench.examples.command import examples
+from dsx.bench.gpu.command import gpu
 from dsx.bench.heal.command import heal
 from dsx.bench.links.command import links
 from dsx.bench.paper.command import paper
@@ -42,6 +43,7 @@ app.command()(links)
 app.command()(chaos)
 app.command()(heal)
 app.command()(telemetry)
+app.command()(gpu)
 
 
 @app.command()

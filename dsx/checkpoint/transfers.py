@@ -169,7 +169,7 @@ def _describe(
         "can_redo": can_redo,
         "is_finite": attempt.is_finite() if is_sent else True,
         "is_idle": attempt.is_idle,
-        "anchor": int(attempt.anchor),
+        "anchor": attempt.anchor_hash(),
         "told": told_beside(transfer) if has_arrived else {},
         "place": {} if has_arrived or not attempt.place else {**attempt.place, "coming": []},
         "parity": asdict(buffers.parity) if has_arrived else None,

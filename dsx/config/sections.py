@@ -283,8 +283,8 @@ def check_state(state: StateConfig) -> None:
         )
     if state.device != "disk" and state.dir is not None:
         raise ConfigError(
-            f"dsx.state.dir={shown(state.dir)} has no effect with device={state.device!r}: set device "
-            'to "disk", or leave it out'
+            f"dsx.state.dir={shown(state.dir)} has no effect with device={state.device!r}: set "
+            'device to "disk", or leave it out'
         )
 
 

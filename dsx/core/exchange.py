@@ -21,6 +21,7 @@ Exchange = Generator["ExchangeRound", None, "Tensor"]
 HEADER_BYTES = 48  # launch handshake and parity header, int64s, once per exchange and peer
 COMMIT_BYTES = 8  # of one attempt, to each peer
 HASHED_PAIRS = 1 << 16  # of elements, hashed at a time: with weights they stay in a core's cache
+HASHED_ON_ACCELERATOR = 64  # times as many at a time there: 32 MiB start few kernels
 HEADER = "header"  # `ExchangeRound.what` of three int64 to all, which travel in the handshake
 COMMIT = "commit"  # of one int64 to all, behind which what all hold is applied
 

@@ -62,19 +62,27 @@ class Attempt:
         """The launch, counted over those of the fragment."""
         return self.launch.round
 
+    def anchor_hash(self) -> int:
+        """Return the hash of the anchor at the launch; waits for the contribution, with which it
+        comes.
+        """
+        if not isinstance(self.anchor, int):
+            self.is_finite()
+            self.anchor = int(self.anchor)
+        return self.anchor
+
     def exchange(self, channel: FragmentChannel, measure: Measure | None) -> Exchange:
         """Average what is sent; the mean, its sideband and parity result are in the buffers then.
 
         `measure` is what this cluster adds to the sideband, of the mean.
         """
-        buffers, is_finite = self.buffers, self.is_finite()
-        self.anchor = int(self.anchor)
+        buffers, is_finite, anchor = self.buffers, self.is_finite(), self.anchor_hash()
         num_members = channel.seat.num_clusters
         self._begin(num_members)
         is_kept = buffers.sent is buffers.wire and buffers.kept is not None
         share = buffers.kept if is_kept else buffers.wire  # what is coded before is kept so
         square = square_of(share) if is_finite and share is not None else 0.0
-        buffers.parity = ParityResult(is_idle=self.is_idle, anchor=self.anchor, square=square)
+        buffers.parity = ParityResult(is_idle=self.is_idle, anchor=anchor, square=square)
         return (
             yield from channel.exchange(
                 buffers.wire, lambda: is_finite, self.launch, buffers.parity, buffers.sideband,

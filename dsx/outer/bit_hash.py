@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from dsx.core.buffers import Buffers
-from dsx.core.exchange import HASHED_PAIRS
+from dsx.core.exchange import HASHED_ON_ACCELERATOR, HASHED_PAIRS
 
-_ROWS_ON_HOST, _ROWS_ON_ACCELERATOR = 1, 64  # tiles at a time: 32 MiB start few kernels
+_ROWS_ON_HOST = 1  # tiles at a time
 _FACTOR = 0x9E3779B97F4A7C15  # odd: 2^64 over the golden ratio
 
 
@@ -29,13 +29,14 @@ class BitHash:
         """Return the hash of fp32 `[n]` as int64, 0-dim, on its device and without waiting."""
         if not x.numel():
             return torch.zeros((), dtype=torch.int64, device=x.device)
-        rows = _ROWS_ON_HOST if x.device.type == "cpu" else _ROWS_ON_ACCELERATOR
+        rows = _ROWS_ON_HOST if x.device.type == "cpu" else HASHED_ON_ACCELERATOR
         if not self._weights.numel():
             self._weights = self._work("weights of a hash", (HASHED_PAIRS,), torch.int64)
-            self._weights.copy_(_weights())
+            self._weights.copy_(_weights(x.device))
             self._products = self._work("products", (rows, HASHED_PAIRS), torch.int64)
-            powers = [signed(pow(_FACTOR, rows - 1 - i, 1 << 64)) for i in range(rows)]
-            self._powers = torch.tensor(powers, dtype=torch.int64, device=x.device)
+            self._powers = torch.empty(rows, dtype=torch.int64, device=x.device)
+            for row in range(rows):  # one by one: a copy from the host would wait for the device
+                self._powers[row].fill_(signed(pow(_FACTOR, rows - 1 - row, 1 << 64)))
         pairs = x[: x.numel() // 2 * 2].view(torch.int64)
         total = torch.full((), x.numel(), dtype=torch.int64, device=x.device)
         whole = pairs.numel() // HASHED_PAIRS * HASHED_PAIRS
@@ -60,7 +61,8 @@ def signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
-def _weights() -> Tensor:
+def _weights(device: torch.device) -> Tensor:
     """Return odd multipliers, one per place in a tile."""
-    values = (torch.arange(HASHED_PAIRS, dtype=torch.int64) * 2 + 1) * signed(_FACTOR)
+    places = torch.arange(HASHED_PAIRS, dtype=torch.int64, device=device)
+    values = (places * 2 + 1) * signed(_FACTOR)
     return values ^ (values >> 29 << 1)  # still odd

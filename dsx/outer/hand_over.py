@@ -152,7 +152,7 @@ def _heard(table: Tensor, attempt: Attempt, seat: Seat) -> ParityResult:
         idle_in,
         attempt.is_idle,
         apart,
-        int(attempt.anchor),
+        attempt.anchor_hash(),
         squares=[[id, of_bits(bits)] for id, bits in zip(ids, rows[-1], strict=False)],
         uncommitted=uncommitted,
         too_large=too_large,

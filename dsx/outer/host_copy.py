@@ -25,14 +25,19 @@ from dsx.outer.whole_matrices import MatrixGather
 
 
 class HostCopy:
-    """One contribution under way to the host; `norm` (0-dim) is of this rank's part, once there."""
+    """One contribution under way to the host.
+
+    Once it is there: `norm` (0-dim) of this rank's part, and `anchor`, the anchor's hash.
+    """
 
     def __init__(
         self,
         buffers: TransferBuffers,
         copied: torch.cuda.Event | None,
         agreed: Callable[[], Tensor] | None,
+        anchor: int | Tensor,
     ) -> None:
+        self.anchor = anchor
         self.norm = torch.zeros(())
         self._buffers = buffers
         self._copied = copied
@@ -77,9 +82,16 @@ class HostCopies:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def start(
-        self, fragment: int, contribution: Tensor, sideband: Tensor, buffers: TransferBuffers
+        self,
+        fragment: int,
+        contribution: Tensor,
+        sideband: Tensor,
+        buffers: TransferBuffers,
+        anchor: int | Tensor,
     ) -> HostCopy:
         """Start bringing a contribution and its sideband to the transfer's buffers on the host.
+
+        The hash of the `anchor`, where it is one on an accelerator, goes the same way.
 
         Collective over the cluster's ranks where matrices are put together or a codec has state.
         On an accelerator `contribution` must be memory of its own, not to be written again.
@@ -93,25 +105,29 @@ class HostCopies:
         if self._stream is None:
             gather.to_wire(contribution, buffers.sent, all_to_all)
             buffers.posted.averages.copy_(sideband)
-            return HostCopy(buffers, None, agreed)
+            return HostCopy(buffers, None, agreed, anchor)
         if gather.is_needed:
             staged = torch.empty(buffers.sent.numel(), device=self._device)
             gather.to_wire(contribution, staged, all_to_all)
             contribution = staged
         # the penalty writes the sideband's own memory again, one step later, on the compute stream
-        return HostCopy(buffers, self._copy(contribution, sideband.clone(), buffers), agreed)
+        moved = [(contribution, buffers.sent), (sideband.clone(), buffers.posted.averages)]
+        if isinstance(anchor, Tensor):
+            there = torch.empty((), dtype=anchor.dtype, pin_memory=True)
+            moved.append((anchor, there))
+            anchor = there
+        return HostCopy(buffers, self._copy(moved), agreed, anchor)
 
-    def _copy(
-        self, contribution: Tensor, sideband: Tensor, buffers: TransferBuffers
-    ) -> torch.cuda.Event:
-        """Start the copy to the host behind what the compute stream has been given so far."""
+    def _copy(self, moved: Sequence[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
+        """Start copies to the host behind what the compute stream has been given so far."""
         assert self._stream is not None
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            buffers.sent.copy_(contribution, non_blocking=True)
-            buffers.posted.averages.copy_(sideband, non_blocking=True)
+            for source, target in moved:
+                target.copy_(source, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._stream)
-        for source in (contribution, sideband):
-            source.record_stream(self._stream)  # not to be reused before
+        for source, _ in moved:
+            if source.is_cuda:  # what is empty, as a sideband may be, is on the host
+                source.record_stream(self._stream)  # not to be reused before
         return copied

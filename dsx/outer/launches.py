@@ -72,7 +72,7 @@ class Launches:
         # before the copy, whose event then says that the hash is there, too
         anchor = self._recovery.hash_anchor(fragment, history.launches[fragment])
         timer.mark("contribution")
-        host_copy = self.host_copies.start(fragment, contribution, sideband, buffers)
+        host_copy = self.host_copies.start(fragment, contribution, sideband, buffers, anchor)
         timer.mark("copy")
         is_before_update = self._method.schedule.when == "before" and history.step < step
         attempt = Attempt(
@@ -81,7 +81,7 @@ class Launches:
             buffers,
             host_copy.is_finite,
             is_idle,
-            anchor,
+            host_copy.anchor,
             self._places.to_say(is_before_update),
         )
         if state.is_sent(fragment):

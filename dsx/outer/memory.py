@@ -30,7 +30,7 @@ from typing import Literal
 import numpy as np
 
 from dsx.compress.slices import Sizes, exact_bytes
-from dsx.core.exchange import HASHED_PAIRS
+from dsx.core.exchange import HASHED_ON_ACCELERATOR, HASHED_PAIRS
 from dsx.core.types import Fragment
 from dsx.core.units import format_bytes
 from dsx.method.method import Method
@@ -100,11 +100,13 @@ def predict(
     on_the_wire: Sequence[Fragment],
     num_clusters: int,
     in_the_cluster: int = 0,
+    is_on_accelerator: bool = False,
 ) -> OuterMemory:
     """Return the bytes that a rank's outer state takes.
 
     `fragments` are the rank's, with `num_tensors` parameters in each whole fragment;
     `on_the_wire` the same as they travel; `in_the_cluster` is what the adapter and the gathers say.
+    `is_on_accelerator`: outer steps are taken there, where 32 MiB more are hashed at a time.
     """
     numel = sum(f.numel for f in fragments)
     outer, delay, staleness = method.outer_optimizer, method.delay, method.staleness
@@ -119,6 +121,9 @@ def predict(
     of_clusters = _of_channels(method, on_the_wire, sidebands, num_clusters)  # by cluster
     codec, before, channels = of_clusters[:, of_clusters.sum(axis=0).argmax()].tolist()
     sent = 0 if method.encodes_at_launch else wire
+    hashed = _HASH_BYTES
+    if is_on_accelerator:
+        hashed += 8 * HASHED_PAIRS * (HASHED_ON_ACCELERATOR - 1)
     return OuterMemory(
         anchor=4 * numel if outer.keeps_anchor else 0,
         outer_optimizer=4 * numel * len(outer.slots),
@@ -130,7 +135,7 @@ def predict(
         channels=channels,
         in_the_cluster=in_the_cluster,
         work_space=4 * _num_work_vectors(method) * max((f.numel for f in fragments), default=0)
-        + _HASH_BYTES * (outer.keeps_anchor and bool(method.anchor_check_interval)),
+        + hashed * (outer.keeps_anchor and bool(method.anchor_check_interval)),
     )
 
 

@@ -109,7 +109,8 @@ class OuterStep:
         if staleness.is_elementwise:
             sideband = self._state.scratch(fragment, "local").copy_(sideband)
         else:
-            sideband = sideband.to(mean.device, copy=True)
+            # as the mean: who writes the buffer next has waited for this copy
+            sideband = sideband.to(mean.device, non_blocking=True, copy=True)
         gradient = staleness.weigh(
             mean, sideband, transfer.interval, slots.staleness, per_tensor, scratch
         )

@@ -29,6 +29,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from dsx.core.fifo import Fifo
+from dsx.core.host_numbers import HostNumbers
 from dsx.core.types import Stage
 from dsx.core.waits import waiting_for
 
@@ -85,8 +86,8 @@ class SyncRecords:
         self._write = write
         self._is_enabled = is_enabled
         self._deadline = timedelta(seconds=min(deadline_seconds, _MOST_SECONDS))
-        self._fresh: list[Mapping[str, Any]] = []
-        self._ready: list[Mapping[str, Any]] = []
+        self._fresh: list[HostNumbers] = []
+        self._ready: list[HostNumbers] = []
         is_alone = self._num_ranks == stage.count == 1
         self._thread = None if is_alone or not is_enabled else Fifo("dsx-sync-records")
         self._under_way: deque[tuple[float, Future[None]]] = deque()  # on the thread, since when
@@ -102,7 +103,7 @@ class SyncRecords:
     def add(self, event: Mapping[str, Any]) -> None:
         """Keep what the loop says of a sync; its tensors may still be computing."""
         if self._is_enabled:
-            self._fresh.append(event)
+            self._fresh.append(HostNumbers(event))
 
     def launched(self, record: Mapping[str, Any]) -> None:
         """Write, or pass on, that a fragment's transfer is under way from now on."""
@@ -118,7 +119,7 @@ class SyncRecords:
         else does.
         """
         self._write_combined()
-        ready = [_plain(event) for event in self._ready]
+        ready = [numbers.read() for numbers in self._ready]
         self._ready, self._fresh = self._fresh, []
         launches, self._launches = self._launches, []
         self._do(lambda: self._pass_boundary(ready, launches))
@@ -291,8 +292,3 @@ class SyncRecords:
         if self._stage.count > 1:
             record["stage"] = self._stage.index
         return record
-
-
-def _plain(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the loop said with numbers in the place of tensors, which are there by now."""
-    return {k: v.item() if hasattr(v, "item") else v for k, v in event.items()}

@@ -37,7 +37,7 @@ from dsx.training.positions import Resumable
 from dsx.training.preemption import Callback, Preemption
 from dsx.training.records import Records
 from dsx.training.rollback import Rollback
-from dsx.training.same_batches import warn_of_same_batches
+from dsx.training.same_batches import SameBatches
 from dsx.training.saving import Saving
 from dsx.training.standing import tell_standing
 from dsx.training.start import tell_of_start
@@ -83,6 +83,7 @@ class Handle:
         given = matrix_gathers, self._records.trace, config.state.folder
         self.loop = OuterLoop(config.method, adapter, transport, self._on_sync, *given)
         self._gathering = Gathering(transport, world.in_cluster())
+        self._same_batches = SameBatches(self.loop)
         self.notices = Notices.of(world, self.loop)
         self._divergence = Divergence(config.divergence, self.notices)
         self._stop = StopAgreement(self.notices, speaks=world.rank == 0)
@@ -346,4 +347,4 @@ class Handle:
     def _on_sync(self, event: Event) -> None:
         self._syncs.add(event)
         self._records.progress.note_sync(event)
-        warn_of_same_batches(self.loop, event)
+        self._same_batches.see(event)

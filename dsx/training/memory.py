@@ -16,4 +16,5 @@ def memory_of(loop: OuterLoop) -> OuterMemory:
         [gather.wire for gather in matrix_gathers],
         loop.transport.seat.num_clusters,
         adapter.buffer_bytes + sum(gather.buffer_bytes for gather in matrix_gathers),
+        adapter.device.type != "cpu",
     )

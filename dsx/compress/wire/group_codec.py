@@ -6,7 +6,8 @@ elements that do not fill the last block form a shorter one, whose last group ma
 whose missing digits are those of 0, or of the lowest level.
 
 A slice is a whole number of blocks near 1 Mi elements: large enough to hide the call, small enough
-for a cache. What does not fill a slice is done in tiles, whatever the kernels: the bits are equal.
+for a cache. An accelerator is given slices of 64 Mi first, for its calls hide behind nothing less.
+What does not fill a slice is done in tiles, whatever the kernels: the bits are equal.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLICE = 2**20
+LARGE_SLICE = 64 * SLICE  # on an accelerator
 COMPILE_FROM = 16 * 2**20
 
 _announced: set[tuple[str, str, str]] = set()
@@ -62,7 +64,8 @@ class GroupCodec:
         self._form = form
         self._numel = numel
         self._new = (buffers or Buffers(device)).work
-        self._slice = SLICE // form.block * form.block
+        sizes = (SLICE,) if device.type == "cpu" else (LARGE_SLICE, SLICE)
+        self._slices = tuple(size // form.block * form.block for size in sizes)
         self._tile = TILE // form.block * form.block
         self._key = torch.zeros(3, dtype=torch.int32, device=device)
         self._compiled: dict[str, Callable[..., None]] = {}
@@ -149,11 +152,13 @@ class GroupCodec:
 
     def _spans(self, numel: int) -> Iterator[_Span]:
         """Cut the whole blocks of `numel` elements into slices, then tiles."""
-        whole = numel // self._form.block * self._form.block
-        sliced = whole // self._slice * self._slice if self.kernels == "compiled" else 0
-        for start in range(0, sliced, self._slice):
-            yield _Span(start, start + self._slice, True)
-        for start in range(sliced, whole, self._tile):
+        whole, done = numel // self._form.block * self._form.block, 0
+        for size in self._slices if self.kernels == "compiled" else ():
+            sliced = done + (whole - done) // size * size
+            for start in range(done, sliced, size):
+                yield _Span(start, start + size, True)
+            done = sliced
+        for start in range(done, whole, self._tile):
             yield _Span(start, min(start + self._tile, whole), False)
 
     def _tail(self, numel: int) -> _Span:

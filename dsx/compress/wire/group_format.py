@@ -62,6 +62,8 @@ class GroupFormat:
         groups, words, each = self.num_groups(numel), -(-numel // self.parts), 4 * numel
         work = {"codes": each, "scales": 2 * groups}
         work |= dict.fromkeys(("scale", "inverse", "nonzero"), 4 * groups)
+        if not self.levels and not self.is_ternary:
+            work["top"] = 4
         if self.parts > 1:
             work["packed"] = 4 * words * (2 if self.base == 8 else 1)
         if self.parts > 1 and not self.is_ternary:

@@ -179,7 +179,9 @@ def _round_up_scale(scales: Tensor, top_value: float, inverse: Tensor, new: Scra
     """Turn group maxima into scales and their inverses, in place."""
     nonzero = new("nonzero", tuple(scales.shape), torch.float32)
     torch.sign(scales, out=nonzero)
-    to_bf16(torch.div(scales, top_value, out=inverse), UP, top_value)
+    # by a tensor: by a number, CUDA multiplies with its rounded reciprocal, which is no division
+    top = new("top", (1, 1), torch.float32).fill_(top_value)
+    to_bf16(torch.div(scales, top, out=inverse), UP, top_value)
     torch.mul(inverse, nonzero, out=scales)
     torch.reciprocal(inverse, out=inverse)
 

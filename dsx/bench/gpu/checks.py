@@ -1,0 +1,217 @@
+"""The checks of `dsx bench gpu`, each returning rows of the table."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsx.bench.codec import BenchOptions, CodecFigures, measure_codecs
+from dsx.bench.gpu.job import SHORT, Job
+from dsx.bench.gpu.own_cost import OwnCost
+from dsx.bench.gpu.runs import CheckFailed, Machine, in_turns, run
+from dsx.bench.gpu.table import Row
+from dsx.bench.launch import measure_launches
+from dsx.core.units import format_bytes
+
+_MOST_OVERHEAD, _LEAST_BANDWIDTH, _MOST_MEMORY_OFF = 0.01, 0.60, 0.05
+_INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
+_FALL = 0.7  # of the loss, by the last steps
+ENGINES = (
+    "torch", "torch_ddp", "torch_fsdp2", "deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero2",
+    "deepspeed_zero3", "megatron", "megatron_distributed", "torch_apex",
+)  # fmt: skip
+_NEEDED = {"deepspeed": "deepspeed", "megatron": "megatron.core", "torch_apex": "amp_C"}
+_ON_ALL = ("recommended", "dilocox", "streaming_diloco")  # of engines; the rest on plain torch
+
+
+def require(engine: str) -> str | None:
+    """Return what an engine needs and is not installed here, or None."""
+    for prefix, module in _NEEDED.items():
+        if engine.startswith(prefix):
+            parts = module.split(".")
+            found = all(
+                importlib.util.find_spec(".".join(parts[: end + 1])) for end in range(len(parts))
+            )
+            return None if found else module
+    return None
+
+
+def trained(machine: Machine, folder: Path, at_once: int) -> Iterator[Row]:
+    """Let every preset train by plain PyTorch, and every engine by the presets of all."""
+    device = "cuda" if machine.gpus else "cpu"
+    calls: list[Callable[[], list[Row]]] = []
+    for preset in SHORT:
+        calls.append(partial(_train, Job("torch", preset, 0, "", "", device), machine, folder))
+    for state in ("host", "disk"):
+        job = Job("torch", "streaming_diloco", 0, "", "", device, state)
+        calls.append(partial(_train, job, machine, folder))
+    for engine in ENGINES[1:]:
+        if missing := require(engine):
+            yield Row("trains", engine, "installed", f"no module {missing}", "not run")
+            continue
+        for preset in _ON_ALL:
+            calls.append(partial(_train, Job(engine, preset, 0, "", "", device), machine, folder))
+    for rows in in_turns(calls, at_once):
+        yield from rows
+
+
+def _train(job: Job, machine: Machine, folder: Path) -> list[Row]:
+    place = "" if job.state == "masters" else f", state on {job.state}"
+    what = f"{job.engine}, {job.preset}{place}"
+    wanted = "loss falls, equal averages"
+    wanted += ", no waiting for the device" if job.state == "masters" else ""
+    name = f"{job.engine}-{job.preset}-{job.state}"
+    try:
+        clusters = run(job, machine, folder / name)
+    except CheckFailed as failure:
+        (folder / name / "failure.txt").write_text(str(failure))
+        return [Row("trains", what, wanted, str(failure)[-300:], "failed")]
+    return [Row("trains", what, wanted, *_judge(job, clusters))]
+
+
+def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str, Any]:
+    """Return what ranks have seen in words, and whether that is right."""
+    ranks = [rank for cluster in clusters for rank in cluster]
+    first = ranks[0]
+    curves = [rank["losses"] for rank in ranks]
+    is_finite = all(math.isfinite(loss) for curve in curves for loss in curve)
+    last = sum(sum(curve[-4:]) / 4 for curve in curves) / len(curves)
+    begun = sum(curve[0] for curve in curves) / len(curves)
+    apart = [
+        rank for rank in range(len(clusters[0]))
+        if len({cluster[rank]["average"] for cluster in clusters}) > 1
+    ]  # fmt: skip
+    syncs: dict[str, int] = {}
+    for rank in ranks:
+        for place, count in rank["syncs"].items():
+            syncs[place] = syncs.get(place, 0) + count
+    off = first["given_bytes"] / first["planned_bytes"] - 1 if first["planned_bytes"] else 0.0
+    is_on_device = job.state == "masters"
+    told = [
+        f"loss {begun:.2f} to {last:.2f}", f"{first['num_rounds']} rounds",
+        f"{first['backend']} inside", f"memory {100 * off:+.1f} % of plan",
+    ]  # fmt: skip
+    told += [f"averages of rank {apart[0]} differ"] if apart else []
+    told += [f"waits for the device at {', '.join(f'{p} ({n})' for p, n in syncs.items())}"] * bool(
+        syncs
+    )
+    is_right = (
+        is_finite and last < _FALL * begun and not apart and first["num_rounds"]
+        and not (syncs and is_on_device)
+        and abs(off) <= _MOST_MEMORY_OFF
+    )  # fmt: skip
+    return ", ".join(told), "ok" if is_right else "failed"
+
+
+def copies(numel: int = 2**28) -> list[Row]:
+    """Measure what the device's memory and its line to the host carry, in GB/s."""
+    x, y = (torch.zeros(numel, device="cuda") for _ in range(2))
+    pinned = torch.empty(numel, pin_memory=True)
+    rows: list[Row] = []
+    for what, call, moved in (
+        ("in its memory", lambda: y.copy_(x), 8), ("to the host", lambda: pinned.copy_(x), 4),
+        ("from the host", lambda: x.copy_(pinned), 4),
+    ):  # fmt: skip
+        rate = moved * numel / _cuda_seconds(call) / 1e9
+        rows.append(
+            Row("copies", f"{what}, {format_bytes(4 * numel)}", "", f"{rate:,.0f} GB/s", "seen")
+        )
+    return rows
+
+
+def _cuda_seconds(call: Callable[[], object], repeats: int = 5) -> float:
+    call()
+    found: list[float] = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        found.append(start.elapsed_time(end) / 1000)
+    return min(found)
+
+
+def codecs(formats: str = "int4,int8,2bit", numel: int = 2**28) -> list[Row]:
+    """Measure the codecs' kernels on the device against its memory's bandwidth."""
+    options = BenchOptions.parse(formats, numel, "auto", None, 5)
+    rows: list[Row] = []
+    for figure in measure_codecs(options, on=["cuda"]):
+        for operation in ("encode", "decode", "encode_ef"):
+            share = _share_of_bandwidth(figure, operation)
+            rate = f"{figure.speeds[operation]:,.0f} GB/s of fp32"
+            seen = f"{rate}, {100 * share:.0f} % ({figure.kernels})"
+            wanted = f"{100 * _LEAST_BANDWIDTH:.0f} % of the memory's bandwidth"
+            outcome = "ok" if share >= _LEAST_BANDWIDTH else "failed"
+            rows.append(
+                Row("codec on the device", f"{figure.format} {operation}", wanted, seen, outcome)
+            )
+    return rows
+
+
+def _share_of_bandwidth(figure: CodecFigures, operation: str) -> float:
+    """Return the bytes that an operation has to move, by the copy's, times how fast it was.
+
+    Encoding with feedback reads and writes both the vector and the residual.
+    """
+    moved = (16 if operation == "encode_ef" else 4) + figure.bytes_per_element
+    return moved / 8 * figure.percent(operation) / 100
+
+
+def launches(numel: int = 2**26) -> list[Row]:
+    """Measure what a launch takes of the training thread."""
+    rows: list[Row] = []
+    for codec in ({"type": "dense"}, {"type": "quantized", "wire": "int4"}):
+        (figure,) = measure_launches([numel], "cuda", [codec], 5)
+        seen = f"{figure.launch_ms:.2f} ms, its copies on the device {figure.copy_ms:.2f} ms"
+        rows.append(Row("launch", f"{numel:,} elements, {figure.compression}", "", seen, "seen"))
+    return rows
+
+
+def own_cost(machine: Machine, folder: Path) -> list[Row]:
+    """Measure what dsx takes of the training thread and of the device."""
+    rows: list[Row] = []
+    device = "cuda" if machine.gpus else "cpu"
+    for preset, overrides in (
+        ("recommended", {"schedule": {"interval": 16}}),
+        ("diloco_delayed", {"schedule": {"interval": 16}, "compression": _INT4}),
+    ):
+        job = Job("torch", preset, 0, "", "", device, num_clusters=1, overrides=overrides)
+        name = f"overhead-{preset}"
+        try:
+            ((found,),) = run(job, machine, folder / name, "own_cost", ranks=1, threads=4)
+        except CheckFailed as failure:
+            rows.append(Row("overhead", preset, "", str(failure)[-300:], "failed"))
+            continue
+        rows += _rows_of_cost(preset, OwnCost(**found))
+    return rows
+
+
+def _rows_of_cost(preset: str, cost: OwnCost) -> list[Row]:
+    what = f"{preset}, {cost.num_parameters / 1e6:,.0f} M parameters, H = {cost.interval}"
+    without = 1000 * sum(cost.without) / len(cost.without)
+    again = 1000 * sum(cost.again) / len(cost.again)
+    attached = 1000 * sum(cost.attached) / len(cost.attached)
+    seen = (
+        f"{100 * cost.overhead:+.2f} % ({without:.1f} ms a step, {attached:.1f} with dsx, "
+        f"{again:.1f} without again), {1000 * cost.blocked_seconds:.2f} ms a step in dsx"
+    )
+    is_right = cost.overhead <= _MOST_OVERHEAD
+    rows = [Row("overhead", what, "under 1 % of a step", seen, "ok" if is_right else "failed")]
+    planned, held = cost.planned_bytes, cost.held_bytes
+    off = held / planned - 1 if planned else 0.0
+    told = (
+        f"{format_bytes(held)} held of {format_bytes(planned)} planned ({100 * off:+.1f} %), "
+        f"{format_bytes(cost.peak_bytes)} more at the peak of a step"
+    )
+    is_right = abs(off) <= _MOST_MEMORY_OFF
+    return [
+        *rows,
+        Row("device memory", what, "within 5 % of the plan", told, "ok" if is_right else "failed"),
+    ]
