@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -56,6 +56,7 @@ class Attempt:
     pending: Pending | None = None  # of the attempts at it
     notes: Mapping[int, bytes] | None = None  # what came beside a result of others
     told: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see saved_places.py
+    square: float | None = None  # of what codes carry, where they are made at the launch
 
     @property
     def round(self) -> int:
@@ -79,9 +80,7 @@ class Attempt:
         buffers, is_finite, anchor = self.buffers, self.is_finite(), self.anchor_hash()
         num_members = channel.seat.num_clusters
         self._begin(num_members)
-        is_kept = buffers.sent is buffers.wire and buffers.kept is not None
-        share = buffers.kept if is_kept else buffers.wire  # what is coded before is kept so
-        square = square_of(share) if is_finite and share is not None else 0.0
+        square = self._square() if is_finite else 0.0
         buffers.parity = ParityResult(is_idle=self.is_idle, anchor=anchor, square=square)
         return (
             yield from channel.exchange(
@@ -89,6 +88,13 @@ class Attempt:
                 measure, lambda: self._begin(num_members),
             )
         )  # fmt: skip
+
+    def _square(self) -> float:
+        """Return that of this cluster's share; what was coded at a launch before is in `kept`."""
+        if self.square is not None:
+            return self.square
+        is_kept = self.buffers.sent is self.buffers.wire and self.buffers.kept is not None
+        return square_of(cast(Tensor, self.buffers.kept) if is_kept else self.buffers.wire)
 
     def _begin(self, num_members: int) -> None:
         """Lay out what is sent, where an attempt works on it."""
@@ -132,6 +138,7 @@ class Attempts:
         if attempt.is_finite():
             with self._state.gate:
                 self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
+            attempt.square = square_of(buffers.wire)  # there, not where the masters are
         buffers.kept.copy_(buffers.wire)
 
     def submit(self, attempt: Attempt, sync_params: SyncParams) -> Pending:

@@ -61,7 +61,7 @@ def product_of(x: Tensor, y: Tensor) -> float:
 
 def square_of(x: Tensor) -> float:
     """Return the square of a vector's sample."""
-    sample = sample_of(x)
+    sample = sample_of(x).to("cpu")
     return product_of(sample, sample)
 
 

@@ -31,6 +31,7 @@ def check(
     gpus: int | None,
     at_once: int,
     on_cpu: bool,
+    engines: Sequence[str],
     say: Callable[[str], None],
 ) -> list[Row]:
     """Return the rows of all checks; RuntimeError where there are not as many GPUs as asked for."""
@@ -47,7 +48,7 @@ def check(
     places = {
         "copies": checks.copies, "codecs": checks.codecs, "launches": checks.launches,
         "overhead": lambda: checks.own_cost(machine, folder),
-        "trains": lambda: checks.trained(machine, folder, at_once),
+        "trains": lambda: checks.trained(machine, folder, at_once, engines),
     }  # fmt: skip
     for name in asked:
         if on_cpu and name != "trains":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,22 +13,19 @@ from typing import Any
 import torch
 
 from dsx.bench.codec import BenchOptions, CodecFigures, measure_codecs
-from dsx.bench.gpu.job import SHORT, Job
+from dsx.bench.gpu.job import NUM_CLUSTERS, SHORT, Job
 from dsx.bench.gpu.own_cost import OwnCost
 from dsx.bench.gpu.runs import CheckFailed, Machine, in_turns, run
 from dsx.bench.gpu.table import Row
 from dsx.bench.launch import measure_launches
+from dsx.config.schema import preset
 from dsx.core.units import format_bytes
 
 _MOST_OVERHEAD, _LEAST_BANDWIDTH, _MOST_MEMORY_OFF = 0.01, 0.60, 0.05
 _INT4 = {"type": "quantized", "wire": "int4", "error_feedback": "fp32"}
 _FALL = 0.7  # of the loss, by the last steps
-ENGINES = (
-    "torch", "torch_ddp", "torch_fsdp2", "deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero2",
-    "deepspeed_zero3", "megatron", "megatron_distributed", "torch_apex",
-)  # fmt: skip
 _NEEDED = {"deepspeed": "deepspeed", "megatron": "megatron.core", "torch_apex": "amp_C"}
-_ON_ALL = ("recommended", "dilocox", "streaming_diloco")  # of engines; the rest on plain torch
+_ON_ALL = ("recommended", "dilocox")  # of engines; the rest on plain torch
 
 
 def require(engine: str) -> str | None:
@@ -42,21 +40,24 @@ def require(engine: str) -> str | None:
     return None
 
 
-def trained(machine: Machine, folder: Path, at_once: int) -> Iterator[Row]:
-    """Let every preset train by plain PyTorch, and every engine by the presets of all."""
+def trained(machine: Machine, folder: Path, at_once: int, engines: Sequence[str]) -> Iterator[Row]:
+    """Let plain PyTorch train by every preset, and other engines by those of all."""
     device = "cuda" if machine.gpus else "cpu"
-    calls: list[Callable[[], list[Row]]] = []
-    for preset in SHORT:
-        calls.append(partial(_train, Job("torch", preset, 0, "", "", device), machine, folder))
-    for state in ("host", "disk"):
-        job = Job("torch", "streaming_diloco", 0, "", "", device, state)
-        calls.append(partial(_train, job, machine, folder))
-    for engine in ENGINES[1:]:
+    jobs: list[Job] = []
+    for engine in engines:
         if missing := require(engine):
             yield Row("trains", engine, "installed", f"no module {missing}", "not run")
             continue
-        for preset in _ON_ALL:
-            calls.append(partial(_train, Job(engine, preset, 0, "", "", device), machine, folder))
+        names = SHORT if engine == "torch" else _ON_ALL
+        jobs += [Job(engine, name, 0, "", "", device) for name in names]
+        if engine == "torch":
+            jobs += [
+                Job("torch", "streaming_diloco", 0, "", "", device, state)
+                for state in ("host", "disk")
+            ]
+    calls = [partial(_train, job, machine, folder) for job in jobs]
+    if "torch" in engines:
+        calls.insert(0, partial(_resume, machine, folder, device))
     for rows in in_turns(calls, at_once):
         yield from rows
 
@@ -65,7 +66,7 @@ def _train(job: Job, machine: Machine, folder: Path) -> list[Row]:
     place = "" if job.state == "masters" else f", state on {job.state}"
     what = f"{job.engine}, {job.preset}{place}"
     wanted = "loss falls, equal averages"
-    wanted += ", no waiting for the device" if job.state == "masters" else ""
+    wanted += "" if _waits(job) else ", no waiting for the device"
     name = f"{job.engine}-{job.preset}-{job.state}"
     try:
         clusters = run(job, machine, folder / name)
@@ -73,6 +74,29 @@ def _train(job: Job, machine: Machine, folder: Path) -> list[Row]:
         (folder / name / "failure.txt").write_text(str(failure))
         return [Row("trains", what, wanted, str(failure)[-300:], "failed")]
     return [Row("trains", what, wanted, *_judge(job, clusters))]
+
+
+def _resume(machine: Machine, folder: Path, device: str) -> list[Row]:
+    """Save in the middle, end, start again, and compare with a run that was left alone."""
+    job = Job("torch", "recommended", 0, "", "", device)
+    middle = job.steps // 2
+    wanted = "the averages of a run that was left alone, bit for bit"
+    try:
+        whole = run(replace(job, saves_at=2 * job.steps), machine, folder / "left-alone")
+        run(replace(job, saves_at=middle), machine, folder / "saved")
+        resumed = run(replace(job, loads=str(folder / "saved")), machine, folder / "resumed")
+    except CheckFailed as failure:
+        return [Row("resumes", f"at step {middle}", wanted, str(failure)[-300:], "failed")]
+    averages = [[rank["average"] for rank in cluster] for cluster in (*whole, *resumed)]
+    is_right = averages[: len(whole)] == averages[len(whole) :]
+    told = f"averages {averages[0][0]} and {averages[-1][0]}"
+    what = f"{job.engine}, {job.preset}, at step {middle} of {job.steps}"
+    return [Row("resumes", what, wanted, told, "ok" if is_right else "failed")]
+
+
+def _waits(job: Job) -> bool:
+    """Whether launches read the device by design: for codes, or to keep the state on the host."""
+    return job.state != "masters" or preset(job.preset, NUM_CLUSTERS).encodes_at_launch
 
 
 def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str, Any]:
@@ -92,7 +116,7 @@ def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str,
         for place, count in rank["syncs"].items():
             syncs[place] = syncs.get(place, 0) + count
     off = first["given_bytes"] / first["planned_bytes"] - 1 if first["planned_bytes"] else 0.0
-    is_on_device = job.state == "masters"
+    may_wait = _waits(job)
     told = [
         f"loss {begun:.2f} to {last:.2f}", f"{first['num_rounds']} rounds",
         f"{first['backend']} inside", f"memory {100 * off:+.1f} % of plan",
@@ -103,7 +127,7 @@ def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str,
     )
     is_right = (
         is_finite and last < _FALL * begun and not apart and first["num_rounds"]
-        and not (syncs and is_on_device)
+        and (may_wait or not syncs)
         and abs(off) <= _MOST_MEMORY_OFF
     )  # fmt: skip
     return ", ".join(told), "ok" if is_right else "failed"
@@ -178,18 +202,19 @@ def own_cost(machine: Machine, folder: Path) -> list[Row]:
     """Measure what dsx takes of the training thread and of the device."""
     rows: list[Row] = []
     device = "cuda" if machine.gpus else "cpu"
-    for preset, overrides in (
+    for name, overrides in (
         ("recommended", {"schedule": {"interval": 16}}),
         ("diloco_delayed", {"schedule": {"interval": 16}, "compression": _INT4}),
     ):
-        job = Job("torch", preset, 0, "", "", device, num_clusters=1, overrides=overrides)
-        name = f"overhead-{preset}"
+        job = Job("torch", name, 0, "", "", device, num_clusters=1, overrides=overrides)
         try:
-            ((found,),) = run(job, machine, folder / name, "own_cost", ranks=1, threads=4)
+            ((found,),) = run(
+                job, machine, folder / f"overhead-{name}", "own_cost", ranks=1, threads=4
+            )
         except CheckFailed as failure:
-            rows.append(Row("overhead", preset, "", str(failure)[-300:], "failed"))
+            rows.append(Row("overhead", name, "", str(failure)[-300:], "failed"))
             continue
-        rows += _rows_of_cost(preset, OwnCost(**found))
+        rows += _rows_of_cost(name, OwnCost(**found))
     return rows
 
 

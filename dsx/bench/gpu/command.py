@@ -14,6 +14,10 @@ import typer
 
 from dsx.core.one_line_errors import one_line_errors
 
+ENGINES = (
+    "torch", "torch_ddp", "torch_fsdp2", "deepspeed_zero0", "deepspeed_zero1", "deepspeed_zero2",
+    "deepspeed_zero3", "megatron", "megatron_distributed", "torch_apex",
+)  # fmt: skip
 CHECKS = ("copies", "codecs", "launches", "overhead", "trains")
 
 
@@ -31,6 +35,9 @@ def gpu(
     at_once: Annotated[
         int, typer.Option(help="Runs of two clusters side by side, while they train.", min=1)
     ] = 6,
+    engines: Annotated[
+        str | None, typer.Option(metavar="NAME,NAME", help="That train; default: all there are.")
+    ] = None,
     on_cpu: Annotated[
         bool, typer.Option("--on-cpu", help="Only train, on the CPU: to see the command work.")
     ] = False,
@@ -49,11 +56,17 @@ def gpu(
     asked = CHECKS if only is None else tuple(name.strip() for name in only.split(","))
     if wrong := [name for name in asked if name not in CHECKS]:
         raise ValueError(f"--only has {wrong[0]!r}; it takes {', '.join(CHECKS)}")
+    trained = ENGINES if engines is None else tuple(name.strip() for name in engines.split(","))
+    if wrong := [name for name in trained if name not in ENGINES]:
+        raise ValueError(f"--engines has {wrong[0]!r}; it takes {', '.join(ENGINES)}")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out {out} holds files already; give a folder that is new or empty")
     out.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, stderr=True)
-    rows = check(asked, out, gpus, at_once, on_cpu, lambda line: console.print(line, markup=False))
+    rows = check(
+        asked, out, gpus, at_once, on_cpu, trained,
+        lambda line: console.print(line, markup=False, soft_wrap=True),
+    )  # fmt: skip
     text = as_markdown(rows, machine_in_words())
     (out / "gpu_check.md").write_text(text)
     (out / "gpu_check.json").write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ class Trainer(NamedTuple):
     handle: dsx.Handle
     step: Callable[[Tensor], Tensor]
     parameters: Callable[[], Iterable[Tensor]]
+    stateful: Sequence[Any] = ()  # what the script would save itself, by `state_dict`
 
 
 def tokens_of(cluster: int, rank: int, step: int) -> Tensor:
@@ -73,7 +74,7 @@ def _torch(job: Job, device: torch.device) -> Trainer:
         optimizer.step()
         return loss.detach()
 
-    return Trainer(handle, step, model.parameters)
+    return Trainer(handle, step, model.parameters, (model, optimizer))
 
 
 def _optimizer(engine: str, model: nn.Module) -> torch.optim.Optimizer:

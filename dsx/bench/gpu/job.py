@@ -56,6 +56,8 @@ class Job:
     state: str = "masters"  # state.device
     num_clusters: int = NUM_CLUSTERS
     steps: int = STEPS
+    saves_at: int = 0  # the step behind which it saves, and ends
+    loads: str = ""  # the folder of a job that has saved
     overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def dsx(self) -> dict[str, Any]:
@@ -69,11 +71,17 @@ class Job:
         if self.state == "disk":
             state["dir"] = self.folder
         method = {**SHORT[self.preset], **self.overrides}
-        return {"dsx": {"preset": self.preset, **method, "clusters": clusters, "state": state}}
+        metrics = {"dir": str(Path(self.folder) / "run")}  # as a run has them: records of syncs
+        axes = {"clusters": clusters, "state": state, "metrics": metrics}
+        return {"dsx": {"preset": self.preset, **method, **axes}}
 
     def result_path(self, rank: int) -> Path:
         """Return where a rank says what it has seen."""
         return Path(self.folder) / f"result_{self.cluster}_{rank}.json"
+
+    def saved_path(self) -> Path:
+        """Return where a cluster saves."""
+        return Path(self.folder) / f"saved_{self.cluster}"
 
     def path(self) -> Path:
         """Return where the job itself is, for all ranks of the cluster."""

@@ -95,7 +95,7 @@ def _start(
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
         "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
         "CUDA_VISIBLE_DEVICES": machine.visible(job.cluster), "OMP_NUM_THREADS": str(threads),
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "NCCL_IB_DISABLE": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1", "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
     }  # fmt: skip
     if not machine.gpus:
         own["DS_ACCELERATOR"] = "cpu"

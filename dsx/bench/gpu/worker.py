@@ -11,15 +11,19 @@ import os
 import sys
 import time
 import warnings
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 import dsx
 from dsx.bench.gpu.job import Job, Seen
+
+if TYPE_CHECKING:
+    from dsx.bench.gpu.engines import Trainer
 
 _OURS = str(Path(dsx.__file__).parent)
 _WARMED = 8  # steps that are not timed
@@ -38,15 +42,25 @@ def main(path: str) -> None:
     rank = dist.get_rank()
     is_cuda = job.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if is_cuda else torch.device("cpu")
+    if job.saves_at or job.loads:  # to be compared bit by bit
+        torch.use_deterministic_algorithms(True, warn_only=True)
     trainer = build(job, device)
+    if job.loads:
+        _load(job, trainer)
     batches = [tokens_of(job.cluster, rank, step).to(device) for step in range(job.steps)]
     losses: list[torch.Tensor] = []
     syncs = collections.Counter[str]()
     started = 0.0
     for step, tokens in enumerate(batches):
-        if step == _WARMED:
+        if step < trainer.handle.step:
+            continue  # before what was loaded
+        if step == job.saves_at != 0:
+            _save(job, trainer)
+            return
+        if step == max(_WARMED, trainer.handle.step):
             started = time.perf_counter()
-        losses.append(_watched(trainer.step, tokens, syncs) if is_cuda else trainer.step(tokens))
+        is_watched = is_cuda and step > 0  # in a first step DeepSpeed's clusters begin together
+        losses.append(_watched(trainer.step, tokens, syncs) if is_watched else trainer.step(tokens))
     if is_cuda:
         torch.cuda.synchronize()
     seconds = (time.perf_counter() - started) / (job.steps - _WARMED)
@@ -66,6 +80,25 @@ def main(path: str) -> None:
         totals.syncs,
     )  # fmt: skip
     job.result_path(rank).write_text(json.dumps(asdict(seen)))
+
+
+def _save(job: Job, trainer: Trainer) -> None:
+    """Save what a script saves, and dsx's beside it."""
+    folder = job.saved_path()
+    with trainer.handle.saving():
+        trainer.handle.save(folder)
+        torch.save([one.state_dict() for one in trainer.stateful], folder / "script.pt")
+    trainer.handle.close()
+    job.result_path(dist.get_rank()).write_text("{}")
+
+
+def _load(job: Job, trainer: Trainer) -> None:
+    """Load what `_save` has saved."""
+    folder = replace(job, folder=job.loads).saved_path()
+    saved = torch.load(folder / "script.pt", weights_only=True)
+    for one, state in zip(trainer.stateful, saved, strict=True):
+        one.load_state_dict(state)
+    trainer.handle.load(folder)
 
 
 def _watched(
