@@ -115,7 +115,8 @@ VALUES = [
 
 
 BY_DEFAULT = (
-    "--dsx-metrics-dir", "--dsx-metrics-trace-steps", "--dsx-compression-exclude", "--dsx-state-dir",
+    "--dsx-metrics-dir", "--dsx-metrics-trace-steps", "--dsx-compression-exclude",
+    "--dsx-state-dir",
 )  # fmt: skip
 
 

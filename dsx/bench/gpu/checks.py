@@ -105,6 +105,7 @@ def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str,
     first = ranks[0]
     curves = [rank["losses"] for rank in ranks]
     is_finite = all(math.isfinite(loss) for curve in curves for loss in curve)
+    is_falling = all(sum(curve[-4:]) / 4 < _FALL * curve[0] for curve in curves)
     last = sum(sum(curve[-4:]) / 4 for curve in curves) / len(curves)
     begun = sum(curve[0] for curve in curves) / len(curves)
     apart = [
@@ -126,7 +127,7 @@ def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str,
         syncs
     )
     is_right = (
-        is_finite and last < _FALL * begun and not apart and first["num_rounds"]
+        is_finite and is_falling and not apart and first["num_rounds"]
         and (may_wait or not syncs)
         and abs(off) <= _MOST_MEMORY_OFF
     )  # fmt: skip

@@ -11,10 +11,11 @@ import os
 import sys
 import time
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -50,20 +51,20 @@ def main(path: str) -> None:
     batches = [tokens_of(job.cluster, rank, step).to(device) for step in range(job.steps)]
     losses: list[torch.Tensor] = []
     syncs = collections.Counter[str]()
-    started = 0.0
+    started, first_timed = 0.0, max(_WARMED, trainer.handle.step)
     for step, tokens in enumerate(batches):
         if step < trainer.handle.step:
             continue  # before what was loaded
         if step == job.saves_at != 0:
             _save(job, trainer)
             return
-        if step == max(_WARMED, trainer.handle.step):
+        if step == first_timed:
             started = time.perf_counter()
         is_watched = is_cuda and step > 0  # in a first step DeepSpeed's clusters begin together
         losses.append(_watched(trainer.step, tokens, syncs) if is_watched else trainer.step(tokens))
     if is_cuda:
         torch.cuda.synchronize()
-    seconds = (time.perf_counter() - started) / (job.steps - _WARMED)
+    seconds = (time.perf_counter() - started) / (job.steps - first_timed)
     handle = trainer.handle
     totals, memory = handle.totals, handle.memory
     given = handle.loop.state.allocator.given
@@ -71,7 +72,7 @@ def main(path: str) -> None:
     hasher = blake2b(digest_size=8)
     with handle.averaged():
         for parameter in trainer.parameters():
-            local = parameter.detach()
+            local: Any = parameter.detach()
             local = local.to_local() if hasattr(local, "to_local") else local
             hasher.update(local.float().cpu().contiguous().numpy().tobytes())
     seen = Seen(
@@ -102,7 +103,7 @@ def _load(job: Job, trainer: Trainer) -> None:
 
 
 def _watched(
-    step: collections.abc.Callable[[torch.Tensor], torch.Tensor],
+    step: Callable[[torch.Tensor], torch.Tensor],
     tokens: torch.Tensor,
     syncs: collections.Counter[str],
 ) -> torch.Tensor:
