@@ -54,6 +54,7 @@ _FOLDER = "some need the extra `clients`; as printed in tests/docs/test_example_
 _WATCH = "serves until it is ended; what it loads in tests/telemetry/test_monitoring.py"
 _HOSTS = "needs two hosts; with namespaces in tests/launch/test_several_hosts.py"
 NOT_HERE = {  # with the reason
+    "bash scripts/gpu_check.sh": "needs a GPU; on the CPU in tests/bench/test_gpu.py",
     "for n in berlin oslo; do ip netns": "two sites in namespaces, as root",
     "for n in rome rome-router": "sites behind NAT, as root; in tests/launch/test_sites.py",
     "at=": "sites behind NAT, as root; in tests/launch/test_sites.py",

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from dsx.bench.codec import BenchOptions, CodecFigures, measure_codecs
+from dsx.bench.e2e.run import RunFailed
 from dsx.bench.gpu.job import NUM_CLUSTERS, SHORT, Job
 from dsx.bench.gpu.own_cost import OwnCost
-from dsx.bench.gpu.runs import CheckFailed, Machine, in_turns, run
+from dsx.bench.gpu.runs import Machine, in_turns, run
 from dsx.bench.gpu.table import Row
 from dsx.bench.launch import measure_launches
 from dsx.config.schema import preset
@@ -70,7 +71,7 @@ def _train(job: Job, machine: Machine, folder: Path) -> list[Row]:
     name = f"{job.engine}-{job.preset}-{job.state}"
     try:
         clusters = run(job, machine, folder / name)
-    except CheckFailed as failure:
+    except RunFailed as failure:
         (folder / name / "failure.txt").write_text(str(failure))
         return [Row("trains", what, wanted, str(failure)[-300:], "failed")]
     return [Row("trains", what, wanted, *_judge(job, clusters))]
@@ -85,7 +86,7 @@ def _resume(machine: Machine, folder: Path, device: str) -> list[Row]:
         whole = run(replace(job, saves_at=2 * job.steps), machine, folder / "left-alone")
         run(replace(job, saves_at=middle), machine, folder / "saved")
         resumed = run(replace(job, loads=str(folder / "saved")), machine, folder / "resumed")
-    except CheckFailed as failure:
+    except RunFailed as failure:
         return [Row("resumes", f"at step {middle}", wanted, str(failure)[-300:], "failed")]
     averages = [[rank["average"] for rank in cluster] for cluster in (*whole, *resumed)]
     is_right = averages[: len(whole)] == averages[len(whole) :]
@@ -212,7 +213,7 @@ def own_cost(machine: Machine, folder: Path) -> list[Row]:
             ((found,),) = run(
                 job, machine, folder / f"overhead-{name}", "own_cost", ranks=1, threads=4
             )
-        except CheckFailed as failure:
+        except RunFailed as failure:
             rows.append(Row("overhead", name, "", str(failure)[-300:], "failed"))
             continue
         rows += _rows_of_cost(name, OwnCost(**found))

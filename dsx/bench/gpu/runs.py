@@ -18,6 +18,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from dsx.bench.e2e.run import RunFailed
 from dsx.bench.gpu.job import NUM_CLUSTERS, Job
 
 _TAIL = 400
@@ -27,10 +28,6 @@ _POLL_SECONDS = 0.1
 
 _ports = itertools.cycle(range(12_000 + os.getpid() % 997 * 10, 32_000))
 _turn = Lock()
-
-
-class CheckFailed(RuntimeError):
-    """A rank has ended by an error, or has not ended."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ def run(
 ) -> list[list[dict[str, Any]]]:
     """Run a job in its clusters; return what each rank has written, by cluster and rank.
 
-    CheckFailed, with the end of what it has printed, for a rank that has not done its part.
+    RunFailed, with the end of what it has printed, for a rank that has not done its part.
     """
     folder.mkdir(parents=True)
     count = machine.ranks_per_cluster if ranks is None else ranks
@@ -133,10 +130,10 @@ def _wait(started: Sequence[tuple[subprocess.Popen[bytes], Path]], seconds: floa
             if (status := process.poll()) is not None:
                 waiting.remove((process, log))
                 if status:
-                    raise CheckFailed(f"{log.stem} has ended with {status}: {_tail(log)}")
+                    raise RunFailed(f"{log.stem} has ended with {status}: {_tail(log)}")
         if time.monotonic() > until:
             process, log = waiting[0]
-            raise CheckFailed(f"{log.stem} has not ended within {seconds:g} s: {_tail(log)}")
+            raise RunFailed(f"{log.stem} has not ended within {seconds:g} s: {_tail(log)}")
         time.sleep(_POLL_SECONDS)
 
 
