@@ -110,11 +110,12 @@ class Stock:
 def take_stock(loop: OuterLoop) -> Generator[Stock, None, None]:
     """Hold what is under way as it is, but for the network; collective over a stage's ranks.
 
-    Waits for contributions to be on the host, and for no other cluster.
+    Waits for contributions to be on the host, and coded, and for no other cluster.
     """
     for transfer in loop.in_flight:
         if isinstance(transfer, Transfer) and loop.state.is_sent(transfer.fragment):
             transfer.attempt.is_finite()
+            loop.attempts.require_coded(transfer.attempt)
     with ExitStack() as gates:
         gates.enter_context(loop.state.gate)
         for channel in loop.state.channels:

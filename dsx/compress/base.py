@@ -90,7 +90,8 @@ class EncodingChannel(Channel, Protocol):
         """Make the codes that the exchange of `launch` then sends, whatever its `x` holds.
 
         `x`, in place, becomes what everybody decodes of them; residuals become what they lost.
-        Called by the training thread, at times while an earlier launch is being exchanged.
+        Called by the training thread, at times while an earlier launch is being exchanged, or by
+        the transfer's, before its exchange.
         """
         ...
 

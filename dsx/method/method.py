@@ -135,8 +135,13 @@ class Method:
 
     @property
     def encodes_at_launch(self) -> bool:
-        """Whether the training thread makes the codes: the delay needs what is decoded of them."""
+        """Whether codes are made once for all attempts: the delay needs what is decoded of them."""
         return self.delay.keeps == "contribution" and not self.compression.is_exact
+
+    @property
+    def waits_for_codes(self) -> bool:
+        """Whether the training thread makes them: they are asked for before the mean is there."""
+        return self.encodes_at_launch and self.max_in_flight > 1
 
     def validate(
         self,

@@ -7,14 +7,18 @@ What it changes beside its result (residuals, warm starts, what the parity check
 once it has ended, and is undone otherwise (state_before.py).
 
 Where codes are made at the launch, they are what is kept: residuals have taken in what they lost.
+Who asks for them before the mean is there has them made at once; else the transfer's thread does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from threading import Lock
 from typing import Any, cast
 
+import torch
 from torch import Tensor
 
 from dsx.compress.base import Launch
@@ -57,6 +61,8 @@ class Attempt:
     notes: Mapping[int, bytes] | None = None  # what came beside a result of others
     told: Mapping[str, Any] = field(default_factory=dict[str, Any])  # see saved_places.py
     square: float | None = None  # of what codes carry, where they are made at the launch
+    is_coded: bool = True  # or has to be, before anybody looks at what is kept
+    turn: AbstractContextManager[bool] = field(default_factory=Lock, repr=False)
 
     @property
     def round(self) -> int:
@@ -123,15 +129,26 @@ class Attempts:
         self._trace = trace
         self._notices = notices
         self.places = notices.places
+        is_on_cuda = state.device.type == "cuda"
+        self._stream = torch.cuda.Stream(state.device) if is_on_cuda else None
         self.on_result: OnResult = lambda attempt, channel, mean: None  # on the transfer's thread
         self.follow: Follow = lambda attempt, channel: None  # there, too: a result of others
         transport.follow_views(state.reopen)
 
-    def encode(self, attempt: Attempt) -> None:
-        """Encode at the launch, and keep what the wire carries of this cluster.
+    def require_coded(self, attempt: Attempt) -> None:
+        """Encode what was to be encoded at the launch, unless that has been done; any thread.
 
-        The training thread waits for the copy to the host. What is not finite is sent as such, and
-        refused by all.
+        Waits for the contribution to be on the host, and for another thread that encodes it.
+        """
+        with attempt.turn:
+            if not attempt.is_coded:
+                self.encode(attempt)
+                attempt.is_coded = True
+
+    def encode(self, attempt: Attempt) -> None:
+        """Encode, and keep what the wire carries of this cluster; waits for the copy to the host.
+
+        What is not finite is sent as such, and refused by all.
         """
         buffers = attempt.buffers
         assert buffers.kept is not None
@@ -139,7 +156,13 @@ class Attempts:
             with self._state.gate:
                 self._state.channels[attempt.what.fragment].encode(buffers.wire, attempt.launch)
             attempt.square = square_of(buffers.wire)  # there, not where the masters are
-        buffers.kept.copy_(buffers.wire)
+        if self._stream is None:
+            buffers.kept.copy_(buffers.wire)
+            return
+        # all that was given to the device before the launch is done: the contribution has come
+        with torch.cuda.stream(self._stream):
+            buffers.kept.copy_(buffers.wire, non_blocking=True)
+        self._stream.synchronize()
 
     def submit(self, attempt: Attempt, sync_params: SyncParams) -> Pending:
         """Start an attempt, a first one or another; `sync_params` are the launch's."""
@@ -168,6 +191,7 @@ class Attempts:
     def _exchange(self, attempt: Attempt, sync_params: SyncParams) -> Exchange:
         """Make an attempt under the membership in force when its first round is due."""
         fragment = attempt.what.fragment
+        self.require_coded(attempt)
         channel = self._state.channels[fragment]
         if (followed := self.follow(attempt, channel)) is not None:
             return followed

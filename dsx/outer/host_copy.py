@@ -48,7 +48,7 @@ class HostCopy:
     def is_finite(self) -> bool:
         """Wait for the values; whether they are finite.
 
-        On the transfer's thread, but where a policy needs the codes at the launch: there first.
+        On the transfer's thread, but where a policy needs the codes before the mean: there first.
         """
         with self._turn:  # a checkpoint asks, too
             if self._is_finite is None:

@@ -2,7 +2,7 @@
 
     read -> contribution -> copy to the host (-> codes) -> an attempt, on the transfer's thread
 
-The training thread goes on at once, but where a policy needs the codes at the launch.
+The training thread goes on at once, but where a policy needs the codes before the mean.
 """
 
 from __future__ import annotations
@@ -85,8 +85,9 @@ class Launches:
             self._places.to_say(is_before_update),
         )
         if state.is_sent(fragment):
-            if is_coded_here:
-                self._attempts.encode(attempt)
+            attempt.is_coded = not is_coded_here
+            if self._method.waits_for_codes:
+                self._attempts.require_coded(attempt)
                 timer.mark("encode")
             self._measurements.post(buffers.posted, fragment, history)
         pending = self._attempts.submit(attempt, sync_params)

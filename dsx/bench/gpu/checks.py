@@ -96,8 +96,8 @@ def _resume(machine: Machine, folder: Path, device: str) -> list[Row]:
 
 
 def _waits(job: Job) -> bool:
-    """Whether launches read the device by design: for codes, or to keep the state on the host."""
-    return job.state != "masters" or preset(job.preset, NUM_CLUSTERS).encodes_at_launch
+    """Whether launches read the device by design: for codes at once, or a state on the host."""
+    return job.state != "masters" or preset(job.preset, NUM_CLUSTERS).waits_for_codes
 
 
 def _judge(job: Job, clusters: Sequence[Sequence[dict[str, Any]]]) -> tuple[str, Any]:
