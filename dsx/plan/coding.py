@@ -80,9 +80,10 @@ def _picked_seconds(
 def share_seconds(
     fragment: Fragment, compression: Compressor, num_clusters: int, costs: Costs
 ) -> float:
-    """Return what the training thread takes to encode at a launch, and to decode its own share.
+    """Return what a thread takes to encode a launch, and to decode its own share.
 
     Where a delay needs the share (`Method.encodes_at_launch`); copies to the host and back are in.
+    The training thread is it where `Method.waits_for_codes`.
     """
     before, _ = coding_seconds(fragment, compression, 0, num_clusters, costs)
     seconds = before + 4 * fragment.numel / costs.copy_bytes_per_second

@@ -139,9 +139,12 @@ class Traffic:
             compression, rank = self._method.compression, self._rank or 0
             before, after = coding_seconds(largest, compression, rank, clusters, costs)
             blocking = costs.blocking_seconds_per_element * largest.numel
-            if self._method.encodes_at_launch:  # which a run of such a method has measured, too
-                at_launch = share_seconds(largest, compression, clusters, costs)
-                blocking = max(blocking, at_launch / self.num_stages)  # stages work side by side
+            if self._method.encodes_at_launch:
+                share = share_seconds(largest, compression, clusters, costs)
+                if self._method.waits_for_codes:  # as a run of such a method has measured, too
+                    blocking = max(blocking, share / self.num_stages)  # stages work side by side
+                else:
+                    before = max(before, share)
             known[index] = before, after, blocking
         return known[index]
 

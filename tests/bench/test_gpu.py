@@ -67,7 +67,7 @@ def test_memory_off_the_plan_fails_and_a_run_without_rounds() -> None:
 def test_launches_that_have_to_wait_are_told_and_right() -> None:
     waits = {"syncs": {"outer/attempt.py:1": 2}}
     for job in (
-        Job("torch", "recommended", 0, "", ""),
+        Job("torch", "cocktail_sgd", 0, "", ""),
         Job("torch", "diloco", 0, "", "", "", "host"),
     ):
         told, outcome = judged(waits, {}, job=job)
