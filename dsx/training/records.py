@@ -91,7 +91,7 @@ class Records:
         """Record what becomes of transfers, and what the process holds against its plan."""
         self._under_way = UnderWay(loop, syncs.launched)
         if self._writes and self._is_shown:
-            self._machine = Machine(world, loop, memory.total)
+            self._machine = Machine(world, loop, memory.total, self._outlets.measured)
         syncs.write_launch = self._launched
         first = self._first_record
         planned = {name: size for name, size in vars(memory).items() if size}

@@ -199,8 +199,11 @@ def test_what_is_under_way_moves_with_the_clock(tmp_path: Path, width: int, heig
     folder = make_run(tmp_path / "run")
     now = time.time()
     told = [step_record(0, step, time=now - 60 + step) for step in range(41, 60)]
-    held = machine(0, 59, links=[link(1, 500_000, 70, 0.05)])
-    append(folder, 0, *told, {**held, "time": now})
+    for step, sent in ((49, 250_000), (59, 500_000)):
+        one = {**link(1, sent, 70, 0.05), "measured_bytes_per_second": 11.75e6}
+        held = machine(0, step, links=[one], measured_bytes_per_second=10e6)
+        append(folder, 0, {**held, "time": now - 59 + step})
+    append(folder, 0, *told)
     append(folder, 0, {**of(0, "launch", 60, fragment=1), "time": now})
     watch = Watch(WatchedRun(folder))
     bar = "document.querySelector('#lanes .under-way rect')"
@@ -221,6 +224,13 @@ def test_what_is_under_way_moves_with_the_clock(tmp_path: Path, width: int, heig
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
             assert "outer state 5 kB, planned 5 kB" in tab.text(".tile[data-key=memory]")
             assert "50 ms" in tab.text(".tile[data-key=round_trip]")
+            tile = tab.text(".tile[data-key=line]")
+            assert "Mbit/s" in tile and "of 80 measured, while a transfer is under way" in tile
+            tab.page.locator("#chart-line").scroll_into_view_if_needed()
+            tab.wait(
+                "document.querySelector('#chart-line .picture')?.ariaLabel?.includes('measured')"
+            )
+            assert "0.2 of 94 Mbit/s measured" in tab.text("#links tbody")
             links = tab.text("#links tbody")
             assert "0 \u2192 1" in links and "10 ms" in links and "500 kB" in links
             assert "400 MB" in tab.text("#memory tbody")

@@ -37,6 +37,11 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// Bytes per second as lines are sold.
+export function mbits(value) {
+  return number(value * 8e-6, 3);
+}
+
 function scaled(value, unit) {
   let place = 0;
   while (Math.abs(value) >= 999.5 && place < PREFIXES.length - 1) {

@@ -1,6 +1,6 @@
 // Everything that is not a chart: tiles, clusters, parity, guard, checkpoints, events.
 
-import {byId, bytes, clock, duration, el, number, setText, show} from "./dom.js";
+import {byId, bytes, clock, duration, el, mbits, number, setText, show} from "./dom.js";
 import {explain} from "./explain.js";
 
 const WORDS = {
@@ -63,6 +63,7 @@ function showTiles(state) {
     tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
       ? `data parallel: ${number(traffic.data_parallel / traffic.sent, 3)} times as much` : ""),
     tile("transfer", "transfers hidden", said(traffic.hidden, percent), "of the last 50, behind training"),
+    tile("line", "line", said(traffic.line, (rate) => `${mbits(rate)} Mbit/s`), beside(traffic.measured, state.line_limit_mbit)),
     tile("round_trip", "round trip", said(longest(state.links, "round_trip_seconds"), duration),
       `${said(longest(state.links, "least_seconds"), duration)} at least`),
     tile("memory", "memory", said(longest(state.memory, "process_bytes"), bytes), planned(state.memory)),
@@ -82,6 +83,12 @@ function showTiles(state) {
     setText(parent.children[at].querySelector(".value"), row.value);
     setText(parent.children[at].querySelector(".more"), row.more);
   });
+}
+
+// What the line's rate is to be seen beside.
+function beside(measured, limit) {
+  if (measured !== undefined) return `of ${mbits(measured)} measured, while a transfer is under way`;
+  return limit === undefined ? "while a transfer is under way" : `of ${number(limit, 3)} allowed, while a transfer is under way`;
 }
 
 // The largest that any row has, if one has any.
