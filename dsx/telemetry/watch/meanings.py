@@ -7,6 +7,17 @@ on it.
 from __future__ import annotations
 
 MEANINGS: dict[str, dict[str, str]] = {
+    "what": {
+        "means": "How clusters come to one model; a preset is a name for such a choice. Schedule: "
+        "when the parts of the model (fragments) are sent, each one every `interval` inner steps, "
+        "which is H. Delay: how many steps later the mean of all clusters is applied, so that "
+        "training goes on meanwhile. Compression: in what format numbers are sent. Outer "
+        "optimizer: how the model is moved by that mean.",
+        "bad": "Another method, or another H, than you meant.",
+        "do": "The \"dsx\" block of the run's JSON says it, or flags do; `dsx plan` says what fits "
+        "a line.",
+        "docs": "docs/methods/index.md",
+    },
     "loss": {
         "means": "How wrong each cluster's model is on what it trains on, lower is better. A "
         "shade is the range between the points; the average is of all clusters that train. "

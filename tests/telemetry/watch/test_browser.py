@@ -135,6 +135,36 @@ def test_members_have_weights_rounds_left_out_and_how_healing_goes(
         watch.close()
 
 
+COLOURED = """(() => {
+    const picture = document.querySelector('#chart-loss canvas');
+    const {data} = picture.getContext('2d').getImageData(0, 0, picture.width, picture.height);
+    let count = 0;
+    for (let at = 0; at < data.length; at += 4) {
+        const [red, green, blue, opaque] = data.slice(at, at + 4);
+        count += opaque > 200 && Math.max(red, green, blue) - Math.min(red, green, blue) > 80;
+    }
+    return count;
+})()"""
+
+
+def test_a_run_of_one_step_is_seen_and_its_method_is_explained(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    watch = Watch(WatchedRun(folder))
+    try:
+        with opened(watch.address) as tab:
+            tab.page.wait_for_selector("#chart-loss canvas")
+            tab.wait(f"{COLOURED} > 20")  # a line of one point has none
+            tab.page.locator("header .why").click()
+            assert "fragments" in tab.text("header .meaning")
+            tab.page.keyboard.press("Escape")
+            ticks = "import('/dom.js').then((dom) => dom.inSteps({}, 'percent'))"
+            assert tab.page.evaluate(ticks.format("[0.9975, 1]")) == ["99.75 %", "100.00 %"]
+            assert tab.page.evaluate(ticks.format("[0.9, 1]")) == ["90 %", "100 %"]
+            assert tab.page.evaluate(ticks.format("[0.9999, 1]")) == ["99.99 %", "100.00 %"]
+    finally:
+        watch.close()
+
+
 def test_a_phone_and_a_keyboard_reach_everything(tmp_path: Path) -> None:
     watch = Watch(WatchedRun(make_run(tmp_path / "run", clusters=3, steps=300)))
     try:

@@ -80,3 +80,11 @@ const UNITS = {
 export function inUnit(value, unit) {
   return typeof value === "number" ? UNITS[unit](value) : number(value);
 }
+
+// Ticks of an axis: shares that lie close together have the digits that tell them apart.
+export function inSteps(ticks, unit) {
+  if (unit !== "percent" || ticks.length < 2) return ticks.map((value) => inUnit(value, unit));
+  const step = 100 * (ticks[1] - ticks[0]);
+  const digits = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(Number(step.toFixed(n)) - step) < 1e-3 * step) ?? 6;
+  return ticks.map((value) => `${(100 * value).toFixed(digits)} %`);
+}

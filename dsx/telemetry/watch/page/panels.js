@@ -4,7 +4,7 @@ import {byId, bytes, clock, duration, el, mbits, number, setText, show} from "./
 import {explain} from "./explain.js";
 
 const WORDS = {
-  waiting: "No cluster has written a record yet.", training: "Training.",
+  waiting: "No cluster has written a record yet: the run has not begun, or has not ended its first step. This page shows it as soon as it does.", training: "Training.",
   silent: "Nobody has said anything for some time.", finished: "Finished.",
   stopped: "Ended before it was finished.",
 };
@@ -15,7 +15,7 @@ export function showState(state) {
   document.title = `${state.run}: ${state.phase} - dsx watch`;
   setText(byId("name"), state.run);
   setText(byId("sentence"), sentence(state));
-  setText(byId("what"), state.what ?? "");
+  showWhat(state.what);
   setText(byId("folder"), `${state.folder}${state.against ? `, against ${state.against}` : ""}`);
   const trouble = [state.trouble, ...(state.other_runs.length
     ? [`left out: cluster ${state.other_runs.join(", ")}, whose records are of another run`] : []),
@@ -28,6 +28,14 @@ export function showState(state) {
   showGuard(state.guard);
   showCheckpoints(state.checkpoints);
   showEvents(state.events);
+}
+
+// Which method runs, and what its words mean.
+function showWhat(text) {
+  const place = byId("what");
+  setText(place, text ?? "");
+  const made = text && !place.nextElementSibling && explain("what", "the method");
+  if (made) place.after(" ", made);
 }
 
 function sentence(state) {
