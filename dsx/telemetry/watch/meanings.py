@@ -85,7 +85,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "process began, what `dsx watch --join` asks for included, and how many a second in the "
         "last minute, between transfers, too. Measured is what a cluster sent there in "
         "`dsx net-test` (`metrics.net_test`), while the other one sent as well. Of first ranks, "
-        "over links.",
+        "over links: a cluster of several ranks has as many, which share the line.",
         "bad": "A round trip far above its least: the line's queues are full. Bytes that "
         "stand still: nothing is exchanged.",
         "do": "Set `link.rate_mbit` a little below what `dsx net-test` gives, or look who else "
