@@ -61,6 +61,11 @@ class MetricsConfig(BaseModel):
     heals and saves to, as OTLP over HTTP, such as "http://127.0.0.1:4318". Needs the extra `otel`;
     null: nowhere."""
 
+    net_test: _Text | None = None
+    """The file that `dsx net-test --json` wrote of this run's line, on the host of each cluster's
+    first rank: what the line carries is then shown beside what it was measured to. Needs `dir` or
+    `prometheus`; null: nobody has measured."""
+
     notices: tuple[NoticeConfig, ...] = ()
     """Who is told when a cluster is lost, is back or was left out, when training diverges, and when
     it ends: addresses that a message is posted to, and commands."""
@@ -103,6 +108,11 @@ def check_metrics(metrics: MetricsConfig, num_clusters: int) -> None:
                 f"dsx.metrics.{key}={told} needs dsx.metrics.dir, a directory to write to; add "
                 '"dir": "runs/first", or leave it out'
             )
+    if metrics.net_test is not None and metrics.dir is None and metrics.prometheus is None:
+        raise ConfigError(
+            f"dsx.metrics.net_test={shown(metrics.net_test)} needs dsx.metrics.dir or prometheus, "
+            "where its rates are shown; add one of them, or leave it out"
+        )
     if len({*metrics.to}) < len(metrics.to):
         raise ConfigError(
             f"dsx.metrics.to={list(metrics.to)} names one twice; write each of them once"

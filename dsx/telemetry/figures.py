@@ -75,6 +75,7 @@ FIGURES = (
     _gauge("interval_steps", "Inner steps from one launch of a fragment to the next: H."),
     _gauge("delay_steps", "Inner steps from a launch until its mean was applied, of the last one."),
     _gauge("line_limit_bytes_per_second", "What the cluster may send by link.rate_mbit or hours."),
+    _gauge("line_measured_bytes_per_second", "What it sent in an all-reduce of dsx net-test."),
     _counter("refused_rounds", "Rounds left out: a cluster's values not finite, or far too large."),
     _counter("parity_mismatches", "Rounds left out because clusters held different models."),
     _counter("uncommitted_rounds", "Rounds left out because clusters came to different means."),
@@ -109,6 +110,9 @@ FIGURES = (
     _gauge("device_size_bytes", "Bytes that the accelerator has."),
     _gauge("link_round_trip_seconds", "The last round trip of a short message.", "member"),
     _gauge("link_least_round_trip_seconds", "The least round trip that was seen.", "member"),
+    _counter("link_sent_bytes", "Bytes that the first rank sent over a link.", "member"),
+    _counter("link_received_bytes", "Bytes that came to the first rank over a link.", "member"),
+    _gauge("link_measured_bytes_per_second", "What it sent there in dsx net-test.", "member"),
     _gauge("missing_records", "Records that could not be written."),
 )  # fmt: skip
 _SUMS = ("wait_seconds", "transfer_seconds", "coding_seconds", "commit_seconds")
@@ -125,10 +129,16 @@ _MACHINE = {
     "device_bytes": "dsx_device_bytes",
     "device_peak_bytes": "dsx_device_peak_bytes",
     "device_total_bytes": "dsx_device_size_bytes",
+    "measured_bytes_per_second": "dsx_line_measured_bytes_per_second",
 }
 _LINK = {
     "round_trip_seconds": "dsx_link_round_trip_seconds",
     "least_seconds": "dsx_link_least_round_trip_seconds",
+    "measured_bytes_per_second": "dsx_link_measured_bytes_per_second",
+}
+_LINK_COUNTS = {
+    "sent_bytes": "dsx_link_sent_bytes_total",
+    "received_bytes": "dsx_link_received_bytes_total",
 }
 _FRAGMENTS = {
     "round": "dsx_fragment_rounds",
@@ -176,6 +186,7 @@ class Figures:
         self._folders: dict[str, Path] = {}
         self._disks_at = 0.0
         self._skipped = 0
+        self._counted: dict[tuple[str, str], float] = {}  # of links, which begin with a process
 
     def read(self) -> dict[str, dict[_Labels, float]]:
         """Return what is known by now: by name, by the values of its labels."""
@@ -245,9 +256,15 @@ class Figures:
             if record.get(name) is not None:
                 self._set(figure, record[name])
         for link in record.get("links", ()):
+            if link["to"] >= MOST:
+                continue
+            member = str(link["to"])
             for name, figure in _LINK.items():
-                if link.get(name) is not None and link["to"] < MOST:
-                    self._set(figure, link[name], str(link["to"]))
+                if link.get(name) is not None:
+                    self._set(figure, link[name], member)
+            for name, figure in _LINK_COUNTS.items():
+                if link.get(name) is not None:
+                    self._count_to(figure, link[name], member)
 
     def saved(self, path: Path, step: int) -> None:
         """Take a checkpoint that is complete."""
@@ -298,6 +315,12 @@ class Figures:
     def _drop(self, name: str, *labels: str) -> None:
         with self._lock:
             self._values[name].pop(labels, None)
+
+    def _count_to(self, name: str, value: float, member: str) -> None:
+        """Take what a link has counted; less than before is of a link that has begun anew."""
+        before = self._counted.get((name, member), 0.0)
+        self._counted[name, member] = value
+        self._add(name, value - before if value >= before else value, member)
 
     def _add(self, name: str, value: float, *labels: str) -> None:
         with self._lock:

@@ -113,7 +113,7 @@ _FIELDS: dict[str, dict[str, _Check]] = {  # left out of a record where they are
         "links": _is_links,
         **dict.fromkeys(
             ("process_bytes", "outer_bytes", "outer_planned_bytes", "device_bytes",
-             "device_peak_bytes", "device_total_bytes"), _is_finite,
+             "device_peak_bytes", "device_total_bytes", "measured_bytes_per_second"), _is_finite,
         ),
     },
     "healed": dict.fromkeys(

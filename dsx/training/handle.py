@@ -102,7 +102,7 @@ class Handle:
         self._records.begin(self.step, self.totals)
         self.preemption = Preemption(world, config.clusters, self.loop, records, self.notices)
         self.joining.follow(self.preemption.orders, self.preemption.changing.loaded)
-        tell_standing(self, world, self._saving, config.link.settings)
+        tell_standing(self, world, self._saving, config.link.settings, records.measured)
 
     @property
     def cluster_id(self) -> int:

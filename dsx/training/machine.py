@@ -16,6 +16,7 @@ import torch
 
 from dsx.comm.world import World
 from dsx.outer.loop import OuterLoop
+from dsx.telemetry.measured_rates import MeasuredRates
 
 _SECONDS = 10.0  # between two looks
 _RESIDENT = 1  # the place of what is resident in statm, in pages
@@ -25,10 +26,15 @@ class Machine:
     """One rank's; `read` is for any thread, `is_due` for training's."""
 
     def __init__(
-        self, world: World, loop: OuterLoop, planned_bytes: int, seconds: float = _SECONDS
+        self,
+        world: World,
+        loop: OuterLoop,
+        planned_bytes: int,
+        measured: MeasuredRates | None = None,
+        seconds: float = _SECONDS,
     ) -> None:
         """`planned_bytes` is what outer training was to allocate."""
-        self._planned_bytes = planned_bytes
+        self._planned_bytes, self._measured = planned_bytes, measured
         self._allocator = loop.state.allocator
         self._link, others = world.link, (world.seat.ids[peer] for peer in world.seat.others)
         self._names = [(cluster, world.rank) for cluster in others]
@@ -48,7 +54,8 @@ class Machine:
 
         `outer_bytes` is what outer training has allocated, and `process_bytes` what the process has
         of the host's memory; `device_bytes` what torch holds of an accelerator, of which tensors
-        took `device_peak_bytes` at most, and `device_total_bytes` is all that it has.
+        took `device_peak_bytes` at most, and `device_total_bytes` is all that it has. Where the
+        line was measured, `measured_bytes_per_second` is what it gave, of each link, too.
         """
         found: dict[str, Any] = {
             "outer_bytes": sum(self._allocator.given.values()),
@@ -64,6 +71,8 @@ class Machine:
                 "device_peak_bytes": cuda.max_memory_allocated(self._device),
                 "device_total_bytes": cuda.get_device_properties(self._device).total_memory,
             }
+        if self._measured is not None:
+            found["measured_bytes_per_second"] = self._measured.line
         links = self._links()
         return {**found, "links": links} if links else found
 
@@ -78,5 +87,7 @@ class Machine:
                 if figures.least_seconds:
                     one["round_trip_seconds"] = figures.last_seconds
                     one["least_seconds"] = figures.least_seconds
+                if self._measured is not None and cluster in self._measured.links:
+                    one["measured_bytes_per_second"] = self._measured.links[cluster]
                 links.append(one)
         return links

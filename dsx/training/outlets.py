@@ -18,6 +18,7 @@ from dsx.method.alarms import BOUNDS
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.exporters.otlp import Spans
 from dsx.telemetry.figures import Figures
+from dsx.telemetry.measured_rates import MeasuredRates, Way, read_measured_rates
 from dsx.telemetry.progress import Progress
 from dsx.telemetry.prometheus import Page
 from dsx.training.telling import Telling
@@ -32,6 +33,7 @@ class Outlets:
         self._page: Page | None = None
         self._telling: Telling | None = None
         self._spans: Spans | None = None
+        self.measured: MeasuredRates | None = None  # of the line, where somebody has
 
     def open(self) -> str:
         """Open what is asked for; return why that cannot be, for all clusters to hear."""
@@ -39,6 +41,10 @@ class Outlets:
         if world.rank:
             return ""
         try:
+            if metrics.net_test is not None:
+                way = _way_of(self._config, world)
+                path, streams = Path(metrics.net_test), self._config.link.streams
+                self.measured = read_measured_rates(path, world.cluster_id, way, streams)
             if metrics.otlp is not None:
                 self._spans = Spans(
                     metrics.otlp, world.cluster_id, world.session, self._config.preset
@@ -124,6 +130,11 @@ class Outlets:
         """Take how training ended; `is_own`: this cluster's part alone."""
         if self._telling is not None:
             self._telling.end(step, how, is_own)
+
+
+def _way_of(config: DsxConfig, world: World) -> Way:
+    transport = "gloo" if world.link is None else "link"
+    return Way(world.num_clusters, transport, config.link.security or "none")
 
 
 def _figures(config: DsxConfig, world: World, progress: Progress, behind: Behind) -> Figures:

@@ -26,6 +26,7 @@ from dsx.outer.memory import OuterMemory
 from dsx.outer.transfer import Totals
 from dsx.telemetry.behind import Behind
 from dsx.telemetry.folder_choice import FolderChoice, Origin, look
+from dsx.telemetry.measured_rates import MeasuredRates
 from dsx.telemetry.metrics import Metrics, metrics_path
 from dsx.telemetry.progress import Progress
 from dsx.telemetry.run_file import RunFile
@@ -91,12 +92,17 @@ class Records:
         """Record what becomes of transfers, and what the process holds against its plan."""
         self._under_way = UnderWay(loop, syncs.launched)
         if self._writes and self._is_shown:
-            self._machine = Machine(world, loop, memory.total)
+            self._machine = Machine(world, loop, memory.total, self._outlets.measured)
         syncs.write_launch = self._launched
         first = self._first_record
         planned = {name: size for name, size in vars(memory).items() if size}
         more = loop.beginning.record
         self._first_record = lambda: {**first(), "outer_memory": planned, **more()}
+
+    @property
+    def measured(self) -> MeasuredRates | None:
+        """What the line gave when it was measured, where somebody has; on the first rank alone."""
+        return self._outlets.measured
 
     @property
     def folder(self) -> Path | None:

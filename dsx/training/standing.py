@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from dsx.comm.versions import own_versions
 from dsx.comm.world import World
 from dsx.outer.transfer import Transfer
+from dsx.telemetry.measured_rates import MeasuredRates
 from dsx.telemetry.served_files import ByteBudget, ServedFiles
 
 if TYPE_CHECKING:
@@ -20,14 +21,20 @@ if TYPE_CHECKING:
     from dsx.training.saving import Saving
 
 
-def tell_standing(handle: Handle, world: World, saving: Saving, link: LinkSettings | None) -> None:
+def tell_standing(
+    handle: Handle,
+    world: World,
+    saving: Saving,
+    link: LinkSettings | None,
+    measured: MeasuredRates | None = None,
+) -> None:
     """Let the cluster's first rank say how training stands, and hand out its records.
 
-    Of several engines, the last one's.
+    Of several engines, the last one's. `measured` is what its line gave, where somebody knows.
     """
     if world.desk is None:
         return
-    _serve_records(handle, world, link)
+    _serve_records(handle, world, link, None if measured is None else measured.line)
 
     def facts() -> dict[str, Any]:
         loop = handle.loop
@@ -54,7 +61,9 @@ def tell_standing(handle: Handle, world: World, saving: Saving, link: LinkSettin
     world.desk.facts.append(facts)
 
 
-def _serve_records(handle: Handle, world: World, link: LinkSettings | None) -> None:
+def _serve_records(
+    handle: Handle, world: World, link: LinkSettings | None, measured: float | None
+) -> None:
     """Let the cluster's first rank hand out its records to members who watch (`dsx watch`)."""
     if world.desk is None or link is None:
         return
@@ -62,7 +71,8 @@ def _serve_records(handle: Handle, world: World, link: LinkSettings | None) -> N
 
     def line_rate() -> float | None:
         rate = None if line is None else line.bytes_per_second
-        return None if rate is None else rate * world.world_size
+        limit = None if rate is None else rate * world.world_size
+        return min((one for one in (limit, measured) if one is not None), default=None)
 
     members = [(name, link.address_of(m)) for m, name in enumerate(link.names)]
     files = ServedFiles(world.cluster_id, lambda: handle.run_dir, members, ByteBudget(line_rate))

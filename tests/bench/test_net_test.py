@@ -19,6 +19,7 @@ from dsx.bench.net_test.figures import AllReduce, Figures, RoundTrip
 from dsx.bench.net_test.net_test import next_size
 from dsx.cli import app
 from dsx.comm.links.key_changes import add_key, make_key
+from dsx.telemetry.measured_rates import Way, read_measured_rates
 from tests.distributed import free_port
 
 COMMAND = [sys.executable, "-c", "from dsx.cli import app; app()", "net-test"]
@@ -61,7 +62,7 @@ def test_two_clusters_over_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.ci
 def test_two_clusters_measure_as_their_run_goes(tmp_path: Path) -> None:
-    names, port, path = ["berlin", "oslo"], free_port(), tmp_path / "net.json"
+    names, port = ["berlin", "oslo"], free_port()
     keys = [make_key(tmp_path / name, name)[0] for name in names]
     processes: list[subprocess.Popen[str]] = []
     for m, name in enumerate(names):
@@ -79,13 +80,17 @@ def test_two_clusters_measure_as_their_run_goes(tmp_path: Path) -> None:
             json.dumps({"dsx": {"preset": "diloco", "clusters": {"num_clusters": 2}, "link": link}})
         )
         arguments = ["--clusters", "2", "--cluster-id", str(m), "--config", str(config)]
+        path = tmp_path / f"net_{m}.json"
         arguments += ["--seconds", "0.02", "--json", str(path), "--deadline-seconds", "30"]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         processes.append(subprocess.Popen(COMMAND + arguments, text=True, **pipes))
     shown, other = [process.communicate(timeout=90)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], shown + other
     assert "measured as a run with this goes: transport link, security curve" in shown
-    found = json.loads(path.read_text())
+    found, other = (json.loads((tmp_path / f"net_{m}.json").read_text()) for m in (0, 1))
+    assert found == other  # each cluster's run reads its own
+    rates = read_measured_rates(tmp_path / "net_1.json", 1, Way(2, "link", "curve"), 2)
+    assert rates.line == found["bits_per_second"] / 8 and rates.links.keys() == {0}
     assert (found["transport"], found["security"], found["streams"]) == ("link", "curve", 2)
     assert found["bits_per_second"] > 1e6 and found["latency_seconds"] < 0.5
 

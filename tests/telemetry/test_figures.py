@@ -63,6 +63,19 @@ def test_what_a_process_holds_and_its_links_are_gauges() -> None:
     assert not hidden.read()["dsx_process_bytes"]
 
 
+def test_bytes_of_a_link_only_grow_and_stand_beside_what_it_was_measured_to() -> None:
+    figures = Figures(0, 3, True)
+    for sent, received in ((100, 7), (130, 9), (20, 1)):  # the last one by another process
+        link = {"to": 2, "sent_bytes": sent, "received_bytes": received}
+        link["measured_bytes_per_second"] = 11.75e6
+        figures.machine({"links": [link], "measured_bytes_per_second": 10e6})
+    found = figures.read()
+    assert found["dsx_link_sent_bytes_total"] == {("2",): 150.0}
+    assert found["dsx_link_received_bytes_total"] == {("2",): 10.0}
+    assert found["dsx_link_measured_bytes_per_second"] == {("2",): 11.75e6}
+    assert found["dsx_line_measured_bytes_per_second"] == {(): 10e6}
+
+
 def test_a_step_and_a_sync_are_counted() -> None:
     figures = Figures(1, 3, True, ["gain", "far"])
     figures.begin(100, 4, None)

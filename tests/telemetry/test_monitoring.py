@@ -275,5 +275,9 @@ def test_a_prometheus_reads_a_run_of_two_clusters(tmp_path: Path) -> None:
         "dsx_device_bytes",
         "dsx_link_round_trip_seconds",
         "dsx_link_least_round_trip_seconds",
+        "dsx_line_measured_bytes_per_second",
+        "dsx_link_measured_bytes_per_second",
+        "rate(dsx_link_sent_bytes_total",
+        "rate(dsx_link_received_bytes_total",
     }  # no rate is set, there is no accelerator, and it is over gloo
     assert {f["metric"]["alertname"] for f in firing} <= {"DsxGuardAlarm"}  # a model of few steps

@@ -9,6 +9,7 @@ import threading
 import time
 import urllib.request
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from dsx.telemetry.prometheus import Page
 from tests.distributed import free_port, run_distributed
 from tests.installed import needs
 from tests.over_links import run_over_links
+from tests.telemetry.test_measured_rates import write_measured
 from tests.tiny import TinyNet, batch
 
 HOST = "127.0.0.1"
@@ -230,10 +232,11 @@ def test_two_clusters_of_one_host_have_a_page_each() -> None:
             assert "another engine of this process" in said
 
 
-def train_at_a_rate(port: int) -> dict[str, float]:
+def train_at_a_rate(port: int, measured: str) -> dict[str, float]:
     """Train a cluster over links, at the rate that `dsx ctl set link.rate_mbit 8` sets."""
     config, world = config_of(port), current_world()
     assert world is not None
+    config["dsx"]["metrics"]["net_test"] = measured
     model, optimizer, handle = attach(world.cluster_id, config)
     before = values(fetch(port + world.cluster_id)) if world.rank == 0 else {}
     world.limit_rate(8.0)
@@ -242,7 +245,9 @@ def train_at_a_rate(port: int) -> dict[str, float]:
         model(*batch(world.cluster_id, step)).backward()
         optimizer.step()
     handle.finish()
-    found = values(fetch(port + world.cluster_id)) if world.rank == 0 else {}
+    text = fetch(port + world.cluster_id) if world.rank == 0 else ""
+    samples = [sample for family in parsed(text).values() for sample in family.samples]
+    found = {**values(text), **{s.name: s.value for s in samples if "member" in s.labels}}
     handle.close()
     assert "dsx_line_limit_bytes_per_second" not in before
     return found
@@ -251,6 +256,10 @@ def train_at_a_rate(port: int) -> dict[str, float]:
 @pytest.mark.ci
 @with_client
 @needs("zmq", "cryptography")
-def test_the_rate_of_a_line_is_on_the_page() -> None:
-    for found in run_over_links(train_at_a_rate, 2, 1, free_port()):
+def test_the_rate_of_a_line_is_on_the_page(tmp_path: Path) -> None:
+    measured = write_measured(tmp_path / "net.json", 2, security="none")
+    for found in run_over_links(train_at_a_rate, 2, 1, free_port(), str(measured)):
         assert found["dsx_line_limit_bytes_per_second"] == 1e6
+        assert found["dsx_line_measured_bytes_per_second"] == 11.75e6
+        assert found["dsx_link_measured_bytes_per_second"] in (12.5e6, 15e6)
+        assert found["dsx_link_sent_bytes_total"] > 0

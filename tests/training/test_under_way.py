@@ -15,6 +15,7 @@ from dsx.comm.links.link import LinkFigures
 from dsx.comm.world import World
 from dsx.core.membership import Seat
 from dsx.outer.transfer import Transfer
+from dsx.telemetry.measured_rates import MeasuredRates
 from dsx.training.machine import Machine
 from dsx.training.under_way import UnderWay
 from tests.simulated import Simulated
@@ -89,6 +90,10 @@ def test_the_process_is_looked_at_and_its_links_to_ranks_of_its_number() -> None
         {"to": 2, "sent_bytes": 1, "received_bytes": 2},
     ]  # fmt: skip
     assert "links" not in machine_of({}).read()
+    measured = machine_of(links, measured=MeasuredRates(9e6, {0: 8e6})).read()
+    assert measured["measured_bytes_per_second"] == 9e6
+    told = [link.get("measured_bytes_per_second") for link in measured["links"]]
+    assert told == [8e6, None] and "measured_bytes_per_second" not in found
     assert "device_bytes" not in found or torch.cuda.is_initialized()
 
 

@@ -34,7 +34,8 @@ Streams = Annotated[
     str, typer.Option(metavar="N,N", help="Numbers of TCP connections; cluster 0's count.")
 ]
 JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Cluster 0: write the figures there.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write the figures there; any cluster may."),
 ]
 Deadline = Annotated[float, typer.Option(help="How long to wait for another cluster.")]
 Params = Annotated[float, typer.Option(help="For H: parameters of the model.")]
@@ -87,13 +88,13 @@ def net_test(
     except (ValueError, RuntimeError, ModuleNotFoundError) as error:
         typer.echo(f"dsx net-test: {error}", err=True)
         raise typer.Exit(1 if isinstance(error, PeerLost) else 2) from error
+    found = plans(model, clusters, figures.best.bits_per_second, figures.latency_seconds)
+    if json_file is not None:
+        record = {**figures.as_json(), "plans": [asdict(plan) for plan in found]}
+        json_file.write_text(json.dumps(record, indent=2) + "\n")
     if cluster_id != 0:
         typer.echo(f"cluster {cluster_id}: measured; cluster 0 shows what was found")
         return
     from dsx.bench.net_test.show import show
 
-    found = plans(model, clusters, figures.best.bits_per_second, figures.latency_seconds)
-    if json_file is not None:
-        record = {**figures.as_json(), "plans": [asdict(plan) for plan in found]}
-        json_file.write_text(json.dumps(record, indent=2) + "\n")
     show(figures, model, found, Console())

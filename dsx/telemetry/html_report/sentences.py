@@ -12,10 +12,12 @@ from typing import Any
 from dsx.core.units import format_bytes
 from dsx.telemetry.html_report.numbers import ClusterTime, RunNumbers, is_finite
 from dsx.telemetry.in_words import said_of_heal, said_of_memory, said_of_setup, sentence
+from dsx.telemetry.measured_rates import say_rate
 
 _GOOD_UTILIZATION = 0.95
 _GOOD_HIDDEN = 0.75  # of a method with a delay
 _MUCH = 0.02  # of the steps' time, waited for transfers
+_HALF = 0.5  # of what the line was measured to
 _SLOWER = 0.85  # of the fastest cluster's tokens per second
 _OF_ONE = ("healed", "not_saved")  # what concerns one cluster, which alone records it
 _FEW_TIMES = 10  # less than data parallel: fewer are few
@@ -25,7 +27,7 @@ _MOST_ROUND_TRIPS = 6
 def duration(seconds: float) -> str:
     """Return seconds as people read them."""
     if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
+        return f"{1000 * seconds:.2g} ms" if seconds < 0.01 else f"{1000 * seconds:.0f} ms"
     if seconds < 90:
         return f"{seconds:.3g} s"
     return f"{seconds / 60:.3g} min" if seconds < 5400 else f"{seconds / 3600:.3g} h"
@@ -102,6 +104,9 @@ def what_cost_time(numbers: RunNumbers) -> list[str]:
     if "hidden" in traffic:
         said.append(f"Of the last 50 transfers' time {_percent(traffic['hidden'])} was hidden "
                     "behind training.")  # fmt: skip
+    if "line" in traffic:
+        rate = say_rate(traffic["line"], traffic.get("measured"))
+        said.append(f"While the last 50 transfers were under way the line carried {rate}.")
     said += _round_trips(numbers.state)
     said.append("Saving is not recorded apart: it is in the time of the step that follows.")
     return said
@@ -116,12 +121,20 @@ def _round_trips(state: dict[str, Any]) -> list[str]:
     few = told[:_MOST_ROUND_TRIPS]
     said = [
         f"Round trip from cluster {link['of']} to {link['to']}: {duration(link['least_seconds'])} "
-        f"at least, the last time {duration(link['round_trip_seconds'])}."
+        f"at least, the last time {duration(link['round_trip_seconds'])}{_late_rate(link)}."
         for link in few
     ]
     if few and len(few) < state["num_links"]:
         said.append(f"Those were the longest of {state['num_links']:,} links.")
     return said
+
+
+def _late_rate(link: dict[str, Any]) -> str:
+    """Say what went out in the last minute, where it is known what the link was measured to."""
+    rate, measured = link.get("sent_bytes_per_second"), link.get("measured_bytes_per_second")
+    if rate is None or measured is None:
+        return ""
+    return f"; in the last minute {say_rate(rate, measured)} went out"
 
 
 def what_to_change(numbers: RunNumbers) -> list[str]:
@@ -145,6 +158,11 @@ def what_to_change(numbers: RunNumbers) -> list[str]:
         said.append(f"Only {_percent(hidden)} of the last transfers' time was hidden, and less "
                     f"than {_percent(_GOOD_HIDDEN)} means that the line is slower than the delay "
                     "was chosen for: more delay.steps, a larger H, or fewer bits.")  # fmt: skip
+    line, measured = state["traffic"].get("line"), state["traffic"].get("measured")
+    if measured and line is not None and line < _HALF * measured and one.waited > _MUCH * taken:
+        said.append(f"While transfers are under way the line carries {say_rate(line, measured)}, "
+                    "less than half, and training waits for it: measure it again (dsx net-test), "
+                    "and see in dsx trace what else takes a transfer's time.")  # fmt: skip
     speeds = {c.cluster: c.tokens_per_second for c in numbers.clusters if c.tokens_per_second}
     if speeds and min(speeds.values()) < _SLOWER * max(speeds.values()):
         slow = min(speeds, key=lambda m: speeds[m] or 0.0)

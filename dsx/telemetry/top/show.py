@@ -9,12 +9,13 @@ from rich.table import Table
 from rich.text import Text
 
 from dsx.core.units import format_bytes
+from dsx.telemetry.measured_rates import mbits
 from dsx.telemetry.top.standing import Standing
 
 _WIDE = 110  # columns of a terminal that all of it fits in
 _WIDEST = 150  # beyond which there are these, too
 _MORE = ("memory", "round trip")
-_NARROW = ("cluster", "state", "step", "loss", "utilization", "sends", "last word")
+_NARROW = ("cluster", "state", "step", "loss", "utilization", "Mbit/s sent", "last word")
 _LOW_UTILIZATION = 0.9
 _GOOD, _BAD = "green", "bold red"
 
@@ -27,7 +28,7 @@ COLUMNS: tuple[Column, ...] = (
     ("steps/s", lambda s: _or_dash(s.steps_per_second, "{:.3g}")),
     ("tokens/s", lambda s: _or_dash(s.tokens_per_second, "{:,.0f}")),
     ("utilization", lambda s: _or_dash(s.utilization, "{:.1%}")),
-    ("sends", lambda s: _or_dash(_mbit(s.bytes_per_second), "{:.3g} Mbit/s")),
+    ("Mbit/s sent", lambda s: _sent(s.bytes_per_second, s.measured_bytes_per_second)),
     ("hidden", lambda s: _or_dash(s.hidden, "{:.0%}")),
     ("round trip", lambda s: _or_dash(_ms(s.round_trip_seconds), "{:.3g} ms")),
     ("memory", lambda s: "-" if s.process_bytes is None else format_bytes(s.process_bytes)),
@@ -72,8 +73,10 @@ def _style(title: str, one: Standing) -> str:
     return _BAD if title == "left out" and one.left_out else ""
 
 
-def _mbit(rate: float | None) -> float | None:
-    return None if rate is None else rate * 8e-6
+def _sent(rate: float | None, measured: float | None) -> str:
+    """Return a rate, and behind it what the line gave when it was measured, where it was."""
+    told = [mbits(one) for one in (rate, measured) if one is not None]
+    return "-" if rate is None else " of ".join(told)
 
 
 def _ms(seconds: float | None) -> float | None:

@@ -41,6 +41,7 @@ class Standing:
     age_seconds: float | None  # of its last record
     process_bytes: float | None = None
     round_trip_seconds: float | None = None  # to the farthest of the other clusters
+    measured_bytes_per_second: float | None = None  # what its line gave in `dsx net-test`
 
 
 class ClusterFiles:
@@ -98,6 +99,7 @@ class ClusterFiles:
             age,
             self._machine.get("process_bytes"),
             max(trips, default=None),
+            self._machine.get("measured_bytes_per_second"),
         )
 
 

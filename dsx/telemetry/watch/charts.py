@@ -8,7 +8,7 @@ clusters have at one place lies above each other, also where their steps took di
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -178,15 +178,15 @@ def chart_data(
     clusters: Sequence[WatchedCluster],
     view: View,
     against: Sequence[WatchedCluster] = (),
-    limit: float | None = None,
+    levels: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Return what a chart draws: `x` [buckets], and `lines` with `y`, and `low` and `high`.
 
     `gaps` are the buckets of a line whose values are no numbers, and those that lie where the
     cluster took no step; others without a value have no record.
 
-    `against` is another run, drawn as its average, and `limit` what a line may carry. ValueError
-    for a view that ends before it begins.
+    `against` is another run, drawn as its average, and `levels` are what a line may carry, and
+    what it was measured to, by name. ValueError for a view that ends before it begins.
     """
     pairs = [
         (line, cluster)
@@ -207,8 +207,8 @@ def chart_data(
     for line in chart.lines:
         if line.has_average:
             lines += _averages(line, clusters, against, axis, edges)
-    if limit is not None and chart.unit == "bytes/s":
-        lines.append({"name": "limit", "y": [limit] * len(x)})
+    for name, level in (levels or {}).items() if chart.unit == "bytes/s" else ():
+        lines.append({"name": name, "y": [level] * len(x)})
     return {
         "chart": chart.key, "axis": axis, "span": [low, high], "whole": [*whole],
         "x": x.tolist(), "lines": lines,

@@ -13,7 +13,10 @@ _MEMORY = (
     "device_total_bytes",
 )  # fmt: skip
 _MOST_LINKS = 42  # of seven clusters all; of more, those that a reader has to look at
-_LINK = ("round_trip_seconds", "least_seconds", "sent_bytes", "received_bytes")
+_LINK = (
+    "round_trip_seconds", "least_seconds", "sent_bytes", "received_bytes",
+    "measured_bytes_per_second",
+)  # fmt: skip
 
 
 def memory(clusters: Sequence[WatchedCluster]) -> list[dict[str, Any]]:
@@ -41,6 +44,16 @@ def links(clusters: Sequence[WatchedCluster]) -> list[dict[str, Any]]:
             row = {"of": cluster.cluster, "to": link["to"], **_known(link, _LINK)}
             rows.append(row | _rates(looks, link))
     return rows
+
+
+def measured_line(clusters: Sequence[WatchedCluster]) -> float | None:
+    """Return the bytes per second that `dsx net-test` had of the line; None where none has told.
+
+    Of an all-reduce, which is as fast as its slowest cluster: the least that any has told.
+    """
+    name = "measured_bytes_per_second"
+    told = [float(c.looks[-1][name]) for c in clusters if c.looks and c.looks[-1].get(name)]
+    return min(told, default=None)
 
 
 def slowest(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,6 +7,17 @@ on it.
 from __future__ import annotations
 
 MEANINGS: dict[str, dict[str, str]] = {
+    "what": {
+        "means": "How clusters come to one model; a preset is a name for such a choice. Schedule: "
+        "when the parts of the model (fragments) are sent, each one every `interval` inner steps, "
+        "which is H. Delay: how many steps later the mean of all clusters is applied, so that "
+        "training goes on meanwhile. Compression: in what format numbers are sent. Outer "
+        "optimizer: how the model is moved by that mean.",
+        "bad": "Another method, or another H, than you meant.",
+        "do": "The \"dsx\" block of the run's JSON says it, or flags do; `dsx plan` says what fits "
+        "a line.",
+        "docs": "docs/methods/index.md",
+    },
     "loss": {
         "means": "How wrong each cluster's model is on what it trains on, lower is better. A "
         "shade is the range between the points; the average is of all clusters that train. "
@@ -46,9 +57,11 @@ MEANINGS: dict[str, dict[str, str]] = {
         "docs": "docs/trace.md",
     },
     "line": {
-        "means": "Bytes per second that a cluster's transfers carry while they are under way. "
-        "The limit is what the run was given (`link.rate_mbit`), where it was given one.",
-        "bad": "Less than half of what the line gave when it was measured.",
+        "means": "What a cluster's transfers carry while they are under way, in bytes or bits "
+        "per second. The limit is what the run was given (`link.rate_mbit`). Measured is what a "
+        "cluster sent in an all-reduce of `dsx net-test`, whose file `metrics.net_test` names.",
+        "bad": "Less than half of what the line gave when it was measured. A transfer's time has "
+        "its coding and its waits for the others in it, so a short one is below that.",
         "do": "`dsx net-test` measures the line; plan again with what it gives.",
         "docs": "docs/plan.md",
     },
@@ -70,7 +83,9 @@ MEANINGS: dict[str, dict[str, str]] = {
         "means": "Each cluster's link to each other one: the round trip of a short message, the "
         "last one and the least of all; bytes that went out and came in since the "
         "process began, what `dsx watch --join` asks for included, and how many a second in the "
-        "last minute. Of first ranks, over links.",
+        "last minute, between transfers, too. Measured is what a cluster sent there in "
+        "`dsx net-test` (`metrics.net_test`), while the other one sent as well. Of first ranks, "
+        "over links: a cluster of several ranks has as many, which share the line.",
         "bad": "A round trip far above its least: the line's queues are full. Bytes that "
         "stand still: nothing is exchanged.",
         "do": "Set `link.rate_mbit` a little below what `dsx net-test` gives, or look who else "

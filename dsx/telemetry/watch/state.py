@@ -13,7 +13,7 @@ from dsx.telemetry.run_folder import Record
 from dsx.telemetry.sound import seconds_of
 from dsx.telemetry.watch.charts import CHARTS, axes_of, has_chart
 from dsx.telemetry.watch.cluster import LEFT_OUT, WatchedCluster
-from dsx.telemetry.watch.machine import links, memory, slowest
+from dsx.telemetry.watch.machine import links, measured_line, memory, slowest
 from dsx.telemetry.watch.members import last_membership, members, num_clusters
 from dsx.telemetry.watch.run import WatchedRun
 
@@ -91,6 +91,12 @@ def line_limit(run: WatchedRun) -> float | None:
     return None
 
 
+def line_levels(run: WatchedRun) -> dict[str, float]:
+    """Return what bounds the line, in bytes per second, by the names that its chart has."""
+    told = {"limit": line_limit(run), "measured": measured_line(run.clusters)}
+    return {name: level for name, level in told.items() if level is not None}
+
+
 def _progress(clusters: list[WatchedCluster], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return where the run is, how fast, and how long it takes."""
     found: dict[str, Any] = {}
@@ -143,7 +149,8 @@ def _validation(run: WatchedRun, clusters: list[WatchedCluster]) -> dict[str, An
 def _traffic(clusters: list[WatchedCluster]) -> dict[str, Any]:
     """Return what one cluster sent, what data parallel training would have, and what was hidden.
 
-    That is a ring all-reduce of all elements in fp32 at every step.
+    That is a ring all-reduce of all elements in fp32 at every step. `line` is what transfers carry
+    while they are under way, and `measured` what the line gave before, in bytes per second.
     """
     found: dict[str, Any] = {}
     for cluster in clusters:
@@ -162,7 +169,10 @@ def _traffic(clusters: list[WatchedCluster]) -> dict[str, Any]:
     )
     if taken > 0:
         found["hidden"] = max(1 - waited / taken, 0.0)
-    return found
+        sent = sum(float(rows["bytes_sent"][-_RECENT:].sum()) for rows in recent)
+        found["line"] = sent / taken
+    measured = measured_line(clusters)
+    return found if measured is None else {**found, "measured": measured}
 
 
 def _parity(clusters: list[WatchedCluster]) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from dsx.telemetry.watch.meanings import MEANINGS
 from dsx.telemetry.watch.replay import Replays
 from dsx.telemetry.watch.run import WatchedRun
 from dsx.telemetry.watch.server import PageServer, address_of
-from dsx.telemetry.watch.state import line_limit, state
+from dsx.telemetry.watch.state import line_levels, state
 
 _POLL_SECONDS = 0.3
 _SIGN_SECONDS = 5.0
@@ -133,9 +133,9 @@ class Watch:
             if axis not in axes_of(clusters):
                 axis = "step"  # tokens are not counted (yet)
             other = [] if self._against is None else self._against.clusters
-            limit = line_limit(self.run)
+            levels = line_levels(self.run)
             view = View(axis, first, end, last, points)
-            return chart_data(chart, clusters, view, other, limit)
+            return chart_data(chart, clusters, view, other, levels)
 
     def _metrics(self) -> tuple[str, bytes]:
         """Return the figures of all clusters for Prometheus."""

@@ -276,6 +276,27 @@ def test_the_first_row_of_a_long_run_begins_with_its_first_step(
     assert one.stood == pytest.approx(0)
 
 
+def test_the_line_is_told_of_beside_what_it_was_measured_to(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    carried = "While the last 50 transfers were under way the line carried 0.002"
+    assert f"{carried} Mbit/s." in what_cost_time(read_numbers(folder))
+    for step, sent in ((20, 0), (40, 50_000_000)):
+        links = [{**link(1, sent, sent, 0.03), "measured_bytes_per_second": 11.75e6}]
+        append(folder, 0, machine(0, step, links=links, measured_bytes_per_second=10e6))
+    numbers = read_numbers(folder)
+    cost = what_cost_time(numbers)
+    assert f"{carried} of 80 Mbit/s measured." in cost
+    assert (
+        "Round trip from cluster 0 to 1: 10 ms at least, the last time 30 ms; in the last minute "
+        "20 of 94 Mbit/s measured went out." in cost
+    )
+    (advice,) = [said for said in what_to_change(numbers) if "less than half" in said]
+    assert advice.startswith(
+        "While transfers are under way the line carries 0.002 of 80 Mbit/s measured, less than "
+        "half, and training waits for it: measure it again (dsx net-test)"
+    )
+
+
 def test_memory_links_and_heals_are_told_in_both_reports(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     for cluster in range(2):

@@ -87,6 +87,19 @@ def test_memory_and_the_farthest_cluster_are_of_the_last_look(tmp_path: Path) ->
         assert ("20 ms" in shown and "400 MB" in shown) == is_shown, shown
 
 
+def test_what_a_cluster_sends_stands_beside_what_its_line_was_measured_to(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    append(tmp_path / "metrics.jsonl", *(step(n) for n in range(1, 4)), sync())
+    files = RunFiles(tmp_path)
+    for told, shown in (({}, "4"), ({"measured_bytes_per_second": 11.75e6}, "4 of 94")):
+        append(tmp_path / "metrics.jsonl", {"kind": "machine", "time": time.time(), "step": 3,
+                                            **told})  # fmt: skip
+        console = Console(width=80, file=io.StringIO(), highlight=False)
+        console.print(screen("run", files.look(), [], 80))
+        drawn = console.file.getvalue()  # type: ignore[attr-defined]
+        assert f" {shown} \u2502" in drawn and "Mbit/s sent" in drawn
+
+
 def test_what_a_resumed_run_has_again_counts_once(tmp_path: Path) -> None:
     write_run(tmp_path)
     path = tmp_path / "metrics.jsonl"
@@ -182,7 +195,9 @@ def test_a_narrow_terminal_has_what_matters_most() -> None:
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(screen("first", [one], [], 80))
     text = console.export_text()
-    assert "8 Mbit/s" in text and "50.0%" in text and "tokens" not in text
+    assert (
+        " 8 \u2502" in text and "Mbit/s sent" in text and "50.0%" in text and "tokens" not in text
+    )
     assert max(map(len, text.splitlines())) <= 80
 
 

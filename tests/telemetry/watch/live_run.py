@@ -7,30 +7,47 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from dsx.bench.testbed import Testbed
 from tests.comm.links.folders import sites
 from tests.distributed import free_port
 
 NAMES = ("berlin", "oslo")
 STEPS = 100_000
+ROOT = Path(__file__).parents[3]
 
 
 class LiveRun:
     """Its processes by cluster; cluster 0 goes on alone where the other one is lost.
 
-    `ranks` each. Only the first `num_called` clusters have an address.
+    `ranks` each. Only the first `num_called` clusters have an address. On a `testbed` each is in a
+    namespace of its own; `link` is what its section has besides, `width` the net's. Each step logs
+    a text of `told` letters that do not pack well. `net_test` is what was measured.
     """
 
-    def __init__(self, folder: Path, ranks: int = 1, num_called: int = 2) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int = 1,
+        num_called: int = 2,
+        testbed: Testbed | None = None,
+        link: Mapping[str, Any] | None = None,
+        width: int = 64,
+        told: int = 0,
+        net_test: Path | None = None,
+    ) -> None:
         self.directory = folder / "run"
-        self._folder, self._ranks = folder, ranks
+        self._folder, self._ranks, self._testbed = folder, ranks, testbed
         keys = sites(folder / "keys", *NAMES)
         ports = [free_port() for _ in NAMES]
-        places = [f"=127.0.0.1:{port}" for port in ports[:num_called]] + [""] * len(NAMES)
+        hosts = [testbed.address(m) if testbed else "127.0.0.1" for m in range(num_called)]
+        places = [f"={host}:{port}" for host, port in zip(hosts, ports, strict=False)]
+        places += [""] * len(NAMES)
         for cluster, name in enumerate(NAMES):
-            link = {
+            own = {
                 "security": "curve", "arbiter": NAMES[0], "keys": str(keys[name]),
                 "members": [name + place for name, place in zip(NAMES, places, strict=False)],
                 "port": ports[cluster], "suspect_seconds": 3.0,
@@ -38,9 +55,12 @@ class LiveRun:
             dsx = {
                 "preset": "streaming_diloco", "schedule": {"interval": 8},
                 "clusters": {"num_clusters": 2, "cluster_id": cluster, "deadline_seconds": 60},
-                "link": link, "metrics": {"dir": str(self.directory)},
+                "link": {**own, **(link or {})}, "metrics": {"dir": str(self.directory)},
             }  # fmt: skip
-            (folder / f"{name}.json").write_text(json.dumps({"dsx": dsx}))
+            if net_test is not None:
+                dsx["metrics"]["net_test"] = str(net_test)
+            settings = {"dsx": dsx, "width": width, "told": told}
+            (folder / f"{name}.json").write_text(json.dumps(settings))
         self.processes: dict[int, list[subprocess.Popen[bytes]]] = {}
 
     def start(self, cluster: int) -> None:
@@ -52,11 +72,16 @@ class LiveRun:
         self.processes[cluster] = []
         for rank in range(self._ranks):
             told = {**own, "RANK": rank, "LOCAL_RANK": rank}
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)],
-                env={**os.environ, **{name: str(value) for name, value in told.items()}},
-                stdout=log, stderr=subprocess.STDOUT, cwd=Path(__file__).parents[3],
-            )  # fmt: skip
+            environment = {name: str(value) for name, value in told.items()}
+            command = [sys.executable, "-m", "tests.telemetry.watch.live_run", str(config)]
+            if self._testbed is not None:
+                environment["PYTHONPATH"] = str(ROOT)
+                process = self._testbed.start(cluster, command, environment, log.fileno())
+            else:
+                process = subprocess.Popen(
+                    command, env={**os.environ, **environment},
+                    stdout=log, stderr=subprocess.STDOUT, cwd=ROOT,
+                )  # fmt: skip
             self.processes[cluster].append(process)
 
     def kill(self, cluster: int) -> None:
@@ -82,9 +107,11 @@ def train(config: Path) -> None:
     import dsx
 
     settings: dict[str, Any] = json.loads(config.read_text())
+    width, told = (settings.pop(name) for name in ("width", "told"))
     world = dsx.init_distributed(settings)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    into, out = torch.nn.Linear(16, width), torch.nn.Linear(width, 1)
+    model = torch.nn.Sequential(into, torch.nn.Tanh(), out)
     if world.world_size > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
@@ -98,6 +125,8 @@ def train(config: Path) -> None:
         loss.backward()
         optimizer.step()
         handle.log_step(loss=float(loss), tokens=64, total_steps=STEPS)
+        if told:
+            handle.log("note", text=os.urandom(told // 2).hex())
         if handle.step % 20 == 0:
             handle.log("validation", loss=float(loss) * 1.1)
         time.sleep(0.1)

@@ -135,6 +135,36 @@ def test_members_have_weights_rounds_left_out_and_how_healing_goes(
         watch.close()
 
 
+COLOURED = """(() => {
+    const picture = document.querySelector('#chart-loss canvas');
+    const {data} = picture.getContext('2d').getImageData(0, 0, picture.width, picture.height);
+    let count = 0;
+    for (let at = 0; at < data.length; at += 4) {
+        const [red, green, blue, opaque] = data.slice(at, at + 4);
+        count += opaque > 200 && Math.max(red, green, blue) - Math.min(red, green, blue) > 80;
+    }
+    return count;
+})()"""
+
+
+def test_a_run_of_one_step_is_seen_and_its_method_is_explained(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=1)
+    watch = Watch(WatchedRun(folder))
+    try:
+        with opened(watch.address) as tab:
+            tab.page.wait_for_selector("#chart-loss canvas")
+            tab.wait(f"{COLOURED} > 20")  # a line of one point has none
+            tab.page.locator("header .why").click()
+            assert "fragments" in tab.text("header .meaning")
+            tab.page.keyboard.press("Escape")
+            ticks = "import('/dom.js').then((dom) => dom.inSteps({}, 'percent'))"
+            assert tab.page.evaluate(ticks.format("[0.9975, 1]")) == ["99.75 %", "100.00 %"]
+            assert tab.page.evaluate(ticks.format("[0.9, 1]")) == ["90 %", "100 %"]
+            assert tab.page.evaluate(ticks.format("[0.9999, 1]")) == ["99.99 %", "100.00 %"]
+    finally:
+        watch.close()
+
+
 def test_a_phone_and_a_keyboard_reach_everything(tmp_path: Path) -> None:
     watch = Watch(WatchedRun(make_run(tmp_path / "run", clusters=3, steps=300)))
     try:
@@ -199,8 +229,11 @@ def test_what_is_under_way_moves_with_the_clock(tmp_path: Path, width: int, heig
     folder = make_run(tmp_path / "run")
     now = time.time()
     told = [step_record(0, step, time=now - 60 + step) for step in range(41, 60)]
-    held = machine(0, 59, links=[link(1, 500_000, 70, 0.05)])
-    append(folder, 0, *told, {**held, "time": now})
+    for step, sent in ((49, 250_000), (59, 500_000)):
+        one = {**link(1, sent, 70, 0.05), "measured_bytes_per_second": 11.75e6}
+        held = machine(0, step, links=[one], measured_bytes_per_second=10e6)
+        append(folder, 0, {**held, "time": now - 59 + step})
+    append(folder, 0, *told)
     append(folder, 0, {**of(0, "launch", 60, fragment=1), "time": now})
     watch = Watch(WatchedRun(folder))
     bar = "document.querySelector('#lanes .under-way rect')"
@@ -221,6 +254,13 @@ def test_what_is_under_way_moves_with_the_clock(tmp_path: Path, width: int, heig
             assert tab.page.evaluate("document.documentElement.scrollWidth") <= width
             assert "outer state 5 kB, planned 5 kB" in tab.text(".tile[data-key=memory]")
             assert "50 ms" in tab.text(".tile[data-key=round_trip]")
+            tile = tab.text(".tile[data-key=line]")
+            assert "Mbit/s" in tile and "of 80 measured, while a transfer is under way" in tile
+            tab.page.locator("#chart-line").scroll_into_view_if_needed()
+            tab.wait(
+                "document.querySelector('#chart-line .picture')?.ariaLabel?.includes('measured')"
+            )
+            assert "0.2 of 94 Mbit/s measured" in tab.text("#links tbody")
             links = tab.text("#links tbody")
             assert "0 \u2192 1" in links and "10 ms" in links and "500 kB" in links
             assert "400 MB" in tab.text("#memory tbody")

@@ -10,15 +10,17 @@ import pytest
 from dsx.telemetry.html_report.page import read_numbers
 from dsx.telemetry.html_report.sentences import what_cost_time
 from dsx.telemetry.run_folder import cluster_file
+from dsx.telemetry.watch.charts import BY_KEY, View, chart_data
 from dsx.telemetry.watch.lanes import lanes
 from dsx.telemetry.watch.run import WatchedRun
-from dsx.telemetry.watch.state import state
+from dsx.telemetry.watch.state import line_levels, state
 from tests.telemetry.watch.folders import (
     BEGUN,
     about,
     append,
     healed,
     link,
+    machine,
     make_run,
     of,
     say_time,
@@ -120,6 +122,25 @@ def test_memory_and_links_have_rows_tiles_and_charts(tmp_path: Path) -> None:
     assert "sent_bytes_per_second" not in row
     append(folder, 0, step_record(0, 15))
     assert read(run) and len(run.clusters[0].machine) == 1
+
+
+def test_a_line_is_shown_beside_what_it_was_measured_to(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    assert "measured" not in read(WatchedRun(folder))["traffic"]
+    for cluster, measured in ((0, 2e6), (1, 1e6)):
+        links = [{**link(1 - cluster, 9, 9, 0.01), "measured_bytes_per_second": measured}]
+        append(folder, cluster, machine(cluster, 40, links=links,
+                                        measured_bytes_per_second=measured / 2))  # fmt: skip
+    run = WatchedRun(folder)
+    found = read(run)
+    assert found["traffic"]["measured"] == 0.5e6  # the slowest cluster's
+    assert found["traffic"]["line"] == 250.0  # 500 bytes in 2 s, in each transfer
+    assert [row["measured_bytes_per_second"] for row in found["links"]] == [2e6, 1e6]
+    assert line_levels(run) == {"limit": 12.5e6, "measured": 0.5e6}
+    lines = chart_data(BY_KEY["line"], run.clusters, View(), levels=line_levels(run))["lines"]
+    assert [(line["name"], line["y"][0]) for line in lines[-2:]] == [
+        ("limit", 12.5e6), ("measured", 0.5e6),
+    ]  # fmt: skip
 
 
 def test_of_many_links_the_slowest_are_shown_and_counted(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 // One chart: fetched for the span that is looked at, drawn by uPlot, with a legend of its own.
 
-import {clock, el, inUnit, number, setText} from "./dom.js";
+import {clock, el, inSteps, inUnit, number, setText} from "./dom.js";
 import {explain} from "./explain.js";
 import {gridInk, ink, onChange, styleOf} from "./look.js";
 
@@ -81,7 +81,7 @@ export class Chart {
       const style = styleOf(line, index, namesIn(lines));
       series.push({
         label: nameOf(line), spanGaps: false, ...style,
-        points: {show: Boolean(line.dots), size: 7, fill: style.stroke},
+        points: {show: (plot, at) => line.dots || isShort(plot.data[at]), size: 7, fill: style.stroke},
         ...(line.dots ? {paths: () => null} : {}),
       });
       if ("low" in line) {
@@ -96,7 +96,7 @@ export class Chart {
       scales: {x: {time: axis === "time", auto: false}, y: {range: roomy}},
       axes: [
         {...axisLook, ...(axis === "time" ? {} : {values: (_, ticks) => ticks.map((v) => number(v))})},
-        {...axisLook, size: 68, values: (_, ticks) => ticks.map((v) => inUnit(v, unit))},
+        {...axisLook, size: 68, values: (_, ticks) => inSteps(ticks, unit)},
       ],
       cursor: {drag: {x: true, y: false, setScale: false}, sync: {key: "dsx"}, points: {size: 6}},
       hooks: {
@@ -204,6 +204,11 @@ function columns({x, lines}) {
     if ("low" in line) found.push(open(line.low), open(line.high));
   }
   return found;
+}
+
+// Of one value or two there is hardly a line to be seen.
+function isShort(values) {
+  return values.filter((value) => value !== undefined && value !== null).length < 3;
 }
 
 function roomy(_, low, high) {

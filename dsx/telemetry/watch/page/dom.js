@@ -37,6 +37,11 @@ export function number(value, digits = 4) {
   return String(Number(value.toPrecision(digits)));
 }
 
+// Bytes per second as lines are sold.
+export function mbits(value) {
+  return number(value * 8e-6, 3);
+}
+
 function scaled(value, unit) {
   let place = 0;
   while (Math.abs(value) >= 999.5 && place < PREFIXES.length - 1) {
@@ -74,4 +79,12 @@ const UNITS = {
 
 export function inUnit(value, unit) {
   return typeof value === "number" ? UNITS[unit](value) : number(value);
+}
+
+// Ticks of an axis: shares that lie close together have the digits that tell them apart.
+export function inSteps(ticks, unit) {
+  if (unit !== "percent" || ticks.length < 2) return ticks.map((value) => inUnit(value, unit));
+  const step = 100 * (ticks[1] - ticks[0]);
+  const digits = [0, 1, 2, 3, 4, 5].find((n) => Math.abs(Number(step.toFixed(n)) - step) < 1e-3 * step) ?? 6;
+  return ticks.map((value) => `${(100 * value).toFixed(digits)} %`);
 }

@@ -9,7 +9,7 @@ export const isDark = () => window.matchMedia("(prefers-color-scheme: dark)").ma
 // `index` is a line's place, and `names` are those of its chart's lines: a cluster has one colour.
 export function styleOf(line, index, names) {
   if (line.name === "average") return {stroke: isDark() ? "#ffffff" : "#000000", width: 2.5, dash: []};
-  if (line.name === "reference" || line.name === "limit") return {stroke: isDark() ? "#aaaaaa" : "#777777", width: 1.5, dash: [3, 3]};
+  if (line.name === "reference" || ["limit", "measured"].includes(line.name)) return {stroke: isDark() ? "#aaaaaa" : "#777777", width: 1.5, dash: [3, 3]};
   const number = line.cluster ?? index;
   const colours = isDark() ? DARK : LIGHT;
   const dash = line.cluster === undefined ? index : number * names.length + names.indexOf(line.name);

@@ -1,10 +1,12 @@
 // What each cluster's first rank holds against its plan, and what its links are like.
 
-import {byId, bytes, duration, el, show} from "./dom.js";
+import {byId, bytes, duration, el, mbits, show} from "./dom.js";
 import {head} from "./panels.js";
 
 const told = (value, how = bytes) => (value === undefined ? "-" : how(value));
-const rate = (value) => `${bytes(value)}/s`;
+const rate = (value) => `${mbits(value)} Mbit/s`;
+const beside = (value, measured) => (measured === undefined ? rate(value)
+  : `${mbits(value)} of ${mbits(measured)} Mbit/s measured`);
 
 export function showMemory(rows) {
   const panel = byId("memory");
@@ -36,7 +38,8 @@ export function showLinks(rows, count) {
     ["link", (row) => `${row.of} \u2192 ${row.to}`],
     ["round trip", (row) => told(row.round_trip_seconds, duration)],
     ["least", (row) => told(row.least_seconds, duration)],
-    ["goes out", (row) => told(row.sent_bytes_per_second, rate)],
+    ["goes out", (row) => told(row.sent_bytes_per_second,
+      (value) => beside(value, row.measured_bytes_per_second))],
     ["comes in", (row) => told(row.received_bytes_per_second, rate)],
     ["sent", (row) => told(row.sent_bytes)],
     ["received", (row) => told(row.received_bytes)],

@@ -1,10 +1,10 @@
 // Everything that is not a chart: tiles, clusters, parity, guard, checkpoints, events.
 
-import {byId, bytes, clock, duration, el, number, setText, show} from "./dom.js";
+import {byId, bytes, clock, duration, el, mbits, number, setText, show} from "./dom.js";
 import {explain} from "./explain.js";
 
 const WORDS = {
-  waiting: "No cluster has written a record yet.", training: "Training.",
+  waiting: "No cluster has written a record yet: the run has not begun, or has not ended its first step. This page shows it as soon as it does.", training: "Training.",
   silent: "Nobody has said anything for some time.", finished: "Finished.",
   stopped: "Ended before it was finished.",
 };
@@ -15,7 +15,7 @@ export function showState(state) {
   document.title = `${state.run}: ${state.phase} - dsx watch`;
   setText(byId("name"), state.run);
   setText(byId("sentence"), sentence(state));
-  setText(byId("what"), state.what ?? "");
+  showWhat(state.what);
   setText(byId("folder"), `${state.folder}${state.against ? `, against ${state.against}` : ""}`);
   const trouble = [state.trouble, ...(state.other_runs.length
     ? [`left out: cluster ${state.other_runs.join(", ")}, whose records are of another run`] : []),
@@ -28,6 +28,14 @@ export function showState(state) {
   showGuard(state.guard);
   showCheckpoints(state.checkpoints);
   showEvents(state.events);
+}
+
+// Which method runs, and what its words mean.
+function showWhat(text) {
+  const place = byId("what");
+  setText(place, text ?? "");
+  const made = text && !place.nextElementSibling && explain("what", "the method");
+  if (made) place.after(" ", made);
 }
 
 function sentence(state) {
@@ -63,6 +71,7 @@ function showTiles(state) {
     tile("sent", "sent by a cluster", said(traffic.sent, bytes), traffic.data_parallel
       ? `data parallel: ${number(traffic.data_parallel / traffic.sent, 3)} times as much` : ""),
     tile("transfer", "transfers hidden", said(traffic.hidden, percent), "of the last 50, behind training"),
+    tile("line", "line", said(traffic.line, (rate) => `${mbits(rate)} Mbit/s`), beside(traffic.measured, state.line_limit_mbit)),
     tile("round_trip", "round trip", said(longest(state.links, "round_trip_seconds"), duration),
       `${said(longest(state.links, "least_seconds"), duration)} at least`),
     tile("memory", "memory", said(longest(state.memory, "process_bytes"), bytes), planned(state.memory)),
@@ -82,6 +91,12 @@ function showTiles(state) {
     setText(parent.children[at].querySelector(".value"), row.value);
     setText(parent.children[at].querySelector(".more"), row.more);
   });
+}
+
+// What the line's rate is to be seen beside.
+function beside(measured, limit) {
+  if (measured !== undefined) return `of ${mbits(measured)} measured, while a transfer is under way`;
+  return limit === undefined ? "while a transfer is under way" : `of ${number(limit, 3)} allowed, while a transfer is under way`;
 }
 
 // The largest that any row has, if one has any.
