@@ -9,14 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from dsx.checkpoint.averaged_model import (
-    DTYPES,
-    SavedModel,
-    bare_model,
-    find_model,
-    write_safetensors,
-)
+from dsx.checkpoint.averaged_model import SavedModel, bare_model, find_model
 from dsx.checkpoint.of_run import find_saved
+from dsx.checkpoint.weight_files import DTYPES, write_safetensors
 from dsx.engines.deepspeed.files import read_untrained, write_universal
 from dsx.engines.hf_folder.folder import FolderOptions, write_folder
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from dsx.checkpoint.averaged_model import DTYPES, find_model
+from dsx.checkpoint.averaged_model import find_model
+from dsx.checkpoint.weight_files import DTYPES
 from dsx.engines.export import ExportOptions, export_checkpoint
 from tests.distributed import run_distributed
 from tests.engines.megatrons import (

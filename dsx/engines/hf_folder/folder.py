@@ -15,8 +15,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from dsx.checkpoint.averaged_model import DTYPES, SavedModel, write_safetensors
+from dsx.checkpoint.averaged_model import SavedModel
 from dsx.checkpoint.tags import UNFINISHED
+from dsx.checkpoint.weight_files import DTYPES, write_safetensors
 from dsx.config.files import read_text, require_folder
 from dsx.engines.hf_folder.architecture import (
     Architecture,
@@ -93,8 +94,6 @@ def write_folder(
     made_by = architecture.made_by if architecture else None
     text = card(options.out.name, model, _TYPES[options.dtype], facts, made_by)
     (unfinished / CARD).write_text(text)
-    for file in unfinished.glob("*.safetensors"):
-        shutil.copymode(unfinished / CONFIG, file)  # safetensors makes files for their owner alone
     if options.out.is_dir():
         options.out.rmdir()  # empty
     unfinished.rename(options.out)
