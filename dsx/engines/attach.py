@@ -179,6 +179,7 @@ def attach_megatron(
     facts: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     tracked: Mapping[str, Resumable] | None = None,
+    vocab_size: int | None = None,
 ) -> Handle:
     """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
 
@@ -194,6 +195,7 @@ def attach_megatron(
     `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
     all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
     or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
+    `vocab_size`: the tokenizer's, without the rows that pad the model's, for `dsx export --hf`.
     A cluster that joins a run loads neither: `settle()` first, then steps from `handle.step` on.
     ValueError where both are given, and for what of Megatron is not served, by its name.
     """
@@ -214,7 +216,9 @@ def attach_megatron(
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
     method, is_on_host = resolved.method, resolved.state.is_on_host
     backwards = method.schedule.backwards
-    adapter = MegatronAdapter(chunks, optimizer, method.fragments, is_on_host, backwards)
+    adapter = MegatronAdapter(
+        chunks, optimizer, method.fragments, is_on_host, backwards, vocab_size
+    )
     all_facts = {**adapter.facts(), **(facts or {})}
     compared = settings_of_configs(chunks, optimizer) if settings is None else settings
     handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
