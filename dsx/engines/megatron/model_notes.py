@@ -41,7 +41,7 @@ class NoteTaker:
         activation = model.config.activation_func
         return ModelNotes(
             type(model).__name__,
-            plain(vars(model.config)),
+            _settings(model.config),
             getattr(activation, "__name__", type(activation).__name__),
             str(getattr(model, "position_embedding_type", None)),
             int(getattr(model, "max_sequence_length", 0)),
@@ -57,6 +57,12 @@ class NoteTaker:
             [] if frequencies is None else frequencies.tolist(),
             dict(sorted(cuts.items())),
         )
+
+
+def _settings(config: Any) -> Mapping[str, Any]:
+    """Return a configuration's plain values, without the paths of a site."""
+    values = plain(vars(config))
+    return {k: v for k, v in values.items() if not k.endswith(("_dir", "_path", "_file"))}
 
 
 def _cuts(parameters: Sequence[Parameter], config: Any) -> Mapping[str, tuple[int, int]]:
