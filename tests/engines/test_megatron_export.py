@@ -117,6 +117,9 @@ def require_logits(folder: Path, kind: Kind, expected: list[Any], own: list[Any]
     config = json.loads((folder / "config.json").read_text())
     assert config["model_type"] == kind.family.split()[0]
     assert config["tie_word_embeddings"] == kind.is_tied and config["vocab_size"] == IN_USE
+    is_interpolated = kind.family == "llama tied"
+    linear = {"rope_type": "linear", "factor": 2.0} if is_interpolated else None
+    assert config.get("rope_scaling") == linear
     assert (folder / "model.safetensors.index.json").is_file()
     model: Any
     model, told = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -30,6 +30,7 @@ from tests.engines.megatron_saved import (
     with_notes,
 )
 from tests.engines.test_hf_folder import export
+from tests.installed import needs
 
 WHERE = Path("saved")
 
@@ -208,6 +209,21 @@ def test_rotary_positions() -> None:
     for refused in (both, other):
         with pytest.raises(ValueError, match="have frequencies that no config.json gives"):
             rotary_scaling(refused, WHERE)
+
+
+@pytest.mark.ci
+@needs("transformers")
+@pytest.mark.parametrize("factor", [None, 8.0, 32.0])
+def test_rotary_frequencies_are_those_of_transformers(factor: float | None) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    notes = notes_of(Shape(head=64, length=16384), True)
+    rotary = {"base": 500000, "percent": 1.0, "is_scaled": factor is not None}
+    frequencies = scaled_as_megatron(500000.0, 32, factor or 1.0)
+    notes = with_notes(notes, rotary={**rotary, "interpolation": None}, frequencies=frequencies)
+    made = LlamaRotaryEmbedding(LlamaConfig.from_dict(family_of(notes, WHERE).config))
+    assert torch.allclose(made.inv_freq, torch.tensor(frequencies), rtol=1e-6, atol=0)
 
 
 def test_what_is_not_whole_or_not_of_this_form(tmp_path: Path) -> None:

@@ -75,7 +75,9 @@ class JoinedModel:
         if name not in self.notes.cuts:
             raise ValueError(f"{where / NOTES} does not say how {name} is cut: take another tag")
         if sorted(of_rank) != list(range(len(of_rank))):
-            raise ValueError(f"{where} lacks slices of {name}: it holds {', '.join(stored)}")
+            raise ValueError(
+                f"{where} lacks slices of {name}: it holds {', '.join(stored)}; take another --tag"
+            )
         dimension, runs = self.notes.cuts[name]
         whole = list(shape)
         whole[dimension] *= len(stored)
