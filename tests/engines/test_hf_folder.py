@@ -176,7 +176,11 @@ def test_what_is_refused(run: Simulated, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "facts", "message"),
     [
-        ("masters.json", {}, r"of a Megatron run, .* Megatron Bridge converts"),
+        (
+            "masters.json",
+            {},
+            r"of a Megatron run and lacks dsx_megatron.json, .* Megatron Bridge conv",
+        ),
         (MODULE_FACTS, {"places": {"0": "tied_modules.e"}}, "is of a pipeline, whose parameters"),
     ],
 )
