@@ -36,6 +36,7 @@ from dsx.engines.torch import (
     require_unattached,
 )
 from dsx.engines.torch_ranks import TorchRanksAdapter
+from dsx.method.fragments import Fragmenter
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
 from dsx.training.positions import Resumable
@@ -213,9 +214,7 @@ def attach_megatron(
     resolved = load_config(config)
     _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    fragments, backwards = resolved.method.fragments, resolved.method.schedule.backwards
-    on_host = resolved.state.is_on_host
-    adapter = MegatronAdapter(chunks, optimizer, fragments, on_host, backwards, vocab_size)
+    adapter = MegatronAdapter(chunks, optimizer, *_of_adapter(resolved), vocab_size)
     all_facts = {**adapter.facts(), **(facts or {})}
     compared = settings_of_configs(chunks, optimizer) if settings is None else settings
     handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
@@ -230,6 +229,11 @@ def attach_megatron(
     follow_steps(handle, world, before_zero_grad(optimizer))
     optimizer.dsx = handle
     return handle
+
+
+def _of_adapter(settings: DsxConfig) -> tuple[Fragmenter, bool, int]:
+    method = settings.method
+    return method.fragments, settings.state.is_on_host, method.schedule.backwards
 
 
 def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
@@ -295,9 +299,7 @@ def _attach_deepspeed(
     _refuse_unused(settings, divides_data)
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
-    is_on_host = settings.state.is_on_host
-    method = settings.method
-    adapter = DeepSpeedAdapter(engine, method.fragments, is_on_host, method.schedule.backwards)
+    adapter = DeepSpeedAdapter(engine, *_of_adapter(settings))
     facts = {
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted
