@@ -104,6 +104,7 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         facts={"arguments": facts, "data": run.data, "validation": run.validation},
         settings={"arguments": settings_of_arguments(arguments)},
         tracked={SAMPLES: run.division.place},
+        vocab_size=_vocab_size(arguments),
     )
     run.handle.preemption.engine = EndOfLoop()
     run.handle.joining.follows["megatron"] = Counters(run, scheduler)
@@ -123,6 +124,14 @@ def _attach(run: Run, model: Any, optimizer: Any, scheduler: Any) -> None:
         f"{method.method.schedule.interval} steps, {len(run.handle.loop.adapter.fragments)} "
         "fragment(s) on this stage"
     )
+
+
+def _vocab_size(arguments: Any) -> int | None:
+    """Return the tokenizer's vocabulary, which Megatron has padded; None where there is none."""
+    tokenizer = getattr(probe.module("megatron.training.global_vars"), "_GLOBAL_TOKENIZER", None)
+    size = getattr(tokenizer, "vocab_size", None)
+    padded = getattr(arguments, "padded_vocab_size", None)
+    return size if isinstance(size, int) and padded and 0 < size <= padded else None
 
 
 def _require_same_start(run: Run, arguments: Any) -> None:

@@ -210,7 +210,13 @@ def set_up(arguments: argparse.Namespace) -> Run:
         seed=arguments.seed,
     )
     facts = {"global_batch_size": arguments.global_batch_size}  # the mean is not weighted
-    handle = dsx.attach_megatron(engine.chunks, engine.optimizer, config=config, facts=facts)
+    handle = dsx.attach_megatron(
+        engine.chunks,
+        engine.optimizer,
+        config=config,
+        facts=facts,
+        vocab_size=dataset.vocab_size,
+    )
     require_same(batches, handle.gather)
     handle.track(data=batches)
     if arguments.load:

@@ -4,11 +4,11 @@ What is exported is what `averaged()` would have held at the save, as the method
 or the mean of the clusters' masters, of the newest tag that is complete in all clusters at hand. If
 a cluster is not there the anchor stands in, where there is one. Transfers in flight are left out.
 
-Parameters are written one shard at a time, so that a host needs memory for one shard, in the order
-of the module's names. What dsx does not train (frozen parameters, buffers) is cluster 0's, from
-DeepSpeed's own files; a parameter of two names is written under both. A tied weight of a pipeline
-has one name in its module and is written once; the file's metadata names the places that share it,
-as `safetensors.torch.save_model` does.
+Parameters are put together and written one at a time (weight_files.py), so that a host needs memory
+for the largest, in the order of the module's names. What dsx does not train (frozen parameters,
+buffers) is cluster 0's, from DeepSpeed's own files; a parameter of two names is written under both.
+A tied weight of a pipeline has one name in its module and is written once; the file's metadata
+names the places that share it, as `safetensors.torch.save_model` does.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dsx.checkpoint.checksums import DAMAGED, find_damage, require_intact
@@ -42,13 +41,10 @@ from dsx.checkpoint.tags import (
     require_readable,
     same_content,
 )
-from dsx.core.progress import SOON, Progress
 from dsx.core.types import Slot
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 logger = logging.getLogger(__name__)
 MODULE_FACTS = "dsx_module.json"  # beside the ranks' files: {"aliases": {name: name it shares}}
-Tell = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -228,74 +224,3 @@ def _is_of(directory: Path, own: Mapping[str, Any]) -> bool:
         return False
     other = SavedRank(path).meta
     return all(other[key] == own[key] for key in ("session", "step", "engine_holds"))
-
-
-def write_safetensors(
-    model: SavedModel,
-    untrained: Mapping[str, Tensor],
-    out: Path,
-    dtype: torch.dtype,
-    shard_bytes: int,
-    tell: Tell,
-    left_out: Collection[str] = (),
-) -> list[Path]:
-    """Write the model as Hugging Face does, and return the files.
-
-    One `model.safetensors`, or numbered ones of up to `shard_bytes` with an index. Names of
-    shared tensors that are `left_out` are not written.
-    """
-    sizes = {n: math.prod(p.shape) * dtype.itemsize for n, p in model.parameters.items()}
-    known = {*sizes, *model.aliases}
-    extra = {name: t for name, t in untrained.items() if name not in known}
-    sizes |= {name: t.numel() * _dtype_of(t, dtype).itemsize for name, t in extra.items()}
-    for name, source in model.aliases.items():
-        if source in sizes:
-            sizes[name] = sizes[source]
-    sizes = {name: size for name, size in sizes.items() if name not in left_out}
-    shards = list(_shards(sizes, shard_bytes))
-    out.mkdir(parents=True, exist_ok=True)
-    files: list[Path] = []
-    weight_map: dict[str, str] = {}
-    progress = Progress(f"weights for {out}", sum(sizes.values()), True, first_seconds=SOON)
-    for index, names in enumerate(shards, start=1):
-        file = "model.safetensors"
-        if len(shards) > 1:
-            file = f"model-{index:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
-        for name in names:
-            source = model.aliases.get(name, name)
-            if source in extra:
-                tensor = extra[source].to(_dtype_of(extra[source], dtype))
-                tensors[name] = tensor.clone(memory_format=torch.contiguous_format)
-            else:
-                tensors[name] = model.tensor(source).to(dtype)
-            progress.moved(sizes[name])
-        copies = {place: name for place, name in model.copies.items() if name in tensors}
-        save_file(tensors, out / file, metadata={"format": "pt", **copies})
-        tell(f"{file}: {len(names)} tensors, {sum(sizes[n] for n in names):,} bytes")
-        weight_map.update(dict.fromkeys(names, file))
-        files.append(out / file)
-    if len(shards) > 1:
-        contents = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        files.append(out / "model.safetensors.index.json")
-        files[-1].write_text(json.dumps(contents, indent=2) + "\n")
-    return files
-
-
-def _dtype_of(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type to write a tensor in: only floating point follows the option."""
-    return dtype if tensor.is_floating_point() else tensor.dtype
-
-
-def _shards(sizes: Mapping[str, int], largest: int) -> Iterator[list[str]]:
-    """Yield names in order, as many at a time as fit; one that does not fit at all comes alone."""
-    names: list[str] = []
-    used = 0
-    for name, size in sizes.items():
-        if names and used + size > largest:
-            yield names
-            names, used = [], 0
-        names.append(name)
-        used += size
-    if names:
-        yield names

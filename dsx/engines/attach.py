@@ -36,6 +36,7 @@ from dsx.engines.torch import (
     require_unattached,
 )
 from dsx.engines.torch_ranks import TorchRanksAdapter
+from dsx.method.fragments import Fragmenter
 from dsx.telemetry.stalls import stall_watch
 from dsx.training.handle import Handle
 from dsx.training.positions import Resumable
@@ -179,23 +180,24 @@ def attach_megatron(
     facts: Mapping[str, Any] | None = None,
     settings: Mapping[str, Any] | None = None,
     tracked: Mapping[str, Resumable] | None = None,
+    vocab_size: int | None = None,
 ) -> Handle:
     """Add outer training to a Megatron model and its optimizer; `optimizer.dsx` is the handle.
 
     `model_chunks` is the list of chunks that `get_megatron_optimizer` was given, or the only one.
     `config` holds the "dsx" block. `facts` must be equal in all clusters (a global batch size), and
-    `settings`, too, but for those in `clusters.may_differ`; without them those of the optimizer's
-    and the model's configurations are compared.
-    The world must be `init_distributed`'s, and Megatron's parallel state initialised in it.
-    Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
+    `settings`, too, but for those in `clusters.may_differ`; without them those of optimizer and
+    model are compared. `vocab_size`: the tokenizer's, without the rows that pad the model's, for
+    `dsx export --hf`. The world must be `init_distributed`'s, and Megatron's parallel state made in
+    it. Collective over all ranks of all clusters: it takes cluster 0's weights everywhere.
 
     `resume=(directory, iteration)`, where Megatron has loaded that iteration before: the weights
     stay each cluster's own and the outer state is what `save_outer_state` has written there.
-    `begins_from=(source, counters)`, where Megatron has loaded a checkpoint of a run without dsx:
-    all clusters must have loaded the same weights, optimizer states and `counters`, plain values,
-    or it is an error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded.
-    A cluster that joins a run loads neither: `settle()` first, then steps from `handle.step` on.
-    ValueError where both are given, and for what of Megatron is not served, by its name.
+    `begins_from=(source, counters)`, where it has loaded a checkpoint of a run without dsx: all
+    clusters must have the same weights, optimizer states and `counters`, plain values, or it is an
+    error that names `source`. `tracked`: as `handle.track`, before `resume` is loaded. A cluster
+    that joins a run loads neither: `settle()` first, then steps from `handle.step` on. ValueError
+    where both are given, and for what of Megatron is not served, by its name.
     """
     if resume and begins_from:
         raise ValueError(f"resume={resume!r} or begins_from={begins_from!r}: give one, not both")
@@ -212,9 +214,7 @@ def attach_megatron(
     resolved = load_config(config)
     _refuse_of_megatron(resolved)
     chunks = list(model_chunks) if isinstance(model_chunks, (list, tuple)) else [model_chunks]
-    method, is_on_host = resolved.method, resolved.state.is_on_host
-    backwards = method.schedule.backwards
-    adapter = MegatronAdapter(chunks, optimizer, method.fragments, is_on_host, backwards)
+    adapter = MegatronAdapter(chunks, optimizer, *_of_adapter(resolved), vocab_size)
     all_facts = {**adapter.facts(), **(facts or {})}
     compared = settings_of_configs(chunks, optimizer) if settings is None else settings
     handle = Handle(adapter, world, resolved, all_facts, bool(resume), compared, bool(begins_from))
@@ -229,6 +229,11 @@ def attach_megatron(
     follow_steps(handle, world, before_zero_grad(optimizer))
     optimizer.dsx = handle
     return handle
+
+
+def _of_adapter(settings: DsxConfig) -> tuple[Fragmenter, bool, int]:
+    method = settings.method
+    return method.fragments, settings.state.is_on_host, method.schedule.backwards
 
 
 def _settings_of(model: torch.nn.Module, optimizers: Sequence[Any]) -> dict[str, Any]:
@@ -294,9 +299,7 @@ def _attach_deepspeed(
     _refuse_unused(settings, divides_data)
     if hasattr(engine, "dsx"):
         raise ValueError("this engine has a dsx handle already: attach it once")
-    is_on_host = settings.state.is_on_host
-    method = settings.method
-    adapter = DeepSpeedAdapter(engine, method.fragments, is_on_host, method.schedule.backwards)
+    adapter = DeepSpeedAdapter(engine, *_of_adapter(settings))
     facts = {
         "pipeline_stage": [adapter.stage.index, adapter.stage.count],
         "train_batch_size": engine.train_batch_size(),  # the mean is not weighted

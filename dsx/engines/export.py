@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor
-
-from dsx.checkpoint.averaged_model import (
-    DTYPES,
-    SavedModel,
-    bare_model,
-    find_model,
-    write_safetensors,
-)
+from dsx.checkpoint.averaged_model import SavedModel, bare_model, find_model
 from dsx.checkpoint.of_run import find_saved
+from dsx.checkpoint.weight_files import DTYPES, write_safetensors
 from dsx.engines.deepspeed.files import read_untrained, write_universal
-from dsx.engines.hf_folder.folder import FolderOptions, write_folder
+from dsx.engines.hf_folder.folder import Converted, FolderOptions, write_folder
+from dsx.engines.megatron_model.huggingface import HuggingFaceModel
+from dsx.engines.megatron_model.joined import JoinedModel
+from dsx.engines.megatron_model.notes import NOTES, read_notes
 
 FORMATS = ("safetensors", "universal")
 
@@ -71,7 +67,7 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
     folder = _folder_options(options)
     saved = find_saved(options.path, options.tag)
     model = bare_model(saved.base) if saved.is_bare else find_model(saved.base, saved.tag)
-    _require_whole(model)
+    joined = _joined(model)
     what = f"mean of {model.num_saved_clusters} clusters" if model.is_mean else "anchor"
     tell(f"{model.directory}: {what} at step {model.step}, {model.numel:,} trained elements")
     if model.is_second_best:
@@ -81,29 +77,52 @@ def export_checkpoint(options: ExportOptions, tell: Callable[[str], None]) -> No
         )
     if model.in_flight:
         tell(f"left out: {model.in_flight} transfer(s) that were in flight")
-    untrained = read_untrained(model)
-    files = _write(model, untrained, options, folder, tell)
+    files = _write(model, joined, options, folder, tell)
     size = sum(file.stat().st_size for file in files)
     tell(f"wrote {len(files)} file(s), {size:,} bytes, to {options.hf or options.out}")
 
 
 def _write(
     model: SavedModel,
-    untrained: Mapping[str, Tensor],
+    joined: JoinedModel | None,
     options: ExportOptions,
     folder: FolderOptions | None,
     tell: Callable[[str], None],
 ) -> list[Path]:
     """Write the model in the form that was asked for; return the files."""
+    untrained = {} if joined else read_untrained(model)
     if folder is not None:
-        return write_folder(model, untrained, folder, tell)
+        return write_folder(model, untrained, folder, tell, _converted(joined, tell))
     assert options.out is not None
+    if options.format == "universal" and joined is not None:
+        raise ValueError(
+            f"--format universal is DeepSpeed's, and {model.directory} is of a Megatron run: leave "
+            "it out for the weights under Megatron's names, or give --hf DIR in the place of --out"
+        )
     if options.format == "universal":
         tell(f"converting with DeepSpeed to {options.out / model.directory.name} ...")
         written = write_universal(model, untrained, options.out)
         return [file for file in written.rglob("*") if file.is_file()]
     dtype = DTYPES[options.dtype]
-    return write_safetensors(model, untrained, options.out, dtype, options.shard_bytes, tell)
+    return write_safetensors(
+        joined or model, untrained, options.out, dtype, options.shard_bytes, tell
+    )
+
+
+def _converted(joined: JoinedModel | None, tell: Callable[[str], None]) -> Converted | None:
+    """Return a Megatron run's model as Hugging Face has it; None of another run."""
+    if joined is None:
+        return None
+    weights, notes = HuggingFaceModel(joined), joined.notes
+    tell(f"as {weights.config['model_type']}: {len(weights.parameters)} tensors")
+    if notes.vocab_size is None:
+        tell(
+            f"vocabulary: all {notes.rows:,} rows, with those that Megatron pads it by: the run "
+            "has not said how many are in use"
+        )
+    elif notes.vocab_size < notes.rows:
+        tell(f"vocabulary: {notes.vocab_size:,} of {notes.rows:,} rows, without Megatron's padding")
+    return Converted(weights, weights.config, joined.saved.directory / NOTES)
 
 
 def _folder_options(options: ExportOptions) -> FolderOptions | None:
@@ -120,12 +139,20 @@ def _folder_options(options: ExportOptions) -> FolderOptions | None:
     )
 
 
-def _require_whole(model: SavedModel) -> None:
-    """Refuse slices of tensor parallelism, which nobody could load as they are."""
+def _joined(model: SavedModel) -> JoinedModel | None:
+    """Return a Megatron run's model with its slices joined; None of another run.
+
+    ValueError for slices of tensor parallelism that nothing is said of.
+    """
+    notes = read_notes(model.directory)
+    if notes is not None:
+        return JoinedModel(model, notes)
     slices = [name for name in model.parameters if re.search(r"\.slice_\d+$", name)]
     if slices:
         raise ValueError(
             f"{model.directory} holds {slices[0]} and {len(slices) - 1} more slices of "
-            "tensor-parallel weights, which dsx export does not join: convert Megatron's own "
-            "checkpoint of this iteration, which holds the averaged model after finish()"
+            f"tensor-parallel weights, and no {NOTES}, which says how they are joined: go on from "
+            "it with this dsx and save it again, or convert Megatron's own checkpoint of this "
+            "iteration, which holds the averaged model after finish()"
         )
+    return None

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from dsx.checkpoint.averaged_model import find_model
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag
+from dsx.checkpoint.weight_files import write_safetensors
 from dsx.cli import app
 from dsx.comm.topology import RankInfo
 from tests.checkpoint.saved import save_state
@@ -102,8 +103,6 @@ def test_shards_and_types(tmp_path: Path) -> None:
 
 
 def test_files_of_a_limited_size(tmp_path: Path) -> None:
-    from dsx.checkpoint.averaged_model import find_model, write_safetensors
-
     model = find_model(checkpoint(trained("diloco", 4), tmp_path), None)
     extra = {"steps": torch.tensor([3]), "layers.0.bias": torch.zeros(1)}
     files = write_safetensors(model, extra, tmp_path / "out", torch.float32, 300, print)

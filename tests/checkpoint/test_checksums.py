@@ -163,7 +163,7 @@ def test_what_takes_long_says_how_far_it_is(
     soon: float,
     told: bool,
 ) -> None:
-    for module in ("checksums", "averaged_model", "snapshot"):
+    for module in ("checksums", "weight_files", "snapshot"):
         monkeypatch.setattr(f"dsx.checkpoint.{module}.SOON", soon)
     save_two(tmp_path / "saved")
     command = ["export", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]

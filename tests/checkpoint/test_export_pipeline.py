@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model, write_safetensors
+from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model
+from dsx.checkpoint.weight_files import write_safetensors
 from dsx.engines.deepspeed.files import read_untrained, write_universal
 from tests.checkpoint.test_averaged_model import checkpoint, trained
 from tests.simulated import Simulated
@@ -66,7 +67,7 @@ def test_a_tied_weight_is_written_once_and_its_places_are_named(
     model = find_model(base, None)
     name = "layers.1.weight"
     model.parameters["tied_modules.ends.weight"] = model.parameters[name]
-    model.tensor = lambda _: torch.ones(2)  # type: ignore[method-assign]
+    model.tensor = lambda name: torch.ones(model.parameters[name].shape)  # type: ignore[method-assign]
     untrained = read_untrained(model)
     assert "tied_modules.ends.weight" not in untrained
     written = write_safetensors(model, untrained, tmp_path, torch.float32, 10**9, print)

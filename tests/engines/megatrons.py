@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dsx
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
+from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -85,6 +86,8 @@ class Kind(NamedTuple):
     layers_per_stage: int = 2  # one for each of two fragments
     preset: str = "streaming_diloco"
     ffn: int = 2 * HIDDEN  # twice as much makes matrices that are worth a code
+    family: str = "gpt2"  # in megatron_families.py
+    first_stage: int | None = None  # layers of the first of two stages, where they are uneven
 
     @property
     def num_layers(self) -> int:
@@ -95,6 +98,8 @@ class Kind(NamedTuple):
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
+        words[self.family] = self.family != "gpt2"
+        words["uneven"] = self.first_stage is not None
         return "-".join([*parts, *(word for word, is_so in words.items() if is_so)])
 
 
@@ -225,7 +230,7 @@ def transformer_config(kind: Kind) -> Any:
     return TransformerConfig(
         num_layers=kind.num_layers,
         hidden_size=HIDDEN,
-        num_attention_heads=HEADS,
+        num_attention_heads=2 * HEADS if kind.family in GROUPED else HEADS,
         ffn_hidden_size=kind.ffn,
         tensor_model_parallel_size=kind.tensor,
         pipeline_model_parallel_size=kind.pipeline,
@@ -242,10 +247,11 @@ def transformer_config(kind: Kind) -> Any:
         attention_dropout=0.0,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
-        bias_activation_fusion=False,
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
+        num_layers_in_first_pipeline_stage=kind.first_stage,
+        **{"bias_activation_fusion": False, **TRANSFORMERS[kind.family]},
     )
 
 
@@ -258,13 +264,14 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), kind.pipeline - 1
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        get_gpt_layer_local_spec(**SPECS.get(kind.family, {})),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
         pre_process=stage == 0 and index == 0,
         post_process=stage == last and index == kind.chunks - 1,
         share_embeddings_and_output_weights=kind.is_tied,
         vp_stage=index if kind.chunks > 1 else None,
+        **MODELS.get(kind.family, {}),
     )
     return model if kind.precision == "fp32" else Float16Module(config, model)
 

@@ -14,9 +14,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from typer.testing import CliRunner
 
-from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model, write_safetensors
+from dsx.checkpoint.averaged_model import MODULE_FACTS, find_model
 from dsx.checkpoint.files import FORMAT
 from dsx.checkpoint.tags import Manifest, begin_tag, complete_tag
+from dsx.checkpoint.weight_files import write_safetensors
 from dsx.cli import app
 from dsx.comm.topology import RankInfo
 from dsx.engines.hf_folder import folder
@@ -175,7 +176,11 @@ def test_what_is_refused(run: Simulated, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "facts", "message"),
     [
-        ("masters.json", {}, r"of a Megatron run, .* Megatron Bridge converts"),
+        (
+            "masters.json",
+            {},
+            r"of a Megatron run and lacks dsx_megatron.json, .* Megatron Bridge conv",
+        ),
         (MODULE_FACTS, {"places": {"0": "tied_modules.e"}}, "is of a pipeline, whose parameters"),
     ],
 )

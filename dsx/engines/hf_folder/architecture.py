@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -46,7 +47,9 @@ def architecture_of(config: Mapping[str, Any], path: Path) -> Architecture:
         "trained with"
     )
     try:
-        settings = transformers.CONFIG_MAPPING[kind].from_dict(dict(config))
+        settings = transformers.CONFIG_MAPPING[kind].from_dict(
+            deepcopy(dict(config))
+        )  # it is changed
     except KeyError:
         raise unknown from None
     except Exception as error:  # whatever a class makes of values it does not expect

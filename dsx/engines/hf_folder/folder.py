@@ -15,8 +15,9 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from dsx.checkpoint.averaged_model import DTYPES, SavedModel, write_safetensors
+from dsx.checkpoint.averaged_model import SavedModel
 from dsx.checkpoint.tags import UNFINISHED
+from dsx.checkpoint.weight_files import DTYPES, Weights, write_safetensors
 from dsx.config.files import read_text, require_folder
 from dsx.engines.hf_folder.architecture import (
     Architecture,
@@ -67,23 +68,35 @@ class FolderOptions:
             )
 
 
+@dataclass(frozen=True)
+class Converted:
+    """A model whose weights are made for transformers: they, config.json, and what says so."""
+
+    weights: Weights
+    config: dict[str, Any]
+    source: Path
+
+
 def write_folder(
-    model: SavedModel, untrained: Mapping[str, Tensor], options: FolderOptions, tell: Tell
+    model: SavedModel,
+    untrained: Mapping[str, Tensor],
+    options: FolderOptions,
+    tell: Tell,
+    converted: Converted | None = None,
 ) -> list[Path]:
     """Write a folder that transformers loads, and return its files.
 
-    ValueError, before anything is written, for a run or a config.json that does not serve.
+    `converted`: in the place of the run's own tensors and of a config.json. ValueError, before
+    anything is written, for a run or a config.json that does not serve.
     """
-    require_names_of_a_module(model)
-    source = _find_config(model, options)
-    config = _read_config(source)
-    tensors = Tensors.of(model, untrained)
+    weights, config, source = _described(model, options, converted)
+    tensors = Tensors.of(weights, untrained)
     architecture = _compare(tensors, config, source, tell)
     leave = left_out(tensors, architecture, config, source)
     unfinished = options.out.with_name(f"{options.out.name}{UNFINISHED}")
     shutil.rmtree(unfinished, ignore_errors=True)
     dtype, shard_bytes = DTYPES[options.dtype], options.shard_bytes
-    write_safetensors(model, untrained, unfinished, dtype, shard_bytes, tell, leave)
+    write_safetensors(weights, untrained, unfinished, dtype, shard_bytes, tell, leave)
     written = {**config, **_types(config, options.dtype)}
     (unfinished / CONFIG).write_text(json.dumps(written, indent=2) + "\n")
     _copy_beside(source.parent, options.tokenizer, unfinished, tell)
@@ -93,12 +106,26 @@ def write_folder(
     made_by = architecture.made_by if architecture else None
     text = card(options.out.name, model, _TYPES[options.dtype], facts, made_by)
     (unfinished / CARD).write_text(text)
-    for file in unfinished.glob("*.safetensors"):
-        shutil.copymode(unfinished / CONFIG, file)  # safetensors makes files for their owner alone
     if options.out.is_dir():
         options.out.rmdir()  # empty
     unfinished.rename(options.out)
     return sorted(options.out.iterdir())
+
+
+def _described(
+    model: SavedModel, options: FolderOptions, converted: Converted | None
+) -> tuple[Weights, dict[str, Any], Path]:
+    """Return the weights, the config.json that describes them, and where that is from."""
+    if converted is None:
+        require_names_of_a_module(model)
+        source = _find_config(model, options)
+        return model, _read_config(source), source
+    if options.config is not None:
+        raise ValueError(
+            f"--config {options.config}: of a Megatron run config.json follows from what the run "
+            f"says of its model ({converted.source}); leave it out"
+        )
+    return converted.weights, converted.config, converted.source
 
 
 def _find_config(model: SavedModel, options: FolderOptions) -> Path:

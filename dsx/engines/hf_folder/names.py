@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 
 from dsx.checkpoint.averaged_model import SavedModel
+from dsx.checkpoint.weight_files import Weights
 from dsx.engines.hf_folder.architecture import Architecture
 
 TIES = "tie_word_embeddings"
@@ -33,12 +34,12 @@ class Tensors:
     aliases: Mapping[str, str]
 
     @staticmethod
-    def of(model: SavedModel, untrained: Mapping[str, Tensor]) -> Tensors:
+    def of(weights: Weights, untrained: Mapping[str, Tensor]) -> Tensors:
         """Return those of a checkpoint."""
-        found = {name: parameter.shape for name, parameter in model.parameters.items()}
-        known = {*found, *model.aliases}
+        found = {name: parameter.shape for name, parameter in weights.parameters.items()}
+        known = {*found, *weights.aliases}
         found |= {n: tuple(t.shape) for n, t in untrained.items() if n not in known}
-        return Tensors(found, {n: s for n, s in model.aliases.items() if s in found})
+        return Tensors(found, {n: s for n, s in weights.aliases.items() if s in found})
 
 
 def require_names_of_a_module(model: SavedModel) -> None:
@@ -47,10 +48,11 @@ def require_names_of_a_module(model: SavedModel) -> None:
     is_of_megatron = (model.directory / _SUMS_OF_MEGATRON).is_file()
     if is_of_megatron or "embedding.word_embeddings.weight" in model.parameters:
         raise ValueError(
-            f"{model.directory} is of a Megatron run, whose weights have other names and are "
-            "joined otherwise than Hugging Face's: Megatron Bridge converts Megatron's own "
-            "checkpoint of this iteration, which holds the averaged model after finish() "
-            "(AutoBridge.from_hf_pretrained(MODEL).export_ckpt(CHECKPOINT, DIR))"
+            f"{model.directory} is of a Megatron run and lacks dsx_megatron.json, which says what "
+            "its model is and how its slices are joined: go on from it with this dsx and save it "
+            "again (save_outer_state, which Megatron-LM's loop calls), or let Megatron Bridge "
+            "convert Megatron's own checkpoint of this iteration, which holds the averaged model "
+            "after finish() (AutoBridge.from_hf_pretrained(MODEL).export_ckpt(CHECKPOINT, DIR))"
         )
     if len(model.stages) > 1 or model.places:
         raise ValueError(

@@ -7,7 +7,8 @@ Megatron saves to: a file per rank, transfers in flight included, complete or no
 
 `load_outer_state` refuses with an error, in all clusters, what is missing, of another iteration or
 run, and weights that are not those which were saved with it: `masters.json` holds the sum of the
-bits of every fragment's masters, which is the same however they are sharded.
+bits of every fragment's masters, which is the same however they are sharded. `dsx_megatron.json`
+says how the ranks' slices make one model (megatron_model), for `dsx export`.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from dsx.comm.world import World, current_world
 from dsx.engines.agreed_save import AgreedSave, survives
 from dsx.engines.cluster_collectives import gather_objects
 from dsx.engines.megatron.copies import bit_sum
+from dsx.engines.megatron_model.notes import NOTES
 from dsx.training.handle import Handle
 from dsx.training.manifest import manifest_of
 
@@ -58,11 +60,13 @@ def _save(handle: Handle, iteration: int, directory: str | Path) -> None:
         handle.write(saving.unfinished)
     saving.agree()
     adapter: Any = handle.loop.adapter
+    notes = adapter.note_taker.take()
     judged = gather_objects(handle.rollback.judge(tensors_of(adapter.inner_optimizers)))
     manifest = manifest_of(handle, world, judged)
 
     def finish() -> None:
         write_durably(saving.unfinished / MASTERS, json.dumps(sums))
+        write_durably(saving.unfinished / NOTES, notes.as_json())
         complete_tag(base, tag, manifest)
 
     saving.complete(finish)

@@ -35,6 +35,7 @@ from dsx.engines.masters import Masters, Piece
 from dsx.engines.megatron.copies import TensorParallelCopies, find_tied_weights
 from dsx.engines.megatron.features import refuse_unsupported
 from dsx.engines.megatron.masters import gather, leaves, locate
+from dsx.engines.megatron.model_notes import NoteTaker
 from dsx.engines.megatron.parameters import (
     Coordinates,
     Parameter,
@@ -61,6 +62,7 @@ class MegatronAdapter(MultiRankAdapter):
         fragmenter: Fragmenter,
         keeps_state_on_host: bool = False,
         backwards: int = 1,
+        vocab_size: int | None = None,
     ) -> None:
         refuse_unsupported(chunks, optimizer)
         self._backwards = backwards  # micro-batches, where Megatron's calculator has no number
@@ -74,6 +76,7 @@ class MegatronAdapter(MultiRankAdapter):
         named = (entry for chunk in chunks for entry in chunk.named_parameters())
         self._untrained = Untrained(named, trained)
         parameters = name_parameters(chunks, trained, self.coordinates)
+        self.note_taker = NoteTaker(chunks, parameters, vocab_size)
         shapes = stage_shapes(parameters, self.coordinates)
         self.assignment = assign_stage(fragmenter, shapes, self.stage)
         self._hold_members(self.assignment, {p.name: p.tensor for p in parameters})

@@ -71,7 +71,7 @@ def name_parameters(
     held = {id(p) for p in trained}
     found: list[tuple[int, Parameter]] = []
     for chunk in chunks:
-        module = _unwrapped(chunk)
+        module = unwrapped(chunk)
         numbers = _layer_numbers(module)
         is_tied = getattr(module, "share_embeddings_and_output_weights", False)
         for local_name, tensor in module.named_parameters():
@@ -113,7 +113,7 @@ def stage_shapes(parameters: Sequence[Parameter], place: Coordinates) -> list[Pa
     return shapes
 
 
-def _unwrapped(chunk: Any) -> Any:
+def unwrapped(chunk: Any) -> Any:
     """Return the model inside Megatron's wrappers, each of which calls it `module`."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
