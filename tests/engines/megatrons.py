@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import dsx
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
+from tests.engines.megatron_context import own_part, with_gathered_attention
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -77,6 +78,7 @@ class Kind(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     chunks: int = 1  # virtual stages per rank
+    context: int = 1
     precision: str = "fp32"
     is_sharded: bool = False  # DistributedOptimizer
     overlaps: bool = False  # gradients and parameters
@@ -92,6 +94,7 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"tp{self.tensor}", f"pp{self.pipeline}", f"vpp{self.chunks}", self.precision]
+        parts += [f"cp{self.context}"] if self.context > 1 else []
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
@@ -162,7 +165,10 @@ def build_inner(kind: Kind, seed: int) -> Engine:
     parallel_state.destroy_model_parallel()
     end_groups()
     parallel_state.initialize_model_parallel(
-        kind.tensor, kind.pipeline, kind.chunks if kind.chunks > 1 else None
+        kind.tensor,
+        kind.pipeline,
+        kind.chunks if kind.chunks > 1 else None,
+        context_parallel_size=kind.context,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
@@ -229,6 +235,7 @@ def transformer_config(kind: Kind) -> Any:
         ffn_hidden_size=kind.ffn,
         tensor_model_parallel_size=kind.tensor,
         pipeline_model_parallel_size=kind.pipeline,
+        context_parallel_size=kind.context,
         virtual_pipeline_model_parallel_size=kind.chunks if is_virtual else None,
         # with two stages batched sends are wrong for virtual ones
         overlap_p2p_comm=is_virtual,
@@ -256,9 +263,10 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
     from megatron.core.transformer.module import Float16Module
 
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), kind.pipeline - 1
+    spec = get_gpt_layer_local_spec()
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(),
+        spec if kind.context == 1 else with_gathered_attention(spec),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
         pre_process=stage == 0 and index == 0,
@@ -279,11 +287,23 @@ def batch(cluster: int, step: int, part: int) -> Tensor:
 
 
 def forward_step(batches: Iterator[Tensor], model: Any) -> Any:
+    from megatron.core import parallel_state
+
     windows = next(batches)
     positions = torch.arange(LENGTH).expand(len(windows), -1)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]  # what is hidden
-    losses = model(windows[:, :-1], positions, mask, labels=windows[:, 1:])
-    return losses, lambda output: (output.float().mean(), {"loss": output.detach().float().mean()})
+    part = own_part({"x": windows[:, :-1], "places": positions, "labels": windows[:, 1:]})
+    losses = model(part["x"], part["places"], mask, labels=part["labels"])
+    group = parallel_state.get_context_parallel_group()
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        # the whole sequence's mean, of which each rank has its part, is what Megatron takes
+        own = output.float().mean() / group.size()
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=group)
+        return own, {"loss": whole}
+
+    return losses, loss_of
 
 
 def train_step(engine: Engine, step: int, cluster: int | None = None, poison: bool = False) -> Any:

@@ -39,6 +39,8 @@ RESUMED_TOO = [
     Kind(pipeline=2, preset="overlap_local_sgd"),
     Kind(tensor=2, precision="bf16", optimizer="muon"),
     Kind(pipeline=2, is_tied=True, optimizer="muon"),
+    Kind(context=2, is_sharded=True, precision="bf16"),
+    Kind(context=2),
 ]
 
 

@@ -30,7 +30,6 @@ VALUES = {
     "non_persistent_save_interval": 5,
     "rampup_batch_size": 8,
     "step_batch_size_schedule": 4,
-    "context_parallel_size": 2,
     "expert_model_parallel_size": 2,
     "num_distributed_optimizer_instances": 2,
     "num_experts": 8,
@@ -61,6 +60,7 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
         for name in VALUES:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+        parser.add_argument("--context-parallel-size", type=int)
         parser.add_argument("--optimizer", default="adam")
         parser.add_argument("--use-distributed-optimizer", action="store_true")
         parser.add_argument("--muon-scalar-optimizer", default="adam")
@@ -169,12 +169,12 @@ def test_another_backend_and_a_step_inside_the_backward_are_refused_there_too(
 
 
 def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str) -> None:
-    given = ["--clip-grad", "1.{cluster_id}", "--my-own", "x", "--context-parallel-size", "1"]
+    given = ["--clip-grad", "1.{cluster_id}", "--my-own", "x", "--context-parallel-size", "2"]
     with pytest.raises(Joining):
         main([script, *DSX, *given])
     assert sys.argv == [script, *DSX, *given]
     with pytest.raises(Joining):  # what is in that file is known where the model is built
-        main([script, *DSX, "--yaml-cfg", "x.yaml", "--context-parallel-size", "2"])
+        main([script, *DSX, "--yaml-cfg", "x.yaml", "--mtp-num-layers", "2"])
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
@@ -190,7 +190,7 @@ def test_the_second_line_is_before_the_model(
     """A script's defaults and a checkpoint's arguments are in force only there."""
     built: list[str] = []
     tree["training"].setup_model_and_optimizer = lambda model_type: built.append("model")
-    in_force = SimpleNamespace(distributed_backend="gloo", save="same", context_parallel_size=2)
+    in_force = SimpleNamespace(distributed_backend="gloo", save="same", mtp_num_layers=2)
     tree["global_vars"].get_args = lambda: in_force
     monkeypatch.setattr(model_and_optimizer.dist, "get_backend", lambda: "gloo")
 
@@ -201,10 +201,8 @@ def test_the_second_line_is_before_the_model(
     model_and_optimizer.patch(SimpleNamespace(handle=None))  # type: ignore[arg-type]
     setup = probe.training().setup_model_and_optimizer
     for message, changes in {
-        "does not serve --context-parallel-size 2": {},
-        "--distributed-backend nccl, but": {
-            "context_parallel_size": 1, "distributed_backend": "nccl",
-        },
+        "does not serve --mtp-num-layers": {},
+        "--distributed-backend nccl, but": {"mtp_num_layers": 0, "distributed_backend": "nccl"},
         "same is where another cluster saves": {"distributed_backend": "gloo"},
     }.items():  # fmt: skip
         vars(in_force).update(changes)

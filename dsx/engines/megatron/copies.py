@@ -27,7 +27,7 @@ from dsx.engines.tied_weights import TiedWeight
 
 
 class TensorParallelCopies:
-    """What this rank holds as its tensor-parallel peers do, with the same data-parallel rank."""
+    """What this rank holds as its tensor-parallel peers do, of the same data and context."""
 
     def __init__(
         self,

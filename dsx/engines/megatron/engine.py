@@ -1,4 +1,4 @@
-"""Megatron-core as the inner engine: TP, PP, virtual stages and DP inside a cluster, unmodified.
+"""Megatron-core as the inner engine: TP, PP, virtual stages, CP and DP in a cluster, unmodified.
 
 The outer update happens when the optimizer instance's `step` returns, before the next forward: the
 masters are written, and copied to the weights as Megatron itself does after a step. Traps that
@@ -12,7 +12,7 @@ the code answers:
 
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
 masters.py, names and slices in parameters.py, weights that several ranks hold
-alike in copies.py. Without the distributed optimizer data-parallel ranks hold the same
+alike in copies.py. Without the distributed optimizer data- and context-parallel ranks hold the same
 masters, and divide the outer step among them (replicated.py).
 """
 
@@ -96,7 +96,7 @@ class MegatronAdapter(MultiRankAdapter):
         own = {n: piece for n, piece in located.items() if n not in tied | alike}
         self._replica_shards: ReplicaShards | None = None
         if not self.is_sharded:
-            group = parallel_state.get_data_parallel_group()
+            group = parallel_state.get_data_parallel_group(with_context_parallel=True)
             held = [[name for name in names if name in own] for names in self.assignment]
             self._replica_shards = ReplicaShards(held, own, group, device)
             own = self._replica_shards.pieces

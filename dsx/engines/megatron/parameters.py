@@ -26,11 +26,16 @@ _FIRST, _LAST = 0, 1 << 30
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in its cluster: number and count along each dimension of parallelism."""
+    """A rank's place in its cluster: number and count along each dimension of parallelism.
+
+    Context-parallel ranks read the same samples, each its part of the sequence, and hold the same
+    parameters: to the optimizer they are data-parallel ranks, to the data they are one.
+    """
 
     tensor: tuple[int, int]
     pipeline: tuple[int, int]
     data: tuple[int, int]
+    context: tuple[int, int] = (0, 1)
 
     @classmethod
     def read(cls) -> Coordinates:
@@ -43,6 +48,7 @@ class Coordinates:
                 state.get_pipeline_model_parallel_world_size(),
             ),
             (state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
+            (state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
         )
 
     def everyone(self) -> list[Coordinates]:

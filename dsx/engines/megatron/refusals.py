@@ -34,26 +34,25 @@ OF_DATA_PARALLEL = {
     "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
 }
 ABOVE_ONE = {
-    "context_parallel_size": "leave it out",
     "expert_model_parallel_size": _EXPERTS,
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
 OF_MODEL = {
     "num_moe_experts": _EXPERTS,
     "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
+    "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
 OPTIMIZERS = ("adam", "sgd", "muon")
 OTHER_OPTIMIZER = "use 'adam', 'sgd' or 'muon'"
 _OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
     "use_torch_fsdp2": _FSDP,
-    "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
     "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
     "rampup_batch_size": _ONE_SIZE,
     "step_batch_size_schedule": _ONE_SIZE,
     "skip_train": "there is nothing to synchronise; start the script without dsx",
 }
-_FLAGS = {"num_experts": OF_MODEL["num_moe_experts"], "mtp_num_layers": OF_MODEL["mtp_num_layers"]}
+_FLAGS = {("num_experts" if n == "num_moe_experts" else n): why for n, why in OF_MODEL.items()}
 
 
 def refuse_arguments(arguments: Any) -> None:
