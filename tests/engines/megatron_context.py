@@ -59,8 +59,9 @@ def _places(tokens: int, rank: int, count: int) -> Tensor:
 
 
 def with_gathered_attention(spec: Any) -> Any:
-    """Return a layer's specification with the stand-in as its attention."""
-    spec.submodules.self_attention.submodules.core_attention = GatheredAttention
+    """Return a specification, of a layer or of a stage's, with the stand-in as attention."""
+    for layer in getattr(spec, "layer_specs", [spec]):
+        layer.submodules.self_attention.submodules.core_attention = GatheredAttention
     return spec
 
 

@@ -21,6 +21,13 @@ import dsx
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
 from tests.engines.megatron_context import own_part, with_gathered_attention
+from tests.engines.megatron_experts import (
+    expert_settings,
+    in_whole_layer,
+    layers_with_experts,
+    mixture,
+    tell_experts_apart,
+)
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -87,6 +94,9 @@ class Kind(NamedTuple):
     layers_per_stage: int = 2  # one for each of two fragments
     preset: str = "streaming_diloco"
     ffn: int = 2 * HIDDEN  # twice as much makes matrices that are worth a code
+    experts: int = 0  # in every other layer
+    expert_parallel: int = 1
+    expert_tensor: int | None = None  # as the dense layers
 
     @property
     def num_layers(self) -> int:
@@ -95,6 +105,8 @@ class Kind(NamedTuple):
     def __str__(self) -> str:
         parts = [f"tp{self.tensor}", f"pp{self.pipeline}", f"vpp{self.chunks}", self.precision]
         parts += [f"cp{self.context}"] if self.context > 1 else []
+        if self.experts:
+            parts += [f"ep{self.expert_parallel}", f"etp{self.expert_tensor or self.tensor}"]
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
@@ -169,11 +181,15 @@ def build_inner(kind: Kind, seed: int) -> Engine:
         kind.pipeline,
         kind.chunks if kind.chunks > 1 else None,
         context_parallel_size=kind.context,
+        expert_model_parallel_size=kind.expert_parallel,
+        expert_tensor_parallel_size=kind.expert_tensor,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = transformer_config(kind)
     modules = [make_chunk(kind, config, index) for index in range(kind.chunks)]
+    for module in modules:
+        tell_experts_apart(module, config, seed)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=kind.overlaps,
@@ -253,6 +269,7 @@ def transformer_config(kind: Kind) -> Any:
         gradient_accumulation_fusion=False,
         persist_layer_norm=False,
         attention_softmax_in_fp32=True,
+        **expert_settings(kind),
     )
 
 
@@ -263,7 +280,10 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
     from megatron.core.transformer.module import Float16Module
 
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), kind.pipeline - 1
+    vp_stage = index if kind.chunks > 1 else None
     spec = get_gpt_layer_local_spec()
+    if kind.experts:
+        spec = layers_with_experts(kind, config, vp_stage)
     model = GPTModel(
         config,
         spec if kind.context == 1 else with_gathered_attention(spec),
@@ -272,7 +292,7 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
         pre_process=stage == 0 and index == 0,
         post_process=stage == last and index == kind.chunks - 1,
         share_embeddings_and_output_weights=kind.is_tied,
-        vp_stage=index if kind.chunks > 1 else None,
+        vp_stage=vp_stage,
     )
     return model if kind.precision == "fp32" else Float16Module(config, model)
 
@@ -339,9 +359,19 @@ def gather_overlapped(engine: Engine) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None]]:
-    """This rank's weights by name in the model, with the dimension that they are cut along."""
-    found: dict[str, tuple[Tensor, int | None]] = {}
+def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
+    """This rank's weights by name in the model, with the dimension that they are cut along.
+
+    And with the number of the slice, which is another rank for experts.
+    """
+    from megatron.core import parallel_state
+
+    dense = engine.kind.tensor, parallel_state.get_tensor_model_parallel_rank()
+    experts = (
+        (engine.kind.expert_tensor or dense[0]),
+        (parallel_state.get_expert_tensor_parallel_rank()),
+    )
+    found: dict[str, tuple[Tensor, int | None, int]] = {}
     for chunk in engine.chunks:
         numbers = {
             path: module.layer_number - 1
@@ -354,9 +384,11 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None]]:
                     rest = name.removeprefix(f"{path}.")
                     name = f"layers.{number}.{rest}"
             name = name.replace("module.", "").removeprefix("decoder.")
-            is_cut = engine.kind.tensor > 1 and getattr(parameter, "tensor_model_parallel", False)
+            count, rank = experts if ".experts." in name else dense
+            is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
             dimension = parameter.partition_dim if is_cut else None
-            found[name] = (parameter.detach().float().clone(), dimension)
+            whole = in_whole_layer(name, chunk.config)
+            found[whole] = (parameter.detach().float().clone(), dimension, rank)
     return found
 
 
@@ -365,16 +397,13 @@ def whole_weights(engine: Engine) -> dict[str, Tensor]:
 
     AssertionError where ranks that hold the same do not have the same bits.
     """
-    from megatron.core import parallel_state
-
-    place = (parallel_state.get_tensor_model_parallel_rank(), local_weights(engine))
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, place)
+    dist.all_gather_object(ranks, local_weights(engine))
     slices: dict[str, dict[int, Tensor]] = {}
     dimensions: dict[str, int | None] = {}
-    for tensor_rank, weights in ranks:
-        for name, (weight, dimension) in weights.items():
-            key = tensor_rank if dimension is not None else 0
+    for weights in ranks:
+        for name, (weight, dimension, rank) in weights.items():
+            key = rank if dimension is not None else 0
             held = slices.setdefault(name, {}).setdefault(key, weight)
             assert held.equal(weight), f"{name} differs within the cluster"
             dimensions[name] = dimension
@@ -419,14 +448,17 @@ class PlainGPT(nn.Module):
         hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         heads = scores.masked_fill(hidden, -10000.0).softmax(-1) @ value
         x = x + self.linear(heads.transpose(1, 2).flatten(2), w, "self_attention.linear_proj")
-        inner = F.gelu(self.linear(self.norm(x, w, "pre_mlp_layernorm"), w, "mlp.linear_fc1"))
+        normed = self.norm(x, w, "pre_mlp_layernorm")
+        if "mlp.router.weight" in w:
+            return x + mixture(normed, w)
+        inner = F.gelu(self.linear(normed, w, "mlp.linear_fc1"))
         return x + self.linear(inner, w, "mlp.linear_fc2")
 
     def norm(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
         return F.layer_norm(x, (HIDDEN,), w[f"{name}.weight"], w[f"{name}.bias"])
 
     def linear(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
 def fragments_of(kind: Kind, names: Sequence[str]) -> list[list[list[str]]]:

@@ -32,6 +32,27 @@ TWO_RANKS = [
     Kind(is_sharded=True, overlaps=True, preset="dreamddp"),  # launched in the backward
     Kind(tensor=2, optimizer="muon"),
     Kind(context=2),
+    Kind(experts=4, expert_parallel=2),
+]
+EXPERTS = [
+    Kind(experts=4, expert_parallel=2, is_sharded=True),
+    Kind(experts=4, expert_parallel=2, is_sharded=True, overlaps=True),
+    Kind(experts=4, expert_parallel=2, is_sharded=True, preset="dreamddp"),
+    Kind(experts=4, expert_parallel=2, optimizer="muon"),
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1),
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True),
+    Kind(context=2, experts=4, expert_parallel=2),
+    Kind(experts=4),
+    Kind(tensor=2, experts=4),
+    Kind(pipeline=2, experts=4, is_tied=True),
+]
+EXPERTS_OF_FOUR = [
+    Kind(experts=4, expert_parallel=2),  # each expert on two ranks
+    Kind(experts=4, expert_parallel=2, is_sharded=True, overlaps=True),
+    Kind(tensor=2, experts=4, expert_parallel=2),  # slices of experts
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True),
+    Kind(pipeline=2, experts=4, expert_parallel=2, is_sharded=True, is_tied=True),
+    Kind(pipeline=2, context=2, experts=4, expert_parallel=2),
 ]
 MORE_OF_TWO = [
     Kind(pipeline=2, precision="bf16", is_tied=True, optimizer="muon"),  # a chain, Adam's with it
@@ -199,6 +220,22 @@ def test_more_of_two_ranks_equal_the_reference() -> None:
     trained = run_distributed(train_kinds, 4, MORE_OF_TWO, timeout_seconds=280, engine="megatron")
     for index, kind in enumerate(MORE_OF_TWO):
         check(kind, [rank[index] for rank in trained])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kinds", "num_ranks"), [(EXPERTS, 4), (EXPERTS_OF_FOUR, 8)])
+def test_experts_equal_the_reference(kinds: list[Kind], num_ranks: int) -> None:
+    trained = run_distributed(train_kinds, num_ranks, kinds, timeout_seconds=280, engine="megatron")
+    for index, kind in enumerate(kinds):
+        check(kind, [rank[index] for rank in trained])
+
+
+@pytest.mark.ci
+def test_experts_agree_whatever_is_lost_in_coding() -> None:
+    kind = Kind(experts=4, expert_parallel=2, ffn=64)
+    trained = run_distributed(train_coded, 4, kind, timeout_seconds=280, engine="megatron")
+    for index in range(len(CODED)):
+        check_agreement([rank[index] for rank in trained])
 
 
 @pytest.mark.ci

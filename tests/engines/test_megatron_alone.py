@@ -34,8 +34,23 @@ ALONE: dict[str, Any] = {
     "outer_optimizer": {"type": "none"},
 }
 NUM_STEPS = 2 * H + 1
-KINDS = [Kind(context=2, precision="bf16", is_sharded=True, overlaps=True)]
-MORE = [Kind(context=2), Kind(context=2, precision="bf16")]
+KINDS = [
+    Kind(context=2, precision="bf16", is_sharded=True, overlaps=True),
+    Kind(experts=4, expert_parallel=2, precision="bf16", is_sharded=True, overlaps=True),
+]
+MORE = [
+    Kind(context=2),
+    Kind(context=2, precision="bf16"),
+    Kind(experts=4, expert_parallel=2),
+    Kind(experts=4, expert_parallel=2, precision="bf16"),
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True),
+    Kind(pipeline=2, experts=4),
+]
+MORE_OF_FOUR = [
+    Kind(tensor=2, experts=4, expert_parallel=2),
+    Kind(pipeline=2, experts=4, expert_parallel=2, precision="bf16", is_sharded=True),
+    Kind(tensor=2, context=2),
+]
 
 
 def train_both(kinds: list[Kind]) -> list[dict[str, Any]]:
@@ -98,5 +113,8 @@ def test_one_cluster_equals_plain_megatron() -> None:
 
 
 @pytest.mark.ci
-def test_one_cluster_of_further_kinds_equals_plain_megatron() -> None:
-    check(MORE, 2)
+@pytest.mark.parametrize(("kinds", "num_ranks"), [(MORE, 2), (MORE_OF_FOUR, 4)])
+def test_one_cluster_of_further_kinds_equals_plain_megatron(
+    kinds: list[Kind], num_ranks: int
+) -> None:
+    check(kinds, num_ranks)

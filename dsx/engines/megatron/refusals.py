@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _FSDP = "use the distributed optimizer"
-_EXPERTS = "only dense layers are known"
+_EXPERT_BIAS = (
+    "each cluster moves the router's bias by its own tokens, and nothing averages it; use "
+    "moe_router_load_balancing_type aux_loss without it"
+)
 _ONE_SIZE = "samples are counted per cluster with one batch size; use --global-batch-size"
 _BUFFER = "leave it out"
 LAYER_WISE = (
@@ -34,11 +37,10 @@ OF_DATA_PARALLEL = {
     "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
 }
 ABOVE_ONE = {
-    "expert_model_parallel_size": _EXPERTS,
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
 OF_MODEL = {
-    "num_moe_experts": _EXPERTS,
+    "moe_router_enable_expert_bias": _EXPERT_BIAS,
     "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
@@ -52,7 +54,6 @@ _OF_LOOP = {
     "step_batch_size_schedule": _ONE_SIZE,
     "skip_train": "there is nothing to synchronise; start the script without dsx",
 }
-_FLAGS = {("num_experts" if n == "num_moe_experts" else n): why for n, why in OF_MODEL.items()}
 
 
 def refuse_arguments(arguments: Any) -> None:
@@ -60,7 +61,7 @@ def refuse_arguments(arguments: Any) -> None:
 
     `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
     """
-    reasons = {**_OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **_FLAGS}
+    reasons = {**_OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **OF_MODEL}
     found = {name: why for name, why in reasons.items() if getattr(arguments, name, None)}
     named = {_flag(name): why for name, why in found.items()}
     for name, why in ABOVE_ONE.items():
@@ -75,7 +76,26 @@ def refuse_arguments(arguments: Any) -> None:
     scalars = getattr(arguments, "muon_scalar_optimizer", None) or "adam"
     if kind == "muon" and scalars not in OPTIMIZERS:
         named[f"--muon-scalar-optimizer {scalars}"] = "use 'adam'"
+    named |= {_flag(name): why for name, why in refused_experts(arguments, "num_experts").items()}
     refuse(named)
+
+
+def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:
+    """Return what of a layout of experts is refused, by its setting; `count` names their number.
+
+    Without expert parallelism, experts that several tensor-parallel ranks hold whole drift apart:
+    megatron-core takes them for dense, and sums their gradients over data-parallel ranks alone.
+    """
+
+    def size(name: str) -> int:
+        return getattr(settings, f"{name}_parallel_size", None) or 1
+
+    own = getattr(settings, "expert_tensor_parallel_size", None) or size("tensor_model")
+    is_parted = not getattr(settings, count, None) or size("expert_model") > 1
+    if is_parted or own == size("tensor_model"):
+        return {}
+    advice = f"use {size('tensor_model')}, as for dense layers, or expert parallelism above 1"
+    return {f"expert_tensor_parallel_size {own} where every rank holds all experts": advice}
 
 
 def refuse_backend(wanted: str | None, made: str) -> None:
