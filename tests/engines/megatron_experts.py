@@ -40,6 +40,7 @@ def expert_settings(kind: Any) -> dict[str, Any]:
         "expert_model_parallel_size": kind.expert_parallel,
         "expert_tensor_parallel_size": slices,
         "moe_router_topk": TOP,
+        "moe_shared_expert_intermediate_size": kind.ffn,
         "moe_router_load_balancing_type": "none",
         "moe_token_dispatcher_type": "allgather" if is_cut else "alltoall",
         "moe_layer_freq": [index % 2 for index in range(kind.num_layers)],  # others are dense
@@ -92,12 +93,15 @@ def in_whole_layer(name: str, config: Any) -> str:
 
 
 def mixture(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
-    """What a layer's experts make of tokens `[..., hidden]`, weighted by the router's best."""
+    """What experts make of tokens `[..., hidden]`: the router's best, by weight, and the shared."""
+
+    def outcome(expert: str) -> Tensor:
+        inner = F.gelu(F.linear(x, w[f"mlp.{expert}.linear_fc1.weight"]))
+        return F.linear(inner, w[f"mlp.{expert}.linear_fc2.weight"])
+
     scores, chosen = F.linear(x, w["mlp.router.weight"]).topk(TOP, dim=-1)
-    total = torch.zeros_like(x)
+    total = outcome("shared_experts")
     for number in range(w["mlp.router.weight"].shape[0]):
-        expert = f"mlp.experts.local_experts.{number}"
-        inner = F.gelu(F.linear(x, w[f"{expert}.linear_fc1.weight"]))
         share = (scores.softmax(-1) * (chosen == number)).sum(-1, keepdim=True)
-        total = total + share * F.linear(inner, w[f"{expert}.linear_fc2.weight"])
+        total = total + share * outcome(f"experts.local_experts.{number}")
     return total

@@ -194,7 +194,7 @@ def test_whole_experts_on_tensor_parallel_ranks_are_refused(
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
-    known = {*refusals._OF_LOOP, *refusals.OF_OPTIMIZER, *refusals.OF_DATA_PARALLEL}
+    known = {*refusals.OF_LOOP, *refusals.OF_OPTIMIZER, *refusals.OF_DATA_PARALLEL}
     known |= {*refusals.OF_MODEL, *refusals.ABOVE_ONE}
     assert known == {*SWITCHES, *VALUES}
     refuse_arguments(SimpleNamespace(use_torch_fsdp2=False))  # a version without the others

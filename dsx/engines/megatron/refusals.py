@@ -44,9 +44,10 @@ OF_MODEL = {
     "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
     "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
+EXPERT_TENSOR = "another size needs --expert-model-parallel-size above 1"
 OPTIMIZERS = ("adam", "sgd", "muon")
 OTHER_OPTIMIZER = "use 'adam', 'sgd' or 'muon'"
-_OF_LOOP = {
+OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
     "use_torch_fsdp2": _FSDP,
     "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
@@ -61,13 +62,13 @@ def refuse_arguments(arguments: Any) -> None:
 
     `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
     """
-    reasons = {**_OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **OF_MODEL}
+    reasons = {**OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **OF_MODEL}
     found = {name: why for name, why in reasons.items() if getattr(arguments, name, None)}
-    named = {_flag(name): why for name, why in found.items()}
+    named = {flag_of(name): why for name, why in found.items()}
     for name, why in ABOVE_ONE.items():
         value = getattr(arguments, name, None) or 1
         if value > 1:
-            named[f"{_flag(name)} {value}"] = why
+            named[f"{flag_of(name)} {value}"] = why
     kind = getattr(arguments, "optimizer", None) or "adam"
     if kind not in OPTIMIZERS:
         named[f"--optimizer {kind}"] = LAYER_WISE if kind == "dist_muon" else OTHER_OPTIMIZER
@@ -76,7 +77,7 @@ def refuse_arguments(arguments: Any) -> None:
     scalars = getattr(arguments, "muon_scalar_optimizer", None) or "adam"
     if kind == "muon" and scalars not in OPTIMIZERS:
         named[f"--muon-scalar-optimizer {scalars}"] = "use 'adam'"
-    named |= {_flag(name): why for name, why in refused_experts(arguments, "num_experts").items()}
+    named |= {flag_of(name): why for name, why in refused_experts(arguments, "num_experts").items()}
     refuse(named)
 
 
@@ -94,7 +95,7 @@ def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, 
     is_parted = not getattr(settings, count, None) or size("expert_model") > 1
     if is_parted or own == size("tensor_model"):
         return {}
-    advice = f"use {size('tensor_model')}, as for dense layers, or expert parallelism above 1"
+    advice = f"use {size('tensor_model')}, as for dense layers; {EXPERT_TENSOR}"
     return {f"expert_tensor_parallel_size {own} where every rank holds all experts": advice}
 
 
@@ -125,5 +126,6 @@ def refuse(found: Mapping[str, str]) -> None:
         raise ValueError(f"dsx does not serve {setting} of Megatron: {advice}")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return an argument's flag on Megatron-LM's command line."""
     return f"--{name.replace('_', '-')}"
