@@ -95,7 +95,7 @@ class MegatronAdapter(MultiRankAdapter):
         tied = {p.name for p in parameters if p.is_tied_copy}
         alike = {p.name for p in parameters if p.is_alike()} if place.tensor[0] else set[str]()
         own = {n: piece for n, piece in located.items() if n not in tied | alike}
-        self._replica_shards: ReplicaSets | None = None
+        self._replica_shards = None
         if not self.is_sharded:
             experts = {p.name for p in parameters if p.is_expert}
             sets = [
