@@ -37,8 +37,6 @@ NUM_STEPS = 2 * H + 1
 KINDS = [
     Kind(context=2, precision="bf16", is_sharded=True, overlaps=True),
     Kind(experts=4, expert_parallel=2, precision="bf16", is_sharded=True, overlaps=True),
-]
-MORE = [
     Kind(context=2),
     Kind(context=2, precision="bf16"),
     Kind(experts=4, expert_parallel=2),
@@ -46,7 +44,7 @@ MORE = [
     Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True),
     Kind(pipeline=2, experts=4),
 ]
-MORE_OF_FOUR = [
+OF_FOUR = [
     Kind(tensor=2, experts=4, expert_parallel=2),
     Kind(pipeline=2, experts=4, expert_parallel=2, precision="bf16", is_sharded=True),
     Kind(tensor=2, context=2),
@@ -100,21 +98,11 @@ def state_of(engine: Engine) -> dict[str, torch.Tensor]:
     return found
 
 
-def check(kinds: list[Kind], num_ranks: int) -> None:
+@pytest.mark.ci
+@pytest.mark.parametrize(("kinds", "num_ranks"), [(KINDS, 2), (OF_FOUR, 4)])
+def test_one_cluster_equals_plain_megatron(kinds: list[Kind], num_ranks: int) -> None:
     trained = run_distributed(train_both, num_ranks, kinds, timeout_seconds=280, engine="megatron")
     for rank in trained:
         for kind, found in zip(kinds, rank, strict=True):
             assert found["moved"] and found["syncs"] == 2, kind
             assert found["same names"] and found["losses"] and found["differ"] == [], kind
-
-
-def test_one_cluster_equals_plain_megatron() -> None:
-    check(KINDS, 2)
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(("kinds", "num_ranks"), [(MORE, 2), (MORE_OF_FOUR, 4)])
-def test_one_cluster_of_further_kinds_equals_plain_megatron(
-    kinds: list[Kind], num_ranks: int
-) -> None:
-    check(kinds, num_ranks)
