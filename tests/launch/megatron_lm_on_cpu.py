@@ -27,9 +27,8 @@ def install() -> None:
     import megatron.core.datasets.utils as datasets
 
     datasets.compile_helpers = lambda: None
-    import megatron.training.initialize as initialize
-
     import megatron.core.transformer.moe.moe_utils as moe_utils
+    import megatron.training.initialize as initialize
 
     if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
         moe_utils.te_general_gemm = None  # whether Transformer Engine is there
