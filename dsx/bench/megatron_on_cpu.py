@@ -93,14 +93,7 @@ def install() -> None:
     _map_tensors()
     _map_cuda()
     _map_random_states()
-    barrier = dist.barrier
-
-    def barrier_without_devices(
-        group: Any = None, async_op: bool = False, device_ids: Any = None
-    ) -> Any:
-        return barrier(group=group, async_op=async_op)
-
-    dist.barrier = barrier_without_devices
+    _map_collectives()
 
 
 def _device(device: Any) -> Any:
@@ -196,6 +189,35 @@ def _map_cuda() -> None:
         SimpleNamespace(major=9, minor=0, multi_processor_count=1, total_memory=1, name="cpu")
     )
     cuda.nvtx.range_push, cuda.nvtx.range_pop = _says(None), _says(None)
+
+
+def _map_collectives() -> None:
+    """Take what Megatron hands to collectives as it does where sizes have come from a device."""
+    barrier, all_to_all_single = dist.barrier, dist.all_to_all_single
+
+    def barrier_without_devices(
+        group: Any = None, async_op: bool = False, device_ids: Any = None
+    ) -> Any:
+        return barrier(group=group, async_op=async_op)
+
+    def all_to_all_of_lists(
+        output: Any,
+        input: Any,
+        output_split_sizes: Any = None,
+        input_split_sizes: Any = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        sizes = _listed(output_split_sizes), _listed(input_split_sizes)
+        return all_to_all_single(output, input, *sizes, group=group, async_op=async_op)
+
+    dist.barrier = barrier_without_devices
+    dist.all_to_all_single = all_to_all_of_lists
+
+
+def _listed(value: Any) -> Any:
+    """Return a tensor's numbers as a list, anything else as it is."""
+    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 def _map_random_states() -> None:

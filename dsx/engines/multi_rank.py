@@ -15,14 +15,15 @@ from dsx.core.buffers import Buffers
 from dsx.engines.backward_hooks import BackwardWatch
 from dsx.engines.cluster_collectives import ClusterCollectives
 from dsx.engines.masters import MastersAdapter
-from dsx.engines.replicated import ReplicaShards
+from dsx.engines.replicated import ReplicaSets, ReplicaShards
 from dsx.engines.tied_weights import TiedWeights
 
 
 class SharedMasters(MastersAdapter):
     """Masters that several ranks may hold alike; what one has written, all of them gather."""
 
-    _replica_shards: ReplicaShards | None  # where the ranks of a stage hold the same masters
+    # where ranks of a stage hold the same masters
+    _replica_shards: ReplicaShards | ReplicaSets | None
     _written: dict[int, None]  # fragments, since they were gathered last
 
     def write(self, fragment: int, source: Tensor) -> None:

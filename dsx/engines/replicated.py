@@ -7,7 +7,8 @@ it sends, keeps and writes 1/n. What was written is all-gathered inside the clus
 fast, a piece of every run at a time; the copies have the same bits afterwards.
 
 Runs are cut in the order of the assignment, through parameters, with the last one the shortest.
-What several ranks hold alike may be shards in turn (FSDP2 with replicas).
+What several ranks hold alike may be shards in turn (FSDP2 with replicas). Where some parameters are
+held alike by other ranks than the rest (experts), each set is divided by itself (`ReplicaSets`).
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _CHUNK = 1 << 24  # elements of all ranks gathered at a time
 class ReplicaShards:
     """The part of one rank, of `group`, in what all its ranks hold alike.
 
-    `device` is where the group's collectives take tensors.
+    `device` is where the group's collectives take tensors; what they take comes from `buffers`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class ReplicaShards:
         wholes: Mapping[str, Piece],
         group: Any,
         device: torch.device,
+        buffers: Buffers | None = None,
     ) -> None:
         self._group = group
         self._device = device
@@ -56,7 +58,7 @@ class ReplicaShards:
             self._wholes.append([(at, whole) for _, at, whole in placed])
             self.pieces.update({name: piece for name, piece in own.items() if piece is not None})
         self._chunk = max(1, min(max(self._runs, default=0), _CHUNK // self._count))
-        self.buffers = Buffers(device)
+        self.buffers = buffers or Buffers(device)
         self._gathered: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -88,6 +90,38 @@ class ReplicaShards:
             for place, piece in _overlaps(wholes, rank * run + first, numel):
                 if rank != self._rank:
                     piece.view().copy_(part[place : place + piece.numel])
+
+
+class ReplicaSets:
+    """The parts of one rank in several sets of masters, each of the ranks of one of `groups`.
+
+    Every name is in one set. Ranks that share several groups name them in the same order.
+    """
+
+    def __init__(
+        self,
+        assignment: Sequence[Sequence[str]],
+        wholes: Sequence[Mapping[str, Piece]],
+        groups: Sequence[Any],
+        device: torch.device,
+    ) -> None:
+        self.buffers = Buffers(device)
+        self._sets = [
+            ReplicaShards(assignment, own, group, device, self.buffers)
+            for own, group in zip(wholes, groups, strict=True)
+        ]
+        self.pieces = {name: piece for one in self._sets for name, piece in one.pieces.items()}
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Return what gathers of all sets take."""
+        return sum(one.buffer_bytes for one in self._sets)
+
+    def all_gather(self, fragments: Iterable[int]) -> None:
+        """Write every rank's part of these fragments to this rank's masters, too. Collective."""
+        named = list(fragments)
+        for one in self._sets:
+            one.all_gather(named)
 
 
 def _overlaps(

@@ -21,6 +21,14 @@ import dsx
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
 from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
+from tests.engines.megatron_context import own_part, with_gathered_attention
+from tests.engines.megatron_experts import (
+    expert_settings,
+    in_whole_layer,
+    layers_with_experts,
+    mixture,
+    tell_experts_apart,
+)
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
@@ -78,6 +86,7 @@ class Kind(NamedTuple):
     tensor: int = 1
     pipeline: int = 1
     chunks: int = 1  # virtual stages per rank
+    context: int = 1
     precision: str = "fp32"
     is_sharded: bool = False  # DistributedOptimizer
     overlaps: bool = False  # gradients and parameters
@@ -88,6 +97,9 @@ class Kind(NamedTuple):
     ffn: int = 2 * HIDDEN  # twice as much makes matrices that are worth a code
     family: str = "gpt2"  # in megatron_families.py
     first_stage: int | None = None  # layers of the first of two stages, where they are uneven
+    experts: int = 0  # in every other layer
+    expert_parallel: int = 1
+    expert_tensor: int | None = None  # as the dense layers
 
     @property
     def num_layers(self) -> int:
@@ -95,6 +107,9 @@ class Kind(NamedTuple):
 
     def __str__(self) -> str:
         parts = [f"tp{self.tensor}", f"pp{self.pipeline}", f"vpp{self.chunks}", self.precision]
+        parts += [f"cp{self.context}"] if self.context > 1 else []
+        if self.experts:
+            parts += [f"ep{self.expert_parallel}", f"etp{self.expert_tensor or self.tensor}"]
         words = {"sharded": self.is_sharded, "overlaps": self.overlaps, "tied": self.is_tied}
         words[self.preset] = self.preset != "streaming_diloco"
         words[self.optimizer] = self.optimizer != "adam"
@@ -167,12 +182,19 @@ def build_inner(kind: Kind, seed: int) -> Engine:
     parallel_state.destroy_model_parallel()
     end_groups()
     parallel_state.initialize_model_parallel(
-        kind.tensor, kind.pipeline, kind.chunks if kind.chunks > 1 else None
+        kind.tensor,
+        kind.pipeline,
+        kind.chunks if kind.chunks > 1 else None,
+        context_parallel_size=kind.context,
+        expert_model_parallel_size=kind.expert_parallel,
+        expert_tensor_parallel_size=kind.expert_tensor,
     )
     torch.manual_seed(seed)
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     config = transformer_config(kind)
     modules = [make_chunk(kind, config, index) for index in range(kind.chunks)]
+    for module in modules:
+        tell_experts_apart(module, config, seed)
     ddp = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=kind.overlaps,
@@ -234,6 +256,7 @@ def transformer_config(kind: Kind) -> Any:
         ffn_hidden_size=kind.ffn,
         tensor_model_parallel_size=kind.tensor,
         pipeline_model_parallel_size=kind.pipeline,
+        context_parallel_size=kind.context,
         virtual_pipeline_model_parallel_size=kind.chunks if is_virtual else None,
         # with two stages batched sends are wrong for virtual ones
         overlap_p2p_comm=is_virtual,
@@ -252,6 +275,7 @@ def transformer_config(kind: Kind) -> Any:
         attention_softmax_in_fp32=True,
         num_layers_in_first_pipeline_stage=kind.first_stage,
         **{"bias_activation_fusion": False, **TRANSFORMERS[kind.family]},
+        **expert_settings(kind),
     )
 
 
@@ -262,15 +286,19 @@ def make_chunk(kind: Kind, config: Any, index: int) -> Any:
     from megatron.core.transformer.module import Float16Module
 
     stage, last = parallel_state.get_pipeline_model_parallel_rank(), kind.pipeline - 1
+    vp_stage = index if kind.chunks > 1 else None
+    spec = get_gpt_layer_local_spec(**SPECS.get(kind.family, {}))
+    if kind.experts:
+        spec = layers_with_experts(kind, config, vp_stage)
     model = GPTModel(
         config,
-        get_gpt_layer_local_spec(**SPECS.get(kind.family, {})),
+        spec if kind.context == 1 else with_gathered_attention(spec),
         vocab_size=VOCAB,
         max_sequence_length=LENGTH,
         pre_process=stage == 0 and index == 0,
         post_process=stage == last and index == kind.chunks - 1,
         share_embeddings_and_output_weights=kind.is_tied,
-        vp_stage=index if kind.chunks > 1 else None,
+        vp_stage=vp_stage,
         **MODELS.get(kind.family, {}),
     )
     return model if kind.precision == "fp32" else Float16Module(config, model)
@@ -286,11 +314,23 @@ def batch(cluster: int, step: int, part: int) -> Tensor:
 
 
 def forward_step(batches: Iterator[Tensor], model: Any) -> Any:
+    from megatron.core import parallel_state
+
     windows = next(batches)
     positions = torch.arange(LENGTH).expand(len(windows), -1)
     mask = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)[None, None]  # what is hidden
-    losses = model(windows[:, :-1], positions, mask, labels=windows[:, 1:])
-    return losses, lambda output: (output.float().mean(), {"loss": output.detach().float().mean()})
+    part = own_part({"x": windows[:, :-1], "places": positions, "labels": windows[:, 1:]})
+    losses = model(part["x"], part["places"], mask, labels=part["labels"])
+    group = parallel_state.get_context_parallel_group()
+
+    def loss_of(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        # the whole sequence's mean, of which each rank has its part, is what Megatron takes
+        own = output.float().mean() / group.size()
+        whole = own.detach().clone()
+        dist.all_reduce(whole, group=group)
+        return own, {"loss": whole}
+
+    return losses, loss_of
 
 
 def train_step(engine: Engine, step: int, cluster: int | None = None, poison: bool = False) -> Any:
@@ -326,9 +366,19 @@ def gather_overlapped(engine: Engine) -> None:
             chunk.start_param_sync(force_sync=True)
 
 
-def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None]]:
-    """This rank's weights by name in the model, with the dimension that they are cut along."""
-    found: dict[str, tuple[Tensor, int | None]] = {}
+def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None, int]]:
+    """This rank's weights by name in the model, with the dimension that they are cut along.
+
+    And with the number of the slice, which is another rank for experts.
+    """
+    from megatron.core import parallel_state
+
+    dense = engine.kind.tensor, parallel_state.get_tensor_model_parallel_rank()
+    experts = (
+        (engine.kind.expert_tensor or dense[0]),
+        (parallel_state.get_expert_tensor_parallel_rank()),
+    )
+    found: dict[str, tuple[Tensor, int | None, int]] = {}
     for chunk in engine.chunks:
         numbers = {
             path: module.layer_number - 1
@@ -341,9 +391,11 @@ def local_weights(engine: Engine) -> dict[str, tuple[Tensor, int | None]]:
                     rest = name.removeprefix(f"{path}.")
                     name = f"layers.{number}.{rest}"
             name = name.replace("module.", "").removeprefix("decoder.")
-            is_cut = engine.kind.tensor > 1 and getattr(parameter, "tensor_model_parallel", False)
+            count, rank = experts if ".experts." in name else dense
+            is_cut = count > 1 and getattr(parameter, "tensor_model_parallel", False)
             dimension = parameter.partition_dim if is_cut else None
-            found[name] = (parameter.detach().float().clone(), dimension)
+            whole = in_whole_layer(name, chunk.config)
+            found[whole] = (parameter.detach().float().clone(), dimension, rank)
     return found
 
 
@@ -352,16 +404,13 @@ def whole_weights(engine: Engine) -> dict[str, Tensor]:
 
     AssertionError where ranks that hold the same do not have the same bits.
     """
-    from megatron.core import parallel_state
-
-    place = (parallel_state.get_tensor_model_parallel_rank(), local_weights(engine))
     ranks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(ranks, place)
+    dist.all_gather_object(ranks, local_weights(engine))
     slices: dict[str, dict[int, Tensor]] = {}
     dimensions: dict[str, int | None] = {}
-    for tensor_rank, weights in ranks:
-        for name, (weight, dimension) in weights.items():
-            key = tensor_rank if dimension is not None else 0
+    for weights in ranks:
+        for name, (weight, dimension, rank) in weights.items():
+            key = rank if dimension is not None else 0
             held = slices.setdefault(name, {}).setdefault(key, weight)
             assert held.equal(weight), f"{name} differs within the cluster"
             dimensions[name] = dimension
@@ -406,14 +455,17 @@ class PlainGPT(nn.Module):
         hidden = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
         heads = scores.masked_fill(hidden, -10000.0).softmax(-1) @ value
         x = x + self.linear(heads.transpose(1, 2).flatten(2), w, "self_attention.linear_proj")
-        inner = F.gelu(self.linear(self.norm(x, w, "pre_mlp_layernorm"), w, "mlp.linear_fc1"))
+        normed = self.norm(x, w, "pre_mlp_layernorm")
+        if "mlp.router.weight" in w:
+            return x + mixture(normed, w)
+        inner = F.gelu(self.linear(normed, w, "mlp.linear_fc1"))
         return x + self.linear(inner, w, "mlp.linear_fc2")
 
     def norm(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
         return F.layer_norm(x, (HIDDEN,), w[f"{name}.weight"], w[f"{name}.bias"])
 
     def linear(self, x: Tensor, w: dict[str, Tensor], name: str) -> Tensor:
-        return F.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+        return F.linear(x, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
 def fragments_of(kind: Kind, names: Sequence[str]) -> list[list[list[str]]]:

@@ -31,6 +31,28 @@ TWO_RANKS = [
     Kind(pipeline=2, chunks=2),
     Kind(is_sharded=True, overlaps=True, preset="dreamddp"),  # launched in the backward
     Kind(tensor=2, optimizer="muon"),
+    Kind(context=2),
+    Kind(experts=4, expert_parallel=2),
+]
+EXPERTS = [
+    Kind(experts=4, expert_parallel=2, is_sharded=True),
+    Kind(experts=4, expert_parallel=2, is_sharded=True, overlaps=True),
+    Kind(experts=4, expert_parallel=2, is_sharded=True, preset="dreamddp"),
+    Kind(experts=4, expert_parallel=2, optimizer="muon"),
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1),
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True),
+    Kind(context=2, experts=4, expert_parallel=2),
+    Kind(experts=4),
+    Kind(tensor=2, experts=4),
+    Kind(pipeline=2, experts=4, is_tied=True),
+]
+EXPERTS_OF_FOUR = [
+    Kind(experts=4, expert_parallel=2),  # each expert on two ranks
+    Kind(experts=4, expert_parallel=2, is_sharded=True, overlaps=True),
+    Kind(tensor=2, experts=4, expert_parallel=2),  # slices of experts
+    Kind(tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True),
+    Kind(pipeline=2, experts=4, expert_parallel=2, is_sharded=True, is_tied=True),
+    Kind(pipeline=2, context=2, experts=4, expert_parallel=2),
 ]
 MORE_OF_TWO = [
     Kind(pipeline=2, precision="bf16", is_tied=True, optimizer="muon"),  # a chain, Adam's with it
@@ -44,12 +66,17 @@ MORE_OF_TWO = [
     Kind(tensor=2, preset="dreamddp"),
     Kind(precision="bf16", preset="dreamddp"),
     Kind(optimizer="muon"),
+    Kind(context=2, is_sharded=True),
+    Kind(context=2, precision="bf16", is_sharded=True, overlaps=True, preset="dreamddp"),
+    Kind(context=2, precision="bf16", optimizer="muon"),
 ]
 FOUR_RANKS = [
     Kind(tensor=2, pipeline=2),
     Kind(pipeline=2, is_sharded=True, is_tied=True),
     Kind(pipeline=2, precision="bf16", is_sharded=True, overlaps=True, is_tied=True),
     Kind(tensor=2, pipeline=2, is_tied=True, preset="dreamddp"),
+    Kind(tensor=2, context=2),
+    Kind(pipeline=2, context=2, is_sharded=True, is_tied=True),
 ]
 MORE = [
     Kind(tensor=2, pipeline=2, precision="bf16", is_tied=True),
@@ -59,6 +86,8 @@ MORE = [
     Kind(pipeline=2, precision="bf16"),
     Kind(tensor=2, is_tied=True),
     Kind(tensor=2, pipeline=2, is_tied=True, optimizer="muon"),
+    Kind(context=2, is_sharded=True),  # over data and context together
+    Kind(tensor=2, context=2, precision="bf16", is_sharded=True, overlaps=True),
 ]
 # Codecs cut every shard at other places, and norms are of whole parameters.
 CODED: dict[str, dict[str, Any]] = {
@@ -98,6 +127,9 @@ def train(kind: Kind, skipped: Sequence[int] = (), **changes: Any) -> dict[str, 
         "rounds": engine.handle.loop.history.rounds,
         "anchors": [anchor.numpy() for anchor in engine.handle.loop.state.anchor],
         "difference": difference_of_weights(engine),
+        "stage": engine.handle.loop.adapter.stage.index,
+        "held": [fragment.numel for fragment in engine.handle.loop.adapter.fragments],
+        "whole": list(engine.handle.loop.adapter.fragment_numel),
     }
     whole_weights(engine)  # are alike wherever they are held twice
     engine.handle.close()
@@ -144,7 +176,7 @@ def four_ranks() -> list[list[dict[str, Any]]]:
 def check(kind: Kind, results: list[dict[str, Any]]) -> None:
     per_cluster = len(results) // NUM_CLUSTERS
     start = {name: torch.tensor(weight) for name, weight in results[0]["start"].items()}
-    data_ranks = per_cluster // (kind.tensor * kind.pipeline)
+    data_ranks = per_cluster // (kind.tensor * kind.pipeline * kind.context)
     expected = reference(kind, start, NUM_STEPS, data_ranks)
     bound = 1e-5 if kind.precision == "fp32" else 2e-2
     if kind.precision != "fp32" and kind.optimizer == "muon":
@@ -160,6 +192,7 @@ def check(kind: Kind, results: list[dict[str, Any]]) -> None:
 
 def check_agreement(results: list[dict[str, Any]]) -> None:
     per_cluster = len(results) // NUM_CLUSTERS
+    check_no_element_is_held_twice(results[:per_cluster])
     for rank, result in enumerate(results):
         assert min(result["rounds"]) >= 3
         assert result["difference"] == 0.0
@@ -167,6 +200,14 @@ def check_agreement(results: list[dict[str, Any]]) -> None:
         for ours, theirs in zip(result["anchors"], first["anchors"], strict=True):
             assert (ours == theirs).all()
         assert all((result["start"][n] == w).all() for n, w in results[0]["start"].items())
+
+
+def check_no_element_is_held_twice(ranks: list[dict[str, Any]]) -> None:
+    """What a cluster sends is every element of its stages once, whoever holds it alike."""
+    for stage in {rank["stage"] for rank in ranks}:
+        of_stage = [rank for rank in ranks if rank["stage"] == stage]
+        held = [sum(numels) for numels in zip(*(rank["held"] for rank in of_stage), strict=True)]
+        assert all(rank["whole"] == held for rank in of_stage)
 
 
 @pytest.mark.parametrize("kind", TWO_RANKS, ids=str)
@@ -179,6 +220,22 @@ def test_more_of_two_ranks_equal_the_reference() -> None:
     trained = run_distributed(train_kinds, 4, MORE_OF_TWO, timeout_seconds=280, engine="megatron")
     for index, kind in enumerate(MORE_OF_TWO):
         check(kind, [rank[index] for rank in trained])
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("kinds", "num_ranks"), [(EXPERTS, 4), (EXPERTS_OF_FOUR, 8)])
+def test_experts_equal_the_reference(kinds: list[Kind], num_ranks: int) -> None:
+    trained = run_distributed(train_kinds, num_ranks, kinds, timeout_seconds=280, engine="megatron")
+    for index, kind in enumerate(kinds):
+        check(kind, [rank[index] for rank in trained])
+
+
+@pytest.mark.ci
+def test_experts_agree_whatever_is_lost_in_coding() -> None:
+    kind = Kind(experts=4, expert_parallel=2, ffn=64)
+    trained = run_distributed(train_coded, 4, kind, timeout_seconds=280, engine="megatron")
+    for index in range(len(CODED)):
+        check_agreement([rank[index] for rank in trained])
 
 
 @pytest.mark.ci

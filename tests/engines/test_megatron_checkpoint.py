@@ -39,6 +39,13 @@ RESUMED_TOO = [
     Kind(pipeline=2, preset="overlap_local_sgd"),
     Kind(tensor=2, precision="bf16", optimizer="muon"),
     Kind(pipeline=2, is_tied=True, optimizer="muon"),
+    Kind(context=2, is_sharded=True, precision="bf16"),
+    Kind(context=2),
+    Kind(experts=4, expert_parallel=2, is_sharded=True, precision="bf16"),
+    Kind(experts=4, expert_parallel=2),
+    Kind(
+        tensor=2, experts=4, expert_parallel=2, expert_tensor=1, is_sharded=True, precision="bf16"
+    ),
 ]
 
 

@@ -25,15 +25,13 @@ SWITCHES = (
     "use_custom_fsdp", "hybrid_context_parallel", "skip_train", "use_precision_aware_optimizer",
     "overlap_param_gather_with_optimizer_step", "optimizer_cpu_offload", "fp8_param_gather",
     "reuse_grad_buf_for_mxfp8_param_ag", "use_layer_wise_distributed_optimizer",
+    "moe_router_enable_expert_bias",
 )  # fmt: skip
 VALUES = {
     "non_persistent_save_interval": 5,
     "rampup_batch_size": 8,
     "step_batch_size_schedule": 4,
-    "context_parallel_size": 2,
-    "expert_model_parallel_size": 2,
     "num_distributed_optimizer_instances": 2,
-    "num_experts": 8,
     "mtp_num_layers": 1,
 }
 
@@ -61,6 +59,10 @@ def tree(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
             parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
         for name in VALUES:
             parser.add_argument(f"--{name.replace('_', '-')}", type=int)
+        for name in ("context-parallel", "expert-model-parallel", "expert-tensor-parallel"):
+            parser.add_argument(f"--{name}-size", type=int, default=1)
+        parser.add_argument("--tensor-model-parallel-size", type=int, default=1)
+        parser.add_argument("--num-experts", type=int)
         parser.add_argument("--optimizer", default="adam")
         parser.add_argument("--use-distributed-optimizer", action="store_true")
         parser.add_argument("--muon-scalar-optimizer", default="adam")
@@ -169,17 +171,31 @@ def test_another_backend_and_a_step_inside_the_backward_are_refused_there_too(
 
 
 def test_what_is_served_goes_on_to_meet(tree: dict[str, ModuleType], script: str) -> None:
-    given = ["--clip-grad", "1.{cluster_id}", "--my-own", "x", "--context-parallel-size", "1"]
+    given = ["--clip-grad", "1.{cluster_id}", "--my-own", "x", "--context-parallel-size", "2"]
+    given += ["--num-experts", "8", "--expert-model-parallel-size", "2"]
     with pytest.raises(Joining):
         main([script, *DSX, *given])
     assert sys.argv == [script, *DSX, *given]
     with pytest.raises(Joining):  # what is in that file is known where the model is built
-        main([script, *DSX, "--yaml-cfg", "x.yaml", "--context-parallel-size", "2"])
+        main([script, *DSX, "--yaml-cfg", "x.yaml", "--mtp-num-layers", "2"])
+
+
+def test_whole_experts_on_tensor_parallel_ranks_are_refused(
+    tree: dict[str, ModuleType], script: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Megatron sums their gradients over data-parallel ranks alone."""
+    given = ["--num-experts", "8", "--tensor-model-parallel-size", "2"]
+    told = refused(capsys, [script, *DSX, *given, "--expert-tensor-parallel-size", "1"])
+    assert "--expert-tensor-parallel-size 1 where every rank holds all experts" in told
+    assert "use 2, as for dense layers" in told
+    for served in (["--expert-model-parallel-size", "2"], ["--expert-tensor-parallel-size", "2"]):
+        with pytest.raises(Joining):
+            main([script, *DSX, *given, *served])
 
 
 def test_every_argument_that_is_refused_is_tried_here() -> None:
-    known = {*refusals._OF_LOOP, *refusals.OF_OPTIMIZER, *refusals.OF_DATA_PARALLEL}
-    known |= {*refusals._FLAGS, *refusals.ABOVE_ONE}
+    known = {*refusals.OF_LOOP, *refusals.OF_OPTIMIZER, *refusals.OF_DATA_PARALLEL}
+    known |= {*refusals.OF_MODEL, *refusals.ABOVE_ONE}
     assert known == {*SWITCHES, *VALUES}
     refuse_arguments(SimpleNamespace(use_torch_fsdp2=False))  # a version without the others
 
@@ -190,7 +206,7 @@ def test_the_second_line_is_before_the_model(
     """A script's defaults and a checkpoint's arguments are in force only there."""
     built: list[str] = []
     tree["training"].setup_model_and_optimizer = lambda model_type: built.append("model")
-    in_force = SimpleNamespace(distributed_backend="gloo", save="same", context_parallel_size=2)
+    in_force = SimpleNamespace(distributed_backend="gloo", save="same", mtp_num_layers=2)
     tree["global_vars"].get_args = lambda: in_force
     monkeypatch.setattr(model_and_optimizer.dist, "get_backend", lambda: "gloo")
 
@@ -201,10 +217,8 @@ def test_the_second_line_is_before_the_model(
     model_and_optimizer.patch(SimpleNamespace(handle=None))  # type: ignore[arg-type]
     setup = probe.training().setup_model_and_optimizer
     for message, changes in {
-        "does not serve --context-parallel-size 2": {},
-        "--distributed-backend nccl, but": {
-            "context_parallel_size": 1, "distributed_backend": "nccl",
-        },
+        "does not serve --mtp-num-layers": {},
+        "--distributed-backend nccl, but": {"mtp_num_layers": 0, "distributed_backend": "nccl"},
         "same is where another cluster saves": {"distributed_backend": "gloo"},
     }.items():  # fmt: skip
         vars(in_force).update(changes)

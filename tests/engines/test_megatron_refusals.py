@@ -16,10 +16,9 @@ pytestmark = needs_megatron
 
 # attribute: value; where it is set
 MODEL = {
-    "context_parallel_size": 2,
-    "expert_model_parallel_size": 2,
-    "num_moe_experts": 8,
+    "moe_router_enable_expert_bias": True,
     "mtp_num_layers": 1,
+    "hybrid_context_parallel": True,
 }
 DATA_PARALLEL = {
     "use_megatron_fsdp": True,

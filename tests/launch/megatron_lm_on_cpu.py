@@ -27,8 +27,11 @@ def install() -> None:
     import megatron.core.datasets.utils as datasets
 
     datasets.compile_helpers = lambda: None
+    import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.training.initialize as initialize
 
+    if not hasattr(moe_utils, "te_general_gemm"):  # core 0.16.1 looks for it without asking
+        moe_utils.te_general_gemm = None  # whether Transformer Engine is there
     kernels = getattr(initialize, "fused_kernels", None)
     if kernels is not None:  # up to core 0.16
         kernels.load = lambda args: None

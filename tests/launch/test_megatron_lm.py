@@ -44,6 +44,11 @@ PIPELINE = ["--bf16", "--pipeline-model-parallel-size", "2"]
 MUON = ["--optimizer", "muon", "--muon-tp-mode", "duplicated"]
 SHARDED = ["--bf16", "--use-distributed-optimizer", "--overlap-grad-reduce",
            "--overlap-param-gather"]  # fmt: skip
+EXPERTS = shlex.split("""
+    --bf16 --num-experts 4 --expert-model-parallel-size 2 --disable-bias-linear --moe-router-topk 2
+    --moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 0.01
+""")
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +163,7 @@ def require_equal_anchors(checkpoints: Path, iteration: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", ["pipeline", "sharded", "muon"])
+@pytest.mark.parametrize("kind", ["pipeline", "sharded", "muon", "experts"])
 def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kind: str) -> None:
     if kind == "muon":
         require_muon(tree)
@@ -170,7 +175,8 @@ def test_an_unmodified_script_trains_and_resumes(tree: Path, tmp_path: Path, kin
         # without apex or TransformerEngine, later releases cannot load what they have saved here
     else:
         inner = MUON if kind == "muon" else []
-        arguments = [*PIPELINE, *inner, "--train-iters", str(STEPS), *save]
+        layout = EXPERTS if kind == "experts" else PIPELINE
+        arguments = [*layout, *inner, "--train-iters", str(STEPS), *save]
         texts = pretrain(tree, tmp_path / "logs", *arguments)
         require_equal_anchors(tmp_path, SAVED_AT)
         require_equal_anchors(tmp_path, STEPS)
@@ -276,7 +282,7 @@ def test_a_missing_outer_state_is_an_error(tree: Path, tmp_path: Path) -> None:
             + ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"],
             "dsx does not serve --non-persistent-save-interval of Megatron",
         ),
-        (["--context-parallel-size", "2"], "dsx does not serve --context-parallel-size 2"),
+        (["--mtp-num-layers", "1"], "dsx does not serve --mtp-num-layers of Megatron"),
         (["--optimizer", "dist_muon"], "dsx does not serve --optimizer dist_muon of Megatron"),
         (
             ["--save", "{tmp}/same", "--save-interval", "4"],

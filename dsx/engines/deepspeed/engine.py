@@ -75,7 +75,7 @@ class DeepSpeedAdapter(MultiRankAdapter):
         require_fp32(located)
         copies = {n: piece for n, piece in located.items() if n in self._tied_weights.replicas}
         pieces = {n: piece for n, piece in located.items() if n not in copies}
-        self._replica_shards: ReplicaShards | None = None
+        self._replica_shards = None
         if not self._place.is_sharded:
             self._replica_shards = ReplicaShards(assignment, pieces, group, collective_device())
             pieces = self._replica_shards.pieces

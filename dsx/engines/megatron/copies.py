@@ -27,7 +27,7 @@ from dsx.engines.tied_weights import TiedWeight
 
 
 class TensorParallelCopies:
-    """What this rank holds as its tensor-parallel peers do, with the same data-parallel rank."""
+    """What this rank holds as its tensor-parallel peers do, of the same data and context."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class TensorParallelCopies:
             return
         self._group = parallel_state.get_tensor_model_parallel_group()
         self._first_rank = dist.get_global_rank(self._group, 0)
-        alike = {p.name for p in parameters if not p.is_slice and not p.is_tied_copy}
+        alike = {p.name for p in parameters if p.is_alike() and not p.is_tied_copy}
         for found, names in zip(self._pieces, assignment, strict=True):
             found += [pieces[name] for name in names if name in alike and name in pieces]
         self._require_alike({name: pieces[name] for name in sorted(alike) if name in pieces})

@@ -1,4 +1,4 @@
-"""Megatron-core as the inner engine: TP, PP, virtual stages and DP inside a cluster, unmodified.
+"""Megatron-core as the inner engine: TP, PP, virtual stages, CP and DP in a cluster, unmodified.
 
 The outer update happens when the optimizer instance's `step` returns, before the next forward: the
 masters are written, and copied to the weights as Megatron itself does after a step. Traps that
@@ -12,8 +12,9 @@ the code answers:
 
 All ranks of a pipeline stage decide as one, stages on their own. Where the masters are is known in
 masters.py, names and slices in parameters.py, weights that several ranks hold
-alike in copies.py. Without the distributed optimizer data-parallel ranks hold the same
-masters, and divide the outer step among them (replicated.py).
+alike in copies.py. Without the distributed optimizer data- and context-parallel ranks hold the same
+masters, expert-data-parallel ranks the same experts, and they divide the outer step among them
+(replicated.py).
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from dsx.engines.megatron.parameters import (
 )
 from dsx.engines.megatron.refusals import captured_by
 from dsx.engines.multi_rank import MultiRankAdapter
-from dsx.engines.replicated import ReplicaShards
+from dsx.engines.replicated import ReplicaSets
 from dsx.engines.tied_weights import TiedWeights
 from dsx.engines.untrained import Untrained
 from dsx.method.fragments import Fragmenter, assign_stage
@@ -95,13 +96,15 @@ class MegatronAdapter(MultiRankAdapter):
                 located[names[id(tensor)]] = piece
         _require_fp32(located)
         tied = {p.name for p in parameters if p.is_tied_copy}
-        alike = {p.name for p in parameters if not p.is_slice} if place.tensor[0] else set[str]()
+        alike = {p.name for p in parameters if p.is_alike()} if place.tensor[0] else set[str]()
         own = {n: piece for n, piece in located.items() if n not in tied | alike}
-        self._replica_shards: ReplicaShards | None = None
+        self._replica_shards = None
         if not self.is_sharded:
-            group = parallel_state.get_data_parallel_group()
-            held = [[name for name in names if name in own] for names in self.assignment]
-            self._replica_shards = ReplicaShards(held, own, group, device)
+            experts = {p.name for p in parameters if p.is_expert}
+            sets = [
+                {n: own[n] for n in own if (n in experts) == is_set} for is_set in (False, True)
+            ]
+            self._replica_shards = ReplicaSets(self.assignment, sets, _groups_alike(), device)
             own = self._replica_shards.pieces
         self._copies = TensorParallelCopies(parameters, self.assignment, located, place, device)
         self._tied_weights = TiedWeights(find_tied_weights(parameters, place), device)
@@ -199,6 +202,15 @@ def _stage_group(place: Coordinates) -> Any:
         ranks = [rank for rank, other in enumerate(everyone) if other.pipeline[0] == index]
         groups.append(dist.new_group(ranks))
     return groups[place.pipeline[0]]
+
+
+def _groups_alike() -> list[Any]:
+    """Return the groups whose ranks hold the same masters: of dense layers, and of experts."""
+    state: Any = parallel_state
+    return [
+        state.get_data_parallel_group(with_context_parallel=True),
+        state.get_expert_data_parallel_group(),
+    ]
 
 
 def _require_fp32(pieces: dict[str, Piece]) -> None:

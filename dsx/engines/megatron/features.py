@@ -21,6 +21,7 @@ from dsx.engines.megatron.refusals import (
     OPTIMIZERS,
     OTHER_OPTIMIZER,
     refuse,
+    refused_experts,
 )
 
 _TYPES = {
@@ -64,7 +65,7 @@ def _refused_parallelism(chunks: Sequence[Any]) -> dict[str, str]:
             for name, why in OF_MODEL.items()
             if getattr(chunk.config, name, None)
         }
-        found |= _above_one(chunk.config)
+        found |= _above_one(chunk.config) | refused_experts(chunk.config)
     return found
 
 

@@ -141,10 +141,12 @@ class Shards(MasterPlace):
 def gather(chunks: Sequence[Any]) -> None:
     """All-gather the parameter buffers, at once.
 
-    Collective over the data-parallel ranks. With overlap_param_gather a gather may be under way,
-    which Megatron then only waits for: it is of before.
+    Collective over the data- and context-parallel ranks, and the experts' own. With
+    overlap_param_gather a gather may be under way, which Megatron then only waits for: it is of
+    before.
     """
     for chunk in chunks:
-        if any(group.param_gather_handle is not None for group in chunk.bucket_groups):
+        groups = chunk.bucket_groups + chunk.expert_parallel_bucket_groups
+        if any(group.param_gather_handle is not None for group in groups):
             chunk.start_param_sync(force_sync=True)
         chunk.start_param_sync(force_sync=True)

@@ -4,6 +4,11 @@ Layers have their global number (`layer.layer_number - 1`), whichever stage and 
 are in, and are in that order, after the embedding and before the final norm and the head. A slice
 of a tensor-parallel weight is a parameter of its own, `<name>.slice_<tensor-parallel rank>`; a
 parameter that tensor-parallel ranks hold alike has its plain name, and belongs to the first one.
+
+Experts are divided over ranks of their own dimensions (expert, expert tensor, expert data), which
+lie across those of the dense layers. What one rank holds of a layer's experts has the number of its
+expert-parallel rank in its name, `<name>.experts_<rank>`, and the slice's behind it, if there are
+any. Transformer Engine does not mark slices of experts as such: all their parameters are.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 from megatron.core import num_microbatches_calculator, parallel_state
@@ -21,16 +27,26 @@ from dsx.engines.masters import dtype_name
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 _LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+_EXPERTS = ".experts."  # and not shared_experts, which are dense
 _FIRST, _LAST = 0, 1 << 30
 
 
 @dataclass(frozen=True)
 class Coordinates:
-    """A rank's place in its cluster: number and count along each dimension of parallelism."""
+    """A rank's place in its cluster: number and count along each dimension of parallelism.
+
+    Context-parallel ranks read the same samples, each its part of the sequence, and hold the same
+    parameters: to the optimizer they are data-parallel ranks, to the data they are one. The last
+    three are the same ranks as experts are divided over them.
+    """
 
     tensor: tuple[int, int]
     pipeline: tuple[int, int]
     data: tuple[int, int]
+    context: tuple[int, int] = (0, 1)
+    expert: tuple[int, int] = (0, 1)
+    expert_tensor: tuple[int, int] = (0, 1)
+    expert_data: tuple[int, int] = (0, 1)
 
     @classmethod
     def read(cls) -> Coordinates:
@@ -43,6 +59,13 @@ class Coordinates:
                 state.get_pipeline_model_parallel_world_size(),
             ),
             (state.get_data_parallel_rank(), state.get_data_parallel_world_size()),
+            (state.get_context_parallel_rank(), state.get_context_parallel_world_size()),
+            (state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size()),
+            (
+                state.get_expert_tensor_parallel_rank(),
+                state.get_expert_tensor_parallel_world_size(),
+            ),
+            (state.get_expert_data_parallel_rank(), state.get_expert_data_parallel_world_size()),
         )
 
     def everyone(self) -> list[Coordinates]:
@@ -59,6 +82,11 @@ class Parameter:
     plain: str  # without the slice
     is_slice: bool
     is_tied_copy: bool  # of the embedding, on another stage
+    is_expert: bool = False
+
+    def is_alike(self) -> bool:
+        """Whether tensor-parallel ranks hold it alike, where there are several."""
+        return not self.is_slice and not self.is_expert
 
 
 def name_parameters(
@@ -78,9 +106,7 @@ def name_parameters(
             if id(tensor) in held:
                 order, plain = _in_model(local_name, numbers, module)
                 is_copy = plain == HEAD and is_tied
-                is_slice = place.tensor[1] > 1 and getattr(tensor, "tensor_model_parallel", False)
-                name = f"{plain}.slice_{place.tensor[0]}" if is_slice else plain
-                found.append((order, Parameter(tensor, name, plain, is_slice, is_copy)))
+                found.append((order, _parameter(tensor, plain, is_copy, place)))
     if len(found) != len(held):
         raise ValueError(
             f"the optimizer trains {len(held)} parameters, {len(found)} of them in the model "
@@ -89,6 +115,40 @@ def name_parameters(
     if len({parameter.name for _, parameter in found}) != len(found):
         raise ValueError("two parameters of the model chunks have the same name and layer number")
     return [parameter for _, parameter in sorted(found, key=lambda entry: entry[0])]
+
+
+def _parameter(tensor: Any, plain: str, is_copy: bool, place: Coordinates) -> Parameter:
+    """Return one parameter with its name; ValueError for an expert's that is reduced otherwise."""
+    if _EXPERTS not in plain:
+        _require_reduced(tensor, plain, over_experts=False)
+        is_slice = place.tensor[1] > 1 and getattr(tensor, "tensor_model_parallel", False)
+        name = f"{plain}.slice_{place.tensor[0]}" if is_slice else plain
+        return Parameter(tensor, name, plain, is_slice, is_copy)
+    _require_reduced(tensor, plain, over_experts=place.expert[1] > 1)
+    is_slice = place.expert_tensor[1] > 1
+    if is_slice and tensor.dim() < 2:
+        raise ValueError(
+            f"dsx does not know whether {plain} is the same on all expert-tensor-parallel ranks: "
+            "leave biases out of experts, or use expert_tensor_parallel_size=1"
+        )
+    name = _expert_name(plain, place, place.expert[0], place.expert_tensor[0])
+    return Parameter(tensor, name, plain, is_slice, is_copy, is_expert=True)
+
+
+def _require_reduced(tensor: Any, plain: str, over_experts: bool) -> None:
+    """Raise ValueError where gradients are reduced over other ranks than the name says."""
+    if getattr(tensor, "allreduce", True) == over_experts:
+        ranks = "the ranks of all experts" if over_experts else "expert-data-parallel ranks alone"
+        raise ValueError(
+            f"Megatron reduces the gradients of {plain} over {ranks}: dsx knows experts by "
+            f"{_EXPERTS!r} in a parameter's name, and the other way round"
+        )
+
+
+def _expert_name(plain: str, place: Coordinates, expert: int, tensor: int) -> str:
+    """Return the name of what these ranks hold of a layer's experts."""
+    part = f".experts_{expert}" if place.expert[1] > 1 else ""
+    return plain + part + (f".slice_{tensor}" if place.expert_tensor[1] > 1 else "")
 
 
 def micro_batches(otherwise: int) -> int:
@@ -104,7 +164,11 @@ def stage_shapes(parameters: Sequence[Parameter], place: Coordinates) -> list[Pa
     shapes: list[ParameterShape] = []
     for parameter in parameters:
         shape, dtype = tuple(parameter.tensor.shape), dtype_name(parameter.tensor)
-        if parameter.is_slice and not parameter.is_tied_copy:
+        if parameter.is_expert:
+            everywhere = product(range(place.expert[1]), range(place.expert_tensor[1]))
+            names = [_expert_name(parameter.plain, place, *ranks) for ranks in everywhere]
+            shapes += [ParameterShape(name, shape, dtype) for name in names]
+        elif parameter.is_slice and not parameter.is_tied_copy:
             ranks = range(place.tensor[1])
             names = [f"{parameter.plain}.slice_{r}" for r in ranks]
             shapes += [ParameterShape(name, shape, dtype) for name in names]

@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 _FSDP = "use the distributed optimizer"
-_EXPERTS = "only dense layers are known"
+_EXPERT_BIAS = (
+    "each cluster moves the router's bias by its own tokens, and nothing averages it; use "
+    "moe_router_load_balancing_type aux_loss without it"
+)
 _ONE_SIZE = "samples are counted per cluster with one batch size; use --global-batch-size"
 _BUFFER = "leave it out"
 LAYER_WISE = (
@@ -34,26 +37,24 @@ OF_DATA_PARALLEL = {
     "fp8_param_gather": "use bf16 parameters; fp8 in the layers is no matter",
 }
 ABOVE_ONE = {
-    "context_parallel_size": "leave it out",
-    "expert_model_parallel_size": _EXPERTS,
     "num_distributed_optimizer_instances": "it reduces over instances at every step; use 1",
 }
 OF_MODEL = {
-    "num_moe_experts": _EXPERTS,
+    "moe_router_enable_expert_bias": _EXPERT_BIAS,
     "mtp_num_layers": "multi-token prediction has further copies of the embedding; leave it out",
+    "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
 }
+EXPERT_TENSOR = "another size needs --expert-model-parallel-size above 1"
 OPTIMIZERS = ("adam", "sgd", "muon")
 OTHER_OPTIMIZER = "use 'adam', 'sgd' or 'muon'"
-_OF_LOOP = {
+OF_LOOP = {
     "inprocess_restart": "its restart ends the process groups between clusters; leave it out",
     "use_torch_fsdp2": _FSDP,
-    "hybrid_context_parallel": "its sampler is not split between clusters; leave it out",
     "non_persistent_save_interval": "outer state needs persistent checkpoints; leave it out",
     "rampup_batch_size": _ONE_SIZE,
     "step_batch_size_schedule": _ONE_SIZE,
     "skip_train": "there is nothing to synchronise; start the script without dsx",
 }
-_FLAGS = {"num_experts": OF_MODEL["num_moe_experts"], "mtp_num_layers": OF_MODEL["mtp_num_layers"]}
 
 
 def refuse_arguments(arguments: Any) -> None:
@@ -61,13 +62,13 @@ def refuse_arguments(arguments: Any) -> None:
 
     `arguments` is Megatron-LM's namespace; what a version does not have is not asked for.
     """
-    reasons = {**_OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **_FLAGS}
+    reasons = {**OF_LOOP, **OF_OPTIMIZER, **OF_DATA_PARALLEL, **OF_MODEL}
     found = {name: why for name, why in reasons.items() if getattr(arguments, name, None)}
-    named = {_flag(name): why for name, why in found.items()}
+    named = {flag_of(name): why for name, why in found.items()}
     for name, why in ABOVE_ONE.items():
         value = getattr(arguments, name, None) or 1
         if value > 1:
-            named[f"{_flag(name)} {value}"] = why
+            named[f"{flag_of(name)} {value}"] = why
     kind = getattr(arguments, "optimizer", None) or "adam"
     if kind not in OPTIMIZERS:
         named[f"--optimizer {kind}"] = LAYER_WISE if kind == "dist_muon" else OTHER_OPTIMIZER
@@ -76,7 +77,26 @@ def refuse_arguments(arguments: Any) -> None:
     scalars = getattr(arguments, "muon_scalar_optimizer", None) or "adam"
     if kind == "muon" and scalars not in OPTIMIZERS:
         named[f"--muon-scalar-optimizer {scalars}"] = "use 'adam'"
+    named |= {flag_of(name): why for name, why in refused_experts(arguments, "num_experts").items()}
     refuse(named)
+
+
+def refused_experts(settings: Any, count: str = "num_moe_experts") -> dict[str, str]:
+    """Return what of a layout of experts is refused, by its setting; `count` names their number.
+
+    Without expert parallelism, experts that several tensor-parallel ranks hold whole drift apart:
+    megatron-core takes them for dense, and sums their gradients over data-parallel ranks alone.
+    """
+
+    def size(name: str) -> int:
+        return getattr(settings, f"{name}_parallel_size", None) or 1
+
+    own = getattr(settings, "expert_tensor_parallel_size", None) or size("tensor_model")
+    is_parted = not getattr(settings, count, None) or size("expert_model") > 1
+    if is_parted or own == size("tensor_model"):
+        return {}
+    advice = f"use {size('tensor_model')}, as for dense layers; {EXPERT_TENSOR}"
+    return {f"expert_tensor_parallel_size {own} where every rank holds all experts": advice}
 
 
 def refuse_backend(wanted: str | None, made: str) -> None:
@@ -106,5 +126,6 @@ def refuse(found: Mapping[str, str]) -> None:
         raise ValueError(f"dsx does not serve {setting} of Megatron: {advice}")
 
 
-def _flag(name: str) -> str:
+def flag_of(name: str) -> str:
+    """Return an argument's flag on Megatron-LM's command line."""
     return f"--{name.replace('_', '-')}"

@@ -1,0 +1,44 @@
+"""What of Megatron's layouts and optimizers is served, and what is refused, in one table.
+
+docs/megatron.md prints it, and tests hold both halves to what is refused (refusals.py). Needs no
+megatron.
+"""
+
+from __future__ import annotations
+
+from dsx.engines.megatron.refusals import (
+    ABOVE_ONE,
+    EXPERT_TENSOR,
+    OF_DATA_PARALLEL,
+    OF_LOOP,
+    OF_MODEL,
+    OF_OPTIMIZER,
+    OPTIMIZERS,
+    OTHER_OPTIMIZER,
+    flag_of,
+)
+
+SERVED = {
+    "tensor_model_parallel_size": "slices are parameters of their own",
+    "sequence_parallel": "",
+    "pipeline_model_parallel_size": "every stage decides as one",
+    "num_layers_per_virtual_pipeline_stage": "layers by their number in the whole model",
+    "context_parallel_size": "a group's ranks read the same samples and hold the same parameters",
+    "num_experts": "one after another on a rank; grouped GEMM, which needs a GPU, was not run",
+    "expert_model_parallel_size": "each expert by the ranks that hold it",
+    "expert_tensor_parallel_size": f"as for dense layers; {EXPERT_TENSOR}",
+    "use_distributed_optimizer": "for dense layers and experts, each over their own ranks",
+    "overlap_grad_reduce": "",
+    "overlap_param_gather": "",
+    "bf16": "",
+    "fp16": "a step that overflows counts",
+}
+
+
+def table() -> list[tuple[str, str, str]]:
+    """Return rows: a flag of Megatron-LM, whether it is served, and what to know or do."""
+    rows = [(flag_of(name), "served", note) for name, note in SERVED.items()]
+    rows.append(("--optimizer", ", ".join(OPTIMIZERS), f"another is refused: {OTHER_OPTIMIZER}"))
+    rows += [(flag_of(name), "1", f"more is refused: {why}") for name, why in ABOVE_ONE.items()]
+    refused = {**OF_MODEL, **OF_DATA_PARALLEL, **OF_OPTIMIZER, **OF_LOOP}
+    return rows + [(flag_of(name), "refused", why) for name, why in refused.items()]

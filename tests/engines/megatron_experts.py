@@ -1,0 +1,107 @@
+"""A mixture of experts in Megatron's layers on the CPU, and the same layer in plain torch.
+
+Megatron initialises experts on the CPU alike on all expert-parallel ranks: here each gets values of
+its own. Its norms without Transformer Engine refuse sequence parallelism, which it demands for
+experts beside tensor parallelism: `TokenNorm` is a stand-in of ours, marked as Megatron marks its.
+"""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+TOP = 2  # experts of each token
+_EXPERT = re.compile(r"(.*\.experts\.local_experts\.)(\d+)(\..*)")
+
+
+class TokenNorm(nn.LayerNorm):
+    """A norm whose gradients Megatron sums over tensor-parallel ranks, each of other tokens."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps)
+        for parameter in self.parameters():
+            parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
+def expert_settings(kind: Any) -> dict[str, Any]:
+    """What of TransformerConfig is of experts."""
+    if not kind.experts:
+        return {}
+    slices = kind.expert_tensor or kind.tensor
+    is_cut = slices > 1 and kind.expert_parallel > 1  # gloo gathers no unequal numbers of tokens
+    return {
+        "num_moe_experts": kind.experts,
+        "expert_model_parallel_size": kind.expert_parallel,
+        "expert_tensor_parallel_size": slices,
+        "moe_router_topk": TOP,
+        "moe_shared_expert_intermediate_size": kind.ffn,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "allgather" if is_cut else "alltoall",
+        "moe_layer_freq": [index % 2 for index in range(kind.num_layers)],  # others are dense
+        "sequence_parallel": kind.tensor > 1,
+        "add_bias_linear": False,
+    }
+
+
+def layers_with_experts(kind: Any, config: Any, vp_stage: int | None) -> Any:
+    """Return the specification of this stage's layers."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.core.transformer.moe import moe_utils
+
+    if not hasattr(moe_utils, "te_general_gemm"):  # 0.16.1 looks for it without asking whether
+        moe_utils.te_general_gemm = None  # Transformer Engine is there
+    spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, vp_stage=vp_stage)
+    if config.sequence_parallel:
+        spec.layer_norm = TokenNorm
+        for layer in spec.layer_specs:
+            layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TokenNorm
+    return spec
+
+
+@torch.no_grad()
+def tell_experts_apart(model: nn.Module, config: Any, seed: int) -> None:
+    """Draw this rank's experts, each by its number among all and its slice, in place."""
+    from megatron.core import parallel_state
+
+    stage = parallel_state.get_pipeline_model_parallel_rank()
+    cut = parallel_state.get_expert_tensor_parallel_rank()
+    for name, parameter in model.named_parameters():
+        if _EXPERT.match(name):
+            whole = f"{seed} {stage} {cut} {in_whole_layer(name, config)}"
+            generator = torch.Generator().manual_seed(zlib.crc32(whole.encode()))
+            parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+
+
+def expert_number(local: int, config: Any) -> int:
+    """The number among all of a layer's experts of one on this rank."""
+    from megatron.core import parallel_state
+
+    count = config.num_moe_experts // config.expert_model_parallel_size
+    return parallel_state.get_expert_model_parallel_rank() * count + local
+
+
+def in_whole_layer(name: str, config: Any) -> str:
+    """Return a weight's name with the number of its expert among all, if it is an expert's."""
+    match = _EXPERT.match(name)
+    return f"{match[1]}{expert_number(int(match[2]), config)}{match[3]}" if match else name
+
+
+def mixture(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    """What experts make of tokens `[..., hidden]`: the router's best, by weight, and the shared."""
+
+    def outcome(expert: str) -> Tensor:
+        inner = F.gelu(F.linear(x, w[f"mlp.{expert}.linear_fc1.weight"]))
+        return F.linear(inner, w[f"mlp.{expert}.linear_fc2.weight"])
+
+    scores, chosen = F.linear(x, w["mlp.router.weight"]).topk(TOP, dim=-1)
+    total = outcome("shared_experts")
+    for number in range(w["mlp.router.weight"].shape[0]):
+        share = (scores.softmax(-1) * (chosen == number)).sum(-1, keepdim=True)
+        total = total + share * outcome(f"experts.local_experts.{number}")
+    return total
