@@ -20,7 +20,6 @@ from torch import Tensor, nn
 import dsx
 from dsx.comm.world import current_world
 from tests.engines.engines import NUM_CLUSTERS
-from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
 from tests.engines.megatron_context import own_part, with_gathered_attention
 from tests.engines.megatron_experts import (
     expert_settings,
@@ -29,6 +28,7 @@ from tests.engines.megatron_experts import (
     mixture,
     tell_experts_apart,
 )
+from tests.engines.megatron_families import GROUPED, MODELS, SPECS, TRANSFORMERS
 from tests.engines.megatron_muon import PlainMuon, goes_by_muon, muon_settings
 from tests.engines.pipelines import StageReference
 from tests.reference import Recipe
