@@ -23,6 +23,7 @@ from dsx.bench.examples.command import examples
 from dsx.bench.heal.command import heal
 from dsx.bench.links.command import links
 from dsx.bench.paper.command import paper
+from dsx.bench.start.command import start
 from dsx.bench.telemetry.command import telemetry
 from dsx.bench.torchft.command import torchft
 from dsx.bench.wall_clock.command import wall_clock
@@ -42,6 +43,7 @@ app.command()(links)
 app.command()(chaos)
 app.command()(heal)
 app.command()(telemetry)
+app.command()(start)
 
 
 @app.command()
