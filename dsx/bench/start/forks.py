@@ -29,6 +29,7 @@ _LAST_IMPORTS = ("dsx.engines.attach", "torch.nn.parallel")
 
 def main(jobs: Sequence[Job]) -> None:
     """Start all runs."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # and with it all ranks
     _warm()
     for job in jobs:
         start(job)
@@ -76,6 +77,7 @@ def _warm() -> None:
 
 def _be(job: Job, cluster: int, number: int, gate: int, says: int) -> None:
     """Start as a rank; never returns."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     try:
         os.read(gate, 1)  # until it is closed
         found, _held = ranks.start(job, cluster, number)
