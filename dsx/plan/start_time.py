@@ -127,8 +127,9 @@ def start_model() -> StartModel:
 def read_model(text: str) -> StartModel:
     """Return what `StartModel.write` has written."""
     read: dict[str, Any] = json.loads(text)
-    pairs = {name: tuple(read[name]) for name in ("first", "shared", "own", "own_first")}
-    return StartModel(**{**read, **pairs})
+    for name in ("first", "shared", "own", "own_first"):
+        read[name] = tuple(read[name])
+    return StartModel(**read)
 
 
 def require_sizes(option: str, text: str) -> list[tuple[int, int]]:

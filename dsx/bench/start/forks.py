@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from types import FrameType
 
 import torch
 
@@ -29,7 +30,7 @@ _LAST_IMPORTS = ("dsx.engines.attach", "torch.nn.parallel")
 
 def main(jobs: Sequence[Job]) -> None:
     """Start all runs."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("told to end"))  # and with it all ranks
+    signal.signal(signal.SIGTERM, _end)
     _warm()
     for job in jobs:
         start(job)
@@ -61,6 +62,11 @@ def start(job: Job) -> None:
                 os.kill(pid, signal.SIGKILL)
         for pid in running:
             os.waitpid(pid, 0)
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    """End, and with this process all ranks."""
+    sys.exit(f"told to end by {signal.Signals(number).name}")
 
 
 def _warm() -> None:

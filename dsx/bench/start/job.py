@@ -61,7 +61,8 @@ class Found:
     def read(cls, text: str) -> Found:
         """Return what `write` has written."""
         found: dict[str, Any] = json.loads(text)
-        return cls(**{**found, "laps": [Lap(**lap) for lap in found["laps"]]})
+        found["laps"] = [Lap(**lap) for lap in found["laps"]]
+        return cls(**found)
 
     def write(self) -> str:
         """Return it as one line."""
